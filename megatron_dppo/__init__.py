@@ -1,0 +1,1 @@
+"""DPPO post-training of mixture-of-experts language models on Megatron Core."""

@@ -1,0 +1,80 @@
+"""``megatron-dppo COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from megatron_dppo.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code (0, 2 = something to mend in the input, 3 = training cannot go on)."""
+    parser = argparse.ArgumentParser(prog="megatron-dppo", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="post-train a model by a configuration file", **_TRAIN_HELP)
+    add_train_arguments(train)
+    options, overrides = parser.parse_known_args(arguments)
+    return run_train(options, overrides)
+
+
+_TRAIN_HELP = {
+    "epilog": (
+        "Overrides: --section.key VALUE for any key of the configuration, and Megatron's own flags as they stand, "
+        "e.g. --tensor-model-parallel-size 2."
+    )
+}
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``train``; all others are overrides of the configuration."""
+    parser.add_argument("config", help="TOML configuration file")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration, stop")
+
+
+def train_main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m megatron_dppo.train CONFIG``: the same program as ``megatron-dppo train CONFIG``."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_dppo.train", **_TRAIN_HELP)
+    add_train_arguments(parser)
+    options, overrides = parser.parse_known_args(arguments)
+    return run_train(options, overrides)
+
+
+def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Load the configuration, then train or, with ``--dry-run``, print it."""
+    from megatron_dppo.config_io import dump_toml, load_config
+    from megatron_dppo.layout import describe
+    from megatron_dppo.session import read_inputs
+
+    try:
+        config = load_config(options.config, overrides)
+        if options.dry_run:
+            inputs = read_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
+            if os.environ.get("RANK", "0") == "0":
+                print(dump_toml(config))
+                print(describe(inputs.layout, config))
+            return 0
+        from megatron_dppo.loop import run
+
+        return run(config)
+    except UserError as error:
+        return _report(error)
+
+
+def _report(error: UserError) -> int:
+    """Print the message once, on the rank that should; the exit code is the error's."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or not error.on_every_rank:
+        prefix = "" if error.on_every_rank else f"[rank {rank}] "
+        print(f"\n{prefix}error: {error}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends all processes when the first one leaves: give rank 0 the time to say what is wrong.
+        time.sleep(2.0)
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The configuration: one model per TOML section. Unknown keys are errors. Loading lives in ``config_io``.
+
+Keys that exist in Megatron carry Megatron's own name, so that its command-line flags work as they stand.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LossName = Literal["dppo_binary_tv", "dppo_binary_kl", "grpo", "pg_is"]
+DType = Literal["fp32", "bf16"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=True)
+
+
+class RunConfig(_Section):
+    """Where the run writes and how long it is."""
+
+    output_dir: str
+    """Everything the run writes goes here."""
+    seed: int = Field(0, ge=0)
+    """Seeds weight initialisation, prompt order and sampling."""
+    num_steps: int = Field(gt=0)
+    """Rollout steps. One step = one batch of rollouts and ``train.mini_batches * train.epochs`` optimizer updates."""
+    overwrite: bool = False
+    """Start again in an ``output_dir`` that already holds a run (the old run is deleted)."""
+    threads_per_rank: int | None = Field(None, gt=0)
+    """CPU threads of each process; None = cores divided by local ranks."""
+    timeout_minutes: float = Field(30.0, gt=0)
+    """Limit of one collective; a rank that waits longer fails with an error."""
+
+
+class ModelConfig(_Section):
+    """The policy."""
+
+    path: str
+    """Hugging Face folder: config.json, tokenizer files and, unless ``random_init``, safetensors weights."""
+    random_init: bool = False
+    """Start from random weights drawn by the folder's config (only with a warm-up, or for tests)."""
+    dtype: DType = "bf16"
+    """Parameter dtype of training."""
+    transformer: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of Megatron's TransformerConfig, by Megatron's name."""
+
+
+class ParallelConfig(_Section):
+    """Parallel layout, in Megatron's words."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=1)
+    context_parallel_size: int = Field(1, ge=1)
+    expert_model_parallel_size: int = Field(1, ge=1)
+    expert_tensor_parallel_size: int | None = Field(None, ge=1)
+    """None = tensor_model_parallel_size when the expert parallel size is 1, else 1."""
+    sequence_parallel: bool | None = None
+    """None = on exactly when the tensor parallel size is above 1."""
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    overlap_p2p_comm: bool | None = None
+    """None = on exactly with an interleaved pipeline (required there)."""
+
+
+class DataConfig(_Section):
+    """Prompts. A source is ``task:chain_sum`` (embedded) or the path of a JSONL file."""
+
+    train: str
+    eval: str | None = None
+    prompt_key: str = "prompt"
+    """Column with a string, or with a list of chat messages (the tokenizer's chat template is applied)."""
+    label_key: str = "label"
+    """Column with the reference answer."""
+    max_prompt_tokens: int = Field(1024, gt=0)
+
+
+class RolloutConfig(_Section):
+    """How samples are drawn."""
+
+    engine: Literal["local"] = "local"
+    prompts_per_step: int = Field(gt=0)
+    samples_per_prompt: int = Field(gt=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_new_tokens: int = Field(gt=0)
+    dtype: DType = "bf16"
+    """Dtype of the local engine's copy of the weights."""
+    return_logprobs: bool = True
+    """Rollout log-probabilities: the anchor of every loss."""
+
+
+class RewardConfig(_Section):
+    """Verifiable reward."""
+
+    function: str = "math"
+    """``math`` (last boxed answer or Answer: line), or ``module:function`` of your own."""
+    timeout_seconds: float = Field(10.0, gt=0)
+    """Limit for one sample; a slower one is stopped and counted as failed."""
+    num_workers: int = Field(1, ge=1)
+    """Processes per rank that compute slow rewards."""
+
+
+class LossConfig(_Section):
+    """The policy loss. Source of names and defaults: arXiv 2602.04879 and docs/loss.md."""
+
+    name: LossName = "dppo_binary_tv"
+    divergence_threshold_low: float | None = Field(None, gt=0)
+    """Trust region for negative advantages; None = 0.15 (TV) or 0.05 (KL)."""
+    divergence_threshold_high: float | None = Field(None, gt=0)
+    """Trust region for positive advantages; None = 0.15 (TV) or 0.05 (KL)."""
+    ratio_cap: float | None = Field(None, gt=0)
+    """C in min(r, C); None = no cap."""
+    clip_ratio_low: float = Field(0.2, gt=0, lt=1)
+    """Only ``grpo``: tokens with negative advantage and r < 1 - low are dropped."""
+    clip_ratio_high: float = Field(0.28, gt=0)
+    """Only ``grpo``: tokens with positive advantage and r > 1 + high are dropped."""
+
+    @property
+    def is_dppo(self) -> bool:
+        """Whether the loss is one of the DPPO variants."""
+        return self.name.startswith("dppo_")
+
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """(low, high) with the defaults of the variant filled in."""
+        default = 0.05 if self.name.endswith("_kl") else 0.15
+        low, high = self.divergence_threshold_low, self.divergence_threshold_high
+        return (default if low is None else low, default if high is None else high)
+
+    @model_validator(mode="after")
+    def _thresholds_in_range(self) -> LossConfig:
+        for key in ("divergence_threshold_low", "divergence_threshold_high"):
+            value = getattr(self, key)
+            if value is None:
+                continue
+            if not self.is_dppo:
+                raise ValueError(f"{key} = {value} has no effect on the loss {self.name!r}; remove it or use a dppo_* loss")
+            if self.name.endswith("_tv") and value > 1:
+                raise ValueError(f"{key} = {value}: a total variation never exceeds 1; the paper uses 0.15 to 0.2")
+        return self
+
+
+class TrainConfig(_Section):
+    """How rollouts become optimizer updates."""
+
+    mini_batches: int = Field(1, ge=1)
+    """Optimizer updates per epoch over one batch of rollouts."""
+    epochs: int = Field(1, ge=1)
+    micro_batch_tokens: int = Field(8192, gt=0)
+    """Token budget of one packed micro-batch."""
+    advantage: Literal["mean", "std"] = "mean"
+    """Group-relative advantage: reward minus the group's mean, or that divided by the group's deviation."""
+    max_skipped_updates: int = Field(5, ge=1)
+    """Stop after this many updates in a row with a non-finite gradient."""
+
+
+class OptimizerConfig(_Section):
+    """Adam and its schedule (counted in rollout steps), in Megatron's words."""
+
+    lr: float = Field(gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    lr_warmup_steps: int = Field(0, ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.99, ge=0, lt=1)
+    adam_eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0)
+    """Global gradient norm limit; 0 = no clipping."""
+
+    @model_validator(mode="after")
+    def _min_below_lr(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}")
+        return self
+
+
+class WarmupConfig(_Section):
+    """A short supervised phase before RL; 0 steps = none."""
+
+    num_steps: int = Field(0, ge=0)
+    data: str = "task:chain_sum"
+    """``task:chain_sum`` or a JSONL file with ``prompt`` and ``response``."""
+    batch_size: int = Field(96, gt=0)
+    """Sequences per update, over all ranks."""
+    optimizer: OptimizerConfig = OptimizerConfig(
+        lr=6e-3, min_lr=6e-4, lr_warmup_steps=20, lr_decay_style="cosine", adam_beta2=0.98, weight_decay=0.01
+    )
+
+
+class EvalConfig(_Section):
+    """Greedy evaluation on ``data.eval``."""
+
+    every: int = Field(10, ge=1)
+    """Steps between evaluations; one more runs before the first step and one after the last."""
+    max_prompts: int | None = Field(None, gt=0)
+
+
+class CheckpointConfig(_Section):
+    """Megatron torch_dist checkpoints under ``output_dir/checkpoints``."""
+
+    save_every: int | None = Field(None, ge=1)
+    """Steps between checkpoints; None = only the last. SIGTERM always saves."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that stay on disk."""
+    resume: Literal["auto", "never"] = "auto"
+    """``auto``: continue from the newest complete checkpoint in output_dir, if there is one."""
+    export_hf: bool = True
+    """Write the final weights as a Hugging Face folder."""
+
+
+class LogConfig(_Section):
+    """Sinks besides ``metrics.jsonl``."""
+
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    """Weights & Biases project; needs the extra ``[wandb]``."""
+    progress: bool = True
+    """Progress bar and one line a step on rank 0."""
+
+
+class Config(_Section):
+    """A whole run."""
+
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig = RewardConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig
+    warmup: WarmupConfig = WarmupConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Config:
+        if not self.rollout.return_logprobs:
+            raise ValueError(
+                f"loss.name = {self.loss.name!r} is anchored on the rollout policy's own log-probabilities, but "
+                "rollout.return_logprobs = false; set it to true (a recomputed anchor is not the same algorithm)"
+            )
+        samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if samples % self.train.mini_batches:
+            raise ValueError(
+                f"rollout.prompts_per_step * rollout.samples_per_prompt = {self.rollout.prompts_per_step} * "
+                f"{self.rollout.samples_per_prompt} = {samples} samples cannot be split into train.mini_batches = "
+                f"{self.train.mini_batches} equal parts"
+            )
+        if self.model.random_init and self.warmup.num_steps == 0:
+            raise ValueError(
+                "model.random_init = true starts RL from noise, where no reward is ever found; set warmup.num_steps "
+                "above 0, or point model.path to a folder with weights"
+            )
+        return self

@@ -1,0 +1,52 @@
+"""Prompt and response pairs for a supervised warm-up, addressed by one integer."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from megatron_dppo.data import chain_sum
+from megatron_dppo.data.prompts import CHAIN_SUM, read_jsonl, require
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import TrainingSample
+
+
+class SupervisedDataset:
+    """An endless stream of supervised samples; sample ``i`` depends on the seed and ``i`` alone.
+
+    Args:
+        source: ``task:chain_sum`` (its warm-up corpus, from training problems only) or a JSONL file with ``prompt``
+            and ``response`` strings.
+        tokenizer: a transformers tokenizer.
+        seed: draws problems and responses.
+
+    Raises:
+        DataError: a missing or empty file, or a bad row.
+    """
+
+    def __init__(self, source: str, tokenizer: Any, seed: int) -> None:
+        self._tokenizer, self._seed = tokenizer, seed
+        self._problems = chain_sum.problems("train") if source == CHAIN_SUM else None
+        self._pairs = [] if self._problems else [_pair(place, record) for place, record in read_jsonl(source)]
+        if not self._problems and not self._pairs:
+            raise DataError(f"{source} has no rows; expected one JSON object a line with 'prompt' and 'response'")
+
+    def __getitem__(self, index: int) -> TrainingSample:
+        """Sample ``index`` of the stream; the loss is on the response and its end-of-sequence token."""
+        rng = random.Random(f"{self._seed}/{index}")
+        if self._problems:
+            problem = rng.choice(self._problems)
+            prompt, response = problem.question, chain_sum.demonstration(problem, rng)
+        else:
+            prompt, response = rng.choice(self._pairs)
+        response_ids = self._tokenizer(response, add_special_tokens=False).input_ids
+        prompt_ids = self._tokenizer(prompt).input_ids
+        return to_training_sample(prompt_ids, [*response_ids, self._tokenizer.eos_token_id], None, advantage=1.0)
+
+
+def _pair(place: str, record: dict[str, Any]) -> tuple[str, str]:
+    prompt, response = require(place, record, "prompt"), require(place, record, "response")
+    if not isinstance(prompt, str) or not isinstance(response, str):
+        raise DataError(f"{place}: 'prompt' and 'response' must be strings, got {prompt!r} and {response!r}")
+    return prompt, response

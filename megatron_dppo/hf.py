@@ -1,0 +1,230 @@
+"""Hugging Face folders: configuration, weights in and out, by the names that stand in the files.
+
+A *stream of weights* is an iterable of ``(name, tensor)`` with full, unsharded tensors in the on-disk naming (one
+entry per expert), whatever a transformers version keeps in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.layout import ModelShape
+
+WeightStream = Iterable[tuple[str, Tensor]]
+_FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
+_ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+
+
+def read_hf_config(path: str | Path) -> Any:
+    """The transformers config object of a folder.
+
+    Raises:
+        CheckpointError: no folder, no config.json, or one that transformers cannot read.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"model.path = {str(path)!r} is not a Hugging Face folder: {folder / 'config.json'} is missing")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
+
+
+def model_shape(hf_config: Any) -> ModelShape:
+    """The sizes of a model that the layout depends on.
+
+    Raises:
+        CheckpointError: an architecture, or a feature of it, that there is no mapping for.
+    """
+    if hf_config.model_type != "qwen3_moe":
+        raise CheckpointError(f"model_type {hf_config.model_type!r} has no mapping to Megatron; expected 'qwen3_moe'")
+    unsupported = {
+        "attention_bias": hf_config.attention_bias,
+        "mlp_only_layers": hf_config.mlp_only_layers,
+        "decoder_sparse_step": hf_config.decoder_sparse_step != 1,
+        "use_sliding_window": hf_config.use_sliding_window,
+        "hidden_act": hf_config.hidden_act != "silu",
+    }
+    for key, present in unsupported.items():
+        if present:
+            raise CheckpointError(f"config.json has {key} = {getattr(hf_config, key)!r}, which is not supported")
+    return ModelShape(
+        num_layers=hf_config.num_hidden_layers,
+        num_attention_heads=hf_config.num_attention_heads,
+        num_query_groups=hf_config.num_key_value_heads,
+        num_experts=hf_config.num_experts,
+        hidden_size=hf_config.hidden_size,
+        vocab_size=hf_config.vocab_size,
+    )
+
+
+def rope_theta(hf_config: Any) -> float:
+    """The base of the rotary embedding, wherever the transformers version keeps it."""
+    parameters = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    kind = parameters.get("rope_type", "default")
+    if kind != "default":
+        raise CheckpointError(f"config.json has rope_type = {kind!r}; only the default rotary embedding is supported")
+    return float(parameters.get("rope_theta") or hf_config.rope_theta)
+
+
+def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) -> Any:
+    """A transformers causal language model with random weights; ``seed`` makes them reproducible."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False).eval()
+
+
+def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a transformers model in the on-disk naming; tied output weights are left out."""
+    tied = bool(model.config.tie_word_embeddings)
+    for name, tensor in model.state_dict().items():
+        match = _FUSED_EXPERTS.match(name)
+        if tied and name == "lm_head.weight":
+            continue
+        if match is None:
+            yield name, tensor
+        elif match[2] == "down_proj":
+            yield from ((f"{match[1]}.{e}.down_proj.weight", w) for e, w in enumerate(tensor))
+        else:
+            for e, w in enumerate(tensor):
+                gate, up = w.chunk(2, dim=0)
+                yield f"{match[1]}.{e}.gate_proj.weight", gate
+                yield f"{match[1]}.{e}.up_proj.weight", up
+
+
+@torch.no_grad()
+def copy_into_model(model: Any, weights: WeightStream) -> None:
+    """Copy a stream of weights into a transformers model, in its dtype.
+
+    Raises:
+        CheckpointError: a name that the model does not have, a wrong shape, or weights that never came.
+    """
+    targets = dict(model.named_parameters())
+    elements_left = {name: parameter.numel() for name, parameter in targets.items()}
+    for name, tensor in weights:
+        target, key = (targets[name], name) if name in targets else _expert_slice(targets, name)
+        if target.shape != tensor.shape:
+            raise CheckpointError(f"weight {name} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}")
+        target.copy_(tensor)
+        elements_left[key] -= target.numel()
+    missing = sorted(key for key, left in elements_left.items() if left)
+    if missing:
+        raise CheckpointError(f"weights never came for {missing[:5]} ({len(missing)} parameters in all)")
+
+
+def _expert_slice(targets: dict[str, Tensor], name: str) -> tuple[Tensor, str]:
+    """The part of a fused expert tensor that an on-disk name stands for."""
+    match = _ONE_EXPERT.match(name)
+    kind = None if match is None else ("down_proj" if match[3] == "down_proj" else "gate_up_proj")
+    key = "" if match is None else f"{match[1]}.{kind}"
+    if match is None or key not in targets:
+        raise CheckpointError(f"weight {name} does not belong to this model")
+    expert = targets[key][int(match[2])]
+    if match[3] == "down_proj":
+        return expert, key
+    gate, up = expert.chunk(2, dim=0)
+    return (gate if match[3] == "gate_proj" else up), key
+
+
+def has_weights(path: str | Path) -> bool:
+    """Whether a folder holds safetensors weights."""
+    return any(Path(path).glob("*.safetensors"))
+
+
+class FolderWeights:
+    """Random access to the safetensors weights of a folder, one tensor at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._files: dict[str, Path] = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    self._files.update(dict.fromkeys(handle.keys(), file))
+            except SafetensorError as error:
+                raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
+        if not self._files:
+            raise CheckpointError(
+                f"model.path = {str(path)!r} has no *.safetensors weights; expected a complete Hugging Face folder "
+                "(or set model.random_init = true together with a warm-up)"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise CheckpointError(f"weight {name} is missing; the folder holds {sorted(self._files)[:3]}, ...")
+        with safe_open(self._files[name], framework="pt") as handle:
+            return handle.get_tensor(name)
+
+    def names(self) -> set[str]:
+        """All weight names in the folder."""
+        return set(self._files)
+
+
+def save_hf_folder(
+    target: str | Path, source: str | Path, weights: WeightStream, dtype: torch.dtype, max_shard_bytes: int = 5 * 2**30
+) -> None:
+    """Write a Hugging Face folder: config and tokenizer files of ``source``, weights from the stream.
+
+    The folder appears at once, complete, by a rename; an older one of that name is replaced.
+    """
+    target, source = Path(target), Path(source)
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in {".json", ".txt", ".model", ".jinja"} and "safetensors" not in file.name:
+            shutil.copyfile(file, partial / file.name)
+    config = json.loads((partial / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _write_shards(partial, weights, dtype, max_shard_bytes)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+
+
+def _write_shards(folder: Path, weights: WeightStream, dtype: torch.dtype, max_bytes: int) -> None:
+    shards: list[Path] = []
+    index: dict[str, Path] = {}
+    buffer: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        shards.append(folder / f"part-{len(shards)}.safetensors")
+        save_file(buffer, shards[-1], metadata={"format": "pt"})
+        index.update(dict.fromkeys(buffer, shards[-1]))
+        buffer.clear()
+
+    for name, tensor in weights:
+        tensor = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        if buffer and size + tensor.nbytes > max_bytes:
+            flush()
+            size = 0
+        buffer[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    final = {old: f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i, old in enumerate(shards)}
+    if len(shards) == 1:
+        final = {shards[0]: "model.safetensors"}
+    for old, new in final.items():
+        old.rename(folder / new)
+    if len(shards) > 1:
+        weight_map = {name: final[shard] for name, shard in index.items()}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text + "\n")

@@ -1,0 +1,50 @@
+"""Group-relative advantages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_DEVIATION_FLOOR = 1e-4
+"""Added to the group's deviation, so that rewards that differ by rounding only are not blown up to unit size."""
+
+
+def group_relative_advantages(
+    rewards: Tensor, mode: Literal["mean", "std"] = "mean", valid: Tensor | None = None
+) -> Tensor:
+    """Reward minus the mean of the siblings; ``std`` also divides by their standard deviation (GRPO).
+
+    Args:
+        rewards: ``[groups, samples]`` float; one row holds the samples of one prompt.
+        mode: ``mean`` (arXiv 2602.04879) or ``std`` (arXiv 2402.03300; Bessel-corrected deviation plus 1e-4).
+        valid: ``[groups, samples]`` bool; False = the reward failed, its value is ignored. None = all are valid.
+
+    Returns:
+        ``[groups, samples]`` in the dtype of ``rewards``; exactly 0 for invalid samples and for groups without spread.
+
+    Raises:
+        ValueError: an unknown mode, rewards that are not a float matrix, ``valid`` of another shape, or a valid
+            reward that is not finite.
+    """
+    if mode not in ("mean", "std"):
+        raise ValueError(f"advantage mode {mode!r} is unknown; expected 'mean' or 'std'")
+    if rewards.dim() != 2 or not rewards.is_floating_point():
+        raise ValueError(f"expected float rewards [groups, samples], got {rewards.dtype} {tuple(rewards.shape)}")
+    valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+    if valid.shape != rewards.shape or valid.dtype != torch.bool:
+        raise ValueError(f"expected valid as bool {tuple(rewards.shape)}, got {valid.dtype} {tuple(valid.shape)}")
+    known = torch.where(valid, rewards, 0.0)
+    if not bool(known.isfinite().all()):
+        raise ValueError("a reward is not finite; mark the sample as failed in `valid`, or return a finite reward")
+    count = valid.sum(1, keepdim=True).clamp(min=1)
+    centred = torch.where(valid, known - known.sum(1, keepdim=True) / count, 0.0)
+    # The mean of equal numbers may be off by one rounding; a group without spread must give 0, not noise.
+    lowest = torch.where(valid, rewards, torch.inf).amin(1, keepdim=True)
+    highest = torch.where(valid, rewards, -torch.inf).amax(1, keepdim=True)
+    centred = torch.where(highest > lowest, centred, 0.0)
+    if mode == "mean":
+        return centred
+    variance = centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
+    return centred / (variance.sqrt() + _DEVIATION_FLOOR)

@@ -1,0 +1,1 @@
+"""The Megatron seam: the only folder that imports ``megatron``. Apply ``compat.apply_cpu_shims`` first on CPU."""

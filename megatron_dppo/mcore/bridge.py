@@ -1,0 +1,169 @@
+"""Hugging Face weights into a sharded Megatron model, and out of it again, streamed one parameter at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.layout import ModelShape
+from megatron_dppo.mcore import mapping
+from megatron_dppo.mcore.model import padded_vocab_size
+from megatron_dppo.parallel.groups import ParallelGroups
+
+
+class WeightSource(Protocol):
+    """Full Hugging Face tensors by their on-disk name."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One tensor."""
+
+    def names(self) -> set[str]:
+        """All names."""
+
+
+def global_names(chunks: Sequence[GPTModel], first_expert: int) -> dict[str, Tensor]:
+    """The parameters of this rank by name, with the layer and expert indices of the whole model."""
+    result = {}
+    for chunk in chunks:
+        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+
+        def shift(match: re.Match[str], by: int) -> str:
+            return f"{match[1]}{int(match[2]) + by}"
+
+        for name, parameter in chunk.named_parameters():
+            name = re.sub(r"^(decoder\.layers\.)(\d+)", lambda m, by=offset: shift(m, by), name)
+            name = re.sub(r"(experts\.linear_fc[12]\.weight)(\d+)$", lambda m: shift(m, first_expert), name)
+            result[name] = parameter
+    return result
+
+
+class Bridge:
+    """The mapping between one model's shards and the Hugging Face names.
+
+    Args:
+        chunks: the unwrapped model chunks of this rank.
+        shape: sizes of the whole model.
+        tied: whether input and output embeddings share their weights.
+        groups: the process groups that the model is sharded over.
+    """
+
+    def __init__(self, chunks: Sequence[GPTModel], shape: ModelShape, *, tied: bool, groups: ParallelGroups) -> None:
+        self._shape, self._tied, self._groups = shape, tied, groups
+        self._local_experts = (shape.num_experts or 1) // dist.get_world_size(groups.ep)
+        self._parameters = global_names(chunks, dist.get_rank(groups.ep) * self._local_experts)
+        self._padded_vocab = padded_vocab_size(shape.vocab_size, dist.get_world_size(groups.tp))
+        self._owners = self._find_owners()
+
+    def _find_owners(self) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+        """For each parameter: the pipeline rank that holds it, and the shape and dtype of its shard there."""
+        stages: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size(self._groups.pp))]
+        mine = {name: (p.shape, p.dtype) for name, p in self._parameters.items()}
+        dist.all_gather_object(stages, mine, group=self._groups.pp)
+        owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        for stage, names in enumerate(stages):
+            for name, (shape, dtype) in names.items():
+                owners.setdefault(name, (stage, shape, dtype))
+        return owners
+
+    def _shard_group(self, rule: mapping.Rule) -> dist.ProcessGroup | None:
+        return self._groups.etp if rule.is_expert else self._groups.tp
+
+    @torch.no_grad()
+    def load(self, source: WeightSource) -> None:
+        """Fill every parameter of this rank from full Hugging Face tensors.
+
+        Raises:
+            CheckpointError: weights are missing, unexpected or of another shape.
+        """
+        self._check_names(source.names())
+        for name, parameter in self._parameters.items():
+            rule, layer, expert = mapping.find_rule(name, self._tied)
+            hf_names = rule.names(layer, expert)[1]
+            full = rule.join([source[hf_name] for hf_name in hf_names], self._shape)
+            if rule.padded:
+                full = mapping.pad_vocabulary(full, self._padded_vocab)
+            group = self._shard_group(rule)
+            local = mapping.shard(rule, full, dist.get_rank(group), dist.get_world_size(group))
+            if local.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{', '.join(hf_names)} give a shard of shape {tuple(local.shape)} for {name}, expected "
+                    f"{tuple(parameter.shape)}; the weights belong to a model of another size than config.json"
+                )
+            parameter.copy_(local)
+
+    def _check_names(self, found: set[str]) -> None:
+        expected: set[str] = set()
+        for rule, layer, expert in mapping.parameters(self._shape, self._tied):
+            expected.update(rule.names(layer, expert)[1])
+        missing, extra = expected - found, found - expected - set(mapping.OUTPUT.hf)
+        if missing or extra:
+            raise CheckpointError(
+                f"the weights do not fit config.json: {len(missing)} missing (e.g. {sorted(missing)[:2]}), "
+                f"{len(extra)} unexpected (e.g. {sorted(extra)[:2]})"
+            )
+
+    @torch.no_grad()
+    def export(self, value: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+        """Stream full tensors under their Hugging Face names; every rank gets all of them.
+
+        ``value`` says what of each local parameter is exported: its data, or for example its gradient.
+
+        A collective: all ranks must run the iterator to its end. One all-gather over tensor parallelism a parameter,
+        one more over expert parallelism for each local expert, one broadcast over the pipeline.
+        """
+        for rule, layer, expert in mapping.parameters(self._shape, self._tied):
+            if not rule.is_expert:
+                full = self._gather_shards(rule, self._from_owner(rule.names(layer, 0)[0], value))
+                if rule.padded:
+                    full = full[: self._shape.vocab_size]
+                yield from self._named(rule, layer, expert, full)
+            elif expert < self._local_experts:
+                yield from self._export_experts(rule, layer, expert, value)
+
+    def _export_experts(
+        self, rule: mapping.Rule, layer: int, local: int, value: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        ep = self._groups.ep
+        mine = dist.get_rank(ep) * self._local_experts + local
+        full = self._gather_shards(rule, self._from_owner(rule.names(layer, mine)[0], value))
+        for ep_rank, tensor in enumerate(_all_gather(full, ep)):
+            yield from self._named(rule, layer, ep_rank * self._local_experts + local, tensor)
+
+    def _named(self, rule: mapping.Rule, layer: int, expert: int, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+        names = rule.names(layer, expert)[1]
+        return zip(names, rule.split(full, self._shape), strict=True)
+
+    def _from_owner(self, name: str, value: Callable[[Tensor], Tensor]) -> Tensor:
+        stage, shape, dtype = self._owners[name]
+        pp = self._groups.pp
+        if dist.get_world_size(pp) == 1:
+            return value(self._parameters[name])
+        if dist.get_rank(pp) == stage:
+            local = value(self._parameters[name]).contiguous()
+        else:
+            device = next(iter(self._parameters.values())).device
+            local = torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(local, group=pp, group_src=stage)
+        return local
+
+    def _gather_shards(self, rule: mapping.Rule, local: Tensor) -> Tensor:
+        if rule.shard_dim is None:
+            return local
+        return mapping.unshard(rule, _all_gather(local, self._shard_group(rule)))
+
+
+def _all_gather(local: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    parts = dist.get_world_size(group)
+    if parts == 1:
+        return [local]
+    gathered = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(parts)]
+    dist.all_gather(gathered, local.contiguous(), group=group)
+    return gathered

@@ -1,0 +1,214 @@
+"""Megatron's own training code on a machine without CUDA, and the check of its version.
+
+``apply_cpu_shims`` is called once at start-up, before anything imports ``megatron.core``; with CUDA it does nothing.
+Each shim states its reason, the versions that need it, and when to delete it. ``SHIMS`` is that list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.mcore.fused_adam import FusedAdam
+from megatron_dppo.mcore.torch_proxy import bind_proxy, cuda_type_names
+from megatron_dppo.platform import Platform
+
+OLDEST, NEWEST_EXCLUSIVE = (0, 16, 1), (0, 20, 0)
+_applied = False
+
+
+@dataclass(frozen=True)
+class Shim:
+    """One change of Megatron's behaviour on CPU."""
+
+    apply: Callable[[], None]
+    reason: str
+    versions: str
+    delete_when: str
+
+
+def megatron_version() -> tuple[int, ...]:
+    """The installed version of megatron-core, for example ``(0, 16, 1)``.
+
+    Raises:
+        UserError: it is not installed, or outside the supported range.
+    """
+    expected = "megatron-core >= 0.16.1, < 0.20"
+    try:
+        text = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(f"megatron-core is not installed; expected {expected}: pip install megatron-core") from error
+    version = tuple(int(part) for part in text.split("+")[0].split("rc")[0].split(".")[:3] if part.isdigit())
+    if not OLDEST <= version < NEWEST_EXCLUSIVE:
+        raise UserError(f"megatron-core {text} is installed; expected {expected}")
+    return version
+
+
+def apply_cpu_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)) -> bool:
+    """Make Megatron's own code run on CPU; a no-op with CUDA and on a second call.
+
+    Args:
+        platform: where this process trains.
+        packages: dotted prefixes of the packages whose modules get the CPU view of torch.
+
+    Returns:
+        Whether the shims were applied by this call.
+    """
+    global _applied
+    megatron_version()
+    if platform.is_cuda or _applied:
+        return False
+    bind_proxy(packages)
+    for shim in SHIMS:
+        shim.apply()
+    _applied = True
+    return True
+
+
+def _tensor_cuda() -> None:
+    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign, assignment, misc]
+
+
+def _rng_tracker() -> None:
+    from megatron.core.tensor_parallel import random
+
+    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
+        """The tracker of Megatron on the CPU generator."""
+
+        @contextlib.contextmanager
+        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            if name not in self.states_:
+                raise KeyError(f"random number state {name!r} was never added; known: {sorted(self.states_)}")
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random.CudaRNGStatesTracker = CpuRNGStatesTracker
+
+
+def _te_general_gemm() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _splits_to_host() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _uneven_collectives() -> None:
+    from megatron.core.tensor_parallel import mappings
+
+    even_gather, even_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(x: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(x, group, None, use_global_buffer)
+        sizes = [int(n) for n in output_split_sizes]
+        padded = x.new_zeros([max(sizes), *x.shape[1:]])
+        padded[: x.shape[0]] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)], 0)
+
+    def reduce_scatter(x: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return even_reduce_scatter(x, group, None, use_global_buffer)
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=group)
+        return torch.split(x, [int(n) for n in input_split_sizes], 0)[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with cuda_type_names():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _optimizer_type_names() -> None:
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+    for cls in (distrib_optimizer.DistributedOptimizer, optimizer.Float16OptimizerWithFloat16Params):
+        cls.__init__ = _with_cuda_type_names(cls.__init__)
+    clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
+    clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
+
+
+def _adam() -> None:
+    import megatron.core.optimizer as package
+    from megatron.core.optimizer import distrib_optimizer
+
+    if package.USING_PYTORCH_OPTIMIZER:
+        package.USING_PYTORCH_OPTIMIZER = False
+        package.Adam = distrib_optimizer.Adam = FusedAdam
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    load = distrib_optimizer.DistributedOptimizer.load_state_dict
+    distrib_optimizer.DistributedOptimizer.load_state_dict = torch.no_grad()(load)
+
+
+def _recompute_flag() -> None:
+    from megatron.core.tensor_parallel import random
+
+    original = random.CheckpointWithoutOutput.__init__
+
+    def init(self: Any, fp8: bool = False) -> None:
+        original(self, fp8)
+        self.fp8 = bool(fp8)
+
+    random.CheckpointWithoutOutput.__init__ = init
+
+
+_ALL = "0.16.1 to 0.19.2"
+_DEVICE_AGNOSTIC = "Megatron Core takes the device from its process group instead of torch.cuda"
+
+SHIMS = (
+    Shim(_tensor_cuda, "tensors are moved by .cuda() in embedding and router code", _ALL, _DEVICE_AGNOSTIC),
+    Shim(_rng_tracker, "the tracker of random states reads the CUDA generator", _ALL, _DEVICE_AGNOSTIC),
+    Shim(
+        _te_general_gemm,
+        "NameError in the router without Transformer Engine: the name is never bound",
+        "0.16.1",
+        "0.16.1 is no longer supported",
+    ),
+    Shim(_splits_to_host, "all-to-all split sizes become lists only when they are on CUDA", _ALL, _DEVICE_AGNOSTIC),
+    Shim(_uneven_collectives, "gloo has no all-gather and reduce-scatter of uneven parts", _ALL, "gloo gets them"),
+    Shim(_optimizer_type_names, "parameters are told apart by 'torch.cuda.FloatTensor'", _ALL, _DEVICE_AGNOSTIC),
+    Shim(
+        _adam,
+        "torch.optim.AdamW cannot be checkpointed by the distributed optimizer (see fused_adam.py)",
+        _ALL,
+        "Megatron's checkpoint of a torch AdamW loads and continues bit for bit",
+    ),
+    Shim(
+        _recompute_flag,
+        "selective recompute takes 'fp8 is not None' for fp8 and needs Transformer Engine then",
+        "0.16.1",
+        "0.16.1 is no longer supported",
+    ),
+)

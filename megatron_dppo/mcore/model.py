@@ -1,0 +1,200 @@
+"""A Hugging Face Qwen3-MoE config to Megatron's TransformerConfig, layer spec and GPTModel."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_dppo.config import ModelConfig
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.hf import rope_theta
+from megatron_dppo.layout import Layout
+from megatron_dppo.mcore.attention import SDPACoreAttention
+from megatron_dppo.mcore.layers import (
+    ColumnParallelGroupedLinear,
+    LayerNormColumnParallelLinear,
+    RMSNorm,
+    RowParallelGroupedLinear,
+)
+from megatron_dppo.platform import DTYPES, Platform
+
+VOCAB_MULTIPLE = 64
+"""The vocabulary is padded to a multiple of this times the tensor parallel size (Megatron pads likewise)."""
+
+
+def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
+    """Rows of the embedding that Megatron allocates; the entries above ``vocab_size`` never enter the softmax."""
+    multiple = VOCAB_MULTIPLE * tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform) -> TransformerConfig:
+    """Megatron's config; ``model.transformer`` overrides come last (see ``checked_overrides``)."""
+    dtype = DTYPES[model.dtype]
+    values: dict[str, Any] = dict(
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        num_attention_heads=hf_config.num_attention_heads,
+        num_query_groups=hf_config.num_key_value_heads,
+        kv_channels=hf_config.head_dim,
+        ffn_hidden_size=hf_config.moe_intermediate_size,
+        moe_ffn_hidden_size=hf_config.moe_intermediate_size,
+        num_moe_experts=hf_config.num_experts,
+        moe_router_topk=hf_config.num_experts_per_tok,
+        moe_router_pre_softmax=not hf_config.norm_topk_prob,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        qk_layernorm=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        bf16=model.dtype == "bf16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=not platform.is_cuda,
+        # False would be faster, but Megatron marks tensor-parallel weights only while it initialises them; without
+        # the marks the gradient norm, and so the clipping, is wrong under tensor parallelism.
+        perform_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        calculate_per_token_loss=True,
+        variable_seq_lengths=layout.pp > 1,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.sequence_parallel,
+        overlap_p2p_comm=layout.overlap_p2p_comm,
+        batch_p2p_comm=not layout.overlap_p2p_comm,
+    )
+    return TransformerConfig(**(values | checked_overrides(model.transformer)))
+
+
+_LAYOUT_FIELDS = {
+    "calculate_per_token_loss": "the loss is always divided by one global token count",
+    "params_dtype": "set model.dtype",
+    "bf16": "set model.dtype",
+    "fp16": "set model.dtype",
+} | {
+    f"{name}_parallel{suffix}": "set it in [parallel]"
+    for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
+    for suffix in ("_size",)
+}
+
+
+def checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
+    """``model.transformer``, if TransformerConfig has every key of it and none is set elsewhere.
+
+    Raises:
+        ConfigError: an unknown key, or one that another section owns.
+    """
+    known = {field.name for field in fields(TransformerConfig)}
+    for key, value in overrides.items():
+        if key in _LAYOUT_FIELDS:
+            raise ConfigError(f"model.transformer.{key} = {value!r}: {_LAYOUT_FIELDS[key]}")
+        if key not in known:
+            close = get_close_matches(key, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"model.transformer.{key} = {value!r}: Megatron's TransformerConfig has no such field{hint}")
+    return overrides
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can be imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage: Transformer Engine's on CUDA when installed, else pure torch, same names."""
+    if has_transformer_engine() and not config.use_cpu_initialization:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    layers = [_torch_layer_spec()] * get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _torch_layer_spec() -> ModuleSpec:
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=LayerNormColumnParallelLinear,
+            core_attention=SDPACoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            k_layernorm=RMSNorm,
+        ),
+    )
+    experts = ModuleSpec(
+        module=TEGroupedMLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear),
+    )
+    mlp = ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=experts), metainfo={"fuse_pre_mlp_layernorm": False}
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=IdentityOp,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
+    """The model chunks of this rank (one, or one per virtual pipeline stage), with uninitialised weights."""
+    chunks = []
+    virtual = config.virtual_pipeline_model_parallel_size
+    last_stage = config.pipeline_model_parallel_size - 1
+    for stage in range(virtual or 1):
+        vp_stage = stage if virtual else None
+        model = GPTModel(
+            config,
+            block_spec(config, vp_stage),
+            vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=pp_rank == 0 and stage == 0,
+            post_process=pp_rank == last_stage and stage == (virtual or 1) - 1,
+            position_embedding_type="rope",
+            rotary_base=rope_theta(hf_config),
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            vp_stage=vp_stage,
+        )
+        chunks.append(model.to(device))
+    return chunks

@@ -1,0 +1,133 @@
+"""Megatron's DDP, optimizer and learning-rate schedule around the model chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_dppo.config import OptimizerConfig, ParallelConfig
+
+
+def wrap_for_training(
+    chunks: Sequence[GPTModel], config: TransformerConfig, parallel: ParallelConfig
+) -> list[DistributedDataParallel]:
+    """Megatron's DistributedDataParallel around each chunk (and Float16Module below it for bf16)."""
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        grad_reduce_in_fp32=True,
+    )
+    modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    return [
+        DistributedDataParallel(config, ddp_config, module, disable_bucketing=(i > 0))
+        for i, module in enumerate(modules)
+    ]
+
+
+class Optimizer:
+    """Megatron's optimizer with its schedule, counted in steps of the caller.
+
+    Args:
+        chunks: DDP-wrapped model chunks with their final initial weights.
+        config: the model's TransformerConfig; its gradient hooks are set here.
+        optimizer: learning rate, schedule and Adam's constants.
+        parallel: distributed optimizer and overlap switches.
+        total_steps: length of the schedule.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        config: TransformerConfig,
+        optimizer: OptimizerConfig,
+        parallel: ParallelConfig,
+        total_steps: int,
+    ) -> None:
+        self._chunks = list(chunks)
+        self.megatron = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=optimizer.lr,
+                min_lr=optimizer.min_lr,
+                weight_decay=optimizer.weight_decay,
+                adam_beta1=optimizer.adam_beta1,
+                adam_beta2=optimizer.adam_beta2,
+                adam_eps=optimizer.adam_eps,
+                clip_grad=optimizer.clip_grad,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=parallel.use_distributed_optimizer,
+                overlap_param_gather=parallel.overlap_param_gather,
+            ),
+            self._chunks,
+        )
+        self._scheduler = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            lr_warmup_steps=optimizer.lr_warmup_steps,
+            lr_decay_steps=max(total_steps, optimizer.lr_warmup_steps + 1),
+            lr_decay_style=optimizer.lr_decay_style,
+            start_wd=optimizer.weight_decay,
+            end_wd=optimizer.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.megatron.scale_loss
+        if parallel.overlap_grad_reduce:
+            hooks = [chunk.no_sync for chunk in self._chunks]
+            config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+            if len(hooks) > 1:
+                config.grad_sync_func = [chunk.start_grad_sync for chunk in self._chunks]
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def set_step(self, step: int) -> float:
+        """Set the learning rate of ``step`` (from 0; the first step already has a non-zero rate) and return it.
+
+        The rate is a function of the step alone, so that a resumed run needs no scheduler state.
+        """
+        self._scheduler.num_steps = step
+        self._scheduler.step(increment=1)
+        return float(self.megatron.param_groups[0]["lr"])
+
+    def step(self) -> tuple[bool, float]:
+        """Update the weights unless the global gradient norm is not finite.
+
+        Returns:
+            (whether the update was applied, the gradient norm before clipping); equal on all ranks.
+        """
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if not math.isfinite(norm):
+            return False, norm
+        # Megatron's step prepares the gradients again: prepare_grads only copies, so this repeats no arithmetic.
+        applied, _, _ = self.megatron.step()
+        return bool(applied), norm
+
+    def finish_overlapped_gather(self) -> None:
+        """Wait for parameters that are still being gathered behind the next forward pass."""
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def sharded_state_dict(self, model_state: dict[str, Any], *, is_loading: bool, metadata: dict[str, Any]) -> Any:
+        """Megatron's sharded optimizer state for dist_checkpointing."""
+        return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)

@@ -1,0 +1,75 @@
+"""Start and end Megatron's process groups, and hand them out as explicit arguments."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_dppo.layout import Layout
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.platform import Platform
+
+
+def initialize_megatron(layout: Layout, platform: Platform, *, seed: int, timeout_minutes: float) -> ParallelGroups:
+    """Build every process group of the layout and seed Megatron's random states.
+
+    ``torch.distributed`` must be initialised already (``start_process_group``).
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return ParallelGroups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep=parallel_state.get_expert_model_parallel_group(),
+        etp=parallel_state.get_expert_tensor_parallel_group(),
+        model_parallel=parallel_state.get_model_parallel_group(),
+        world=dist.group.WORLD,
+    )
+
+
+def start_process_group(platform: Platform, timeout_minutes: float) -> None:
+    """Join the processes that torchrun or Slurm started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+    if not dist.is_initialized():
+        device = platform.device if platform.is_cuda else None
+        dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes), device_id=device)
+
+
+def shutdown_megatron() -> None:
+    """Leave all process groups."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """All random states of this rank: torch's, CUDA's and those of Megatron's tracker."""
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return states | {f"tracker/{name}": state for name, state in tracker.items()}
+
+
+def restore_random_states(states: dict[str, torch.Tensor]) -> None:
+    """The inverse of ``random_states``."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    prefix = "tracker/"
+    tracker = {name.removeprefix(prefix): s for name, s in states.items() if name.startswith(prefix)}
+    tensor_parallel.get_cuda_rng_tracker().set_states(tracker)

@@ -1,0 +1,189 @@
+"""What Megatron sees as ``torch`` on a machine without CUDA.
+
+Nothing in torch itself changes. Each module of ``megatron.core`` holds a global name ``torch``; on CPU that name is
+bound to a thin proxy that answers ``torch.cuda.*`` with CPU meanings and turns ``device="cuda"`` literals in tensor
+factories into CPU. Everything else passes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+class NullStream:
+    """A CUDA stream where everything is already synchronous."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    def wait_stream(self, stream: Any) -> None:
+        """CPU work is ordered already."""
+
+    def wait_event(self, event: Any) -> None:
+        """CPU work is ordered already."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """The event, complete at once."""
+        return event or NullEvent()
+
+    def synchronize(self) -> None:
+        """CPU work is finished already."""
+
+    def query(self) -> bool:
+        """Whether the work is finished: always."""
+        return True
+
+
+class NullEvent:
+    """A CUDA event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    def record(self, stream: Any = None) -> None:
+        """CPU work is finished already."""
+
+    def wait(self, stream: Any = None) -> None:
+        """CPU work is finished already."""
+
+    def synchronize(self) -> None:
+        """CPU work is finished already."""
+
+    def query(self) -> bool:
+        """Whether the event happened: always."""
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds between two events: unknown on CPU, reported as zero."""
+        return 0.0
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs
+
+
+class _CudaProxy(types.ModuleType):
+    """``torch.cuda`` with CPU meanings for what Megatron calls in training."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        stream = NullStream()
+        self.__dict__.update(
+            Stream=NullStream,
+            Event=NullEvent,
+            current_device=lambda: _CPU,
+            device_count=lambda: 1,
+            current_stream=lambda *a: stream,
+            default_stream=lambda *a: stream,
+            stream=lambda s: contextlib.nullcontext(),
+            synchronize=_nothing,
+            empty_cache=_nothing,
+            set_device=_nothing,
+            get_rng_state=lambda *a, **k: torch.get_rng_state(),
+            set_rng_state=lambda state, *a, **k: torch.set_rng_state(state),
+            manual_seed=torch.manual_seed,
+            manual_seed_all=torch.manual_seed,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+_FACTORIES = (
+    "tensor as_tensor zeros ones empty full arange rand randn randint linspace eye "
+    "empty_like zeros_like ones_like full_like"
+).split()
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+class TorchProxy(types.ModuleType):
+    """``torch`` for Megatron's modules on CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.__dict__["cuda"] = _CudaProxy()
+        self.__dict__.update({name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _PatchingFinder(importlib.abc.MetaPathFinder):
+    """Binds the proxy in each module of the named packages right after the module was executed."""
+
+    def __init__(self, packages: Sequence[str], patch: Callable[[types.ModuleType], None]) -> None:
+        self._packages = tuple(packages)
+        self._patch = patch
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The ordinary spec, with a loader that patches after execution."""
+        if not name.startswith(self._packages):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            self._patch(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def bind_proxy(packages: Sequence[str]) -> None:
+    """Bind the proxy in every loaded and every future module of ``packages`` (dotted prefixes)."""
+    proxy = TorchProxy()
+
+    def patch(module: types.ModuleType) -> None:
+        if getattr(module, "torch", None) is torch:
+            module.torch = proxy  # type: ignore[attr-defined]
+        if module.__name__ == "megatron.core.jit":
+            # Megatron fuses small functions by torch.compile, whose start-up costs minutes on CPU.
+            module.disable_jit_fuser()
+
+    sys.meta_path.insert(0, _PatchingFinder(packages, patch))
+    for name, module in list(sys.modules.items()):
+        if module is not None and name.startswith(tuple(packages)):
+            patch(module)
+
+
+@contextlib.contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Within the block, ``Tensor.type()`` names CPU tensors as their CUDA twins (optimizers compare these strings)."""
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if isinstance(result, str) and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]

@@ -1,0 +1,150 @@
+"""Metrics: global reduction of (numerator, denominator) pairs, and the files they go to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.types import Metric
+
+_Pair = tuple[str, float, float]
+
+
+def reduce_metrics(
+    local: Sequence[Mapping[str, Metric]], group: dist.ProcessGroup | None, *, contributes: bool = True
+) -> dict[str, float]:
+    """Combine the metrics of micro-batches and of all ranks; the result is bit-identical on every rank.
+
+    Args:
+        local: the metrics of each micro-batch of this rank; ranks may have different names, or none.
+        group: the ranks to reduce over; None = this one alone.
+        contributes: False on ranks that hold copies of a peer's metrics (tensor parallel ranks above 0).
+
+    Returns:
+        mean: sum of numerators over sum of denominators (0 when the denominator is 0); max: the largest value.
+    """
+    mine = _sum_locally(local) if contributes else {}
+    gathered: list[dict[str, _Pair]] = [mine]
+    if group is not None and dist.get_world_size(group) > 1:
+        gathered = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(gathered, mine, group=group)
+    total: dict[str, _Pair] = {}
+    for part in gathered:
+        for name, pair in part.items():
+            total[name] = _add(total[name], pair) if name in total else pair
+    return {name: value if kind == "max" else _ratio(value, denominator) for name, (kind, value, denominator) in total.items()}
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0
+
+
+def _add(left: _Pair, right: _Pair) -> _Pair:
+    if left[0] == "max":
+        return "max", max(left[1], right[1]), 1.0
+    return "mean", left[1] + right[1], left[2] + right[2]
+
+
+def _sum_locally(local: Sequence[Mapping[str, Metric]]) -> dict[str, _Pair]:
+    """One transfer from the device for all values."""
+    flat = [(name, metric) for part in local for name, metric in part.items()]
+    if not flat:
+        return {}
+    values = [torch.as_tensor(v).detach().double().reshape(()) for _, m in flat for v in (m.numerator, m.denominator)]
+    device = next((v.device for v in values if v.is_cuda), torch.device("cpu"))
+    numbers = torch.stack([v.to(device) for v in values]).tolist()
+    result: dict[str, _Pair] = {}
+    for (name, metric), numerator, denominator in zip(flat, numbers[::2], numbers[1::2], strict=True):
+        pair: _Pair = (metric.kind, numerator, denominator)
+        result[name] = _add(result[name], pair) if name in result else pair
+    return result
+
+
+class MetricsWriter:
+    """Writes one record a step to ``metrics.jsonl`` and, when asked, to TensorBoard and Weights & Biases.
+
+    Args:
+        folder: where the files go.
+        config: the resolved configuration, for the run's page in Weights & Biases.
+        tensorboard: write TensorBoard events.
+        wandb_project: a project name, or None.
+        resumed_step: records of later steps belong to a run that was cut off, and are dropped.
+
+    Raises:
+        ConfigError: Weights & Biases is asked for but not installed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        tensorboard: bool,
+        wandb_project: str | None,
+        resumed_step: int | None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        keep = [] if resumed_step is None else [r for r in read_metrics(self.path) if r["step"] <= resumed_step]
+        self._file = self.path.open("w", encoding="utf-8")
+        for record in keep:
+            self._file.write(json.dumps(record) + "\n")
+        self._tensorboard = _open_tensorboard(folder, resumed_step) if tensorboard else None
+        self._wandb = _open_wandb(wandb_project, folder, config) if wandb_project else None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the values of one step; keys start with ``train/ rollout/ eval/ perf/``."""
+        clean = {k: (v if math.isfinite(v) else None) for k, v in values.items()}
+        self._file.write(json.dumps({"step": step, **clean}) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Close every sink."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``; a last line that was cut off by a crash is left out."""
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def _open_tensorboard(folder: Path, resumed_step: int | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    purge = None if resumed_step is None else resumed_step + 1
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+
+def _open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"log.wandb_project = {project!r} needs the package wandb: pip install 'megatron-dppo[wandb]'"
+        ) from error
+    return wandb.init(project=project, dir=str(folder), config=dict(config), resume="allow", id=folder.name)

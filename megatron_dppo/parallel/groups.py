@@ -1,0 +1,31 @@
+"""The process groups of a layout, passed as arguments instead of looked up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelGroups:
+    """One group per kind of parallelism that this rank takes part in; None = not sharded."""
+
+    tp: ProcessGroup | None = None
+    """tensor parallel: weights, vocabulary, sequence parallelism"""
+    cp: ProcessGroup | None = None
+    """context parallel"""
+    pp: ProcessGroup | None = None
+    """pipeline stages"""
+    dp: ProcessGroup | None = None
+    """data parallel without context parallel: ranks with different samples"""
+    dp_cp: ProcessGroup | None = None
+    """data and context parallel: ranks whose gradients of dense weights are summed"""
+    ep: ProcessGroup | None = None
+    """expert parallel"""
+    etp: ProcessGroup | None = None
+    """expert tensor parallel"""
+    model_parallel: ProcessGroup | None = None
+    """tensor and pipeline parallel: ranks that together hold one copy of the dense weights"""
+    world: ProcessGroup | None = None
+    """all ranks"""

@@ -1,0 +1,44 @@
+"""Where this process trains, decided once: device, collective backend, dtypes, threads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Names of dtypes in the configuration."""
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The device of this process and the backend of its collectives."""
+
+    device: torch.device
+    backend: str
+    """``nccl`` on CUDA, ``gloo`` on CPU"""
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether training runs on CUDA."""
+        return self.device.type == "cuda"
+
+    @classmethod
+    def detect(cls, local_rank: int = 0, *, force_cpu: bool = False) -> Platform:
+        """CUDA device ``local_rank`` when there is one, else the CPU."""
+        if torch.cuda.is_available() and not force_cpu:
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)
+            return cls(device, "nccl")
+        return cls(torch.device("cpu"), "gloo")
+
+
+def pin_threads(threads: int | None, local_world_size: int) -> int:
+    """Limit this process to ``threads``, or to its share of the cores; returns the number.
+
+    Several ranks that each use all cores run many times slower than one thread each.
+    """
+    count = threads or max(1, len(os.sched_getaffinity(0)) // max(1, local_world_size))
+    torch.set_num_threads(count)
+    return count

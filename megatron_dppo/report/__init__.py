@@ -1,0 +1,1 @@
+"""What a person sees of a run: console lines, curves, the closing summary."""

@@ -1,0 +1,46 @@
+"""The training curves as one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.metrics import read_metrics
+
+_PANELS = (
+    ("Reward", (("rollout/reward", "training reward", 1.0), ("eval/accuracy", "held-out accuracy", 1.0))),
+    ("Response length (tokens)", (("rollout/response_length", "mean", 1.0),)),
+    ("Distance to the rollout policy", (("train/abs_prob_diff", "mean |π − μ|", 1.0),)),
+    ("Outside the trust region (%)", (("train/mask_fraction", "masked tokens", 100.0),)),
+)
+
+
+def write_curves(metrics: Path, picture: Path, title: str) -> None:
+    """Draw the records of ``metrics.jsonl`` to a PNG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = read_metrics(metrics)
+    style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+    with plt.rc_context({**style, "font.size": 10}):
+        figure, axes = plt.subplots(1, len(_PANELS), figsize=(15, 3.4), constrained_layout=True)
+        for axis, (name, lines) in zip(axes, _PANELS, strict=True):
+            for color, (key, label, scale) in zip(("#2a6fbb", "#d1495b"), lines, strict=False):
+                steps, values = _series(records, key)
+                marker = "o" if key.startswith("eval/") else None
+                axis.plot(steps, [v * scale for v in values], label=label, color=color, marker=marker, markersize=4)
+            axis.set_title(name, loc="left", fontsize=11)
+            axis.set_xlabel("rollout step")
+            axis.set_ylim(bottom=0)
+            axis.legend(frameon=False, fontsize=9)
+        figure.suptitle(title, fontsize=12, fontweight="bold")
+        figure.savefig(picture, dpi=110)
+        plt.close(figure)
+
+
+def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+    return [p[0] for p in points], [p[1] for p in points]

@@ -1,0 +1,91 @@
+"""The end of a run: summary.json, a before/after table, sample answers, and where everything lies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.metrics import read_metrics
+
+_WINDOW = 10
+"""Steps averaged for the first and the last reward."""
+
+
+def summarize(folder: Path, *, world_size: int, layout: str, policy_updates: int, total_seconds: float) -> dict[str, Any]:
+    """Write ``summary.json`` from the run's metrics and return it."""
+    records = read_metrics(folder / "metrics.jsonl")
+    steps = [r for r in records if "rollout/reward" in r]
+    rewards = [r["rollout/reward"] for r in steps]
+    evaluations = [r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+    train_seconds = sum(r["perf/step_seconds"] for r in steps)
+    tokens = sum(r["perf/tokens"] for r in steps)
+    summary = {
+        "eval_before": evaluations[0] if evaluations else None,
+        "eval_after": evaluations[-1] if evaluations else None,
+        "reward_first": _mean(rewards[:_WINDOW]),
+        "reward_last": _mean(rewards[-_WINDOW:]),
+        "train_seconds": round(train_seconds, 2),
+        "total_seconds": round(total_seconds, 2),
+        "world_size": world_size,
+        "layout": layout,
+        "policy_updates": policy_updates,
+        "tokens_per_second": round(tokens / train_seconds, 1) if train_seconds else None,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def before_after_table(folder: Path) -> str:
+    """First and last value of the main metrics."""
+    records = read_metrics(folder / "metrics.jsonl")
+    rows = [
+        ("held-out accuracy (greedy)", "eval/accuracy"),
+        ("training reward", "rollout/reward"),
+        ("response length", "rollout/response_length"),
+        ("entropy", "train/entropy"),
+        ("mean |pi - mu|", "train/abs_prob_diff"),
+    ]
+    lines = [f"{'':<28}{'before':>10}{'after':>10}"]
+    for label, key in rows:
+        values = [r[key] for r in records if r.get(key) is not None]
+        if not values:
+            continue
+        window = 1 if key.startswith("eval/") else min(_WINDOW, len(values))
+        first, last = sum(values[:window]) / window, sum(values[-window:]) / window
+        lines.append(f"{label:<28}{first:>10.4g}{last:>10.4g}")
+    return "\n".join(lines)
+
+
+def sample_answers(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
+    """The same held-out problems answered before and after training."""
+    lines = []
+    for old, new in zip(before, after, strict=False):
+        lines.append(f"  {old['prompt']}   (answer: {old['label']})")
+        lines.append(f"    before  {_mark(old)} {old['response']}")
+        lines.append(f"    after   {_mark(new)} {new['response']}")
+    return "\n".join(lines)
+
+
+def _mark(record: Mapping[str, Any]) -> str:
+    return "right" if record["reward"] >= 1 else "wrong"
+
+
+def written_files(folder: Path) -> str:
+    """The paths of what a run leaves behind, one a line."""
+    what = {
+        "metrics.jsonl": "one record a step",
+        "tensorboard": "TensorBoard events",
+        "curves.png": "training curves",
+        "checkpoints": "Megatron checkpoints, to resume from",
+        "hf": "the model as a Hugging Face folder",
+        "samples.jsonl": "answers at each evaluation",
+        "summary.json": "the numbers above",
+        "config.toml": "the resolved configuration",
+    }
+    return "\n".join(f"  {folder / name!s:<32} {text}" for name, text in what.items() if (folder / name).exists())

@@ -1,0 +1,71 @@
+"""Prompts to scored groups, groups to training samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.rewards.scorer import RewardItem, RewardScorer
+from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.types import Metric, Prompt, Rollout, RolloutGroup, SamplingParams, TrainingSample
+
+
+def collect(
+    engine: RolloutEngine,
+    scorer: RewardScorer,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    params: SamplingParams,
+) -> list[RolloutGroup]:
+    """``samples_per_prompt`` scored completions for each prompt."""
+    repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
+    completions = engine.generate(repeated, params)
+    items = [
+        RewardItem(
+            prompt=prompt.text,
+            completion=completion.text,
+            label=prompt.label,
+            metadata={**prompt.metadata, "finish_reason": completion.finish_reason},
+        )
+        for prompt, completion in zip(repeated, completions, strict=True)
+    ]
+    rollouts = [
+        Rollout(prompt=prompt, completion=completion, reward=result.reward, reward_failed=result.failed)
+        for prompt, completion, result in zip(repeated, completions, scorer.score(items), strict=True)
+    ]
+    n = samples_per_prompt
+    return [RolloutGroup(prompt=p, rollouts=tuple(rollouts[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
+
+
+def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]) -> list[TrainingSample]:
+    """One training sample a rollout; a sample whose reward failed has advantage 0 and so no gradient.
+
+    Args:
+        groups: scored groups.
+        advantages: ``[groups][samples]``.
+    """
+    return [
+        to_training_sample(
+            group.prompt.token_ids, rollout.completion.token_ids, rollout.completion.logprobs, float(advantage)
+        )
+        for group, row in zip(groups, advantages, strict=True)
+        for rollout, advantage in zip(group.rollouts, row, strict=True)
+    ]
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> dict[str, Metric]:
+    """What the rollouts look like; numerators and denominators of this rank."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored = [r for r in rollouts if not r.reward_failed]
+    lengths = [len(r.completion.token_ids) for r in rollouts]
+    flat = [len({r.reward for r in group.rollouts if not r.reward_failed}) < 2 for group in groups]
+    kept = sum(int(s.loss_mask.sum()) for s in samples)
+    return {
+        "reward": Metric(sum(r.reward for r in scored), len(scored)),
+        "reward_failed_fraction": Metric(len(rollouts) - len(scored), len(rollouts)),
+        "response_length": Metric(sum(lengths), len(rollouts)),
+        "response_length_max": Metric(max(lengths, default=0), kind="max"),
+        "truncated_fraction": Metric(sum(r.completion.finish_reason == "length" for r in rollouts), len(rollouts)),
+        "groups_without_signal": Metric(sum(flat), len(groups)),
+        "dropped_token_fraction": Metric(sum(lengths) - kept, sum(lengths)),
+    }

@@ -1,0 +1,110 @@
+"""The embedded engine: a transformers copy of the policy in this process, for small models and machines without GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.hf import build_hf_model, copy_into_model
+from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
+
+
+class LocalEngine:
+    """Batched sampling by transformers' ``generate``.
+
+    Args:
+        hf_config: the model's transformers config.
+        tokenizer: decodes responses, names the end-of-sequence and the padding token.
+        dtype: of this copy of the weights; another one than training's gives a real engine mismatch.
+        device: where it runs.
+        max_batch: sequences of one ``generate`` call.
+    """
+
+    def __init__(
+        self, hf_config: Any, tokenizer: Any, *, dtype: torch.dtype, device: torch.device, max_batch: int = 512
+    ) -> None:
+        self.policy_version = -1
+        self._tokenizer, self._max_batch, self._device = tokenizer, max_batch, device
+        self._model = build_hf_model(hf_config, dtype).to(device)
+        self._eos = _end_tokens(hf_config, tokenizer)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy full tensors into this copy; ``version`` goes into every later completion."""
+        copy_into_model(self._model, weights)
+        self.policy_version = version
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+        """Sample one response a prompt. Same prompts, weights and seed give the same responses.
+
+        Raises:
+            RuntimeError: no weights were ever given.
+        """
+        if self.policy_version < 0:
+            raise RuntimeError("LocalEngine.generate before the first update_weights")
+        completions: list[Completion] = []
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(params.seed)
+            for start in range(0, len(prompts), self._max_batch):
+                completions += self._generate_batch(prompts[start : start + self._max_batch], params)
+        return completions
+
+    @torch.no_grad()
+    def _generate_batch(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+        pad = self._tokenizer.pad_token_id
+        width = max(len(p.token_ids) for p in prompts)
+        ids = torch.full((len(prompts), width), pad)
+        attention = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
+            attention[row, width - len(prompt.token_ids) :] = 1
+        output = self._model.generate(
+            input_ids=ids.to(self._device),
+            attention_mask=attention.to(self._device),
+            generation_config=self._generation_config(params),
+        )
+        tokens = output.sequences[:, width:]
+        # `scores` are the logits after temperature and filters: the distribution that was sampled from.
+        steps = output.scores if params.temperature > 0 else output.logits
+        logprobs = torch.stack([s.float().log_softmax(-1) for s in steps], 1).gather(2, tokens[..., None]).squeeze(2)
+        return [self._completion(t, lp) for t, lp in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+
+    def _generation_config(self, params: SamplingParams) -> Any:
+        from transformers import GenerationConfig
+
+        sampling = dict(do_sample=False)
+        if params.temperature > 0:
+            sampling = dict(do_sample=True, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
+        return GenerationConfig(
+            max_new_tokens=params.max_new_tokens,
+            pad_token_id=self._tokenizer.pad_token_id,
+            eos_token_id=sorted(self._eos),
+            return_dict_in_generate=True,
+            output_scores=params.temperature > 0,
+            output_logits=params.temperature == 0,
+            **sampling,
+        )
+
+    def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
+        end = next((i for i, token in enumerate(tokens) if token in self._eos), None)
+        length = len(tokens) if end is None else end + 1
+        reason: FinishReason = "length" if end is None else "stop"
+        return Completion(
+            token_ids=tuple(tokens[:length]),
+            logprobs=tuple(logprobs[:length]),
+            finish_reason=reason,
+            policy_version=self.policy_version,
+            text=self._tokenizer.decode(tokens[:length], skip_special_tokens=True),
+        )
+
+    def close(self) -> None:
+        """Free the copy of the weights."""
+        del self._model
+
+
+def _end_tokens(hf_config: Any, tokenizer: Any) -> set[int]:
+    configured = hf_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return {tokenizer.eos_token_id} | {token for token in several if token is not None}

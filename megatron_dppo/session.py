@@ -1,0 +1,319 @@
+"""Everything a run needs, built in the order in which things can fail: inputs first, processes after."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.config import Config, OptimizerConfig
+from megatron_dppo.config_io import dump_toml
+from megatron_dppo.data.prompts import PromptDataset, load_rows
+from megatron_dppo.data.supervised import SupervisedDataset
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.errors import CheckpointError, ConfigError, UserError
+from megatron_dppo.hf import FolderWeights, build_hf_model, has_weights, model_shape, read_hf_config, save_hf_folder, stream_model
+from megatron_dppo.layout import Layout, describe, resolve_layout
+from megatron_dppo.metrics import MetricsWriter
+from megatron_dppo.parallel.objects import is_leader
+from megatron_dppo.platform import DTYPES, Platform, pin_threads
+from megatron_dppo.report.console import Console
+from megatron_dppo.rewards.scorer import RewardScorer
+from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.warmup import is_warm, mark_warm, run_warmup
+
+if TYPE_CHECKING:
+    from megatron_dppo.parallel.groups import ParallelGroups
+    from megatron_dppo.trainer import PolicyTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the configuration names, read and checked before any process group is built."""
+
+    hf_config: Any
+    tokenizer: Any
+    layout: Layout
+    train_prompts: PromptDataset
+    eval_prompts: PromptDataset | None
+    warmup_data: SupervisedDataset | None
+
+
+def read_inputs(config: Config, world_size: int) -> Inputs:
+    """Read model folder and data, and check that everything fits together.
+
+    Raises:
+        UserError: with what to change.
+    """
+    hf_config = read_hf_config(config.model.path)
+    layout = resolve_layout(config, world_size, model_shape(hf_config))
+    if not config.model.random_init and not has_weights(config.model.path):
+        raise CheckpointError(
+            f"model.path = {config.model.path!r} has no *.safetensors weights; expected a complete Hugging Face folder "
+            "(or set model.random_init = true together with a warm-up)"
+        )
+    tokenizer = load_tokenizer(config.model.path)
+    limits = dict(
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_new_tokens=config.rollout.max_new_tokens,
+        context_length=hf_config.max_position_embeddings,
+    )
+    keys = (config.data.prompt_key, config.data.label_key)
+    train = PromptDataset(load_rows(config.data.train, "train", *keys), tokenizer, **limits, seed=config.run.seed)
+    held_out = None
+    if config.data.eval is not None:
+        rows = load_rows(config.data.eval, "eval", *keys)[: config.eval.max_prompts]
+        held_out = PromptDataset(rows, tokenizer, **limits)
+    warmup = SupervisedDataset(config.warmup.data, tokenizer, config.run.seed) if config.warmup.num_steps else None
+    return Inputs(
+        hf_config=hf_config,
+        tokenizer=tokenizer,
+        layout=layout,
+        train_prompts=train,
+        eval_prompts=held_out,
+        warmup_data=warmup,
+    )
+
+
+@dataclass
+class Session:
+    """One rank's view of a run."""
+
+    config: Config
+    inputs: Inputs
+    trainer: PolicyTrainer
+    groups: ParallelGroups
+    engine: RolloutEngine | None
+    """None on ranks that get their rollouts from the leader of their model-parallel group."""
+    scorer: RewardScorer
+    console: Console
+    writer: MetricsWriter | None
+    """None on all ranks but 0."""
+    started: float
+    """``time.time()`` at the start of the program"""
+    step: int = 0
+    """rollout steps done"""
+    cursor: int = 0
+    """prompts taken from the stream"""
+    skipped_in_a_row: int = 0
+    answers_before: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return Path(self.config.run.output_dir)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where its checkpoints are."""
+        return self.folder / "checkpoints"
+
+
+@contextmanager
+def open_session(config: Config) -> Iterator[Session]:
+    """Join the other ranks, warm up if asked, build or resume the policy; close everything at the end."""
+    started = time.time()
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    inputs = read_inputs(config, world_size)
+    scorer = RewardScorer(config.reward.function, config.reward.timeout_seconds, config.reward.num_workers)
+    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    # Megatron is imported from here on: the shims must come first, the checks of its config before any process group.
+    from megatron_dppo.mcore.compat import apply_cpu_shims
+
+    apply_cpu_shims(platform)
+    from megatron_dppo.mcore import model, setup
+
+    model.checked_overrides(config.model.transformer)
+    _single_process_environment()
+    setup.start_process_group(platform, config.run.timeout_minutes)
+    console = Console(enabled=rank == 0 and config.log.progress)
+    session = None
+    try:
+        _prepare_folder(config, rank)
+        console.say(describe(inputs.layout, config))
+        groups = setup.initialize_megatron(
+            inputs.layout, platform, seed=config.run.seed, timeout_minutes=config.run.timeout_minutes
+        )
+        trainer = _build_policy(config, inputs, groups, platform, console)
+        engine = _build_engine(config, inputs, groups, platform)
+        session = Session(config, inputs, trainer, groups, engine, scorer, console, None, started)
+        _resume(session, rank)
+        yield session
+    finally:
+        console.finish()
+        scorer.close()
+        if session is not None and session.writer is not None:
+            session.writer.close()
+        setup.shutdown_megatron()
+
+
+def _single_process_environment() -> None:
+    """Without torchrun: one process that talks to itself on the loopback interface."""
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _prepare_folder(config: Config, rank: int) -> None:
+    """Create the output folder, or refuse one that belongs to something else; every rank gets the same verdict."""
+    from megatron_dppo.mcore.checkpoint import checkpoints
+
+    folder = Path(config.run.output_dir)
+    verdict: list[str] = [""]
+    if rank == 0:
+        ours = (folder / "config.toml").is_file()
+        if config.run.overwrite and folder.exists() and any(folder.iterdir()) and not ours:
+            verdict[0] = f"run.overwrite = true, but {folder} is not the folder of a run (it has no config.toml)"
+        elif config.run.overwrite and ours:
+            shutil.rmtree(folder)
+        elif config.checkpoint.resume == "never" and checkpoints(folder / "checkpoints"):
+            verdict[0] = (
+                f"{folder} already holds a run and checkpoint.resume = 'never'; choose another run.output_dir, or set "
+                "run.overwrite = true to delete that run"
+            )
+        if not verdict[0]:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(verdict, src=0)
+    if verdict[0]:
+        raise ConfigError(verdict[0])
+
+
+def _trainer(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, phase: str) -> PolicyTrainer:
+    """A trainer for one phase: ``warmup`` from random weights or the folder's, ``rl`` from the warmed-up ones."""
+    from megatron_dppo.trainer import DictWeights, PolicyTrainer
+
+    warm = phase == "rl" and config.warmup.num_steps > 0
+    optimizer: OptimizerConfig = config.warmup.optimizer if phase == "warmup" else config.optimizer
+    if warm or not config.model.random_init:
+        weights: Any = FolderWeights(_base_folder(config) if warm else config.model.path)
+    else:
+        weights = DictWeights(stream_model(build_hf_model(inputs.hf_config, torch.float32, seed=config.run.seed)))
+    return PolicyTrainer(
+        config=config,
+        hf_config=inputs.hf_config,
+        weights=weights,
+        layout=inputs.layout,
+        groups=groups,
+        platform=platform,
+        optimizer=optimizer,
+        total_steps=config.warmup.num_steps if phase == "warmup" else config.run.num_steps,
+    )
+
+
+def _base_folder(config: Config) -> Path:
+    return Path(config.run.output_dir) / "base"
+
+
+def _build_policy(
+    config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, console: Console
+) -> PolicyTrainer:
+    base = _base_folder(config)
+    if inputs.warmup_data is not None and not is_warm(base, config):
+        steps = config.warmup.num_steps
+        console.say(f"warm-up  {steps} supervised steps of {config.warmup.batch_size} samples -> {base}")
+        console.start("warm-up", steps)
+
+        def report(step: int, loss: float) -> None:
+            console.advance()
+            if step % max(1, steps // 8) == 0 or step == steps - 1:
+                console.say(f"warm-up step {step + 1}/{steps}  loss {loss:.3f}")
+
+        trainer = _trainer(config, inputs, groups, platform, "warmup")
+        run_warmup(trainer, inputs.warmup_data, config, report)
+        console.finish()
+        export_hf(trainer, config, base, torch.float32)
+        if dist.get_rank() == 0:
+            mark_warm(base, config)
+        dist.barrier()
+    return _trainer(config, inputs, groups, platform, "rl")
+
+
+def export_hf(trainer: PolicyTrainer, config: Config, target: Path, dtype: torch.dtype) -> None:
+    """Write the current weights as a Hugging Face folder; a collective, rank 0 writes."""
+    weights = trainer.export_weights()
+    if dist.get_rank() == 0:
+        save_hf_folder(target, config.model.path, weights, dtype)
+    else:
+        for _ in weights:
+            pass
+    dist.barrier()
+
+
+def _build_engine(
+    config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform
+) -> RolloutEngine | None:
+    if not is_leader(groups.model_parallel):
+        return None
+    dtype = DTYPES[config.rollout.dtype]
+    return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=platform.device)
+
+
+def run_identity(session: Session) -> dict[str, Any]:
+    """What a checkpoint must agree with for an exact continuation."""
+    shape = model_shape(session.inputs.hf_config)
+    return {
+        "model": {**vars(shape), "tied": bool(session.inputs.hf_config.tie_word_embeddings)},
+        "layout": str(session.inputs.layout),
+        "seed": session.config.run.seed,
+        "data": session.config.data.train,
+    }
+
+
+def _resume(session: Session, rank: int) -> None:
+    """Continue from the newest complete checkpoint, and open the metrics where it stopped."""
+    from megatron_dppo.mcore.checkpoint import checkpoints, read_state
+
+    config = session.config
+    found = checkpoints(session.checkpoint_folder) if config.checkpoint.resume == "auto" else []
+    resumed_step = None
+    if found:
+        state = read_state(found[-1])
+        for key, mine in run_identity(session).items():
+            if state["identity"][key] != mine:
+                raise CheckpointError(
+                    f"{found[-1]} was written with {key} = {state['identity'][key]}, this run has {mine}; an exact "
+                    "continuation is not possible. Use the same value, or another run.output_dir"
+                )
+        session.trainer.load(found[-1])
+        session.step, session.cursor = state["step"], state["cursor"]
+        session.skipped_in_a_row, session.answers_before = state["skipped_in_a_row"], state["answers_before"]
+        resumed_step = session.step
+        session.console.say(f"resumed  {found[-1]} (step {session.step}, policy version {state['policy_version']})")
+    if rank == 0:
+        session.writer = MetricsWriter(
+            session.folder,
+            config.model_dump(),
+            tensorboard=config.log.tensorboard,
+            wandb_project=config.log.wandb_project,
+            resumed_step=resumed_step,
+        )
+
+
+def save_session(session: Session) -> Path:
+    """Write a checkpoint of this step."""
+    state = {
+        "step": session.step,
+        "cursor": session.cursor,
+        "skipped_in_a_row": session.skipped_in_a_row,
+        "answers_before": session.answers_before,
+        "identity": run_identity(session),
+        "config": session.config.model_dump(mode="json"),
+    }
+    keep = session.config.checkpoint.keep
+    return session.trainer.save(session.checkpoint_folder, session.step, state, keep)
+
+
+__all__ = ["Inputs", "Session", "UserError", "export_hf", "open_session", "read_inputs", "save_session"]

@@ -1,0 +1,10 @@
+"""``torchrun ... -m megatron_dppo.train CONFIG [--section.key value ...]``."""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from megatron_dppo.cli.main import train_main
+
+    sys.exit(train_main())

@@ -1,0 +1,199 @@
+"""The records that flow through one step, each made in one place.
+
+    Prompt -> Completion -> Rollout / RolloutGroup -> TrainingSample -> MicroBatch
+           -> LossInputs -> LossOutput -> StepResult
+
+Conventions, fixed here and nowhere else:
+
+- *Alignment.* A sequence of S tokens gives per-token tensors of length T = S - 1. Position ``t`` of each of
+  them describes the prediction of ``labels[t] = sequence[t + 1]`` from ``tokens[t] = sequence[t]``.
+- *Missing is None.* A field that does not apply is None, never zero.
+- *Log-probabilities* are natural logarithms of the distribution that was sampled from (after temperature).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One problem, ready for an engine."""
+
+    prompt_id: str
+    """Stable identity, for example ``train.jsonl:12`` (file and line)."""
+    text: str
+    """The prompt as the model sees it (chat template applied)."""
+    token_ids: tuple[int, ...]
+    label: str
+    """The reference answer that the reward function gets."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the data row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How an engine samples. ``temperature`` 0 means greedy; ``top_p`` 1 and ``top_k`` 0 mean no filter."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What an engine returns for one prompt. R response tokens, the end-of-sequence token included."""
+
+    token_ids: tuple[int, ...]
+    """[R]"""
+    logprobs: tuple[float, ...] | None
+    """[R] log-probability of each token under the policy that sampled it, at the sampling temperature."""
+    finish_reason: FinishReason
+    policy_version: int
+    """Version of the weights that produced the tokens."""
+    text: str
+    """Decoded response without special tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A completion with its reward."""
+
+    prompt: Prompt
+    completion: Completion
+    reward: float
+    reward_failed: bool = False
+    """True when the reward function raised or timed out; such a sample carries no training signal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutGroup:
+    """The siblings of one prompt: the unit over which group-relative advantages are computed."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSample:
+    """One sequence, all fields aligned to the labels (see the module docstring).
+
+    Example: prompt ``[5, 6]``, response ``[7, 2]`` gives ``tokens [5, 6, 7]``, ``labels [6, 7, 2]``,
+    ``loss_mask [False, True, True]``.
+    """
+
+    tokens: Tensor
+    """[T] int64, input ids"""
+    labels: Tensor
+    """[T] int64"""
+    loss_mask: Tensor
+    """[T] bool, True on response tokens that train"""
+    advantages: Tensor
+    """[T] float32"""
+    rollout_logprobs: Tensor | None = None
+    """[T] float32, 0 where loss_mask is False"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length T."""
+        return int(self.tokens.numel())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Several sequences packed end to end into one row of T tokens (Megatron's THD layout)."""
+
+    tokens: Tensor
+    """[T] int64"""
+    labels: Tensor
+    """[T] int64"""
+    loss_mask: Tensor
+    """[T] bool"""
+    advantages: Tensor
+    """[T] float32"""
+    position_ids: Tensor
+    """[T] int64, starting from 0 in each sequence"""
+    sequence_ids: Tensor
+    """[T] int64, index of the sequence inside this micro-batch"""
+    cu_seqlens: Tensor
+    """[number of sequences + 1] int32, where each sequence starts; the last entry is T"""
+    max_seqlen: int
+    rollout_logprobs: Tensor | None = None
+    """[T] float32"""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with every tensor on ``device``."""
+        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return MicroBatch(**moved)
+
+
+class Metric(NamedTuple):
+    """A metric before its reduction over micro-batches and ranks.
+
+    ``mean``: value is sum(numerator) / sum(denominator); ``max``: value is the maximum numerator and the
+    denominator is ignored.
+    """
+
+    numerator: Tensor | float
+    denominator: Tensor | float = 1.0
+    kind: Literal["mean", "max"] = "mean"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """Per-token inputs of every policy loss. T tokens, K Top-K candidates."""
+
+    logprobs: Tensor
+    """[T] log pi(a_t|s_t) of the policy being trained, at the rollout temperature; carries the gradient"""
+    advantages: Tensor
+    """[T]"""
+    loss_mask: Tensor
+    """[T] bool"""
+    rollout_logprobs: Tensor | None = None
+    """[T] log mu(a_t|s_t), as the rollout engine reported it. Never a recomputed value."""
+    entropy: Tensor | None = None
+    """[T] entropy of pi(.|s_t), in nats"""
+    topk_logprobs: Tensor | None = None
+    """[T, K+1] log pi at the rollout's Top-K ids and at the sampled id"""
+    rollout_topk_logprobs: Tensor | None = None
+    """[T, K+1] log mu at the same ids"""
+    anchor_logprobs: Tensor | None = None
+    """[T] log-probabilities recomputed by the trainer at the rollout's weights; only for the losses named so"""
+    sequence_ids: Tensor | None = None
+    """[T] int64, for sequence-level losses"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutput:
+    """Sums, never means: the caller divides once, by a global count."""
+
+    loss_sum: Tensor
+    """scalar, carries the gradient"""
+    num_tokens: Tensor
+    """scalar, tokens in the loss mask (masked-out updates stay in the count)"""
+    keep_mask: Tensor
+    """[T] bool, True = this token contributes gradient"""
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer update did."""
+
+    policy_version: int
+    """Version of the weights after the update."""
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    """True when the gradient was not finite and the update was not applied."""
+    metrics: Mapping[str, float]
+    """Globally reduced values."""

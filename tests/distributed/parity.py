@@ -1,0 +1,233 @@
+"""Megatron against transformers on the same weights: log-probs, loss, every gradient, weights after three updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.config import Config, LossConfig
+from megatron_dppo.data.packing import micro_batches
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.hf import build_hf_model, model_shape, stream_model
+from megatron_dppo.layout import resolve_layout
+from megatron_dppo.losses import policy_loss
+from megatron_dppo.platform import Platform
+from megatron_dppo.types import TrainingSample
+
+STEPS, MICRO_BATCH_TOKENS, SAMPLES = 3, 40, 16
+LR, BETAS, EPS, CLIP = 1e-2, (0.9, 0.95), 1e-4, 1.0
+TOLERANCE = 1e-5
+LOSS = LossConfig(name="pg_is")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and the switches under test."""
+
+    parallel: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+
+
+def hf_config(tied: bool) -> Any:
+    """A small Qwen3-MoE with grouped queries and a vocabulary that is no multiple of anything."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=117,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        initializer_range=0.08,
+        router_aux_loss_coef=0.0,
+        max_position_embeddings=256,
+    )
+
+
+def hf_reference(tied: bool) -> Any:
+    """The transformers model, with norms that are not all one."""
+    model = build_hf_model(hf_config(tied), torch.float32, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def samples() -> list[TrainingSample]:
+    """Ragged sequences with an advantage and made-up rollout log-probabilities near the truth."""
+    generator = torch.Generator().manual_seed(2)
+    result = []
+    for i in range(SAMPLES):
+        prompt = torch.randint(0, 117, (3 + i % 4,), generator=generator).tolist()
+        response = torch.randint(0, 117, (2 + (5 * i) % 11,), generator=generator).tolist()
+        logprobs = (-4.5 + 0.3 * torch.randn(len(response), generator=generator)).tolist()
+        result.append(to_training_sample(prompt, response, logprobs, advantage=1.0 - 0.3 * i))
+    return result
+
+
+class HFSide:
+    """The same objective in plain transformers, one sequence at a time, divided by the token count."""
+
+    def __init__(self, tied: bool) -> None:
+        self.model = hf_reference(tied)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
+
+    def logprobs(self, sample: TrainingSample) -> Tensor:
+        logits = self.model(sample.tokens[None]).logits[0].float()
+        return logits.log_softmax(-1).gather(-1, sample.labels[:, None]).squeeze(-1)
+
+    def backward(self) -> float:
+        self.optimizer.zero_grad()
+        tokens = sum(int(s.loss_mask.sum()) for s in samples())
+        loss = torch.zeros(())
+        for sample in samples():
+            logprobs = self.logprobs(sample)
+            assert sample.rollout_logprobs is not None
+            weight = (logprobs.detach() - sample.rollout_logprobs).exp()
+            loss = loss - (weight * sample.advantages * logprobs)[sample.loss_mask].sum() / tokens
+        loss.backward()
+        return float(loss.detach())
+
+    def step(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        return float(norm)
+
+    def gradients(self) -> dict[str, Tensor]:
+        holder = build_hf_model(self.model.config, torch.float32)
+        for target, source in zip(holder.parameters(), self.model.parameters(), strict=True):
+            target.data = source.grad.clone() if source.grad is not None else torch.zeros_like(source)
+        return dict(stream_model(holder))
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """Norm of the difference over the norm of the reference."""
+    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error and its name; both sides must have the same names."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max((relative_error(found[name].float(), expected[name]), name) for name in expected)
+
+
+def config_for(case: Case) -> Config:
+    """The configuration of one case."""
+    return Config.model_validate(
+        {
+            "run": {"output_dir": "unused", "num_steps": STEPS},
+            "model": {"path": "unused", "dtype": "fp32"},
+            "parallel": case.parallel,
+            "data": {"train": "unused"},
+            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
+            "optimizer": {"lr": LR, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS, "clip_grad": CLIP},
+        }
+    )
+
+
+def check_case(case: Case, platform: Platform) -> None:
+    """Everything about one layout."""
+    from megatron_dppo.mcore.setup import initialize_megatron
+    from megatron_dppo.trainer import DictWeights, PolicyTrainer
+
+    config = config_for(case)
+    hf = HFSide(case.tied)
+    layout = resolve_layout(config, dist.get_world_size(), model_shape(hf.model.config))
+    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
+    trainer = PolicyTrainer(
+        config=config,
+        hf_config=hf.model.config,
+        weights=DictWeights(stream_model(hf.model)),
+        layout=layout,
+        groups=groups,
+        platform=platform,
+        optimizer=config.optimizer,
+        total_steps=STEPS,
+    )
+    exported = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    assert worst(exported, dict(stream_model(hf.model)))[0] == 0.0, "export differs from what was loaded"
+
+    mine = samples()[dist.get_rank(groups.dp) :: layout.dp]
+    batches = micro_batches(mine, MICRO_BATCH_TOKENS, count=8, multiple=layout.token_multiple)
+    check_logprobs(trainer, hf, batches, mine)
+    for step in range(STEPS):
+        expected_loss = hf.backward()
+        trainer.optimizer.set_step(step)
+        metrics = trainer.accumulate(batches, lambda inputs: policy_loss(inputs, LOSS))
+        assert abs(metrics["loss"] - expected_loss) <= TOLERANCE * abs(expected_loss), (step, metrics, expected_loss)
+        if step == 0:
+            error, name = worst(dict(trainer.bridge.export(gradient_reader(trainer))), hf.gradients())
+            assert error < TOLERANCE, f"gradient of {name} off by {error:.1e}"
+        result, norm = trainer.apply(metrics), hf.step()
+        assert abs(result.grad_norm - norm) < TOLERANCE * norm, (result.grad_norm, norm)
+    found = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    error, name = worst(found, dict(stream_model(hf.model)))
+    assert error < TOLERANCE, f"{name} after {STEPS} updates off by {error:.1e}"
+    if dist.get_rank() == 0:
+        print(f"{case}: worst weight error after {STEPS} updates {error:.1e} ({name})", flush=True)
+
+
+def gradient_reader(trainer: Any) -> Callable[[Tensor], Tensor]:
+    """Full local gradients, also where the distributed optimizer keeps only a shard of each on a rank."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    full: dict[int, Tensor] = {}
+    for optimizer in trainer.optimizer.megatron.chained_optimizers:
+        if not isinstance(optimizer, DistributedOptimizer):
+            continue
+        members = {id(parameter) for buffer in optimizer.buffers for parameter in buffer.params}
+        parameters = [p for model in trainer.models for p in model.parameters() if id(p) in members]
+        for parameter in parameters:
+            full[id(parameter)] = torch.zeros_like(parameter.main_grad)
+        for ranges in optimizer.gbuf_ranges:
+            for buckets in ranges.values():
+                for bucket in buckets:
+                    for parameter, spans in bucket["param_map"].items():
+                        own = slice(spans["param"].start, spans["param"].end)
+                        full[id(parameter)].view(-1)[own] = parameter.main_grad.view(-1)[own]
+        for parameter in parameters:
+            dist.all_reduce(full[id(parameter)], group=optimizer.data_parallel_group)
+    return lambda parameter: full.get(id(parameter), parameter.main_grad)
+
+
+def check_logprobs(trainer: Any, hf: HFSide, batches: list[Any], mine: list[TrainingSample]) -> None:
+    """Log-probabilities on the last pipeline stage, token by token."""
+    found = trainer.logprobs(batches)
+    if not found:
+        return
+    with torch.no_grad():
+        expected = [hf.logprobs(sample) for sample in mine]
+    rows = [row[: int(batch.cu_seqlens[-1])] for row, batch in zip(found, batches, strict=True)]
+    got = torch.cat([row[batch.loss_mask] for row, batch in zip(rows, batches, strict=True)])
+    want = torch.cat([row[sample.loss_mask] for row, sample in zip(expected, mine, strict=True)])
+    assert relative_error(got, want) < TOLERANCE
+
+
+def run(rank: int, world_size: int, cases: list[Case]) -> None:
+    """Check several layouts in one set of processes."""
+    from megatron_dppo.mcore.compat import apply_cpu_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_cpu_shims(platform)
+    from megatron.core import parallel_state
+
+    for case in cases:
+        check_case(case, platform)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()

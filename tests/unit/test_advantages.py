@@ -1,0 +1,64 @@
+"""Group-relative advantages against statistics of the standard library."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from megatron_dppo.losses import group_relative_advantages
+
+REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.25, -1.0, 2.0]]
+
+
+def test_mean_mode_subtracts_the_mean_of_the_siblings() -> None:
+    result = group_relative_advantages(torch.tensor(REWARDS, dtype=torch.float64))
+    for row, rewards in zip(result.tolist(), REWARDS, strict=True):
+        assert row == pytest.approx([r - statistics.fmean(rewards) for r in rewards], abs=1e-12)
+
+
+def test_std_mode_also_divides_by_the_sample_deviation() -> None:
+    result = group_relative_advantages(torch.tensor(REWARDS, dtype=torch.float64), "std")
+    for row, rewards in zip(result.tolist(), REWARDS, strict=True):
+        mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
+        assert row == pytest.approx([(r - mean) / (deviation + 1e-4) for r in rewards], abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["mean", "std"])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e30])
+def test_a_group_without_spread_gives_exactly_zero(mode: str, reward: float) -> None:
+    # The fp32 mean of seven times 0.1 is not 0.1.
+    assert group_relative_advantages(torch.full((1, 7), reward), mode).tolist() == [[0.0] * 7]
+
+
+@pytest.mark.parametrize("mode", ["mean", "std"])
+def test_failed_samples_get_zero_and_do_not_move_their_siblings(mode: str) -> None:
+    rewards = torch.tensor([[1.0, math.nan, 0.0, 0.0, -5.0]])
+    valid = torch.tensor([[True, False, True, True, False]])
+    result = group_relative_advantages(rewards, mode, valid)
+    alone = group_relative_advantages(torch.tensor([[1.0, 0.0, 0.0]]), mode)
+    assert result[valid].tolist() == alone[0].tolist()
+    assert result[~valid].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("mode", ["mean", "std"])
+@pytest.mark.parametrize("valid", [[[True, False]], [[False, False]]])
+def test_groups_with_one_or_no_valid_sample_give_zero(mode: str, valid: list[list[bool]]) -> None:
+    result = group_relative_advantages(torch.tensor([[1.0, math.nan]]), mode, torch.tensor(valid))
+    assert result.tolist() == [[0.0, 0.0]]
+
+
+def test_bad_arguments_are_named() -> None:
+    rewards = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="'median'"):
+        group_relative_advantages(rewards, "median")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"\(2, 2\)"):
+        group_relative_advantages(rewards, valid=torch.ones(2, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"\(3,\)"):
+        group_relative_advantages(rewards[0])
+    with pytest.raises(ValueError, match="int64"):
+        group_relative_advantages(rewards.long())
+    with pytest.raises(ValueError, match="not finite"):
+        group_relative_advantages(torch.tensor([[1.0, math.nan]]))

@@ -1,0 +1,303 @@
+"""The losses against float64 worked cases, finite differences, and everything that may stand outside the loss mask."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.config import LossConfig
+from megatron_dppo.losses import (
+    dppo_loss,
+    policy_loss,
+    supervised_loss,
+)
+from megatron_dppo.types import LossInputs, LossOutput
+
+DATA = json.loads((Path(__file__).parents[1] / "data" / "dppo_cases.json").read_text())
+CASES = {case["name"]: case for case in DATA["cases"]}
+NAMES = ("dppo_binary_tv", "dppo_binary_kl", "grpo", "pg_is")
+VARIANTS = ("binary_tv", "binary_kl", "grpo_cliphigher", "pg_is", "pg_tis_cispo_C3")
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+NAN, INF = math.nan, math.inf
+
+
+def case_config(variant: str, case: dict[str, Any]) -> LossConfig:
+    if variant == "pg_tis_cispo_C3":
+        return LossConfig(name="pg_is", ratio_cap=3.0)
+    cap = None if math.isinf(float(case["C"])) else float(case["C"])
+    if variant in ("pg_is", "grpo_cliphigher"):
+        return LossConfig(name="pg_is" if variant == "pg_is" else "grpo", ratio_cap=cap)
+    delta = case["delta_kl" if variant == "binary_kl" else "delta_tv"]
+    return LossConfig(
+        name=f"dppo_{variant}", divergence_threshold_low=delta, divergence_threshold_high=delta, ratio_cap=cap
+    )
+
+
+def run_case(config: LossConfig, case: dict[str, Any], dtype: torch.dtype) -> tuple[LossOutput, Tensor]:
+    """The output, and the gradient with respect to the 8 logits.
+
+    The softmax is float64 in both cases: case 06 sits exactly on a threshold, which an fp32 softmax would miss.
+    """
+    logits = torch.tensor(case["pi"], dtype=torch.float64).log().requires_grad_()
+    inputs = LossInputs(
+        logprobs=logits.log_softmax(-1)[case["a"]].reshape(1).to(dtype),
+        advantages=torch.tensor([case["A"]], dtype=dtype),
+        loss_mask=torch.tensor([True]),
+        rollout_logprobs=torch.tensor([case["mu"][case["a"]]], dtype=torch.float64).log().to(dtype),
+    )
+    output = policy_loss(inputs, config)
+    output.loss_sum.backward()
+    return output, logits.grad
+
+
+def make_inputs(
+    pi: list[float], mu: list[float], advantages: list[float], mask: list[bool] | None = None, **more: Any
+) -> tuple[LossInputs, Tensor]:
+    logprobs = torch.tensor(pi, dtype=torch.float64).log().requires_grad_()
+    inputs = LossInputs(
+        logprobs=logprobs,
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        loss_mask=torch.tensor([True] * len(pi) if mask is None else mask),
+        rollout_logprobs=torch.tensor(mu, dtype=torch.float64).log(),
+        **more,
+    )
+    return inputs, logprobs
+
+
+def value(output: LossOutput, name: str) -> float:
+    metric = output.metrics[name]
+    return float(metric.numerator) / float(metric.denominator)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_loss_gradient_and_mask_of_the_worked_case(case: dict[str, Any], variant: str, dtype: torch.dtype) -> None:
+    output, grad = run_case(case_config(variant, case), case, dtype)
+    want, tolerance = case["variants"][variant], TOLERANCE[dtype]
+    assert output.loss_sum.item() == pytest.approx(want["loss"], rel=tolerance, abs=tolerance)
+    torch.testing.assert_close(grad, torch.tensor(want["grad_z"], dtype=torch.float64), rtol=tolerance, atol=tolerance)
+    assert output.loss_sum.dtype == dtype
+    # With A = 0 the worked cases take the negative branch, equation 12 neither; nothing but a metric could tell.
+    if case["A"] != 0:
+        assert bool(output.keep_mask) == bool(case["mask"].get(variant, True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_grpo_gradient_is_that_of_the_clipped_surrogate(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    log_mu = torch.rand(200, generator=generator, dtype=torch.float64).log()
+    start = log_mu + 0.5 * torch.randn(200, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(200, generator=generator, dtype=torch.float64)
+    ours, theirs = start.clone().requires_grad_(), start.clone().requires_grad_()
+    inputs = LossInputs(
+        logprobs=ours, advantages=advantages, loss_mask=torch.ones(200, dtype=torch.bool), rollout_logprobs=log_mu
+    )
+    policy_loss(inputs, LossConfig(name="grpo")).loss_sum.backward()
+    ratio = (theirs - log_mu).exp()
+    torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.28)).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_is_the_finite_difference_of_the_loss_with_frozen_weight_and_mask(name: str) -> None:
+    # The mask and the weight are constants of the gradient, so the ratio form -A r M, with M frozen, must have the
+    # same derivative as long as there is no cap.
+    pi, mu, advantages = [0.3, 0.6, 0.2, 0.9], [0.25, 0.7, 0.8, 0.5], [1.0, -0.5, 2.0, -1.5]
+    inputs, logprobs = make_inputs(pi, mu, advantages)
+    output = policy_loss(inputs, LossConfig(name=name))
+    output.loss_sum.backward()
+    step = 1e-6
+
+    def surrogate(log_pi: Tensor) -> Tensor:
+        return torch.where(output.keep_mask, -inputs.advantages * (log_pi - inputs.rollout_logprobs).exp(), 0.0).sum()
+
+    for t in range(4):
+        shift = torch.zeros(4, dtype=torch.float64)
+        shift[t] = step
+        slope = (surrogate(logprobs.detach() + shift) - surrogate(logprobs.detach() - shift)) / (2 * step)
+        assert float(logprobs.grad[t]) == pytest.approx(float(slope), rel=1e-7, abs=1e-9)
+
+
+@pytest.mark.parametrize("junk", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_outside_the_loss_mask_add_exactly_nothing(name: str, junk: float) -> None:
+    config = LossConfig(name=name)
+    mask = [True, False, True, False]
+    clean, clean_logprobs = make_inputs([0.3, 0.5, 0.2, 0.5], [0.2, 0.5, 0.9, 0.5], [1.0, 0.0, -1.0, 0.0], mask)
+    dirty = dataclasses.replace(
+        clean,
+        entropy=torch.full((4,), junk).masked_fill(clean.loss_mask, 0.7),
+        **{
+            field: getattr(clean, field).detach().clone().masked_fill(~clean.loss_mask, junk)
+            for field in ("logprobs", "advantages", "rollout_logprobs")
+        },
+    )
+    dirty.logprobs.requires_grad_()
+    want, got = policy_loss(clean, config), policy_loss(dirty, config)
+    want.loss_sum.backward()
+    got.loss_sum.backward()
+    assert torch.equal(got.loss_sum, want.loss_sum)
+    assert torch.equal(dirty.logprobs.grad, clean_logprobs.grad)
+    assert dirty.logprobs.grad[~clean.loss_mask].tolist() == [0.0, 0.0]
+    assert got.keep_mask[~clean.loss_mask].tolist() == [False, False]
+    assert int(got.num_tokens) == 2
+    for key, metric in want.metrics.items():
+        assert float(got.metrics[key].numerator) == float(metric.numerator), key
+    assert value(got, "entropy") == pytest.approx(0.7)
+
+
+def test_probability_zero_inside_the_mask_gives_zero_instead_of_nan() -> None:
+    inputs, logprobs = make_inputs([0.0, 0.0, 0.5], [0.4, 0.05, 0.5], [1.0, -1.0, 1.0])
+    output = policy_loss(inputs, LossConfig())
+    output.loss_sum.backward()
+    assert output.loss_sum.item() == pytest.approx(math.log(2))
+    assert logprobs.grad.tolist() == [0.0, 0.0, -1.0]
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("name", [*NAMES, "supervised"])
+def test_backward_runs_without_a_single_token_in_the_mask(name: str, tokens: int) -> None:
+    logprobs = torch.zeros(tokens, requires_grad=True)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        advantages=torch.zeros(tokens),
+        loss_mask=torch.zeros(tokens, dtype=torch.bool),
+        rollout_logprobs=torch.zeros(tokens),
+        entropy=torch.zeros(tokens),
+    )
+    output = supervised_loss(inputs) if name == "supervised" else policy_loss(inputs, LossConfig(name=name))
+    output.loss_sum.backward()
+    assert output.loss_sum.item() == 0
+    assert int(output.num_tokens) == 0
+    assert logprobs.grad.tolist() == [0.0] * tokens
+    assert all(math.isfinite(float(m.numerator)) for m in output.metrics.values())
+
+
+def test_dropped_tokens_stay_in_the_token_count_and_the_sum_is_that_of_the_worked_batch() -> None:
+    batch = DATA["batch"]
+    flat = {key: [x for row in batch[key] for x in row] for key in ("pi", "mu", "mask")}
+    advantages = [a for a, row in zip(batch["A"], batch["pi"], strict=True) for _ in row]
+    inputs, _ = make_inputs(flat["pi"], flat["mu"], advantages)
+    output = policy_loss(inputs, LossConfig())
+    assert output.loss_sum.item() == pytest.approx(batch["agg"]["token-sum"], rel=1e-12)
+    assert value(output, "loss") == pytest.approx(batch["agg"]["token-mean"], rel=1e-12)
+    assert output.keep_mask.tolist() == [bool(m) for m in flat["mask"]]
+    assert int(output.num_tokens) == 5
+
+
+def test_metrics_are_those_of_a_hand_calculation() -> None:
+    inputs, _ = make_inputs(
+        [0.9, 0.1, 0.5, 0.4], [0.5, 0.5, 0.5, 0.2], [1.0, -1.0, 0.0, -1.0], entropy=torch.tensor([1.0, 2.0, 3.0, 4.0])
+    )
+    output = policy_loss(inputs, LossConfig(ratio_cap=1.9))
+    want = {
+        "mask_fraction": 2 / 3,
+        "mask_fraction_positive": 1.0,
+        "mask_fraction_negative": 1 / 2,
+        "divergence": 1.0 / 4,
+        "divergence_max": 0.4,
+        "abs_prob_diff": 1.0 / 4,
+        "prob_rise_max": 0.4,
+        "prob_drop_max": 0.4,
+        "ratio": (1.8 + 0.2 + 1.0 + 2.0) / 4,
+        "ratio_max": 2.0,
+        "ratio_capped_fraction": 1 / 4,
+        "kl_k3": sum(r - 1 - math.log(r) for r in (1.8, 0.2, 1.0, 2.0)) / 4,
+        "entropy": 2.5,
+        "loss": 1.9 * math.log(0.4) / 4,
+    }
+    assert set(output.metrics) == set(want)
+    for name, expected in want.items():
+        assert value(output, name) == pytest.approx(expected, rel=1e-9), name
+    assert {n for n, m in output.metrics.items() if m.kind == "max"} == {n for n in want if n.endswith("_max")}
+    for metric in output.metrics.values():
+        assert not torch.as_tensor(metric.numerator).requires_grad
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_metric_names_do_not_depend_on_the_values(name: str) -> None:
+    config = LossConfig(name=name)
+    some, _ = make_inputs([0.5], [0.1], [1.0])
+    none, _ = make_inputs([0.5], [0.1], [0.0], [False])
+    assert policy_loss(some, config).metrics.keys() == policy_loss(none, config).metrics.keys()
+
+
+def test_bf16_log_probabilities_are_raised_to_fp32_before_any_arithmetic() -> None:
+    logprobs = torch.tensor([-0.0305, -6.9]).bfloat16().requires_grad_()
+    inputs = LossInputs(
+        logprobs=logprobs,
+        advantages=torch.tensor([1.0, -1.0]),
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        rollout_logprobs=torch.tensor([-0.03, -6.8]),
+    )
+    output = policy_loss(inputs, LossConfig())
+    exact = policy_loss(dataclasses.replace(inputs, logprobs=logprobs.detach().double()), LossConfig())
+    assert output.loss_sum.dtype == torch.float32
+    assert output.loss_sum.item() == pytest.approx(exact.loss_sum.item(), rel=1e-6)
+
+
+def test_an_absurd_ratio_stays_finite_and_visible() -> None:
+    inputs = LossInputs(
+        logprobs=torch.tensor([-1.0], requires_grad=True),
+        advantages=torch.tensor([-1.0]),
+        loss_mask=torch.tensor([True]),
+        rollout_logprobs=torch.tensor([-500.0]),
+    )
+    output = policy_loss(inputs, LossConfig())
+    assert math.isfinite(output.loss_sum.item())
+    assert value(output, "ratio_max") > 1e30
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_missing_rollout_log_probabilities_name_the_loss_and_refuse_a_recomputed_anchor(name: str) -> None:
+    inputs, _ = make_inputs([0.5], [0.5], [1.0])
+    inputs = dataclasses.replace(inputs, rollout_logprobs=None, anchor_logprobs=inputs.logprobs.detach())
+    with pytest.raises(ValueError, match=f"'{name}'.*rollout_logprobs is None.*different algorithm"):
+        policy_loss(inputs, LossConfig(name=name))
+
+
+def test_dppo_loss_refuses_other_losses_and_else_equals_policy_loss() -> None:
+    inputs, _ = make_inputs([0.5, 0.2], [0.1, 0.5], [1.0, -1.0])
+    with pytest.raises(ValueError, match=r"'grpo'.*dppo_binary_kl.*dppo_binary_tv"):
+        dppo_loss(inputs, LossConfig(name="grpo"))
+    config = LossConfig(name="dppo_binary_kl")
+    assert torch.equal(dppo_loss(inputs, config).loss_sum, policy_loss(inputs, config).loss_sum)
+
+
+@pytest.mark.parametrize("field", ["rollout_logprobs", "advantages", "loss_mask", "entropy"])
+def test_a_field_of_another_shape_is_named(field: str) -> None:
+    inputs, _ = make_inputs([0.5, 0.5], [0.5, 0.5], [1.0, 1.0])
+    wrong = torch.ones(1, dtype=torch.bool if field == "loss_mask" else torch.float64)
+    inputs = dataclasses.replace(inputs, **{field: wrong})
+    for call in (lambda: policy_loss(inputs, LossConfig()), lambda: supervised_loss(inputs)):
+        with pytest.raises(ValueError, match=rf"{field} has shape \(1,\).*\(2,\)"):
+            call()
+
+
+def test_a_float_loss_mask_is_refused() -> None:
+    inputs, _ = make_inputs([0.5], [0.5], [1.0])
+    with pytest.raises(ValueError, match="loss_mask must be bool"):
+        policy_loss(dataclasses.replace(inputs, loss_mask=torch.ones(1)), LossConfig())
+
+
+def test_supervised_loss_is_the_negative_log_likelihood_over_the_mask() -> None:
+    logprobs = torch.tensor([-1.0, NAN, -0.25], requires_grad=True)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        advantages=torch.full((3,), NAN),
+        loss_mask=torch.tensor([True, False, True]),
+    )
+    output = supervised_loss(inputs)
+    output.loss_sum.backward()
+    assert output.loss_sum.item() == 1.25
+    assert logprobs.grad.tolist() == [-1.0, 0.0, -1.0]
+    assert int(output.num_tokens) == 2
+    assert value(output, "loss") == 0.625
