@@ -139,7 +139,9 @@ class LossConfig(_Section):
             if value is None:
                 continue
             if not self.is_dppo:
-                raise ValueError(f"{key} = {value} has no effect on the loss {self.name!r}; remove it or use a dppo_* loss")
+                raise ValueError(
+                    f"{key} = {value} has no effect on the loss {self.name!r}; remove it or use a dppo_* loss"
+                )
             if self.name.endswith("_tv") and value > 1:
                 raise ValueError(f"{key} = {value}: a total variation never exceeds 1; the paper uses 0.15 to 0.2")
         return self

@@ -68,9 +68,11 @@ def dump_toml(config: Config) -> str:
 def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
     for section, key in _PATHS:
         table = values.get(section)
-        value = table.get(key) if isinstance(table, dict) else None
-        if isinstance(value, str) and not value.startswith("task:") and (folder / value).exists():
-            values[section] = {**table, key: str(folder / value)}
+        if not isinstance(table, dict) or not isinstance(table.get(key), str):
+            continue
+        value = table[key]
+        if not value.startswith("task:") and (folder / value).exists():
+            table[key] = str(folder / value)
 
 
 def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:

@@ -36,7 +36,9 @@ def read_hf_config(path: str | Path) -> Any:
 
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"model.path = {str(path)!r} is not a Hugging Face folder: {folder / 'config.json'} is missing")
+        raise CheckpointError(
+            f"model.path = {str(path)!r} is not a Hugging Face folder: {folder / 'config.json'} is missing"
+        )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:

@@ -55,7 +55,9 @@ def run(config: Config) -> int:
                 session.console.say(f"saved    {save_session(session)}")
             check_health(session)
             if stopping:
-                session.console.say(f"stopped  by SIGTERM after step {session.step}; the same command continues the run")
+                session.console.say(
+                    f"stopped  by SIGTERM after step {session.step}; the same command continues the run"
+                )
                 return 0
         finish(session)
     return 0
@@ -185,9 +187,13 @@ def step_metrics(
 ) -> dict[str, float]:
     """Everything that is logged for a step, globally reduced."""
     rollout = reduce_over_samples(session, rollout_metrics(groups, samples))
-    tokens = reduce_over_samples(session, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / layout_dp(session))})
+    tokens = reduce_over_samples(
+        session, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / layout_dp(session))}
+    )
     train = {
-        name: max(r.metrics[name] for r in results) if name.endswith("_max") else _mean(r.metrics[name] for r in results)
+        name: max(r.metrics[name] for r in results)
+        if name.endswith("_max")
+        else _mean(r.metrics[name] for r in results)
         for name in results[0].metrics
     } | {
         # Before the first update pi and mu have the same weights: what differs is the engine.
@@ -252,7 +258,7 @@ def check_health(session: Session) -> None:
         f"the gradient was not finite in {session.skipped_in_a_row} updates in a row (train.max_skipped_updates = "
         f"{limit}); none of them was applied and the weights are saved in {path}. Look at train/ratio_max, "
         f"train/prob_rise_max and train/grad_norm in {session.folder / 'metrics.jsonl'}: a rollout engine whose "
-        "log-probabilities do not fit the weights, a learning rate that is too high, or bf16 overflow are the usual causes"
+        "log-probabilities do not fit the weights, a learning rate that is too high, and bf16 overflow are usual causes"
     )
 
 

@@ -39,7 +39,10 @@ def reduce_metrics(
     for part in gathered:
         for name, pair in part.items():
             total[name] = _add(total[name], pair) if name in total else pair
-    return {name: value if kind == "max" else _ratio(value, denominator) for name, (kind, value, denominator) in total.items()}
+    return {
+        name: value if kind == "max" else _ratio(value, denominator)
+        for name, (kind, value, denominator) in total.items()
+    }
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -20,7 +20,15 @@ from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import CheckpointError, ConfigError, UserError
-from megatron_dppo.hf import FolderWeights, build_hf_model, has_weights, model_shape, read_hf_config, save_hf_folder, stream_model
+from megatron_dppo.hf import (
+    FolderWeights,
+    build_hf_model,
+    has_weights,
+    model_shape,
+    read_hf_config,
+    save_hf_folder,
+    stream_model,
+)
 from megatron_dppo.layout import Layout, describe, resolve_layout
 from megatron_dppo.metrics import MetricsWriter
 from megatron_dppo.parallel.objects import is_leader
@@ -252,9 +260,7 @@ def export_hf(trainer: PolicyTrainer, config: Config, target: Path, dtype: torch
     dist.barrier()
 
 
-def _build_engine(
-    config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform
-) -> RolloutEngine | None:
+def _build_engine(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform) -> RolloutEngine | None:
     if not is_leader(groups.model_parallel):
         return None
     dtype = DTYPES[config.rollout.dtype]

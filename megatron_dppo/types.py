@@ -14,7 +14,7 @@ Conventions, fixed here and nowhere else:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -132,8 +132,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on ``device``."""
-        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return MicroBatch(**moved)
+        tensors: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 class Metric(NamedTuple):

@@ -1,6 +1,6 @@
 """Write the model folder of the embedded task: config and tokenizer of a tiny Qwen3-MoE, no weights.
 
-    python tools/make_chain_sum_model.py examples/chain_sum/model
+python tools/make_chain_sum_model.py examples/chain_sum/model
 """
 
 from __future__ import annotations

@@ -15,29 +15,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code (0, 2 = something to mend in the input, 3 = training cannot go on)."""
     parser = argparse.ArgumentParser(prog="megatron-dppo", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="post-train a model by a configuration file", **_TRAIN_HELP)
+    train = commands.add_parser("train", help="post-train a model by a configuration file", epilog=_OVERRIDES)
     add_train_arguments(train)
     options, overrides = parser.parse_known_args(arguments)
     return run_train(options, overrides)
 
 
-_TRAIN_HELP = {
-    "epilog": (
-        "Overrides: --section.key VALUE for any key of the configuration, and Megatron's own flags as they stand, "
-        "e.g. --tensor-model-parallel-size 2."
-    )
-}
+_OVERRIDES = (
+    "Overrides: --section.key VALUE for any key of the configuration, and Megatron's own flags as they stand, e.g. "
+    "--tensor-model-parallel-size 2."
+)
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``train``; all others are overrides of the configuration."""
     parser.add_argument("config", help="TOML configuration file")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration, stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the resolved configuration, stop"
+    )
 
 
 def train_main(arguments: Sequence[str] | None = None) -> int:
     """``python -m megatron_dppo.train CONFIG``: the same program as ``megatron-dppo train CONFIG``."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_dppo.train", **_TRAIN_HELP)
+    parser = argparse.ArgumentParser(prog="python -m megatron_dppo.train", epilog=_OVERRIDES)
     add_train_arguments(parser)
     options, overrides = parser.parse_known_args(arguments)
     return run_train(options, overrides)

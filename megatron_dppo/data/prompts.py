@@ -154,9 +154,9 @@ def _too_long(prompt: Prompt, name: str, limit: int, max_new_tokens: int, contex
     length = len(prompt.token_ids)
     if name == "the context":
         return (
-            f"{prompt.prompt_id}: the prompt has {length} tokens; with rollout.max_new_tokens = {max_new_tokens} that is "
-            f"{length + max_new_tokens}, more than the model's context of {context_length}. Shorten the prompt or lower "
-            "rollout.max_new_tokens"
+            f"{prompt.prompt_id}: the prompt has {length} tokens; with rollout.max_new_tokens = {max_new_tokens} that "
+            f"is {length + max_new_tokens}, more than the model's context of {context_length}. Shorten the prompt or "
+            "lower rollout.max_new_tokens"
         )
     return f"{prompt.prompt_id}: the prompt has {length} tokens, more than {name} = {limit}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megatron_dppo.types import MicroBatch
 
 
 @dataclass
-class PackedRow(PackedSeqParams):  # type: ignore[misc]
+class PackedRow(PackedSeqParams):
     """Megatron's PackedSeqParams with the index of every token, so that attention needs no host sync."""
 
     sequence_ids: Tensor | None = None
@@ -89,7 +90,7 @@ class SDPACoreAttention(MegatronModule):
             out = self._batched(query, key, value, index, (sequences, longest))
         else:
             bounds = starts.tolist()
-            rows = [slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+            rows = [slice(a, b) for a, b in pairwise(bounds)]
             out = torch.cat([self._attend(query[r][None], key[r][None], value[r][None])[0] for r in rows])
         return out.flatten(1)
 

@@ -35,14 +35,15 @@ def global_names(chunks: Sequence[GPTModel], first_expert: int) -> dict[str, Ten
     for chunk in chunks:
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
 
-        def shift(match: re.Match[str], by: int) -> str:
-            return f"{match[1]}{int(match[2]) + by}"
-
         for name, parameter in chunk.named_parameters():
-            name = re.sub(r"^(decoder\.layers\.)(\d+)", lambda m, by=offset: shift(m, by), name)
-            name = re.sub(r"(experts\.linear_fc[12]\.weight)(\d+)$", lambda m: shift(m, first_expert), name)
+            name = _shift_index(r"^(decoder\.layers\.)(\d+)", name, offset)
+            name = _shift_index(r"(experts\.linear_fc[12]\.weight)(\d+)$", name, first_expert)
             result[name] = parameter
     return result
+
+
+def _shift_index(pattern: str, name: str, by: int) -> str:
+    return re.sub(pattern, lambda match: f"{match[1]}{int(match[2]) + by}", name)
 
 
 class Bridge:
@@ -64,7 +65,9 @@ class Bridge:
 
     def _find_owners(self) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
         """For each parameter: the pipeline rank that holds it, and the shape and dtype of its shard there."""
-        stages: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size(self._groups.pp))]
+        stages: list[dict[str, tuple[torch.Size, torch.dtype]]] = [
+            {} for _ in range(dist.get_world_size(self._groups.pp))
+        ]
         mine = {name: (p.shape, p.dtype) for name, p in self._parameters.items()}
         dist.all_gather_object(stages, mine, group=self._groups.pp)
         owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}

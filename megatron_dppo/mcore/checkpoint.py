@@ -42,7 +42,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: the file is not readable.
     """
     try:
-        return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{checkpoint / _STATE} cannot be read: {error}; delete this checkpoint") from error
 

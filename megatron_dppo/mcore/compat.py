@@ -74,7 +74,7 @@ def apply_cpu_shims(platform: Platform, packages: Sequence[str] = ("megatron.cor
 
 
 def _tensor_cuda() -> None:
-    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign, assignment, misc]
+    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
 
 
 def _rng_tracker() -> None:

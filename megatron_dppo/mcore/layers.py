@@ -94,7 +94,9 @@ class _GroupedLinear(torch.nn.Module):
         super().__init__()
         del skip_bias_add, tp_comm_buffer_name
         if bias or not is_expert:
-            raise ValueError(f"grouped linear layers here are bias-free experts, got bias={bias}, is_expert={is_expert}")
+            raise ValueError(
+                f"grouped linear layers here are bias-free experts, got bias={bias}, is_expert={is_expert}"
+            )
         self.num_gemms, self.pg_collection = num_gemms, pg_collection
         parts = pg_collection.expt_tp.size()
         shape = (output_size // parts, input_size) if self.shard_dim == 0 else (output_size, input_size // parts)

@@ -126,7 +126,9 @@ def checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
         if key not in known:
             close = get_close_matches(key, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"model.transformer.{key} = {value!r}: Megatron's TransformerConfig has no such field{hint}")
+            raise ConfigError(
+                f"model.transformer.{key} = {value!r}: Megatron's TransformerConfig has no such field{hint}"
+            )
     return overrides
 
 

@@ -100,10 +100,24 @@ class _CudaProxy(types.ModuleType):
         return getattr(torch.cuda, name)
 
 
-_FACTORIES = (
-    "tensor as_tensor zeros ones empty full arange rand randn randint linspace eye "
-    "empty_like zeros_like ones_like full_like"
-).split()
+_FACTORIES = [
+    "tensor",
+    "as_tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "linspace",
+    "eye",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+]
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,9 @@ _WINDOW = 10
 """Steps averaged for the first and the last reward."""
 
 
-def summarize(folder: Path, *, world_size: int, layout: str, policy_updates: int, total_seconds: float) -> dict[str, Any]:
+def summarize(
+    folder: Path, *, world_size: int, layout: str, policy_updates: int, total_seconds: float
+) -> dict[str, Any]:
     """Write ``summary.json`` from the run's metrics and return it."""
     records = read_metrics(folder / "metrics.jsonl")
     steps = [r for r in records if "rollout/reward" in r]

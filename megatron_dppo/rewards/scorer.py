@@ -69,7 +69,7 @@ class RewardScorer:
         final = [result for result in results if result is not None]
         if len(final) > 1 and all(result.failed for result in final):
             raise RewardError(
-                f"reward.function = {self._name!r} failed on all {len(final)} samples; the first error: {final[0].error}"
+                f"reward.function = {self._name!r} failed on all {len(final)} samples; first error: {final[0].error}"
             )
         return final
 

@@ -37,7 +37,7 @@ def load_function(name: str) -> RewardFunction:
         ) from error
     if not callable(function):
         raise RewardError(f"reward.function = {name!r} is not callable, but {type(function).__name__}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _serve(name: str, connection: Connection) -> None:

@@ -74,7 +74,7 @@ class LocalEngine:
     def _generation_config(self, params: SamplingParams) -> Any:
         from transformers import GenerationConfig
 
-        sampling = dict(do_sample=False)
+        sampling: dict[str, Any] = dict(do_sample=False)
         if params.temperature > 0:
             sampling = dict(do_sample=True, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
         return GenerationConfig(

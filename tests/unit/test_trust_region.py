@@ -45,6 +45,12 @@ def test_binary_kl_at_probabilities_zero_and_one(dtype: torch.dtype) -> None:
     assert 0 < float(divergence[5]) < 0.01
 
 
+def test_fp32_binary_kl_of_confident_tokens_does_not_cancel() -> None:
+    log_p, log_m = torch.tensor([-1e-5, -1e-6, -3.0]), torch.tensor([-2e-3, -1e-4, -1e-5])
+    exact = binary_kl(log_p.double(), log_m.double())
+    torch.testing.assert_close(binary_kl(log_p, log_m).double(), exact, rtol=1e-5, atol=0)
+
+
 def test_divergences_of_bf16_log_probabilities_are_computed_in_fp32() -> None:
     log_p, log_m = torch.tensor([-0.0305, -6.9]).bfloat16(), torch.tensor([-0.03, -6.8]).bfloat16()
     for function in (binary_tv, binary_kl):

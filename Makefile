@@ -1,0 +1,30 @@
+# make demo    set up, train the embedded example, show the result
+# make test    set up, run all tests
+# Inside an environment that already has torch and Megatron nothing is installed over them (tools/setup_env.sh).
+
+SHELL := /bin/bash
+SEED ?= 0
+OUT ?= runs/demo
+export OMP_NUM_THREADS := 1
+export PYTHONUNBUFFERED := 1
+export TOKENIZERS_PARALLELISM := false
+# Megatron warns in every process about optional packages that it does not find.
+export PYTHONWARNINGS := ignore
+
+.PHONY: demo test lint setup clean
+
+demo:
+	@bin=$$(tools/setup_env.sh) && $$bin/torchrun --standalone --nproc-per-node 2 -m megatron_dppo.train \
+		examples/chain_sum/dppo.toml --run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
+
+test:
+	@bin=$$(tools/setup_env.sh) && $$bin/python -m pytest tests/unit tests/distributed tests/e2e $(ARGS)
+
+lint:
+	@bin=$$(tools/setup_env.sh) && $$bin/python -m ruff check . && $$bin/python -m ruff format --check . && $$bin/python -m mypy
+
+setup:
+	@tools/setup_env.sh
+
+clean:
+	rm -rf .venv .venv-*.stamp runs build *.egg-info

@@ -1,0 +1,41 @@
+"""Package metadata; the tools' settings are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megatron-dppo",
+    version="0.1.0",
+    description="DPPO post-training of mixture-of-experts language models on Megatron Core",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
+    package_data={"megatron_dppo": ["py.typed"]},
+    install_requires=[
+        "torch>=2.6",
+        # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.
+        "megatron-core>=0.16.1,<0.20",
+        # Megatron's checkpoints hang for ever without it (the writing child dies, the parent waits).
+        "psutil",
+        "transformers>=4.56",
+        "safetensors>=0.4.3",
+        "numpy",
+        "pydantic>=2.10",
+        "tomli-w",
+        "tqdm",
+        "math-verify>=0.8",
+        "tensorboard",
+        "matplotlib",
+    ],
+    extras_require={
+        "sglang": ["sglang"],
+        "vllm": ["vllm"],
+        "te": ["transformer-engine[pytorch]"],
+        "wandb": ["wandb"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "mbridge", "types-tqdm", "pip"],
+    },
+    entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.cli.main:main"]},
+)

@@ -1,0 +1,49 @@
+"""What the losses report."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_dppo.config import LossConfig
+from megatron_dppo.losses import policy_loss
+from tests.unit.loss_inputs import NAMES, make_inputs, value
+
+
+def test_metrics_are_those_of_a_hand_calculation() -> None:
+    inputs, _ = make_inputs(
+        [0.9, 0.1, 0.5, 0.4], [0.6, 0.5, 0.5, 0.2], [1.0, -1.0, 0.0, -1.0], entropy=torch.tensor([1.0, 2.0, 3.0, 4.0])
+    )
+    output = policy_loss(inputs, LossConfig(ratio_cap=1.9))
+    want = {
+        "mask_fraction": 2 / 3,
+        "mask_fraction_positive": 1.0,
+        "mask_fraction_negative": 1 / 2,
+        "divergence": 0.9 / 4,
+        "divergence_max": 0.4,
+        "abs_prob_diff": 0.9 / 4,
+        "prob_rise_max": 0.3,
+        "prob_drop_max": 0.4,
+        "ratio": (1.5 + 0.2 + 1.0 + 2.0) / 4,
+        "ratio_max": 2.0,
+        "ratio_capped_fraction": 1 / 4,
+        "kl_k3": sum(r - 1 - math.log(r) for r in (1.5, 0.2, 1.0, 2.0)) / 4,
+        "entropy": 2.5,
+        "loss": 1.9 * math.log(0.4) / 4,
+    }
+    assert set(output.metrics) == set(want)
+    for name, expected in want.items():
+        assert value(output, name) == pytest.approx(expected, rel=1e-9), name
+    assert {n for n, m in output.metrics.items() if m.kind == "max"} == {n for n in want if n.endswith("_max")}
+    for metric in output.metrics.values():
+        assert not torch.as_tensor(metric.numerator).requires_grad
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_metric_names_do_not_depend_on_the_values(name: str) -> None:
+    config = LossConfig(name=name)
+    some, _ = make_inputs([0.5], [0.1], [1.0])
+    none, _ = make_inputs([0.5], [0.1], [0.0], [False])
+    assert policy_loss(some, config).metrics.keys() == policy_loss(none, config).metrics.keys()

@@ -1,0 +1,39 @@
+"""Print the requirements of this package and of its tests that are not installed; never torch or Megatron.
+
+Used by tools/setup_env.sh inside an environment that must keep its own versions.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import runpy
+from typing import Any
+from unittest.mock import patch
+
+KEEP = {"torch", "megatron-core", "transformer-engine"}
+
+
+def requirements() -> list[str]:
+    """What setup.py asks for, with the extra ``dev``."""
+    captured: dict[str, Any] = {}
+    with patch("setuptools.setup", captured.update):
+        runpy.run_path("setup.py")
+    return captured["install_requires"] + captured["extras_require"]["dev"]
+
+
+def missing() -> list[str]:
+    """Those without any installed version."""
+    result = []
+    for requirement in requirements():
+        name = re.split(r"[<>=!\[ ;]", requirement, maxsplit=1)[0]
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name not in KEEP:
+                result.append(requirement)
+    return result
+
+
+if __name__ == "__main__":
+    print("\n".join(missing()))

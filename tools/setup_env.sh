@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Prepare the Python environment of this checkout and print the folder of its programs.
+#
+#   bin=$(tools/setup_env.sh)          # then: $bin/python, $bin/torchrun
+#
+# - Inside an environment that already has torch and megatron.core (an NGC container, your own virtual environment),
+#   that environment is used: its torch and Megatron stay as they are, only what is missing is added.
+# - Otherwise .venv is created here and filled; on a machine without NVIDIA driver with the versions of
+#   requirements/cpu.txt.
+# PYTHON names the interpreter to start from (default python3).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+say() { echo "$@" >&2; }
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    say "Python 3.11 or newer is needed, $("$python" --version) found at $(command -v "$python"). Set PYTHON=python3.12, for example."
+    exit 2
+}
+
+has() { "$1" -c "import importlib.util as u, sys; sys.exit(not all(u.find_spec(m) for m in sys.argv[2:]))" "${@:2}" 2>/dev/null; }
+
+if has "$python" torch megatron megatron.core && [ "$("$python" -c 'import sys; print(sys.prefix)')" != "$PWD/.venv" ]; then
+    target=$python
+    stamp=.venv-$("$python" -c 'import hashlib, sys; print(hashlib.md5(sys.prefix.encode()).hexdigest()[:8])').stamp
+    mode=keep
+else
+    target=.venv/bin/python
+    stamp=.venv/.installed
+    mode=fill
+    # A folder without a working pip is what an interrupted set-up leaves behind.
+    [ -x $target ] && $target -m pip --version >/dev/null 2>&1 || { say "creating .venv"; "$python" -m venv --clear .venv; }
+fi
+
+if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ requirements/cpu.txt -nt "$stamp" ]; then
+    if [ $mode = keep ]; then
+        say "using the torch and Megatron of $("$target" -c 'import sys; print(sys.prefix)')"
+        constraints=$(mktemp)
+        # What is installed stays: everything already there is pinned to its own version.
+        "$target" -m pip list --format=freeze 2>/dev/null | grep -E '^[A-Za-z0-9._-]+==[0-9]' | sed 's/+.*//' >"$constraints"
+        "$target" tools/missing_requirements.py >"$constraints.missing"
+        if [ -s "$constraints.missing" ]; then
+            "$target" -m pip install -q --disable-pip-version-check -c "$constraints" -r "$constraints.missing" >&2
+        fi
+        "$target" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . >&2
+        rm -f "$constraints" "$constraints.missing"
+    else
+        say "installing into .venv (about a minute)"
+        constraint=()
+        command -v nvidia-smi >/dev/null || constraint=(-c requirements/cpu.txt)
+        $target -m pip install -q --disable-pip-version-check "${constraint[@]}" -e '.[dev]' 2> >(grep -v '^WARNING: Location' >&2)
+    fi
+    touch "$stamp"
+fi
+"$target" -c 'import os, sys; print(os.path.dirname(sys.executable))'
