@@ -35,7 +35,8 @@ setup(
         "vllm": ["vllm"],
         "te": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "mbridge", "types-tqdm", "pip"],
+        # einops: mbridge imports it without asking for it
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "types-tqdm"],
     },
     entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.cli.main:main"]},
 )

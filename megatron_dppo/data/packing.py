@@ -14,7 +14,12 @@ def pack(samples: Sequence[TrainingSample], multiple: int = 1) -> MicroBatch:
 
     The row is padded to a multiple of ``multiple`` by one more sequence that is outside the loss. No samples at all
     give a row of padding, which a rank without work still has to run for the collectives of its peers.
+
+    Raises:
+        ValueError: only some samples have rollout log-probabilities; neither dropping nor inventing them is right.
     """
+    if len({s.rollout_logprobs is None for s in samples}) > 1:
+        raise ValueError("samples with and without rollout log-probabilities cannot share a micro-batch")
     padding = -sum(s.num_tokens for s in samples) % multiple if samples else multiple
     with_logprobs = bool(samples) and samples[0].rollout_logprobs is not None
     rows = [*samples, _padding_sample(padding, with_logprobs)] if padding else list(samples)
@@ -25,7 +30,7 @@ def pack(samples: Sequence[TrainingSample], multiple: int = 1) -> MicroBatch:
         labels=torch.cat([s.labels for s in rows]),
         loss_mask=torch.cat([s.loss_mask for s in rows]),
         advantages=torch.cat([s.advantages for s in rows]),
-        rollout_logprobs=_stack_logprobs(rows, with_logprobs or not samples),
+        rollout_logprobs=_stack_logprobs(rows) if with_logprobs or not samples else None,
         position_ids=torch.cat([torch.arange(int(n)) for n in lengths]),
         sequence_ids=torch.repeat_interleave(torch.arange(len(rows)), lengths),
         cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
@@ -43,9 +48,7 @@ def _padding_sample(length: int, with_logprobs: bool) -> TrainingSample:
     )
 
 
-def _stack_logprobs(rows: Sequence[TrainingSample], wanted: bool) -> torch.Tensor | None:
-    if not wanted:
-        return None
+def _stack_logprobs(rows: Sequence[TrainingSample]) -> torch.Tensor:
     parts = [torch.zeros(s.num_tokens) if s.rollout_logprobs is None else s.rollout_logprobs for s in rows]
     return torch.cat(parts)
 
@@ -69,7 +72,8 @@ def micro_batches(samples: Sequence[TrainingSample], budget: int, count: int, mu
     Args:
         samples: this rank's share.
         budget: tokens of one micro-batch.
-        count: the largest number that any data-parallel rank needs; the rest is filled with rows of padding.
+        count: the largest number that any data-parallel rank needs. A rank that needs fewer splits further, as far as
+            it has samples, and fills the rest with rows of padding.
         multiple: see ``pack``.
 
     Raises:
@@ -78,4 +82,15 @@ def micro_batches(samples: Sequence[TrainingSample], budget: int, count: int, mu
     parts = split_by_tokens(samples, budget)
     if len(parts) > count:
         raise ValueError(f"{len(parts)} micro-batches of {budget} tokens are needed, more than count = {count}")
+    parts = _split_further(parts, min(count, len(samples)))
     return [pack(part, multiple) for part in [*parts, *([[]] * (count - len(parts)))]]
+
+
+def _split_further(parts: list[list[TrainingSample]], count: int) -> list[list[TrainingSample]]:
+    """Halve the part with the most samples (the first of equals) until there are ``count``; the order is kept."""
+    parts = list(parts)
+    while len(parts) < count:
+        most = max(range(len(parts)), key=lambda i: len(parts[i]))
+        middle = (len(parts[most]) + 1) // 2
+        parts[most : most + 1] = [parts[most][:middle], parts[most][middle:]]
+    return parts

@@ -38,9 +38,7 @@ def load_rows(source: str, split: chain_sum.Split, prompt_key: str = "prompt", l
     Raises:
         DataError: a missing file, an empty one, or a bad row (named by line and field).
     """
-    if source.startswith("task:"):
-        if source != CHAIN_SUM:
-            raise DataError(f"unknown embedded task {source!r}; expected {CHAIN_SUM!r} or the path of a JSONL file")
+    if source == CHAIN_SUM:
         tasks = enumerate(chain_sum.problems(split))
         return [Row(f"chain_sum/{split}:{i}", p.question, str(p.answer)) for i, p in tasks]
     rows = [_parse_row(place, record, prompt_key, label_key) for place, record in read_jsonl(source)]
@@ -53,18 +51,23 @@ def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """``(place, object)`` of each non-empty line.
 
     Raises:
-        DataError: the file is missing or a line is not a JSON object.
+        DataError: an unknown embedded task, a missing file, or a line that is not a JSON object in UTF-8.
     """
     file = Path(path)
+    if path.startswith("task:"):
+        raise DataError(f"unknown embedded task {path!r}; expected {CHAIN_SUM!r} or the path of a JSONL file")
     if not file.is_file():
-        raise DataError(f"data file {path!r} does not exist (looked in {file.resolve().parent})")
-    with file.open(encoding="utf-8") as lines:
+        reason = "is a folder, not a JSONL file" if file.is_dir() else "does not exist"
+        raise DataError(f"data file {path!r} {reason} (looked in {file.resolve().parent})")
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             place = f"{file.name}:{number}"
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert the file") from error
             except json.JSONDecodeError as error:
                 raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from error
             if not isinstance(record, dict):
@@ -158,7 +161,10 @@ def _too_long(prompt: Prompt, name: str, limit: int, max_new_tokens: int, contex
             f"is {length + max_new_tokens}, more than the model's context of {context_length}. Shorten the prompt or "
             "lower rollout.max_new_tokens"
         )
-    return f"{prompt.prompt_id}: the prompt has {length} tokens, more than {name} = {limit}"
+    return (
+        f"{prompt.prompt_id}: the prompt has {length} tokens, more than {name} = {limit}. Shorten or remove the row, or "
+        f"raise {name}"
+    )
 
 
 def _to_prompt(row: Row, tokenizer: Any) -> Prompt:
@@ -166,8 +172,14 @@ def _to_prompt(row: Row, tokenizer: Any) -> Prompt:
         text, ids = row.prompt, tokenizer(row.prompt).input_ids
     else:
         if not tokenizer.chat_template:
-            raise DataError(f"{row.place}: the prompt is a list of messages, but the tokenizer has no chat template")
-        text = tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, tokenize=False)
+            raise DataError(
+                f"{row.place}: the prompt is a list of messages, but the tokenizer has no chat template. Use a plain "
+                "string, or a model folder whose tokenizer has one"
+            )
+        try:
+            text = tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program of the model's authors and may raise anything
+            raise DataError(f"{row.place}: the chat template refuses the messages: {error}") from error
         ids = tokenizer(text, add_special_tokens=False).input_ids
     if not ids:
         raise DataError(f"{row.place}: the prompt has no tokens")

@@ -47,6 +47,8 @@ class SupervisedDataset:
 
 def _pair(place: str, record: dict[str, Any]) -> tuple[str, str]:
     prompt, response = require(place, record, "prompt"), require(place, record, "response")
-    if not isinstance(prompt, str) or not isinstance(response, str):
-        raise DataError(f"{place}: 'prompt' and 'response' must be strings, got {prompt!r} and {response!r}")
+    if not isinstance(prompt, str) or not isinstance(response, str) or not prompt:
+        raise DataError(
+            f"{place}: 'prompt' must be a non-empty string and 'response' a string, got {prompt!r} and {response!r}"
+        )
     return prompt, response

@@ -114,7 +114,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
         log_total = sums[0].log()
         entropy = log_total - sums[1] / sums[0]
-        ctx.save_for_backward(logits, maximum + log_total, entropy, index, is_local)
+        ctx.save_for_backward(logits, maximum, sums[0], entropy, index, is_local)
         ctx.own, ctx.temperature = own, temperature
         ctx.set_materialize_grads(False)
         return sums[2] - log_total, entropy
@@ -122,18 +122,20 @@ class _VocabParallelStatistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, log_normalizer, entropy, index, is_local = ctx.saved_tensors
+        logits, maximum, total, entropy, index, is_local = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, None, None, None
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
-        grad = _scaled(logits, ctx.own, ctx.temperature).sub_(log_normalizer[:, None])
+        # p = exp(z - m) / s with the division on the row's factor: z - (m + log s) would round off where m is large.
+        grad = _scaled(logits, ctx.own, ctx.temperature).sub_(maximum[:, None])
         if grad_entropy is None:
-            grad.exp_().mul_(-grad_logprobs[:, None])
+            grad.exp_().mul_((-grad_logprobs / total)[:, None])
         else:
-            # p (-g - g_H (log p + H)), built without a third tensor of this size
-            probabilities = grad.exp()
-            base = entropy * grad_entropy + grad_logprobs
-            grad.clamp_(min=_UNDERFLOW).mul_(grad_entropy[:, None]).add_(base[:, None]).mul_(probabilities).neg_()
+            # -p (g + g_H (log p + H)) without a third tensor of this size
+            exp = grad.exp()
+            slope = -grad_entropy / total
+            base = slope * (entropy - total.log()) - grad_logprobs / total
+            grad.clamp_(min=_UNDERFLOW).mul_(slope[:, None]).add_(base[:, None]).mul_(exp)
         if ctx.own:
             grad.scatter_add_(1, index[:, None], torch.where(is_local, grad_logprobs, 0.0)[:, None])
         grad.div_(ctx.temperature)

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_dppo.metrics import read_metrics
 
 _WINDOW = 10
-"""Steps averaged for the first and the last reward."""
+"""Steps averaged for the last reward; the first one is that of step 1, sampled before any update."""
 
 
 def summarize(
@@ -26,7 +26,7 @@ def summarize(
     summary = {
         "eval_before": evaluations[0] if evaluations else None,
         "eval_after": evaluations[-1] if evaluations else None,
-        "reward_first": _mean(rewards[:_WINDOW]),
+        "reward_first": rewards[0] if rewards else None,
         "reward_last": _mean(rewards[-_WINDOW:]),
         "train_seconds": round(train_seconds, 2),
         "total_seconds": round(total_seconds, 2),
@@ -58,9 +58,8 @@ def before_after_table(folder: Path) -> str:
         values = [r[key] for r in records if r.get(key) is not None]
         if not values:
             continue
-        window = 1 if key.startswith("eval/") else min(_WINDOW, len(values))
-        first, last = sum(values[:window]) / window, sum(values[-window:]) / window
-        lines.append(f"{label:<28}{first:>10.4g}{last:>10.4g}")
+        recent = values[-1:] if key.startswith("eval/") else values[-_WINDOW:]
+        lines.append(f"{label:<28}{values[0]:>10.4g}{sum(recent) / len(recent):>10.4g}")
     return "\n".join(lines)
 
 

@@ -6,26 +6,31 @@ LaTeX (milliseconds to seconds). The score is 1 or 0, never for an answer that m
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
 _BOXED = "\\boxed{"
 _ANSWER_LINE = re.compile(r"^\s*\**answer\s*:\**\s*(.+?)\s*$", re.IGNORECASE | re.MULTILINE)
-_INTEGER = re.compile(r"[+-]?\d+")
+_INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 
 
 def extract_answer(text: str) -> str | None:
     r"""The answer of a response: after the last ``</think>``, the last ``\boxed{...}``, else the last ``Answer:`` line.
 
-    Returns None when there is none, or when the last box is not closed.
+    Returns None when there is none, when the last box is not closed, or when the braces of the ``Answer:`` line do not
+    match (such a line could close the box that math-verify gets it in, and hide the rest of itself).
     """
     text = text.rsplit("</think>", 1)[-1]
     start = text.rfind(_BOXED)
     if start >= 0:
         return _balanced(text, start + len(_BOXED))
     lines = _ANSWER_LINE.findall(text)
-    return lines[-1].strip("$ ") if lines else None
+    if not lines:
+        return None
+    line = lines[-1].strip("$* ")
+    return line if _balanced(line + "}", 0) == line else None
 
 
 def _balanced(text: str, start: int) -> str | None:
@@ -44,9 +49,19 @@ def quick_verdict(answer: str | None, label: str) -> float | None:
         return 0.0
     if answer == label:
         return 1.0
-    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(label):
-        return float(int(answer) == int(label))
-    return None
+    integers = _canonical_integer(answer), _canonical_integer(label)
+    if None in integers:
+        return None
+    return float(integers[0] == integers[1])
+
+
+def _canonical_integer(text: str) -> str | None:
+    """``+012`` as ``12``; compared as text, since Python's ``int`` refuses more than 4,300 digits."""
+    match = _INTEGER.fullmatch(text)
+    if match is None:
+        return None
+    sign, digits = match.groups()
+    return f"-{digits}" if sign == "-" and digits != "0" else digits
 
 
 def quick_math_reward(completion: str, label: str, metadata: Mapping[str, Any]) -> float | None:
@@ -54,6 +69,15 @@ def quick_math_reward(completion: str, label: str, metadata: Mapping[str, Any]) 
     if metadata.get("finish_reason") == "length":
         return 0.0
     return quick_verdict(extract_answer(completion), label)
+
+
+def load_parser() -> None:
+    """Import math-verify and its grammar, which takes seconds, before any sample's time limit runs."""
+    from math_verify import parse
+
+    # It warns that its own time limits are off; RewardScorer has its own.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    parse(r"\boxed{\frac12}", parsing_timeout=None)
 
 
 def math_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> float:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import math
 import multiprocessing as mp
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.math import math_reward
+from megatron_dppo.rewards.math import load_parser, math_reward
 
 RewardFunction = Callable[..., float]
 _START_SECONDS = 120.0
 """Limit for starting a process and importing the function."""
+_EXIT_SECONDS = 5.0
+"""Limit for a process that closed its connection to end by itself."""
 
 
 def load_function(name: str) -> RewardFunction:
@@ -41,20 +44,33 @@ def load_function(name: str) -> RewardFunction:
 
 
 def _serve(name: str, connection: Connection) -> None:
-    function = load_function(name)
-    connection.send("ready")
+    try:
+        function = load_function(name)
+        if name == "math":
+            load_parser()
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    connection.send("")
     while True:
         try:
             arguments = connection.recv()
         except EOFError:
             return
         try:
-            value = float(function(**arguments))
-            if not math.isfinite(value):
-                raise ValueError(f"the reward must be a finite number, got {value}")
-            connection.send((value, ""))
+            connection.send((_finite(function(**arguments)), ""))
         except Exception as error:
             connection.send((0.0, f"{type(error).__name__}: {error}"))
+
+
+def _finite(value: Any) -> float:
+    # float() would read a number out of text.
+    if value is None or isinstance(value, str | bytes | bytearray):
+        raise TypeError(f"the reward must be a number, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward must be a finite number, got {number}")
+    return number
 
 
 class Worker:
@@ -69,6 +85,7 @@ class Worker:
         self._name, self._timeout = name, timeout_seconds
         self._process: Any = None
         self._connection: Connection | None = None
+        self._deadline = 0.0
 
     def submit(self, arguments: Mapping[str, Any]) -> None:
         """Start scoring one sample; ``result`` must follow."""
@@ -76,16 +93,18 @@ class Worker:
             self._start()
         assert self._connection is not None
         self._connection.send(dict(arguments))
+        self._deadline = time.monotonic() + self._timeout
 
     def result(self) -> tuple[float, str]:
         """The reward and an empty text, or 0 and what went wrong."""
         assert self._connection is not None
-        if not self._connection.poll(self._timeout):
+        if not self._connection.poll(max(0.0, self._deadline - time.monotonic())):
             self.close()
             return 0.0, f"took longer than reward.timeout_seconds = {self._timeout:g} and was stopped"
         try:
             value, error = self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
+            self._process.join(_EXIT_SECONDS)
             code = self._process.exitcode
             self.close()
             return 0.0, f"the scoring process died (exit code {code})"
@@ -102,9 +121,16 @@ class Worker:
             self.close()
             raise RewardError(f"reward.function = {self._name!r}: its process did not start in {_START_SECONDS:g} s")
         try:
-            self._connection.recv()
-        except EOFError as error:
-            raise RewardError(f"reward.function = {self._name!r}: its process died at start") from error
+            problem = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(_EXIT_SECONDS)
+            problem = f"its process died at start (exit code {self._process.exitcode})"
+        if problem:
+            self.close()
+            raise RewardError(
+                f"reward.function = {self._name!r} cannot be used in a worker process: {problem}. Mend the import, or "
+                "install what it needs into this environment"
+            )
 
     def close(self) -> None:
         """Kill the process, if there is one."""

@@ -175,6 +175,7 @@ def check_case(case: Case, group: dist.ProcessGroup | None, *, loss: bool) -> No
     assert_near(entropy, want_entropy, VALUE_TOLERANCE[case.dtype], where)
     assert shard.grad is not None and shard.grad.dtype == case.dtype
     assert_near(shard.grad, want_grad[:, rank * width : (rank + 1) * width], GRAD_TOLERANCE[case.dtype], where)
+    assert torch.equal(shard.detach(), problem.logits[:, rank * width : (rank + 1) * width]), where
     first_padding = max(0, case.vocab_size - rank * width)
     assert not shard.grad[:, first_padding:].any(), where
     if group is not None:
@@ -250,14 +251,15 @@ def test_the_only_large_saved_tensor_is_the_logits_themselves() -> None:
     assert [tensor.data_ptr() for tensor in large] == [logits.data_ptr()]
 
 
-def test_logits_are_not_changed() -> None:
-    logits = torch.randn(4, 8, requires_grad=True)
-    before = logits.detach().clone()
-    logprobs, entropy = vocab_parallel_logprobs_and_entropy(
-        logits, torch.zeros(4, dtype=torch.int64), group=None, vocab_size=8, temperature=0.5
-    )
-    (logprobs.sum() + entropy.sum()).backward()
-    assert torch.equal(logits.detach(), before)
+def test_a_large_common_offset_of_fp32_logits_does_not_blur_the_gradient() -> None:
+    base = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    grads = []
+    for offset in (0.0, 16384.0):
+        logits = (base + offset).requires_grad_()
+        logprobs, entropy = vocab_parallel_logprobs_and_entropy(logits, torch.tensor([1]), group=None, vocab_size=4)
+        (logprobs.sum() + entropy.sum()).backward()
+        grads.append(logits.grad)
+    assert torch.equal(grads[0], grads[1])
 
 
 def test_temperature_and_padding_traps_of_the_worked_cases() -> None:

@@ -1,0 +1,41 @@
+"""Megatron on our layers equals transformers, for every layout, with several micro-batches of ragged packed sequences.
+
+Not proven here: CUDA, Transformer Engine, bf16 (see tests/gpu).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.parity import Case, run
+from tests.distributed.spawn import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+TP = {"tensor_model_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2}
+
+
+def test_one_process_equals_transformers() -> None:
+    run_distributed(run, 1, [Case(), Case(tied=True)])
+
+
+def test_two_processes_equal_transformers() -> None:
+    cases = [
+        Case(TP),
+        Case(TP, tied=True),
+        Case(PP),
+        Case(PP, tied=True),
+        Case({**PP, "virtual_pipeline_model_parallel_size": 2}),
+        Case(EP),
+        Case({}),
+        Case({"use_distributed_optimizer": False}),
+        Case({"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    ]
+    run_distributed(run, 2, cases)
+
+
+def test_four_processes_equal_transformers() -> None:
+    cases = [Case({**TP, **EP}), Case({**TP, **EP, "expert_tensor_parallel_size": 2}, tied=True), Case({**TP, **PP})]
+    run_distributed(run, 4, cases)
