@@ -39,7 +39,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "pad_token_id": 0,
     "rms_norm_eps": 1e-06,
-    # transformers 5 reads the first, older readers (vLLM, SGLang, transformers 4) the second.
+    # transformers 5 reads the first, older readers the second.
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     "rope_theta": 10000.0,
     "router_aux_loss_coef": 0.0,

@@ -67,7 +67,7 @@ def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError as error:
-                raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert the file") from error
+                raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
             except json.JSONDecodeError as error:
                 raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from error
             if not isinstance(record, dict):
@@ -162,8 +162,8 @@ def _too_long(prompt: Prompt, name: str, limit: int, max_new_tokens: int, contex
             "lower rollout.max_new_tokens"
         )
     return (
-        f"{prompt.prompt_id}: the prompt has {length} tokens, more than {name} = {limit}. Shorten or remove the row, or "
-        f"raise {name}"
+        f"{prompt.prompt_id}: the prompt has {length} tokens, more than {name} = {limit}. Shorten or remove the "
+        f"row, or raise {name}"
     )
 
 

@@ -1,0 +1,11 @@
+"""Settings that every test process, and every process that a test starts, shares."""
+
+from __future__ import annotations
+
+import os
+
+# Several ranks share the cores of one machine; more threads each make them many times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Megatron warns in every process about optional packages that it does not find.
+os.environ.setdefault("PYTHONWARNINGS", "ignore")

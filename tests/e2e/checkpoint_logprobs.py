@@ -1,0 +1,49 @@
+"""Log-probabilities of a checkpoint through Megatron, against those of the exported folder through transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.config_io import load_config
+from megatron_dppo.data.packing import pack
+from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config
+from megatron_dppo.layout import resolve_layout
+from megatron_dppo.platform import Platform
+from megatron_dppo.types import TrainingSample
+
+
+def compare(rank: int, world_size: int, run: str, reference: str) -> None:
+    """Load the last checkpoint of a run on its own layout and compare one sequence within 1e-5."""
+    from megatron_dppo.mcore.compat import apply_cpu_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_cpu_shims(platform)
+    from megatron_dppo.mcore.checkpoint import checkpoints
+    from megatron_dppo.mcore.setup import initialize_megatron
+    from megatron_dppo.trainer import PolicyTrainer
+
+    config = load_config(Path(run) / "config.toml")
+    hf_config = read_hf_config(config.model.path)
+    layout = resolve_layout(config, world_size, model_shape(hf_config))
+    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
+    trainer = PolicyTrainer(
+        config=config,
+        hf_config=hf_config,
+        weights=FolderWeights(Path(run) / "base"),
+        layout=layout,
+        groups=groups,
+        platform=platform,
+        optimizer=config.optimizer,
+        total_steps=1,
+    )
+    data = torch.load(reference)
+    batch = pack([TrainingSample(**data["sample"])])
+    before = trainer.logprobs([batch])[0]
+    assert (before - data["expected"]).abs().max() > 1e-3, "training changed nothing, so this test would prove nothing"
+    trainer.load(checkpoints(Path(run) / "checkpoints")[-1])
+    after = trainer.logprobs([batch])[0]
+    assert (after - data["expected"]).abs().max() < 1e-5
+    dist.barrier()

@@ -1,0 +1,43 @@
+"""One warmed-up model for all runs of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import flags, train
+
+
+@pytest.fixture(scope="session")
+def base_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a real two-process run: a short warm-up, then 25 steps of DPPO."""
+    folder = tmp_path_factory.mktemp("base") / "run"
+    arguments = flags(run__output_dir=folder, run__num_steps=25, warmup__num_steps=700, eval__every=25)
+    result = train(arguments, processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (folder / "output.txt").write_text(result.stdout)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def base_model(base_run: Path) -> Path:
+    """The Hugging Face folder that the warm-up wrote: weights, config and tokenizer."""
+    return base_run / "base"
+
+
+@pytest.fixture
+def short_run(base_model: Path, tmp_path: Path) -> list[str]:
+    """Arguments of a small run from the warmed-up model, in ``tmp_path / "run"``."""
+    return flags(
+        run__output_dir=tmp_path / "run",
+        run__num_steps=2,
+        model__path=base_model,
+        model__random_init="false",
+        warmup__num_steps=0,
+        rollout__prompts_per_step=4,
+        rollout__samples_per_prompt=4,
+        eval__max_prompts=8,
+        log__tensorboard="false",
+        parallel__expert_model_parallel_size=1,
+    )

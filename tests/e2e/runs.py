@@ -1,0 +1,57 @@
+"""Start real training runs as a user does, and read what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "examples/chain_sum/dppo.toml"
+
+
+def command(arguments: list[str], processes: int, config: Path = CONFIG) -> list[str]:
+    """The command line of a run: torchrun for several processes, plain Python for one."""
+    launcher = [sys.executable, "-m"]
+    if processes > 1:
+        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    return [*launcher, "megatron_dppo.train", str(config), *arguments]
+
+
+def environment(extra_path: Path | None = None) -> dict[str, str]:
+    """This process's environment without any rank, with an importable folder for reward functions."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    paths = [str(ROOT), *([str(extra_path)] if extra_path else [])]
+    return env | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def train(
+    arguments: list[str], processes: int = 1, config: Path = CONFIG, extra_path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end and capture the output."""
+    return subprocess.run(
+        command(arguments, processes, config),
+        env=environment(extra_path),
+        capture_output=True,
+        text=True,
+        timeout=420,
+        check=False,
+    )
+
+
+def flags(**values: Any) -> list[str]:
+    """``flags(run__num_steps=3)`` -> ``["--run.num_steps", "3"]``."""
+    return [part for key, value in values.items() for part in (f"--{key.replace('__', '.')}", str(value))]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_timings(folder: Path) -> list[dict[str, Any]]:
+    """The same, without what depends on the clock."""
+    return [{k: v for k, v in r.items() if not k.startswith("perf/")} for r in records(folder)]

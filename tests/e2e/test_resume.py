@@ -1,0 +1,111 @@
+"""A run that is killed and resumed is the run that was never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megatron_dppo.hf import FolderWeights
+from tests.e2e.runs import command, environment, flags, train, without_timings
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def run_flags(base_model: Path) -> list[str]:
+    return flags(
+        run__num_steps=STEPS,
+        model__path=base_model,
+        model__random_init="false",
+        warmup__num_steps=0,
+        rollout__prompts_per_step=4,
+        rollout__samples_per_prompt=8,
+        eval__max_prompts=16,
+        eval__every=2,
+        checkpoint__save_every=1,
+        checkpoint__keep=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(run_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume") / "uninterrupted"
+    result = train([*run_flags, *flags(run__output_dir=folder)], processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    assert without_timings(found) == without_timings(expected)
+    mine, reference = FolderWeights(found / "hf"), FolderWeights(expected / "hf")
+    assert mine.names() == reference.names()
+    assert all(torch.equal(mine[name], reference[name]) for name in reference.names())
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(arguments, processes=2),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 180
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{path} never appeared"
+        time.sleep(0.002)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """SIGKILL for torchrun and for exactly the processes that it started."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family[:-1], timeout=10)
+    process.communicate()
+
+
+def test_killed_in_mid_save_and_resumed_equals_uninterrupted(
+    run_flags: list[str], uninterrupted: Path, tmp_path: Path
+) -> None:
+    arguments = [*run_flags, *flags(run__output_dir=tmp_path / "run")]
+    process = start(arguments)
+    wait_for(tmp_path / "run/checkpoints/step_000003.partial", process)
+    kill_all(process)
+    saved = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
+    assert "step_000002" in saved and "step_000003" not in saved, saved
+    result = train(arguments, processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "(step 2, policy version 4)" in result.stdout
+    assert_same_run(tmp_path / "run", uninterrupted)
+    assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {"step_000004", "step_000005"}
+
+
+def test_sigterm_saves_and_the_next_run_continues(run_flags: list[str], uninterrupted: Path, tmp_path: Path) -> None:
+    arguments = [*run_flags, *flags(run__output_dir=tmp_path / "run", checkpoint__save_every=1000)]
+    process = start(arguments)
+    metrics = tmp_path / "run/metrics.jsonl"
+    wait_for(metrics, process)
+    while len(metrics.read_text().splitlines()) < 2:
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert "stopped  by SIGTERM after step" in output, output
+    (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
+    assert int(checkpoint.name.removeprefix("step_")) < STEPS
+    result = train(arguments, processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_same_run(tmp_path / "run", uninterrupted)

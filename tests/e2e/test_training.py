@@ -1,0 +1,65 @@
+"""A whole run: the reward rises, everything promised is written, the exported model is the trained one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.hf import FolderWeights
+from tests.e2e.runs import flags, records, train
+
+pytestmark = pytest.mark.e2e
+
+
+def test_reward_and_held_out_accuracy_rise(base_run: Path) -> None:
+    summary = json.loads((base_run / "summary.json").read_text())
+    assert summary["eval_after"] > summary["eval_before"] + 0.3, summary
+    assert summary["reward_last"] > summary["reward_first"] + 0.15, summary
+    assert summary["world_size"] == 2 and "ep2" in summary["layout"]
+    assert summary["policy_updates"] == 50
+    assert 0 < summary["train_seconds"] < summary["total_seconds"]
+
+
+def test_everything_promised_is_written(base_run: Path) -> None:
+    for name in ("metrics.jsonl", "tensorboard", "curves.png", "checkpoints/step_000025", "hf", "samples.jsonl"):
+        assert (base_run / name).exists(), name
+    step = records(base_run)[-1]
+    for key in ("train/mask_fraction", "train/abs_prob_diff", "train/entropy", "rollout/reward", "eval/accuracy"):
+        assert key in step, key
+    output = (base_run / "output.txt").read_text()
+    assert "step 25/25" in output and "held-out problems" in output and str(base_run / "hf") in output
+
+
+def test_rollout_in_bf16_differs_from_training_in_fp32_a_little(base_run: Path) -> None:
+    first = records(base_run)[1]
+    assert 1e-5 < first["train/abs_prob_diff_first"] < 0.02
+
+
+def test_exported_folder_loads_in_transformers_with_the_same_logprobs(base_run: Path, tmp_path: Path) -> None:
+    """The resumed Megatron model and the exported folder agree: a run of 0 further steps evaluates both."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(base_run / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(base_run / "hf")
+    exported = FolderWeights(base_run / "hf")
+    assert exported["model.norm.weight"].dtype == torch.float32
+    ids = tokenizer("7+8-3=").input_ids + tokenizer("7+8=15,15-3=12 \\boxed{12}", add_special_tokens=False).input_ids
+    sample = to_training_sample(ids[:7], [*ids[7:], tokenizer.eos_token_id], None, 1.0)
+    with torch.no_grad():
+        logits = model(sample.tokens[None]).logits[0].double()
+    expected = logits.log_softmax(-1).gather(-1, sample.labels[:, None]).squeeze(-1)
+    torch.save({"sample": vars(sample), "expected": expected}, tmp_path / "reference.pt")
+    from tests.distributed.spawn import run_distributed
+    from tests.e2e.checkpoint_logprobs import compare
+
+    run_distributed(compare, 2, str(base_run), str(tmp_path / "reference.pt"))
+
+
+def test_the_other_losses_train_too(short_run: list[str], tmp_path: Path) -> None:
+    result = train([*short_run, *flags(loss__name="dppo_binary_kl")])
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "run/hf/model.safetensors").is_file()

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.errors import RewardError
+from megatron_dppo.rewards import RewardItem, RewardScorer, extract_answer, math_reward
+from megatron_dppo.rewards import worker as worker_module
+
+USER_FUNCTIONS = """
+import os, time
+
+def score(*, prompt, completion, label, metadata):
+    if completion == "hang":
+        time.sleep(600)
+    if completion == "slow":
+        time.sleep(1.6)
+    if completion == "raise":
+        raise ValueError("boom")
+    if completion == "exit":
+        os._exit(7)
+    special = {"text": "0.5", "none": None, "nan": float("nan")}
+    return special[completion] if completion in special else metadata["value"] + len(prompt) + len(label)
+
+def broken(**arguments):
+    raise KeyError("nothing works")
+
+number = 3
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "user_rewards_for_test.py").write_text(USER_FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "user_rewards_for_test"
+    import sys
+
+    sys.modules.pop("user_rewards_for_test", None)
+
+
+def item(completion: str, label: str = "12", **metadata: Any) -> RewardItem:
+    return RewardItem(prompt="", completion=completion, label=label, metadata=metadata)
+
+
+def scored(function: str, items: list[RewardItem], timeout: float = 30.0, workers: int = 1) -> list[Any]:
+    scorer = RewardScorer(function, timeout, workers)
+    try:
+        return scorer.score(items)
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{12}", "12"),
+        (r"\boxed{1} no, \boxed{ 2 }", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{a^{b_{c}}} and } more", "a^{b_{c}}"),
+        (r"<think>\boxed{1}</think> \boxed{2}", "2"),
+        (r"<think>\boxed{1}</think> it is 1", None),
+        (r"\boxed{1} then \boxed{2", None),
+        ("Answer: 7", "7"),
+        ("Answer: 7\nso\n  answer:  $8$ \nbye", "8"),
+        ("**Answer:** 9", "9"),
+        ("**Answer: 9**", "9"),
+        ("Answer: 1\n\\boxed{2}", "2"),
+        ("Answer: 12} and 13", None),
+        ("the answer is 12", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_the_last_box_or_the_last_answer_line(text: str, answer: str | None) -> None:
+    assert extract_answer(text) == answer
+
+
+EQUAL = [("12", "12"), ("025", "25"), ("25", "025"), ("+12", "12"), ("-0", "0"), ("-012", "-12"), ("x", "x")]
+DIFFERENT = [("13", "12"), ("-12", "12"), ("120", "12"), ("9" * 5000, "12")]
+PARSED = [(r"\frac12", "0.5", 1.0), ("0.5", r"\frac{1}{2}", 1.0), ("2x+1", "1+2x", 1.0), ("1,000", "1000", 1.0)]
+NOT_CONTAINED = ["1, 12", r"\{1, 12\}", "12 or 13", "12 13", "the answer is 12", "[0, 100]", "", "12, 12.5"]
+
+
+def test_plain_answers_are_scored_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(worker_module.Worker, "submit", refuse)
+    cases = [(f"\\boxed{{{a}}}", label, 1.0) for a, label in EQUAL]
+    cases += [(f"\\boxed{{{a}}}", label, 0.0) for a, label in DIFFERENT]
+    cases += [("no box at all, 12", "12", 0.0), ("Answer: 12", "12", 1.0)]
+    results = scored("math", [item(text, label) for text, label, _ in cases])
+    assert [r.reward for r in results] == [expected for _, _, expected in cases]
+    assert not any(r.failed for r in results)
+    assert not multiprocessing.active_children()
+
+
+def test_a_truncated_completion_scores_nothing_for_math() -> None:
+    right = r"\boxed{12}"
+    results = scored("math", [item(right, finish_reason="length"), item(right, finish_reason="stop")])
+    assert [r.reward for r in results] == [0.0, 1.0]
+    assert math_reward(prompt="", completion=right, label="12", metadata={"finish_reason": "length"}) == 0.0
+
+
+def test_other_answers_are_compared_by_math_verify_in_a_worker_and_never_by_containment() -> None:
+    cases = [(f"\\boxed{{{a}}}", label, expected) for a, label, expected in PARSED]
+    cases += [(f"\\boxed{{{a}}}", "12", 0.0) for a in NOT_CONTAINED]
+    cases += [("Answer: 12} and 13", "12", 0.0), (r"\boxed{12}", "12", 1.0), (r"\boxed{12}", "1, 12", 0.0)]
+    results = scored("math", [item(text, label) for text, label, _ in cases], workers=2)
+    assert [(c[0], r.reward) for c, r in zip(cases, results, strict=True)] == [(c[0], c[2]) for c in cases]
+    assert not any(r.failed for r in results), [r.error for r in results]
+
+
+def test_importing_math_verify_is_not_part_of_any_samples_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Pipe:
+        def send(self, message: str) -> None:
+            events.append(f"sent {message!r}")
+
+        def recv(self) -> None:
+            raise EOFError
+
+    monkeypatch.setattr(worker_module, "load_parser", lambda: events.append("loaded"))
+    worker_module._serve("math", Pipe())  # type: ignore[arg-type]
+    assert events == ["loaded", "sent ''"]
+
+
+def test_a_bad_sample_costs_that_sample_only_and_the_order_is_kept(user_module: str) -> None:
+    names = ["a", "hang", "b", "raise", "exit", "c", "text", "none", "nan", "d"]
+    items = [
+        RewardItem(prompt="p", completion=name, label="l" * i, metadata={"value": 0.5}) for i, name in enumerate(names)
+    ]
+    started = time.monotonic()
+    results = scored(f"{user_module}:score", items, timeout=1.0, workers=2)
+    assert time.monotonic() - started < 60
+    expected_errors = {
+        "hang": "took longer than reward.timeout_seconds = 1",
+        "raise": "ValueError: boom",
+        "exit": "died (exit code 7)",
+        "text": "must be a number, got '0.5'",
+        "none": "must be a number, got None",
+        "nan": "must be a finite number, got nan",
+    }
+    for i, (name, result) in enumerate(zip(names, results, strict=True)):
+        if name in expected_errors:
+            assert result.failed and result.reward == 0.0 and expected_errors[name] in result.error, result
+        else:
+            assert not result.failed and result.error == "" and result.reward == 1.5 + i
+    assert not multiprocessing.active_children()
+
+
+def test_the_limit_of_a_sample_does_not_wait_for_its_neighbours(user_module: str) -> None:
+    items = [item(name, value=0.0) for name in ("hang", "slow", "fine")]
+    results = scored(f"{user_module}:score", items, timeout=1.0, workers=2)
+    assert [r.failed for r in results] == [True, True, False]
+
+
+def test_a_function_that_fails_on_every_sample_stops_the_run_with_its_own_words(user_module: str) -> None:
+    name = f"{user_module}:broken"
+    with pytest.raises(RewardError, match=rf"{name}.* all 3 samples; first error: KeyError: 'nothing works'"):
+        scored(name, [item("x"), item("y"), item("z")])
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("maths", ["'maths'", "'module:function'"]),
+        ("no_such_module_here:f", ["ModuleNotFoundError", "PYTHONPATH"]),
+        ("user_rewards_for_test:missing", ["AttributeError", "missing"]),
+        ("user_rewards_for_test:number", ["not callable", "int"]),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_at_once(user_module: str, name: str, parts: list[str]) -> None:
+    with pytest.raises(RewardError) as error:
+        RewardScorer(name, 1.0, 1)
+    assert all(part in str(error.value) for part in [name, *parts]), error.value
+
+
+def test_a_function_that_loads_only_in_the_parent_is_refused_with_the_reason(
+    user_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = RewardScorer(f"{user_module}:score", 1.0, 1)
+    (tmp_path / f"{user_module}.py").write_text("import a_module_that_is_not_installed")
+    with pytest.raises(RewardError, match=r"worker process: .*a_module_that_is_not_installed"):
+        scorer.score([item("x")])
+    assert not multiprocessing.active_children()
