@@ -14,7 +14,10 @@ DType = Literal["fp32", "bf16"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=True)
+    # Strict: a flag whose value was forgotten reads as true, which lax mode takes for the number 1.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=True
+    )
 
 
 class RunConfig(_Section):
@@ -182,6 +185,17 @@ class OptimizerConfig(_Section):
         return self
 
 
+class WarmupOptimizerConfig(OptimizerConfig):
+    """The same keys with the defaults of the embedded task; each can be set alone."""
+
+    lr: float = Field(6e-3, gt=0)
+    min_lr: float = Field(6e-4, ge=0)
+    lr_warmup_steps: int = Field(20, ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    weight_decay: float = Field(0.01, ge=0)
+
+
 class WarmupConfig(_Section):
     """A short supervised phase before RL; 0 steps = none."""
 
@@ -190,9 +204,7 @@ class WarmupConfig(_Section):
     """``task:chain_sum`` or a JSONL file with ``prompt`` and ``response``."""
     batch_size: int = Field(96, gt=0)
     """Sequences per update, over all ranks."""
-    optimizer: OptimizerConfig = OptimizerConfig(
-        lr=6e-3, min_lr=6e-4, lr_warmup_steps=20, lr_decay_style="cosine", adam_beta2=0.98, weight_decay=0.01
-    )
+    optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()
 
 
 class EvalConfig(_Section):
@@ -201,6 +213,7 @@ class EvalConfig(_Section):
     every: int = Field(10, ge=1)
     """Steps between evaluations; one more runs before the first step and one after the last."""
     max_prompts: int | None = Field(None, gt=0)
+    """Evaluate on a fixed random sample of this size; None = all."""
 
 
 class CheckpointConfig(_Section):

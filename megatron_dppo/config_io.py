@@ -95,6 +95,8 @@ def _parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
         name = flag[2:]
         section, key, fixed = _locate(name)
         if fixed is not None:
+            if equals:
+                raise ConfigError(f"{flag} takes no value, got {inline!r}; leave it out to keep the configured value")
             result.append((section, key, fixed))
             continue
         if equals:

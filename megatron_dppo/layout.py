@@ -114,6 +114,10 @@ def _world_problems(parallel: ParallelConfig, layout: Layout) -> list[str]:
             f"context_parallel_size = {cp}: the per-token tensors of the loss are not split over context parallelism "
             "yet; use 1"
         )
+    if layout.sequence_parallel and tp == 1:
+        problems.append(
+            "sequence_parallel = true splits rows over tensor_model_parallel_size = 1; leave it out, or use 2"
+        )
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         problems.append("overlap_param_gather = true needs use_distributed_optimizer and overlap_grad_reduce")
     return problems

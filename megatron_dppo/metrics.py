@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.types import Metric
@@ -51,23 +53,28 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 def _add(left: _Pair, right: _Pair) -> _Pair:
     if left[0] == "max":
-        return "max", max(left[1], right[1]), 1.0
+        # Python's max keeps or loses a NaN by the order of its arguments; here it always stays visible.
+        largest = math.nan if math.isnan(left[1] + right[1]) else max(left[1], right[1])
+        return "max", largest, 1.0
     return "mean", left[1] + right[1], left[2] + right[2]
 
 
 def _sum_locally(local: Sequence[Mapping[str, Metric]]) -> dict[str, _Pair]:
-    """One transfer from the device for all values."""
+    """The sums of this rank in float64."""
     flat = [(name, metric) for part in local for name, metric in part.items()]
-    if not flat:
-        return {}
-    values = [torch.as_tensor(v).detach().double().reshape(()) for _, m in flat for v in (m.numerator, m.denominator)]
-    device = next((v.device for v in values if v.is_cuda), torch.device("cpu"))
-    numbers = torch.stack([v.to(device) for v in values]).tolist()
+    numbers = _to_floats([value for _, metric in flat for value in (metric.numerator, metric.denominator)])
     result: dict[str, _Pair] = {}
     for (name, metric), numerator, denominator in zip(flat, numbers[::2], numbers[1::2], strict=True):
         pair: _Pair = (metric.kind, numerator, denominator)
         result[name] = _add(result[name], pair) if name in result else pair
     return result
+
+
+def _to_floats(values: Sequence[Tensor | float]) -> list[float]:
+    """All values, with one transfer from the device for all tensors together."""
+    tensors = [value.detach().double().reshape(()) for value in values if isinstance(value, Tensor)]
+    moved = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(moved) if isinstance(value, Tensor) else float(value) for value in values]
 
 
 class MetricsWriter:
@@ -96,9 +103,11 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         keep = [] if resumed_step is None else [r for r in read_metrics(self.path) if r["step"] <= resumed_step]
-        self._file = self.path.open("w", encoding="utf-8")
-        for record in keep:
-            self._file.write(json.dumps(record) + "\n")
+        # Written beside and renamed: a run that is killed here keeps its records.
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in keep), encoding="utf-8")
+        partial.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
         self._tensorboard = _open_tensorboard(folder, resumed_step) if tensorboard else None
         self._wandb = _open_wandb(wandb_project, folder, config) if wandb_project else None
 
@@ -143,11 +152,20 @@ def _open_tensorboard(folder: Path, resumed_step: int | None) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
 
-def _open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
+def require_wandb(project: str) -> None:
+    """Check, without importing it, that Weights & Biases is installed.
+
+    Raises:
+        ConfigError: with the command that installs it.
+    """
+    if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"log.wandb_project = {project!r} needs the package wandb: pip install 'megatron-dppo[wandb]'"
-        ) from error
+        )
+
+
+def _open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    require_wandb(project)
+    import wandb
+
     return wandb.init(project=project, dir=str(folder), config=dict(config), resume="allow", id=folder.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -79,7 +80,9 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
     train = PromptDataset(load_rows(config.data.train, "train", *keys), tokenizer, **limits, seed=config.run.seed)
     held_out = None
     if config.data.eval is not None:
-        rows = load_rows(config.data.eval, "eval", *keys)[: config.eval.max_prompts]
+        rows = load_rows(config.data.eval, "eval", *keys)
+        if config.eval.max_prompts is not None and config.eval.max_prompts < len(rows):
+            rows = random.Random(0).sample(rows, config.eval.max_prompts)
         held_out = PromptDataset(rows, tokenizer, **limits)
     warmup = SupervisedDataset(config.warmup.data, tokenizer, config.run.seed) if config.warmup.num_steps else None
     return Inputs(

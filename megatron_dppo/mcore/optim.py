@@ -71,6 +71,10 @@ class Optimizer:
             ),
             self._chunks,
         )
+        # Megatron allocates the moments at the first update; a checkpoint before it would fail for want of them.
+        for part in self.megatron.chained_optimizers:
+            if not part.is_stub_optimizer:
+                part.init_state_fn(part.optimizer, part.config)
         self._scheduler = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,

@@ -34,7 +34,8 @@ def write_curves(metrics: Path, picture: Path, title: str) -> None:
                 axis.plot(steps, [v * scale for v in values], label=label, color=color, marker=marker, markersize=4)
             axis.set_title(name, loc="left", fontsize=11)
             axis.set_xlabel("rollout step")
-            axis.set_ylim(bottom=0)
+            if not axis.dataLim.y0 < 0:  # rewards of a user's function may be negative
+                axis.set_ylim(bottom=0)
             axis.legend(frameon=False, fontsize=9)
         figure.suptitle(title, fontsize=12, fontweight="bold")
         figure.savefig(picture, dpi=110)

@@ -1,0 +1,92 @@
+"""What goes wrong during a run costs as little as it can and says what it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import flags, records, train
+
+pytestmark = pytest.mark.e2e
+
+REWARDS = '''
+import pathlib
+import time
+
+
+def flaky(*, prompt, completion, label, metadata):
+    """Hangs once, and raises on some samples."""
+    try:
+        pathlib.Path(__file__).with_name("hung").touch(exist_ok=False)
+    except FileExistsError:
+        pass
+    else:
+        time.sleep(600)
+    if completion.startswith("\\\\boxed{-"):
+        raise RuntimeError("no negative numbers, please")
+    return float(len(completion))
+
+
+def broken(*, prompt, completion, label, metadata):
+    raise RuntimeError("the grader is down")
+
+
+def overflowing(*, prompt, completion, label, metadata):
+    """Finite rewards whose sum is not: the advantages, and so the gradient, become infinite or NaN."""
+    return 3e38 if len(completion) % 2 else -3e38
+'''
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    return tmp_path
+
+
+def test_a_reward_that_hangs_or_raises_costs_its_samples_only(short_run: list[str], rewards: Path) -> None:
+    arguments = [*short_run, *flags(reward__function="my_rewards:flaky", reward__timeout_seconds=2)]
+    result = train(arguments, extra_path=rewards)
+    assert result.returncode == 0, result.stderr
+    steps = [r for r in records(rewards / "run") if "rollout/reward" in r]
+    assert (rewards / "hung").exists(), "the reward never hung, so this test would prove nothing"
+    assert all(0 < r["rollout/reward_failed_fraction"] < 1 for r in steps[:1])
+    assert all(r["train/skipped_updates"] == 0 for r in steps)
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_error(short_run: list[str], rewards: Path) -> None:
+    result = train([*short_run, *flags(reward__function="my_rewards:broken")], extra_path=rewards)
+    assert result.returncode == 2
+    assert "failed on all" in result.stderr and "RuntimeError: the grader is down" in result.stderr
+
+
+def test_non_finite_gradients_are_skipped_counted_and_then_stop_the_run(short_run: list[str], rewards: Path) -> None:
+    options = flags(
+        reward__function="my_rewards:overflowing",
+        run__num_steps=10,
+        train__max_skipped_updates=2,
+        train__advantage="mean",
+        data__eval="task:chain_sum",
+    )
+    result = train([*short_run, *options], extra_path=rewards)
+    assert result.returncode == 3, result.stderr
+    assert "not finite in 2 updates in a row" in result.stderr and "train/ratio_max" in result.stderr
+    steps = [r for r in records(rewards / "run") if "rollout/reward" in r]
+    assert [r["train/skipped_updates"] for r in steps] == [2.0], "two mini-batches in the only step"
+    assert len(list((rewards / "run/checkpoints").glob("step_*"))) == 1, "the weights are saved before the stop"
+
+
+def test_a_checkpoint_of_another_model_or_seed_is_refused(short_run: list[str], tmp_path: Path, base_model: Path) -> None:
+    assert train(short_run).returncode == 0
+    seed = train([*short_run, "--run.seed", "7"])
+    assert seed.returncode == 2 and "was written with seed = 0, this run has 7" in seed.stderr
+    other = tmp_path / "other"
+    shutil.copytree(base_model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    smaller = train([*short_run, *flags(model__path=other)])
+    assert smaller.returncode == 2 and "do not fit config.json" in smaller.stderr
+    never = train([*short_run, *flags(checkpoint__resume="never")])
+    assert never.returncode == 2 and "already holds a run" in never.stderr

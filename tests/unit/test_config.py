@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from megatron_dppo.config import Config
+from megatron_dppo.config_io import dump_toml, load_config, validate
+from megatron_dppo.errors import ConfigError
+from tests.unit.configs import config, minimal
+
+EXAMPLE = Path(__file__).parents[2] / "examples/chain_sum/dppo.toml"
+
+
+def write(folder: Path, values: dict[str, Any]) -> Path:
+    path = folder / "c.toml"
+    path.write_text(tomli_w.dumps(values))
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    return str(error.value)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file with the minimal configuration."""
+    return write(tmp_path, minimal())
+
+
+def test_the_example_loads_with_the_values_of_its_file() -> None:
+    loaded, raw = load_config(EXAMPLE), tomllib.loads(EXAMPLE.read_text())
+    raw["model"]["path"] = str(EXAMPLE.parent / "model")
+    for section, values in raw.items():
+        for key, value in values.items():
+            assert getattr(getattr(loaded, section), key) == value, f"{section}.{key}"
+
+
+def test_a_resolved_configuration_loads_again_as_the_same(tmp_path: Path) -> None:
+    for overrides in ([], ["--recompute-granularity", "full", "--log.wandb_project", "a 'b' \"c\"", "--lr", "1e-3"]):
+        first = load_config(EXAMPLE, overrides)
+        (tmp_path / "resolved.toml").write_text(dump_toml(first))
+        assert load_config(tmp_path / "resolved.toml") == first
+
+
+def test_paths_are_relative_to_the_file_only_where_they_exist_there(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "train.jsonl").touch()
+    (tmp_path / "task:chain_sum").touch()
+    data = {"train": "train.jsonl", "eval": "elsewhere.jsonl"}
+    values = minimal() | {"data": data, "warmup": {"data": "task:chain_sum"}}
+    loaded = load_config(write(tmp_path, values))
+    assert loaded.model.path == str(tmp_path / "model")
+    assert loaded.data.train == str(tmp_path / "train.jsonl") and loaded.data.eval == "elsewhere.jsonl"
+    assert loaded.warmup.data == "task:chain_sum"
+    assert load_config(write(tmp_path, values), ["--model.path", "model"]).model.path == "model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "section", "key", "value"),
+    [
+        (["--run.num_steps", "3"], "run", "num_steps", 3),
+        (["--run.num_steps=3"], "run", "num_steps", 3),
+        (["--run.num-steps", "3"], "run", "num_steps", 3),
+        (["--run.overwrite", "true"], "run", "overwrite", True),
+        (["--run.output_dir", "runs/a b"], "run", "output_dir", "runs/a b"),
+        (["--data.train=a=b.jsonl"], "data", "train", "a=b.jsonl"),
+        (["--tensor-model-parallel-size", "2"], "parallel", "tensor_model_parallel_size", 2),
+        (["--sequence-parallel"], "parallel", "sequence_parallel", True),
+        (["--sequence-parallel", "--lr", "1e-4"], "parallel", "sequence_parallel", True),
+        (["--no-sequence-parallel"], "parallel", "sequence_parallel", False),
+        (["--no-overlap-p2p-comm"], "parallel", "overlap_p2p_comm", False),
+        (["--use-distributed-optimizer"], "parallel", "use_distributed_optimizer", True),
+        (["--lr", "1e-4"], "optimizer", "lr", 1e-4),
+        (["--lr-decay-style", "cosine"], "optimizer", "lr_decay_style", "cosine"),
+        (["--adam-beta2", "0.95"], "optimizer", "adam_beta2", 0.95),
+        (["--clip-grad", "0"], "optimizer", "clip_grad", 0.0),
+        (["--no-bf16"], "model", "dtype", "fp32"),
+        (["--no-bf16", "--bf16"], "model", "dtype", "bf16"),
+        (["--seed", "7"], "run", "seed", 7),
+        (["--wandb-project", "mine"], "log", "wandb_project", "mine"),
+        (["--recompute-granularity", "full"], "model", "transformer", {"recompute_granularity": "full"}),
+        (["--recompute-num-layers=2"], "model", "transformer", {"recompute_num_layers": 2}),
+        (["--model.transformer.moe_z_loss_coeff", "1e-3"], "model", "transformer", {"moe_z_loss_coeff": 1e-3}),
+        (["--distribute-saved-activations"], "model", "transformer", {"distribute_saved_activations": True}),
+    ],
+)
+def test_flags_set_the_key_that_they_name(path: Path, flags: list[str], section: str, key: str, value: Any) -> None:
+    assert getattr(getattr(load_config(path, flags), section), key) == value
+
+
+def test_the_last_flag_wins_and_reaches_nested_sections(path: Path) -> None:
+    loaded = load_config(path, ["--warmup.optimizer.lr", "0.5", "--lr", "1", "--optimizer.lr", "2"])
+    assert loaded.warmup.optimizer.lr == 0.5 and loaded.optimizer.lr == 2
+
+
+def test_one_key_of_the_warmup_optimizer_leaves_its_other_defaults(path: Path) -> None:
+    before = load_config(path).warmup.optimizer
+    after = load_config(path, ["--warmup.optimizer.weight_decay", "0.5"]).warmup.optimizer
+    assert after == before.model_copy(update={"weight_decay": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["run.num_steps", "3"], "unexpected argument 'run.num_steps'; overrides look like --section.key value"),
+        (["--run.num_steps", "3", "4"], "unexpected argument '4'"),
+        (["--run.num_steps"], "--run.num_steps needs a value"),
+        (["--run.output_dir", "--lr", "1"], "--run.output_dir needs a value"),
+        (["--run.output_dir.x", "1"], "'output_dir' is a value, not a section"),
+        (["--bf16=false"], "--bf16 takes no value, got 'false'"),
+        (["--no-sequence-parallel=true"], "--no-sequence-parallel takes no value"),
+        (["--lr"], "optimizer.lr = True: Input should be a valid number"),
+        (["--seed"], "run.seed = True: Input should be a valid integer"),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_refused(path: Path, flags: list[str], part: str) -> None:
+    assert part in refusal(path, *flags)
+
+
+def test_an_unknown_key_is_answered_with_the_nearest_known_one(path: Path) -> None:
+    assert "run.num_step = 3: unknown key; did you mean 'num_steps'?" in refusal(path, "--run.num_step", "3")
+    assert "rolout = {'top_k': 3}: unknown key; did you mean 'rollout'?" in refusal(path, "--rolout.top_k", "3")
+    message = refusal(path, "--warmup.optimizer.adam_beta", "3")
+    assert "warmup.optimizer.adam_beta = 3: unknown key; did you mean 'adam_beta" in message
+    assert "log.xyz = 1: unknown key; known keys: tensorboard, wandb_project, progress" in refusal(
+        path, "--log.xyz", "1"
+    )
+
+
+def test_all_problems_are_listed_at_once(path: Path) -> None:
+    message = refusal(path, "--run.num_stepz", "3", "--lr", "-1", "--rollout.top_p", "1.5", "--loss.name", "ppo")
+    head, *problems = message.splitlines()
+    assert head == f"{path} cannot be used:" and len(problems) == 4
+    for part in ("run.num_stepz = 3", "optimizer.lr = -1", "rollout.top_p = 1.5", "loss.name = 'ppo'"):
+        assert sum(part in line for line in problems) == 1, message
+
+
+def test_a_missing_section_and_a_missing_key_are_named() -> None:
+    values = minimal()
+    del values["optimizer"], values["run"]["num_steps"]
+    with pytest.raises(ConfigError, match=r"run\.num_steps is missing(.|\n)*optimizer is missing"):
+        validate(values, "test")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("run", "num_steps", "5"),
+        ("run", "num_steps", 5.5),
+        ("run", "num_steps", True),
+        ("run", "num_steps", 0),
+        ("run", "output_dir", 5),
+        ("run", "overwrite", "yes"),
+        ("run", "overwrite", 1),
+        ("optimizer", "lr", "fast"),
+        ("optimizer", "lr", float("nan")),
+        ("model", "dtype", "fp16"),
+        ("model", "transformer", "full"),
+        ("rollout", "samples_per_prompt", 1),
+        ("rollout", "temperature", 0),
+        ("parallel", "tensor_model_parallel_size", 0),
+        ("log", "progress", None),
+    ],
+)
+def test_a_value_of_a_wrong_type_or_range_is_refused_and_shown(section: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(**{section: {key: value}})
+    assert f"{section}.{key} = {value!r}: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ({}, (0.15, 0.15)),
+        ({"name": "dppo_binary_kl"}, (0.05, 0.05)),
+        ({"divergence_threshold_low": 0.1}, (0.1, 0.15)),
+        ({"name": "dppo_binary_kl", "divergence_threshold_high": 2.5}, (0.05, 2.5)),
+        ({"divergence_threshold_low": 1.0}, (1.0, 0.15)),
+    ],
+)
+def test_thresholds_default_by_the_variant(loss: dict[str, Any], expected: tuple[float, float]) -> None:
+    assert config(loss=loss).loss.thresholds == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "part"),
+    [
+        ({"loss": {"divergence_threshold_low": 1.1}}, "a total variation never exceeds 1"),
+        ({"loss": {"divergence_threshold_high": 0}}, "loss.divergence_threshold_high = 0"),
+        ({"loss": {"name": "grpo", "divergence_threshold_high": 0.1}}, "no effect on the loss 'grpo'"),
+        ({"optimizer": {"min_lr": 1e-2}}, "min_lr = 0.01 is above lr = 0.001"),
+        ({"rollout": {"return_logprobs": False}}, "rollout.return_logprobs = false"),
+        ({"train": {"mini_batches": 3}}, "16 * 8 = 128 samples cannot be split into train.mini_batches = 3"),
+        ({"model": {"random_init": True}}, "set warmup.num_steps"),
+    ],
+)
+def test_values_that_do_not_fit_each_other_are_refused(sections: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(**sections)
+    assert part in str(error.value)
+
+
+def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
+    assert "nowhere.toml' does not exist" in refusal(tmp_path / "nowhere.toml")
+    (tmp_path / "bad.toml").write_text("[run]\nnum_steps = \n")
+    message = refusal(tmp_path / "bad.toml")
+    assert "bad.toml' is not valid TOML" in message and "line 2" in message
+    (tmp_path / "latin.toml").write_bytes(b'[run]\noutput_dir = "\xff"\n')
+    assert "is not valid TOML" in refusal(tmp_path / "latin.toml")
+    assert "is not valid TOML" in refusal(tmp_path)
+
+
+def test_a_configuration_cannot_be_changed_after_loading() -> None:
+    loaded: Config = config()
+    with pytest.raises(ValueError, match="frozen"):
+        loaded.run.num_steps = 3  # type: ignore[misc]

@@ -1,0 +1,173 @@
+"""The table of rooms (docs: which part of the package may import which) and the sizes of files and functions."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+_LOWER = {"config", "errors", "layout", "hf", "parallel", "platform", "types"}
+_TORCH_DISTRIBUTED = {"parallel", "mcore", "metrics", "trainer", "session", "loop"}
+ROOMS: dict[str, tuple[set[str], set[str]]] = {
+    # room: (our rooms, packages from elsewhere)
+    "errors": (set(), set()),
+    "types": (set(), {"torch"}),
+    "config": (set(), {"pydantic"}),
+    "platform": (set(), {"torch"}),
+    "config_io": ({"config", "errors"}, {"pydantic", "pydantic_core", "tomli_w"}),
+    "layout": ({"config", "errors"}, set()),
+    "hf": ({"errors", "layout"}, {"torch", "safetensors", "transformers"}),
+    "metrics": ({"errors", "types"}, {"torch", "wandb"}),
+    "losses": ({"types", "config"}, {"torch"}),
+    "parallel": ({"types"}, {"torch"}),
+    "data": ({"errors", "types"}, {"torch", "numpy", "transformers"}),
+    "rewards": ({"errors", "types"}, {"numpy", "math_verify"}),
+    "rollout": ({"types", "errors", "data", "rewards", "hf"}, {"torch", "transformers"}),
+    "report": ({"metrics"}, {"matplotlib", "tqdm"}),
+    "mcore": (_LOWER, {"torch", "megatron", "transformer_engine"}),
+    "trainer": (_LOWER | {"mcore", "metrics"}, {"torch"}),
+    "warmup": ({"config", "data", "losses", "trainer"}, set()),
+    "session": (
+        _LOWER | {"config_io", "data", "mcore", "metrics", "report", "rewards", "rollout", "trainer", "warmup"},
+        {"torch"},
+    ),
+    "loop": (
+        {"config", "data", "errors", "losses", "metrics", "parallel", "platform", "report", "rollout"}
+        | {"session", "types"},
+        {"torch"},
+    ),
+    "cli": ({"config_io", "errors", "layout", "session", "loop"}, set()),
+    "train": ({"cli"}, set()),
+}
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(source: str) -> Iterator[str]:
+    """Every imported name at any nesting level: ``a.b`` for ``import a.b``, ``a.b.c`` for ``from a.b import c``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative imports hide the room"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            first = node.args[0]
+            if isinstance(first, ast.Constant):
+                yield str(first.value)
+
+
+def forbidden(room: str, source: str) -> list[str]:
+    """What a file of the room imports against the table."""
+    ours, theirs = ROOMS[room]
+    wrong = []
+    for name in imports(source):
+        top, _, rest = name.partition(".")
+        if top == "megatron_dppo":
+            allowed = rest.split(".")[0] in {*ours, room}
+        else:
+            allowed = top in theirs or top in sys.stdlib_module_names
+        if name.startswith("torch.distributed") and room not in _TORCH_DISTRIBUTED:
+            allowed = False
+        if not allowed:
+            wrong.append(name)
+    if room not in _TORCH_DISTRIBUTED:
+        attributes = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+        wrong += sorted(attributes & {"torch.distributed"})
+    return wrong
+
+
+def test_the_reader_of_imports_finds_each_form_of_a_forbidden_import() -> None:
+    for room, source in (
+        ("losses", "def f():\n    if True:\n        from torch import distributed"),
+        ("losses", "import torch\ntorch.distributed.get_rank()"),
+        ("losses", "import torch.distributed as dist"),
+        ("losses", "from megatron_dppo.errors import UserError"),
+        ("losses", "from megatron_dppo import parallel"),
+        ("trainer", "class A:\n    def f(self):\n        import megatron.core"),
+        ("rollout", "from megatron_dppo.mcore.bridge import Bridge"),
+        ("rollout", "import importlib\nimportlib.import_module('sglang.srt')"),
+        ("rollout", "try:\n    import vllm\nexcept ImportError:\n    pass"),
+        ("mcore", "from megatron_dppo.rollout import engine"),
+        ("types", "from megatron_dppo.config import Config"),
+    ):
+        assert forbidden(room, source), source
+    assert not forbidden("mcore", "from megatron.core import parallel_state\nimport torch.distributed as dist")
+
+
+def test_every_room_is_in_the_table_and_the_table_has_no_others() -> None:
+    assert {room_of(file) for file in FILES} - {"__init__"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_the_table_allows(room: str) -> None:
+    wrong = {str(f): forbidden(room, f.read_text()) for f in FILES if room_of(f) == room}
+    assert not {name: found for name, found in wrong.items() if found}
+
+
+def test_only_mcore_imports_megatron_and_nobody_imports_an_engine() -> None:
+    tops = {file: {name.split(".")[0] for name in imports(file.read_text())} for file in FILES}
+    assert {room_of(file) for file, names in tops.items() if "megatron" in names} == {"mcore"}
+    assert not [str(file) for file, names in tops.items() if names & {"sglang", "vllm"}]
+
+
+def test_no_rooms_import_each_other_in_a_circle() -> None:
+    left = {room: set(ours) for room, (ours, _) in ROOMS.items()}
+    while left:
+        free = [room for room, ours in left.items() if not ours & left.keys()]
+        assert free, f"a circle among {sorted(left)}"
+        for room in free:
+            del left[room]
+
+
+def rooms_without_megatron() -> list[str]:
+    """Modules of the rooms from which no chain of top-level imports leads to mcore, by the files as they are."""
+    reach = {room: set[str]() for room in ROOMS}
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_dppo."):
+                reach.get(room_of(file), set()).add((node.module or "").split(".")[1])
+    heavy = {"mcore"}
+    while more := {room for room, used in reach.items() if used & heavy} - heavy:
+        heavy |= more
+    light = [file for file in FILES if room_of(file) not in {*heavy, "__init__", "train"}]
+    return [".".join(("megatron_dppo", *f.relative_to(PACKAGE).with_suffix("").parts)) for f in light]
+
+
+@pytest.mark.parametrize("modules", [["megatron_dppo"], rooms_without_megatron()], ids=["package", "light rooms"])
+def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> None:
+    program = (
+        f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('megatron', 'transformer_engine', 'sglang', 'vllm')])\n"
+        "print('torch' in sys.modules and sys.modules['torch'].cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "False"]
+
+
+def test_the_rooms_that_load_without_megatron_are_those_that_the_table_promises() -> None:
+    rooms = {name.split(".")[1] for name in rooms_without_megatron()}
+    promised = {"types", "config", "config_io", "platform", "errors", "layout", "hf", "metrics", "losses", "parallel"}
+    assert promised | {"data", "rewards", "rollout", "report", "cli"} <= rooms
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_files_have_at_most_300_lines_and_functions_60(file: Path) -> None:
+    source = file.read_text()
+    lengths = {
+        node.name: (node.end_lineno or 0) - node.lineno + 1
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert not {name: length for name, length in lengths.items() if length > 60}
+    assert len(source.splitlines()) <= 300
