@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -54,7 +53,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 def _add(left: _Pair, right: _Pair) -> _Pair:
     if left[0] == "max":
         # Python's max keeps or loses a NaN by the order of its arguments; here it always stays visible.
-        largest = math.nan if math.isnan(left[1] + right[1]) else max(left[1], right[1])
+        largest = math.nan if math.isnan(left[1]) or math.isnan(right[1]) else max(left[1], right[1])
         return "max", largest, 1.0
     return "mean", left[1] + right[1], left[2] + right[2]
 
@@ -152,20 +151,22 @@ def _open_tensorboard(folder: Path, resumed_step: int | None) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
 
-def require_wandb(project: str) -> None:
-    """Check, without importing it, that Weights & Biases is installed.
+def require_wandb(project: str) -> Any:
+    """The package ``wandb``; called early, so that its absence is known before hours of training.
 
     Raises:
         ConfigError: with the command that installs it.
     """
-    if importlib.util.find_spec("wandb") is None:
+    try:
+        import wandb
+    except ImportError as error:
         raise ConfigError(
             f"log.wandb_project = {project!r} needs the package wandb: pip install 'megatron-dppo[wandb]'"
-        )
+        ) from error
+    return wandb
 
 
 def _open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    require_wandb(project)
-    import wandb
-
-    return wandb.init(project=project, dir=str(folder), config=dict(config), resume="allow", id=folder.name)
+    return require_wandb(project).init(
+        project=project, dir=str(folder), config=dict(config), resume="allow", id=folder.name
+    )

@@ -26,6 +26,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         adam_w_mode: True = decoupled weight decay (AdamW), False = L2 added to the gradient.
         weight_decay: coefficient of either.
+        kernel_options: what later versions of Megatron pass to the CUDA kernels (``capturable``, ...); no effect here.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
+        **kernel_options: Any,
     ) -> None:
+        del kernel_options
         self.adam_w_mode = adam_w_mode
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, defaults)

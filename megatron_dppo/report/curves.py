@@ -8,12 +8,16 @@ from typing import Any
 
 from megatron_dppo.metrics import read_metrics
 
-_PANELS = (
-    ("Reward", (("rollout/reward", "training reward", 1.0), ("eval/accuracy", "held-out accuracy", 1.0))),
-    ("Response length (tokens)", (("rollout/response_length", "mean", 1.0),)),
-    ("Distance to the rollout policy", (("train/abs_prob_diff", "mean |π − μ|", 1.0),)),
-    ("Outside the trust region (%)", (("train/mask_fraction", "masked tokens", 100.0),)),
-)
+_PANELS = {
+    "reward": ("Reward", (("rollout/reward", "training reward", 1.0), ("eval/accuracy", "held-out accuracy", 1.0))),
+    "distance": ("Distance to the rollout policy", (("train/abs_prob_diff", "mean |π − μ|", 1.0),)),
+    "masked": ("Outside the trust region (%)", (("train/mask_fraction", "masked tokens", 100.0),)),
+    "entropy": ("Entropy (nats)", (("train/entropy", "mean per token", 1.0),)),
+    "length": ("Response length (tokens)", (("rollout/response_length", "mean", 1.0),)),
+}
+"""Place in the picture -> title and lines: (metric, label, factor)."""
+
+_MOSAIC = [["reward", "distance", "masked"], ["reward", "entropy", "length"]]
 
 
 def write_curves(metrics: Path, picture: Path, title: str) -> None:
@@ -26,8 +30,9 @@ def write_curves(metrics: Path, picture: Path, title: str) -> None:
     records = read_metrics(metrics)
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     with plt.rc_context({**style, "font.size": 10}):
-        figure, axes = plt.subplots(1, len(_PANELS), figsize=(15, 3.4), constrained_layout=True)
-        for axis, (name, lines) in zip(axes, _PANELS, strict=True):
+        figure, axes = plt.subplot_mosaic(_MOSAIC, figsize=(13, 5.2), width_ratios=[1.5, 1, 1], layout="constrained")
+        for place, (name, lines) in _PANELS.items():
+            axis = axes[place]
             for color, (key, label, scale) in zip(("#2a6fbb", "#d1495b"), lines, strict=False):
                 steps, values = _series(records, key)
                 marker = "o" if key.startswith("eval/") else None

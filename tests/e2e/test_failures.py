@@ -78,7 +78,9 @@ def test_non_finite_gradients_are_skipped_counted_and_then_stop_the_run(short_ru
     assert len(list((rewards / "run/checkpoints").glob("step_*"))) == 1, "the weights are saved before the stop"
 
 
-def test_a_checkpoint_of_another_model_or_seed_is_refused(short_run: list[str], tmp_path: Path, base_model: Path) -> None:
+def test_a_checkpoint_of_another_model_or_seed_is_refused(
+    short_run: list[str], tmp_path: Path, base_model: Path
+) -> None:
     assert train(short_run).returncode == 0
     seed = train([*short_run, "--run.seed", "7"])
     assert seed.returncode == 2 and "was written with seed = 0, this run has 7" in seed.stderr

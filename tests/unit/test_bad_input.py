@@ -15,7 +15,7 @@ MODEL = EXAMPLE / "model"
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: ANN201
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run the example with overrides; returns the message of the refusal."""
     monkeypatch.chdir(tmp_path)
 
@@ -36,42 +36,42 @@ def write_jsonl(path: Path, *rows: object) -> str:
     return str(path)
 
 
-def test_missing_configuration_file(refused, tmp_path: Path) -> None:  # noqa: ANN001
+def test_missing_configuration_file(refused, tmp_path: Path) -> None:
     assert "'nowhere.toml' does not exist" in refused(config=Path("nowhere.toml"))
 
 
-def test_missing_data_file(refused) -> None:  # noqa: ANN001
+def test_missing_data_file(refused) -> None:
     assert "data file 'nowhere.jsonl' does not exist" in refused("--data.train", "nowhere.jsonl")
 
 
-def test_bad_data_row_names_line_and_field(refused, tmp_path: Path) -> None:  # noqa: ANN001
+def test_bad_data_row_names_line_and_field(refused, tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "d.jsonl", {"prompt": "1+1=", "label": "2"}, {"prompt": "1+2="})
     assert "d.jsonl:2: field 'label' is missing; the row has ['prompt']" in refused("--data.train", file)
     file = write_jsonl(tmp_path / "d.jsonl", {"prompt": "1+1=", "label": "2"}, "{not json")
     assert "d.jsonl:2: not valid JSON" in refused("--data.train", file)
 
 
-def test_empty_data_set(refused, tmp_path: Path) -> None:  # noqa: ANN001
+def test_empty_data_set(refused, tmp_path: Path) -> None:
     assert "has no rows" in refused("--data.train", write_jsonl(tmp_path / "empty.jsonl"))
 
 
-def test_prompt_longer_than_the_context(refused, tmp_path: Path) -> None:  # noqa: ANN001
+def test_prompt_longer_than_the_context(refused, tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "long.jsonl", {"prompt": "1+" * 120 + "1=", "label": "121"})
     message = refused("--data.train", file)
     assert "long.jsonl:1" in message and "context of 256" in message and "rollout.max_new_tokens = 40" in message
 
 
-def test_unknown_loss_and_unknown_key(refused) -> None:  # noqa: ANN001
+def test_unknown_loss_and_unknown_key(refused) -> None:
     assert "loss.name = 'dppo_topk'" in refused("--loss.name", "dppo_topk")
     assert "did you mean 'clip_ratio_low'" in refused("--loss.clip_ratio_lo", "0.1")
 
 
-def test_dppo_without_rollout_logprobs(refused) -> None:  # noqa: ANN001
+def test_dppo_without_rollout_logprobs(refused) -> None:
     message = refused("--rollout.return_logprobs", "false")
     assert "dppo_binary_tv" in message and "rollout.return_logprobs" in message
 
 
-def test_wrong_hugging_face_folder(refused, tmp_path: Path) -> None:  # noqa: ANN001
+def test_wrong_hugging_face_folder(refused, tmp_path: Path) -> None:
     assert "config.json is missing" in refused("--model.path", str(tmp_path))
     copy = tmp_path / "llama"
     shutil.copytree(MODEL, copy)
@@ -80,12 +80,12 @@ def test_wrong_hugging_face_folder(refused, tmp_path: Path) -> None:  # noqa: AN
     assert "model_type 'llama' has no mapping" in refused("--model.path", str(copy))
 
 
-def test_folder_without_weights(refused) -> None:  # noqa: ANN001
+def test_folder_without_weights(refused) -> None:
     message = refused("--model.random_init", "false", "--warmup.num_steps", "0")
     assert "no *.safetensors weights" in message
 
 
-def test_impossible_layout_shows_the_arithmetic(refused) -> None:  # noqa: ANN001
+def test_impossible_layout_shows_the_arithmetic(refused) -> None:
     message = refused("--tensor-model-parallel-size", "2")
     assert "= 2 * 1 * 1 = 2 does not divide the 1 processes" in message
     assert "1 is not a multiple" not in message

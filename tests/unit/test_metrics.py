@@ -38,6 +38,13 @@ def test_a_maximum_ignores_denominators_and_may_be_negative() -> None:
     assert reduce_metrics(parts[:1], None) == {"m": -3.0}
 
 
+def test_a_maximum_that_is_not_a_number_stays_visible_wherever_it_comes() -> None:
+    for values in ((math.nan, 1.0), (1.0, math.nan), (2.0, math.nan, 1.0)):
+        assert math.isnan(reduce_metrics([{"m": Metric(v, kind="max")} for v in values], None)["m"])
+    infinite = [{"m": Metric(v, kind="max")} for v in (math.inf, -math.inf)]
+    assert reduce_metrics(infinite, None) == {"m": math.inf}
+
+
 def test_a_mean_over_nothing_is_zero_but_a_micro_batch_without_tokens_changes_nothing() -> None:
     assert reduce_metrics([{"a": Metric(0.0, 0.0)}], None) == {"a": 0.0}
     assert reduce_metrics([{"a": Metric(3.0, 2.0)}, {"a": Metric(0.0, 0.0)}], None) == {"a": 1.5}
@@ -50,9 +57,9 @@ def test_micro_batches_may_have_different_names_or_none() -> None:
 
 
 def test_sums_are_kept_in_double_precision_and_carry_no_gradient() -> None:
-    big, one = torch.tensor(2.0**24, requires_grad=True), torch.tensor([1.0], dtype=torch.bfloat16)
-    parts = [{"a": Metric(big, torch.tensor(1))}, {"a": Metric(one, 0.0)}]  # in float32 the 1 would be lost
-    assert reduce_metrics(parts, None) == {"a": 2.0**24 + 1}
+    big = torch.tensor(2.0**24 + 1, dtype=torch.float64, requires_grad=True)  # no float32
+    parts = [{"a": Metric(big, torch.tensor(1))}, {"a": Metric(torch.tensor([1.0], dtype=torch.bfloat16), 0.0)}]
+    assert reduce_metrics(parts, None) == {"a": 2.0**24 + 2}
 
 
 def test_a_rank_that_holds_copies_contributes_nothing() -> None:

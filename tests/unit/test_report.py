@@ -22,6 +22,7 @@ def folder(tmp_path: Path) -> Path:
     for step in range(1, STEPS + 1):
         record = {"step": step, "rollout/reward": step / 100, "perf/step_seconds": 2.0, "perf/tokens": 300.0}
         record |= {"rollout/response_length": 10.0 + step, "train/abs_prob_diff": None, "train/mask_fraction": 0.01}
+        record |= {"train/entropy": 1 / step}
         records.append(record | ({"eval/accuracy": step / 25} if step % 10 == 0 or step == STEPS else {}))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return tmp_path
@@ -90,7 +91,8 @@ def test_the_table_compares_the_first_value_with_the_last(folder: Path) -> None:
         ["held-out accuracy (greedy)", "0.125", "0.96"],
         ["training reward", "0.01", "0.195"],
         ["response length", "11", "29.5"],
-    ]  # the distance is null throughout and the entropy was not measured
+        ["entropy", "1", "0.05244"],  # the mean of 1 / s for s = 15 to 24
+    ]  # the distance is null throughout
 
 
 def test_answers_before_and_after_stand_below_their_problem() -> None:
@@ -109,13 +111,13 @@ def test_only_files_that_exist_are_listed(folder: Path) -> None:
     assert [line.split()[0] for line in lines] == [str(folder / "metrics.jsonl"), str(folder / "hf")]
 
 
-def test_the_curves_are_a_png_wide_enough_for_four_panels(folder: Path) -> None:
+def test_the_curves_are_a_png_wide_enough_for_all_panels(folder: Path) -> None:
     picture = folder / "curves.png"
     write_curves(folder / "metrics.jsonl", picture, "a title")
     content = picture.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[-8:-4] == b"IEND"
     width, height = struct.unpack(">II", content[16:24])
-    assert (width, height) == (1650, 374)  # 15 x 3.4 inches at 110 dots
+    assert (width, height) == (1430, 572)  # 13 x 5.2 inches at 110 dots
 
 
 def test_the_curves_draw_the_recorded_points_and_show_negative_rewards(
@@ -126,12 +128,13 @@ def test_the_curves_draw_the_recorded_points_and_show_negative_rewards(
     figures: list[Any] = []
     monkeypatch.setattr(plt, "close", figures.append)
     write_curves(folder / "metrics.jsonl", folder / "curves.png", "a title")
-    reward, length, distance, masked = figures[0].axes
+    reward, distance, masked, entropy, length = figures[0].axes
     training, held_out = reward.lines
     assert list(training.get_xdata()) == list(range(1, 25))
     assert list(training.get_ydata()) == [step / 100 for step in range(1, 25)]
     assert list(held_out.get_xdata()) == [0, 10, 20, 24] and list(held_out.get_ydata()) == [0.125, 0.4, 0.8, 0.96]
     assert set(masked.lines[0].get_ydata()) == {1.0}  # percent
+    assert list(entropy.lines[0].get_ydata()) == [1 / step for step in range(1, 25)]
     assert len(distance.lines[0].get_xdata()) == 0  # null values are no points
     assert reward.get_ylim()[0] == length.get_ylim()[0] == 0
 

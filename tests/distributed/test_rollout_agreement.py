@@ -1,0 +1,88 @@
+"""The local engine and Megatron give the same log-probabilities when both compute in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.data.packing import pack
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.hf import build_hf_model, model_shape, read_hf_config, stream_model
+from megatron_dppo.layout import resolve_layout
+from megatron_dppo.platform import Platform
+from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.types import Completion, Prompt, SamplingParams
+from tests.distributed.parity import Case, config_for
+from tests.distributed.spawn import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"
+TEMPERATURE = 0.7
+
+
+def prompts(tokenizer) -> list[Prompt]:  # type: ignore[no-untyped-def]
+    texts = ["7+8-3=", "1=", "9-9-9=", "2+2+2+2="] * 8
+    return [Prompt(prompt_id=t, text=t, token_ids=tuple(tokenizer(t).input_ids), label="") for t in texts]
+
+
+def _largest_difference(rank: int, world_size: int) -> None:
+    from megatron_dppo.mcore.compat import apply_cpu_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_cpu_shims(platform)
+    from megatron_dppo.mcore.setup import initialize_megatron
+    from megatron_dppo.trainer import DictWeights, PolicyTrainer
+
+    config = config_for(Case({"expert_model_parallel_size": 2}))
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": TEMPERATURE})})
+    hf_config, tokenizer = read_hf_config(MODEL), load_tokenizer(MODEL)
+    layout = resolve_layout(config, world_size, model_shape(hf_config))
+    trainer = PolicyTrainer(
+        config=config,
+        hf_config=hf_config,
+        weights=DictWeights(stream_model(build_hf_model(hf_config, torch.float32, seed=3))),
+        layout=layout,
+        groups=initialize_megatron(layout, platform, seed=1, timeout_minutes=3),
+        platform=platform,
+        optimizer=config.optimizer,
+        total_steps=1,
+    )
+    params = SamplingParams(max_new_tokens=12, temperature=TEMPERATURE, seed=5)
+    largest = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        engine = LocalEngine(hf_config, tokenizer, dtype=dtype, device=platform.device)
+        engine.update_weights(trainer.export_weights(), version=4)
+        completions = engine.generate(prompts(tokenizer), params)
+        assert completions == engine.generate(prompts(tokenizer), params), "same seed, same responses"
+        assert {c.policy_version for c in completions} == {4}
+        check_ends(completions, tokenizer.eos_token_id)
+        samples = [
+            to_training_sample(p.token_ids, c.token_ids, c.logprobs, 1.0)
+            for p, c in zip(prompts(tokenizer), completions, strict=True)
+        ]
+        batch = pack(samples)
+        assert batch.rollout_logprobs is not None
+        difference = (trainer.logprobs([batch])[0] - batch.rollout_logprobs).abs()[batch.loss_mask]
+        largest[name] = float(difference.max())
+    assert largest["fp32"] < 1e-5, largest
+    assert largest["bf16"] > 1e-3, "bf16 rollouts are meant to differ from fp32 training"
+    dist.barrier()
+
+
+def check_ends(completions: list[Completion], eos: int) -> None:
+    for completion in completions:
+        assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
+        ended = completion.token_ids[-1] == eos
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert eos not in completion.token_ids[:-1]
+        assert ended or len(completion.token_ids) == 12
+    assert len({c.token_ids for c in completions}) > 20, "samples of one prompt differ"
+
+
+def test_engine_and_trainer_agree_in_equal_dtypes() -> None:
+    run_distributed(_largest_difference, 2)

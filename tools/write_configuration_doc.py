@@ -1,0 +1,73 @@
+"""Write docs/configuration.md from the configuration's own models, so that the two never differ.
+
+python tools/write_configuration_doc.py docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megatron_dppo.config import Config
+
+HEAD = """# Configuration
+
+One TOML file, one table a section. On the command line `--section.key VALUE` (or `--section.key=VALUE`) overrides any
+key; Megatron's own flags work as they stand (`--tensor-model-parallel-size 2`, `--sequence-parallel`, `--lr 1e-6`,
+`--recompute-granularity full`). Unknown keys are errors. `--dry-run` checks everything and prints the resolved
+configuration. A relative path of a model or of data is looked up next to the TOML file first.
+"""
+
+
+def type_name(annotation: Any) -> str:
+    """A short name of a field's type."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        parts = [type_name(part) for part in typing.get_args(annotation) if part is not type(None)]
+        return ", ".join(parts)
+    if typing.get_origin(annotation) is dict:
+        return "table"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def vars_of(limit: Any) -> dict[str, Any]:
+    """``{"gt": 0}`` of a numeric limit."""
+    return {key: getattr(limit, key) for key in ("gt", "ge", "lt", "le") if hasattr(limit, key)}
+
+
+def row(name: str, field: FieldInfo) -> str:
+    """One line of a section's table."""
+    default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    limits = ", ".join(f"{signs[key]} {value}" for limit in field.metadata for key, value in vars_of(limit).items())
+    text = (field.description or "").replace("\n", " ").replace("|", "\\|").replace("``", "`")
+    kind = type_name(field.annotation) + (f" ({limits})" if limits else "")
+    return f"| `{name}` | {kind} | {default} | {text} |"
+
+
+def section(name: str, model: type[BaseModel]) -> str:
+    """The table of one section, and those of the sections inside it."""
+    plain, nested = [], []
+    for key, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            nested.append(section(f"{name}.{key}" if name else key, field.annotation))
+        else:
+            plain.append(row(key, field))
+    head = f"\n## [{name}]\n\n{(model.__doc__ or '').strip().replace('``', '`')}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+    return (head + "\n".join(plain) + "\n" if plain else "") + "".join(nested)
+
+
+def document() -> str:
+    """The whole page."""
+    return HEAD + section("", Config)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(document(), encoding="utf-8")
