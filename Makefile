@@ -14,14 +14,14 @@ export PYTHONWARNINGS := ignore
 .PHONY: demo test lint setup clean
 
 demo:
-	@bin=$$(tools/setup_env.sh) && $$bin/torchrun --standalone --nproc-per-node 2 -m megatron_dppo.train \
+	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
 		examples/chain_sum/dppo.toml --run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
 
 test:
-	@bin=$$(tools/setup_env.sh) && $$bin/python -m pytest tests/unit tests/distributed tests/e2e $(ARGS)
+	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit tests/distributed tests/e2e $(ARGS)
 
 lint:
-	@bin=$$(tools/setup_env.sh) && $$bin/python -m ruff check . && $$bin/python -m ruff format --check . && $$bin/python -m mypy
+	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy
 
 setup:
 	@tools/setup_env.sh

@@ -16,7 +16,7 @@ DType = Literal["fp32", "bf16"]
 class _Section(BaseModel):
     # Strict: a flag whose value was forgotten reads as true, which lax mode takes for the number 1.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=True
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,20 +16,16 @@ import torch.distributed as dist
 
 from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.config_io import dump_toml
-from megatron_dppo.data.prompts import PromptDataset, load_rows
-from megatron_dppo.data.supervised import SupervisedDataset
-from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.errors import CheckpointError, ConfigError, UserError
+from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf import (
     FolderWeights,
     build_hf_model,
-    has_weights,
     model_shape,
-    read_hf_config,
     save_hf_folder,
     stream_model,
 )
-from megatron_dppo.layout import Layout, describe, resolve_layout
+from megatron_dppo.inputs import Inputs, read_inputs
+from megatron_dppo.layout import describe
 from megatron_dppo.metrics import MetricsWriter
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.platform import DTYPES, Platform, pin_threads
@@ -43,56 +38,6 @@ from megatron_dppo.warmup import is_warm, mark_warm, run_warmup
 if TYPE_CHECKING:
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.trainer import PolicyTrainer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the configuration names, read and checked before any process group is built."""
-
-    hf_config: Any
-    tokenizer: Any
-    layout: Layout
-    train_prompts: PromptDataset
-    eval_prompts: PromptDataset | None
-    warmup_data: SupervisedDataset | None
-
-
-def read_inputs(config: Config, world_size: int) -> Inputs:
-    """Read model folder and data, and check that everything fits together.
-
-    Raises:
-        UserError: with what to change.
-    """
-    hf_config = read_hf_config(config.model.path)
-    layout = resolve_layout(config, world_size, model_shape(hf_config))
-    if not config.model.random_init and not has_weights(config.model.path):
-        raise CheckpointError(
-            f"model.path = {config.model.path!r} has no *.safetensors weights; expected a complete Hugging Face folder "
-            "(or set model.random_init = true together with a warm-up)"
-        )
-    tokenizer = load_tokenizer(config.model.path)
-    limits = dict(
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_new_tokens=config.rollout.max_new_tokens,
-        context_length=hf_config.max_position_embeddings,
-    )
-    keys = (config.data.prompt_key, config.data.label_key)
-    train = PromptDataset(load_rows(config.data.train, "train", *keys), tokenizer, **limits, seed=config.run.seed)
-    held_out = None
-    if config.data.eval is not None:
-        rows = load_rows(config.data.eval, "eval", *keys)
-        if config.eval.max_prompts is not None and config.eval.max_prompts < len(rows):
-            rows = random.Random(0).sample(rows, config.eval.max_prompts)
-        held_out = PromptDataset(rows, tokenizer, **limits)
-    warmup = SupervisedDataset(config.warmup.data, tokenizer, config.run.seed) if config.warmup.num_steps else None
-    return Inputs(
-        hf_config=hf_config,
-        tokenizer=tokenizer,
-        layout=layout,
-        train_prompts=train,
-        eval_prompts=held_out,
-        warmup_data=warmup,
-    )
 
 
 @dataclass
@@ -323,6 +268,3 @@ def save_session(session: Session) -> Path:
     }
     keep = session.config.checkpoint.keep
     return session.trainer.save(session.checkpoint_folder, session.step, state, keep)
-
-
-__all__ = ["Inputs", "Session", "UserError", "export_hf", "open_session", "read_inputs", "save_session"]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.packing import micro_batches, split_by_tokens
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.losses import supervised_loss
-from megatron_dppo.trainer import PolicyTrainer
+
+if TYPE_CHECKING:
+    from megatron_dppo.trainer import PolicyTrainer
 
 MARKER = "warmup.json"
 

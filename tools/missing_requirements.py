@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import runpy
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -36,4 +37,4 @@ def missing() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(missing()))
+    sys.stdout.writelines(f"{requirement}\n" for requirement in missing())

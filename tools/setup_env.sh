@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Prepare the Python environment of this checkout and print the folder of its programs.
+# Prepare the Python environment of this checkout and print the path of its interpreter.
 #
-#   bin=$(tools/setup_env.sh)          # then: $bin/python, $bin/torchrun
+#   python=$(tools/setup_env.sh)       # then: $python -m pytest, $python -m torch.distributed.run
+#
+# The interpreter and not its folder: a container may have torchrun elsewhere, and no plain "python" beside python3.
 #
 # - Inside an environment that already has torch and megatron.core (an NGC container, your own virtual environment),
 #   that environment is used: its torch and Megatron stay as they are, only what is missing is added.
@@ -13,14 +15,20 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 say() { echo "$@" >&2; }
 
+command -v "$python" >/dev/null || {
+    say "no $python here; Python 3.11 or newer is needed. Set PYTHON=/path/to/python3.11, for example."
+    exit 2
+}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     say "Python 3.11 or newer is needed, $("$python" --version) found at $(command -v "$python"). Set PYTHON=python3.12, for example."
     exit 2
 }
 
-has() { "$1" -c "import importlib.util as u, sys; sys.exit(not all(u.find_spec(m) for m in sys.argv[2:]))" "${@:2}" 2>/dev/null; }
+has() { "$1" -c "import importlib.util as u, sys; sys.exit(not all(u.find_spec(m) for m in sys.argv[1:]))" "${@:2}" 2>/dev/null; }
 
-if has "$python" torch megatron megatron.core && [ "$("$python" -c 'import sys; print(sys.prefix)')" != "$PWD/.venv" ]; then
+prefix() { "$1" -c 'import os, sys; print(os.path.realpath(sys.prefix))'; }
+
+if has "$python" torch megatron megatron.core && [ "$(prefix "$python")" != "$(pwd -P)/.venv" ]; then
     target=$python
     stamp=.venv-$("$python" -c 'import hashlib, sys; print(hashlib.md5(sys.prefix.encode()).hexdigest()[:8])').stamp
     mode=keep
@@ -30,6 +38,9 @@ else
     mode=fill
     # A folder without a working pip is what an interrupted set-up leaves behind.
     [ -x $target ] && $target -m pip --version >/dev/null 2>&1 || { say "creating .venv"; "$python" -m venv --clear .venv; }
+    # An interpreter started through a wrapper can resolve to the system's: never install there.
+    [ "$(prefix $target)" = "$(pwd -P)/.venv" ] || { say ".venv/bin/python runs in $(prefix $target), not in .venv; set PYTHON to a real interpreter, not a wrapper"; exit 2; }
+    export PIP_REQUIRE_VIRTUALENV=1
 fi
 
 if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ requirements/cpu.txt -nt "$stamp" ]; then
@@ -42,7 +53,10 @@ if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ requirements/cpu.txt -nt 
         if [ -s "$constraints.missing" ]; then
             "$target" -m pip install -q --disable-pip-version-check -c "$constraints" -r "$constraints.missing" >&2
         fi
-        "$target" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . >&2
+        # The environment's own setuptools needs no network, but an old one cannot build without the package wheel.
+        build=(--no-build-isolation)
+        has "$target" setuptools.command.bdist_wheel || has "$target" setuptools wheel || build=()
+        "$target" -m pip install -q --disable-pip-version-check --no-deps "${build[@]}" -e . >&2
         rm -f "$constraints" "$constraints.missing"
     else
         say "installing into .venv (about a minute)"
@@ -52,4 +66,4 @@ if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ requirements/cpu.txt -nt 
     fi
     touch "$stamp"
 fi
-"$target" -c 'import os, sys; print(os.path.dirname(sys.executable))'
+"$target" -c 'import sys; print(sys.executable)'

@@ -60,7 +60,8 @@ def section(name: str, model: type[BaseModel]) -> str:
             nested.append(section(f"{name}.{key}" if name else key, field.annotation))
         else:
             plain.append(row(key, field))
-    head = f"\n## [{name}]\n\n{(model.__doc__ or '').strip().replace('``', '`')}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+    about = (model.__doc__ or "").strip().replace("``", "`")
+    head = f"\n## [{name}]\n\n{about}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
     return (head + "\n".join(plain) + "\n" if plain else "") + "".join(nested)
 
 

@@ -46,8 +46,8 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
 def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Load the configuration, then train or, with ``--dry-run``, print it."""
     from megatron_dppo.config_io import dump_toml, load_config
+    from megatron_dppo.inputs import read_inputs
     from megatron_dppo.layout import describe
-    from megatron_dppo.session import read_inputs
 
     try:
         config = load_config(options.config, overrides)

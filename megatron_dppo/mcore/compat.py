@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +62,17 @@ def apply_cpu_shims(platform: Platform, packages: Sequence[str] = ("megatron.cor
 
     Returns:
         Whether the shims were applied by this call.
+
+    Raises:
+        UserError: megatron-core is missing or of an unsupported version.
+        RuntimeError: ``megatron.core`` was imported before; its functions are wrapped for torch.compile already.
     """
     global _applied
     megatron_version()
     if platform.is_cuda or _applied:
         return False
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("apply_cpu_shims must run before anything imports megatron.core")
     bind_proxy(packages)
     for shim in SHIMS:
         shim.apply()

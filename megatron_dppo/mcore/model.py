@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_dppo.config import ModelConfig
+from megatron_dppo.config import ModelConfig, ParallelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import rope_theta
 from megatron_dppo.layout import Layout
@@ -101,16 +101,37 @@ def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platf
     return TransformerConfig(**(values | checked_overrides(model.transformer)))
 
 
-_LAYOUT_FIELDS = {
+_OWNED = {
     "calculate_per_token_loss": "the loss is always divided by one global token count",
-    "params_dtype": "set model.dtype",
-    "bf16": "set model.dtype",
-    "fp16": "set model.dtype",
-} | {
-    f"{name}_parallel{suffix}": "set it in [parallel]"
-    for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
-    for suffix in ("_size",)
+    "variable_seq_lengths": "it follows from the pipeline size",
+    "moe_grouped_gemm": "the mapping of the weights depends on it",
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set model.dtype"),
+    **dict.fromkeys(
+        (*ParallelConfig.model_fields, "batch_p2p_comm"), "set it in [parallel], where the layout is checked"
+    ),
+    **dict.fromkeys(
+        [
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "ffn_hidden_size",
+            "moe_ffn_hidden_size",
+            "num_moe_experts",
+            "moe_router_topk",
+            "moe_router_pre_softmax",
+            "gated_linear_unit",
+            "activation_func",
+            "add_bias_linear",
+            "normalization",
+            "layernorm_epsilon",
+            "qk_layernorm",
+        ],
+        "it is the model's own, from config.json",
+    ),
 }
+"""Fields of TransformerConfig that are not for the user's table, and why."""
 
 
 def checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
@@ -121,8 +142,8 @@ def checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
     """
     known = {field.name for field in fields(TransformerConfig)}
     for key, value in overrides.items():
-        if key in _LAYOUT_FIELDS:
-            raise ConfigError(f"model.transformer.{key} = {value!r}: {_LAYOUT_FIELDS[key]}")
+        if key in _OWNED:
+            raise ConfigError(f"model.transformer.{key} = {value!r}: {_OWNED[key]}")
         if key not in known:
             close = get_close_matches(key, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

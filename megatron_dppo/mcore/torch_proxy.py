@@ -169,7 +169,7 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
 
 def bind_proxy(packages: Sequence[str]) -> None:
-    """Bind the proxy in every loaded and every future module of ``packages`` (dotted prefixes)."""
+    """Bind the proxy in every module of ``packages`` (dotted prefixes) that is imported from now on."""
     proxy = TorchProxy()
 
     def patch(module: types.ModuleType) -> None:
@@ -180,9 +180,6 @@ def bind_proxy(packages: Sequence[str]) -> None:
             module.disable_jit_fuser()
 
     sys.meta_path.insert(0, _PatchingFinder(packages, patch))
-    for name, module in list(sys.modules.items()):
-        if module is not None and name.startswith(tuple(packages)):
-            patch(module)
 
 
 @contextlib.contextmanager

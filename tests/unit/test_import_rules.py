@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 _LOWER = {"config", "errors", "layout", "hf", "parallel", "platform", "types"}
-_TORCH_DISTRIBUTED = {"parallel", "mcore", "metrics", "trainer", "session", "loop"}
+_TORCH_DISTRIBUTED = {"parallel", "mcore", "metrics", "trainer", "session", "evaluation", "stop_signal"}
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere)
     "errors": (set(), set()),
@@ -34,16 +34,20 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "mcore": (_LOWER, {"torch", "megatron", "transformer_engine"}),
     "trainer": (_LOWER | {"mcore", "metrics"}, {"torch"}),
     "warmup": ({"config", "data", "losses", "trainer"}, set()),
+    "inputs": ({"config", "data", "errors", "hf", "layout"}, set()),
     "session": (
-        _LOWER | {"config_io", "data", "mcore", "metrics", "report", "rewards", "rollout", "trainer", "warmup"},
+        _LOWER | {"config_io", "inputs", "mcore", "metrics", "report", "rewards", "rollout", "trainer", "warmup"},
         {"torch"},
     ),
+    "stop_signal": (set(), {"torch"}),
+    "evaluation": ({"metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
+    "logbook": ({"evaluation", "platform", "report", "rollout", "session", "types"}, set()),
     "loop": (
-        {"config", "data", "errors", "losses", "metrics", "parallel", "platform", "report", "rollout"}
-        | {"session", "types"},
+        {"config", "data", "errors", "losses", "rollout", "types"}
+        | {"evaluation", "logbook", "session", "stop_signal"},
         {"torch"},
     ),
-    "cli": ({"config_io", "errors", "layout", "session", "loop"}, set()),
+    "cli": ({"config_io", "errors", "inputs", "layout", "loop"}, set()),
     "train": ({"cli"}, set()),
 }
 

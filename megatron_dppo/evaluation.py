@@ -1,0 +1,85 @@
+"""Greedy evaluation on held-out prompts, and generation as every rank of a model-parallel group sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_dppo.metrics import reduce_metrics
+from megatron_dppo.parallel.objects import from_leader, is_leader
+from megatron_dppo.rollout.collect import collect
+from megatron_dppo.session import Session
+from megatron_dppo.types import Metric, Prompt, RolloutGroup, SamplingParams
+
+_SHOWN_ANSWERS = 4
+
+
+def generate_groups(
+    session: Session, prompts: Sequence[Prompt], samples: int, params: SamplingParams
+) -> list[RolloutGroup]:
+    """Scored groups; the leader of each model-parallel group samples, its peers receive."""
+
+    def make() -> list[RolloutGroup]:
+        assert session.engine is not None
+        return collect(session.engine, session.scorer, prompts, samples, params)
+
+    return from_leader(make, session.groups.model_parallel)
+
+
+def evaluate(session: Session) -> dict[str, float]:
+    """Greedy accuracy on the held-out prompts, each data-parallel rank its share."""
+    prompts = session.inputs.eval_prompts
+    if prompts is None:
+        return {}
+    mine = [prompts[i] for i in range(session.trainer.dp_rank, len(prompts), session.inputs.layout.dp)]
+    params = SamplingParams(max_new_tokens=session.config.rollout.max_new_tokens, temperature=0.0)
+    groups = generate_groups(session, mine, 1, params) if mine else []
+    rollouts = [group.rollouts[0] for group in groups]
+    record_answers(session, groups)
+    local = {
+        "accuracy": Metric(sum(r.reward for r in rollouts), len(rollouts)),
+        "response_length": Metric(sum(len(r.completion.token_ids) for r in rollouts), len(rollouts)),
+    }
+    return prefixed("eval", reduce_over_samples(session, local))
+
+
+def record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
+    """Keep some answers of this evaluation in ``samples.jsonl`` (rank 0)."""
+    if dist.get_rank() != 0:
+        return
+    answers = [
+        {
+            "prompt": group.prompt.text,
+            "label": group.prompt.label,
+            "response": group.rollouts[0].completion.text,
+            "reward": group.rollouts[0].reward,
+        }
+        for group in groups[:_SHOWN_ANSWERS]
+    ]
+    if session.step == 0:
+        session.answers_before = answers
+    mode = "w" if session.step == 0 else "a"
+    with (session.folder / "samples.jsonl").open(mode, encoding="utf-8") as file:
+        file.writelines(json.dumps({"step": session.step, **answer}) + "\n" for answer in answers)
+
+
+def read_answers(session: Session) -> list[dict[str, Any]]:
+    """The answers of the last evaluation."""
+    path = session.folder / "samples.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    records = [json.loads(line) for line in lines]
+    return [r for r in records if r["step"] == records[-1]["step"]][-_SHOWN_ANSWERS:]
+
+
+def reduce_over_samples(session: Session, local: dict[str, Metric]) -> dict[str, float]:
+    """Reduce per-sample metrics: one rank of each model-parallel group contributes."""
+    leader = is_leader(session.groups.model_parallel)
+    return reduce_metrics([local], session.groups.world, contributes=leader)
+
+
+def prefixed(prefix: str, values: dict[str, float]) -> dict[str, float]:
+    """The same values under ``prefix/name``."""
+    return {f"{prefix}/{name}": value for name, value in values.items()}

@@ -1,0 +1,104 @@
+"""What is logged of a step, and what a run leaves behind at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from megatron_dppo.evaluation import prefixed, read_answers, reduce_over_samples
+from megatron_dppo.platform import DTYPES
+from megatron_dppo.report.curves import write_curves
+from megatron_dppo.report.summary import before_after_table, sample_answers, summarize, written_files
+from megatron_dppo.rollout.collect import rollout_metrics
+from megatron_dppo.session import Session, export_hf
+from megatron_dppo.types import Metric, RolloutGroup, StepResult, TrainingSample
+
+
+class Clock:
+    """Wall-clock seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap belongs to ``name``."""
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+    def total(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+
+def step_metrics(
+    session: Session,
+    groups: Sequence[RolloutGroup],
+    samples: Sequence[TrainingSample],
+    results: Sequence[StepResult],
+    clock: Clock,
+) -> dict[str, float]:
+    """Everything that is logged for a step, globally reduced."""
+    rollout = reduce_over_samples(session, rollout_metrics(groups, samples))
+    tokens = reduce_over_samples(
+        session, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / session.inputs.layout.dp)}
+    )
+    train = {
+        name: max(r.metrics[name] for r in results)
+        if name.endswith("_max")
+        else _mean(r.metrics[name] for r in results)
+        for name in results[0].metrics
+    } | {
+        # Before the first update pi and mu have the same weights: what differs is the engine.
+        "abs_prob_diff_first": results[0].metrics["abs_prob_diff"],
+        "grad_norm": _mean(r.grad_norm for r in results),
+        "learning_rate": results[-1].learning_rate,
+        "skipped_updates": float(sum(r.skipped for r in results)),
+        "policy_version": float(results[-1].policy_version),
+    }
+    seconds = clock.total()
+    perf = {f"{name}_seconds": value for name, value in clock.laps.items()} | {
+        "step_seconds": seconds,
+        "tokens": tokens["tokens"],
+        "tokens_per_second": tokens["tokens"] / seconds,
+    }
+    return prefixed("train", train) | prefixed("rollout", rollout) | prefixed("perf", perf)
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def log(session: Session, values: dict[str, float]) -> None:
+    """One record to every sink, one line to the terminal."""
+    if session.writer is not None:
+        session.writer.write(session.step, values)
+    if session.step > 0:
+        session.console.step(session.step, session.config.run.num_steps, values)
+    elif values:
+        session.console.say(f"held-out accuracy before training: {values['eval/accuracy']:.3f}")
+
+
+def finish(session: Session) -> None:
+    """Export the model, draw the curves, print what changed."""
+    config, folder, console = session.config, session.folder, session.console
+    if config.checkpoint.export_hf:
+        export_hf(session.trainer, config, folder / "hf", DTYPES[config.model.dtype])
+    if session.writer is None:
+        return
+    summarize(
+        folder,
+        world_size=session.inputs.layout.world_size,
+        layout=str(session.inputs.layout),
+        policy_updates=session.trainer.policy_version,
+        total_seconds=time.time() - session.started,
+    )
+    write_curves(session.writer.path, folder / "curves.png", f"{config.loss.name} on {config.data.train}")
+    console.finish()
+    console.say("\n" + before_after_table(folder))
+    after = read_answers(session)
+    if session.answers_before and after:
+        console.say("\nheld-out problems\n" + sample_answers(session.answers_before, after))
+    console.say("\nwritten\n" + written_files(folder))
