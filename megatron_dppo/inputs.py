@@ -13,6 +13,7 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf import has_weights, model_shape, read_hf_config
 from megatron_dppo.layout import Layout, resolve_layout
+from megatron_dppo.metrics import require_wandb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
     Raises:
         UserError: with what to change.
     """
+    if config.log.wandb_project is not None:
+        require_wandb(config.log.wandb_project)
     hf_config = read_hf_config(config.model.path)
     layout = resolve_layout(config, world_size, model_shape(hf_config))
     if not config.model.random_init and not has_weights(config.model.path):

@@ -138,6 +138,11 @@ def _model_problems(layout: Layout, shape: ModelShape) -> list[str]:
     ]
     if not shape.num_experts and layout.ep > 1:
         problems.append(f"expert_model_parallel_size = {layout.ep}, but the model has no experts")
+    if layout.overlap_p2p_comm and layout.vpp == 1:
+        problems.append(
+            "overlap_p2p_comm = true needs an interleaved pipeline, Megatron's plain one has nothing to overlap; leave "
+            "it out, or set virtual_pipeline_model_parallel_size above 1"
+        )
     if layout.vpp > 1 and layout.pp == 1:
         problems.append(f"virtual_pipeline_model_parallel_size = {layout.vpp} needs pipeline_model_parallel_size > 1")
     return problems

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dppo.errors import ConfigError
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Names of dtypes in the configuration."""
 
@@ -26,8 +28,18 @@ class Platform:
 
     @classmethod
     def detect(cls, local_rank: int = 0, *, force_cpu: bool = False) -> Platform:
-        """CUDA device ``local_rank`` when there is one, else the CPU."""
+        """CUDA device ``local_rank`` on a machine with CUDA, else the CPU.
+
+        Raises:
+            ConfigError: more processes than CUDA devices.
+        """
         if torch.cuda.is_available() and not force_cpu:
+            count = torch.cuda.device_count()
+            if local_rank >= count:
+                raise ConfigError(
+                    f"local rank {local_rank} has no CUDA device: {count} are visible here; start at most {count} "
+                    "processes on this machine (--nproc-per-node), or make more devices visible"
+                )
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
             return cls(device, "nccl")

@@ -20,7 +20,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "types": (set(), {"torch"}),
     "config": (set(), {"pydantic"}),
-    "platform": (set(), {"torch"}),
+    "platform": ({"errors"}, {"torch"}),
     "config_io": ({"config", "errors"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "layout": ({"config", "errors"}, set()),
     "hf": ({"errors", "layout"}, {"torch", "safetensors", "transformers"}),
@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "mcore": (_LOWER, {"torch", "megatron", "transformer_engine"}),
     "trainer": (_LOWER | {"mcore", "metrics"}, {"torch"}),
     "warmup": ({"config", "data", "losses", "trainer"}, set()),
-    "inputs": ({"config", "data", "errors", "hf", "layout"}, set()),
+    "inputs": ({"config", "data", "errors", "hf", "layout", "metrics"}, set()),
     "session": (
         _LOWER | {"config_io", "inputs", "mcore", "metrics", "report", "rewards", "rollout", "trainer", "warmup"},
         {"torch"},

@@ -82,7 +82,7 @@ def test_overlapped_p2p_is_on_exactly_with_an_interleaved_pipeline() -> None:
     assert not layout(2).overlap_p2p_comm
     assert not layout(2, pp=2).overlap_p2p_comm
     assert layout(2, pp=2, vpp=2).overlap_p2p_comm
-    assert layout(2, pp=2, overlap_p2p_comm=True).overlap_p2p_comm
+    assert layout(2, pp=2, vpp=2, overlap_p2p_comm=True).overlap_p2p_comm
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,7 @@ def test_overlapped_p2p_is_on_exactly_with_an_interleaved_pipeline() -> None:
         (2, MOE, {"vpp": 2}, "virtual_pipeline_model_parallel_size = 2 needs pipeline_model_parallel_size > 1"),
         (4, MOE, {"tp": 2, "etp": 1}, "expert_tensor_parallel_size = 1 with tensor_model_parallel_size = 2 and"),
         (4, MOE, {"etp": 2}, "expert_tensor_parallel_size = 2 with tensor_model_parallel_size = 1 and"),
+        (4, MOE, {"pp": 2, "overlap_p2p_comm": True}, "overlap_p2p_comm = true needs an interleaved pipeline"),
         (4, MOE, {"pp": 2, "vpp": 2, "overlap_p2p_comm": False}, "virtual ... = 2 with overlap_p2p_comm = false"),
         (4, MOE, {"tp": 2, "sequence_parallel": False}, "tensor_model_parallel_size = 2 with sequence_parallel = f"),
     ],

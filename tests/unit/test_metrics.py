@@ -62,6 +62,12 @@ def test_sums_are_kept_in_double_precision_and_carry_no_gradient() -> None:
     assert reduce_metrics(parts, None) == {"a": 2.0**24 + 2}
 
 
+@pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0), (torch.tensor(math.nan), 1.0)])
+def test_a_maximum_that_is_not_a_number_stays_visible_in_any_order(values: tuple[Any, Any]) -> None:
+    parts = [{"m": Metric(value, kind="max")} for value in values]
+    assert math.isnan(reduce_metrics(parts, None)["m"])
+
+
 def test_a_rank_that_holds_copies_contributes_nothing() -> None:
     assert reduce_metrics([{"a": Metric(1.0)}], None, contributes=False) == {}
 
