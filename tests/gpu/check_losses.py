@@ -1,0 +1,64 @@
+"""Every loss on the device in fp32 against the CPU in float64: value, gradient, keep mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.config import LossConfig, LossName
+from megatron_dppo.losses import policy_loss
+from megatron_dppo.types import LossInputs, LossOutput
+from tests.gpu.checks import Result
+
+TOKENS = 4096
+
+
+def random_inputs() -> LossInputs:
+    """Two policies at a moderate distance, both signs of advantages, a mask with NaN outside it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def uniform() -> Tensor:
+        return torch.rand(TOKENS, generator=generator, dtype=torch.float64)
+
+    rollout = (0.02 + 0.96 * uniform()).log()
+    logprobs = (rollout + 0.5 * (uniform() - 0.5)).clamp(max=-1e-3)
+    mask = uniform() < 0.8
+    advantages = torch.where(mask, uniform() - 0.5, torch.nan)
+    return LossInputs(logprobs=logprobs, rollout_logprobs=rollout, advantages=advantages, loss_mask=mask)
+
+
+def on(inputs: LossInputs, device: torch.device, dtype: torch.dtype) -> LossInputs:
+    """The same inputs on a device in a dtype, with a fresh leaf for the gradient."""
+    moved = {}
+    for field in fields(inputs):
+        value = getattr(inputs, field.name)
+        if value is not None:
+            moved[field.name] = value.to(device) if value.dtype == torch.bool else value.to(device, dtype)
+    moved["logprobs"] = moved["logprobs"].detach().requires_grad_()
+    return LossInputs(**moved)
+
+
+def gradient(inputs: LossInputs, config: LossConfig) -> tuple[LossOutput, Tensor]:
+    """The loss and its gradient by the log-probabilities."""
+    output = policy_loss(inputs, config)
+    (grad,) = torch.autograd.grad(output.loss_sum, inputs.logprobs)
+    return output, grad
+
+
+def check(device: torch.device) -> Iterator[Result]:
+    """All losses."""
+    inputs = random_inputs()
+    for name in get_args(LossName):
+        config = LossConfig(name=name)
+        expected, expected_grad = gradient(on(inputs, torch.device("cpu"), torch.float64), config)
+        found, found_grad = gradient(on(inputs, device, torch.float32), config)
+        scale = float(expected_grad.norm())
+        yield Result(f"{name} gradient", float((found_grad.cpu().double() - expected_grad).norm()) / scale, 1e-5)
+        value_error = abs(float(found.loss_sum) - float(expected.loss_sum)) / abs(float(expected.loss_sum))
+        yield Result(f"{name} value", value_error, 1e-4)
+        flips = (found.keep_mask.cpu() != expected.keep_mask).double().mean()
+        yield Result(f"{name} keep mask, share of tokens that differ", float(flips), 1e-3)

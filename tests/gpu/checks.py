@@ -1,0 +1,50 @@
+"""What a check reports, and the table of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measured value and the largest one that is right."""
+
+    name: str
+    value: float
+    bound: float
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the value is finite and within its bound."""
+        return not self.error and math.isfinite(self.value) and self.value <= self.bound
+
+
+Check = Callable[[torch.device], Iterable[Result]]
+
+
+def run_check(group: str, check: Check, device: torch.device) -> list[Result]:
+    """The results of one group; an exception is a failed result, never a silent skip."""
+    results: list[Result] = []
+    try:
+        results.extend(check(device))
+    except Exception as error:
+        results.append(Result("stopped", math.nan, 0.0, f"{type(error).__name__}: {error}"))
+    if not results:
+        results.append(Result("nothing was checked", math.nan, 0.0, "the group reported no result"))
+    return [Result(f"{group}: {r.name}", r.value, r.bound, r.error) for r in results]
+
+
+def table(results: Iterable[Result]) -> str:
+    """One line a result."""
+    rows = [("check", "value", "bound", "verdict")]
+    for r in results:
+        rows.append((r.name, f"{r.value:.2e}", f"{r.bound:.1e}", "ok" if r.passed else f"FAILED {r.error}".rstrip()))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows
+    )
