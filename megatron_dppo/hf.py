@@ -51,12 +51,14 @@ def model_shape(hf_config: Any) -> ModelShape:
     Raises:
         CheckpointError: an architecture, or a feature of it, that there is no mapping for.
     """
-    if hf_config.model_type != "qwen3_moe":
-        raise CheckpointError(f"model_type {hf_config.model_type!r} has no mapping to Megatron; expected 'qwen3_moe'")
+    if hf_config.model_type not in ("qwen3_moe", "qwen3"):
+        raise CheckpointError(
+            f"model_type {hf_config.model_type!r} has no mapping to Megatron; expected 'qwen3_moe' or 'qwen3'"
+        )
     unsupported = {
         "attention_bias": hf_config.attention_bias,
-        "mlp_only_layers": hf_config.mlp_only_layers,
-        "decoder_sparse_step": hf_config.decoder_sparse_step != 1,
+        "mlp_only_layers": getattr(hf_config, "mlp_only_layers", []),
+        "decoder_sparse_step": getattr(hf_config, "decoder_sparse_step", 1) != 1,
         "use_sliding_window": hf_config.use_sliding_window,
         "hidden_act": hf_config.hidden_act != "silu",
     }
@@ -67,7 +69,7 @@ def model_shape(hf_config: Any) -> ModelShape:
         num_layers=hf_config.num_hidden_layers,
         num_attention_heads=hf_config.num_attention_heads,
         num_query_groups=hf_config.num_key_value_heads,
-        num_experts=hf_config.num_experts,
+        num_experts=getattr(hf_config, "num_experts", None),
         hidden_size=hf_config.hidden_size,
         vocab_size=hf_config.vocab_size,
     )

@@ -91,6 +91,18 @@ ATTENTION_RULES = (
     Rule(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",)),
     Rule(_M + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",)),
 )
+DENSE_RULES = (
+    Rule(_M + "mlp.linear_fc1.layer_norm_weight", (_H + "post_attention_layernorm.weight",)),
+    Rule(
+        _M + "mlp.linear_fc1.weight",
+        tuple(_H + f"mlp.{x}_proj.weight" for x in ("gate", "up")),
+        shard_dim=0,
+        join=_join_gated,
+        split=_split_gated,
+        gated=True,
+    ),
+    Rule(_M + "mlp.linear_fc2.weight", (_H + "mlp.down_proj.weight",), shard_dim=1),
+)
 MOE_RULES = (
     Rule(_M + "pre_mlp_layernorm.weight", (_H + "post_attention_layernorm.weight",)),
     Rule(_M + "mlp.router.weight", (_H + "mlp.gate.weight",)),
@@ -114,7 +126,7 @@ def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]
     """Every ``(rule, layer, expert)`` of a model, in the order of the network; tied output weights are left out."""
     yield EMBEDDING, 0, 0
     for layer in range(shape.num_layers):
-        for rule in ATTENTION_RULES + MOE_RULES:
+        for rule in ATTENTION_RULES + (MOE_RULES if shape.num_experts else DENSE_RULES):
             for expert in range(shape.num_experts or 1) if rule.is_expert else (0,):
                 yield rule, layer, expert
     yield FINAL_NORM, 0, 0
@@ -132,7 +144,7 @@ def find_rule(name: str, tied: bool) -> tuple[Rule, int, int]:
     expert_match = re.search(r"experts\.linear_fc[12]\.weight(\d+)$", name)
     layer, expert = (int(m[1]) if m else 0 for m in (layer_match, expert_match))
     output = TIED_OUTPUT if tied else OUTPUT
-    for rule in (*ATTENTION_RULES, *MOE_RULES, EMBEDDING, FINAL_NORM, output):
+    for rule in (*ATTENTION_RULES, *DENSE_RULES, *MOE_RULES, EMBEDDING, FINAL_NORM, output):
         if rule.names(layer, expert)[0] == name:
             return rule, layer, expert
     raise KeyError(f"no rule maps the Megatron parameter {name!r} to Hugging Face")

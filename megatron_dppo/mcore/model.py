@@ -1,39 +1,21 @@
-"""A Hugging Face Qwen3-MoE config to Megatron's TransformerConfig, layer spec and GPTModel."""
+"""A Hugging Face config (Qwen3-MoE, Qwen3) to Megatron's TransformerConfig and GPTModel."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_dppo.config import ModelConfig, ParallelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import rope_theta
 from megatron_dppo.layout import Layout
-from megatron_dppo.mcore.attention import SDPACoreAttention
-from megatron_dppo.mcore.layers import (
-    ColumnParallelGroupedLinear,
-    LayerNormColumnParallelLinear,
-    RMSNorm,
-    RowParallelGroupedLinear,
-)
+from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.platform import DTYPES, Platform
 
 VOCAB_MULTIPLE = 64
@@ -55,16 +37,7 @@ def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platf
         num_attention_heads=hf_config.num_attention_heads,
         num_query_groups=hf_config.num_key_value_heads,
         kv_channels=hf_config.head_dim,
-        ffn_hidden_size=hf_config.moe_intermediate_size,
-        moe_ffn_hidden_size=hf_config.moe_intermediate_size,
-        num_moe_experts=hf_config.num_experts,
-        moe_router_topk=hf_config.num_experts_per_tok,
-        moe_router_pre_softmax=not hf_config.norm_topk_prob,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=True,
+        ffn_hidden_size=hf_config.intermediate_size,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -88,6 +61,8 @@ def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platf
         apply_rope_fusion=False,
         calculate_per_token_loss=True,
         variable_seq_lengths=layout.pp > 1,
+        # Megatron checks this one also for dense models: its default refuses variable lengths.
+        moe_token_dispatcher_type="alltoall",
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
@@ -98,7 +73,23 @@ def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platf
         overlap_p2p_comm=layout.overlap_p2p_comm,
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
-    return TransformerConfig(**(values | checked_overrides(model.transformer)))
+    return TransformerConfig(**(values | _moe_fields(hf_config) | checked_overrides(model.transformer)))
+
+
+def _moe_fields(hf_config: Any) -> dict[str, Any]:
+    if getattr(hf_config, "num_experts", None) is None:
+        return {}
+    return dict(
+        ffn_hidden_size=hf_config.moe_intermediate_size,
+        moe_ffn_hidden_size=hf_config.moe_intermediate_size,
+        num_moe_experts=hf_config.num_experts,
+        moe_router_topk=hf_config.num_experts_per_tok,
+        moe_router_pre_softmax=not hf_config.norm_topk_prob,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=True,
+    )
 
 
 _OWNED = {
@@ -151,53 +142,6 @@ def checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
                 f"model.transformer.{key} = {value!r}: Megatron's TransformerConfig has no such field{hint}"
             )
     return overrides
-
-
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported."""
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage: Transformer Engine's on CUDA when installed, else pure torch, same names."""
-    if has_transformer_engine() and not config.use_cpu_initialization:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    layers = [_torch_layer_spec()] * get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def _torch_layer_spec() -> ModuleSpec:
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=LayerNormColumnParallelLinear,
-            core_attention=SDPACoreAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=RMSNorm,
-            k_layernorm=RMSNorm,
-        ),
-    )
-    experts = ModuleSpec(
-        module=TEGroupedMLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear),
-    )
-    mlp = ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=experts), metainfo={"fuse_pre_mlp_layernorm": False}
-    )
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
 
 
 def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:

@@ -31,36 +31,41 @@ class Case:
 
     parallel: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
+    dense: bool = False
+    transformer: dict[str, Any] = field(default_factory=dict)
 
 
-def hf_config(tied: bool) -> Any:
-    """A small Qwen3-MoE with grouped queries and a vocabulary that is no multiple of anything."""
-    from transformers import Qwen3MoeConfig
+def hf_config(tied: bool, dense: bool = False) -> Any:
+    """A small Qwen3-MoE or Qwen3 with grouped queries and a vocabulary that is no multiple of anything."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    return Qwen3MoeConfig(
-        vocab_size=117,
-        hidden_size=64,
-        intermediate_size=96,
+    experts: dict[str, Any] = dict(
         moe_intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
         decoder_sparse_step=1,
+        router_aux_loss_coef=0.0,
+    )
+    return (Qwen3Config if dense else Qwen3MoeConfig)(
+        vocab_size=117,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
         tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         initializer_range=0.08,
-        router_aux_loss_coef=0.0,
         max_position_embeddings=256,
+        **({} if dense else experts),
     )
 
 
-def hf_reference(tied: bool) -> Any:
+def hf_reference(tied: bool, dense: bool = False) -> Any:
     """The transformers model, with norms that are not all one."""
-    model = build_hf_model(hf_config(tied), torch.float32, seed=0)
+    model = build_hf_model(hf_config(tied, dense), torch.float32, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -84,8 +89,8 @@ def samples() -> list[TrainingSample]:
 class HFSide:
     """The same objective in plain transformers, one sequence at a time, divided by the token count."""
 
-    def __init__(self, tied: bool, rounded: bool = False) -> None:
-        self.model = hf_reference(tied)
+    def __init__(self, case: Case, rounded: bool = False) -> None:
+        self.model = hf_reference(case.tied, case.dense)
         if rounded:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.bfloat16().float()
@@ -95,17 +100,19 @@ class HFSide:
         logits = self.model(sample.tokens[None]).logits[0].float()
         return logits.log_softmax(-1).gather(-1, sample.labels[:, None]).squeeze(-1)
 
-    def backward(self) -> float:
+    def backward(self) -> tuple[float, float]:
+        """The loss and the mean size of its terms, which have both signs and nearly cancel."""
         self.optimizer.zero_grad()
         tokens = sum(int(s.loss_mask.sum()) for s in samples())
-        loss = torch.zeros(())
+        loss, size = torch.zeros(()), 0.0
         for sample in samples():
             logprobs = self.logprobs(sample)
             assert sample.rollout_logprobs is not None
             weight = (logprobs.detach() - sample.rollout_logprobs).exp()
-            loss = loss - (weight * sample.advantages * logprobs)[sample.loss_mask].sum() / tokens
+            terms = (weight * sample.advantages * logprobs)[sample.loss_mask] / tokens
+            loss, size = loss - terms.sum(), size + float(terms.detach().abs().sum())
         loss.backward()
-        return float(loss.detach())
+        return float(loss.detach()), size
 
     def step(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -135,7 +142,7 @@ def config_for(case: Case, dtype: str = "fp32") -> Config:
     return Config.model_validate(
         {
             "run": {"output_dir": "unused", "num_steps": STEPS},
-            "model": {"path": "unused", "dtype": dtype},
+            "model": {"path": "unused", "dtype": dtype, "transformer": case.transformer},
             "parallel": case.parallel,
             "data": {"train": "unused"},
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
@@ -169,7 +176,7 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
     ``export``: what comes out against what went in; ``logprobs``; ``loss``; ``gradient``: of the worst parameter;
     ``gradient_direction``: 1 - cosine over all parameters; ``grad_norm``; ``weights``: of the worst after all updates.
     """
-    hf = HFSide(case.tied, rounded=dtype == "bf16")
+    hf = HFSide(case, rounded=dtype == "bf16")
     trainer = build_trainer(case, hf, platform, dtype)
     exported = on_cpu(trainer.export_weights())
     errors = dict.fromkeys(("loss", "gradient", "gradient_direction", "grad_norm"), 0.0)
@@ -178,10 +185,10 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
     batches = micro_batches(mine, MICRO_BATCH_TOKENS, count=8, multiple=trainer.layout.token_multiple)
     errors["logprobs"] = logprob_error(trainer, hf, batches, mine)
     for step in range(STEPS):
-        expected_loss = hf.backward()
+        expected_loss, size = hf.backward()
         trainer.optimizer.set_step(step)
         metrics = trainer.accumulate(batches, lambda inputs: policy_loss(inputs, LOSS))
-        errors["loss"] = max(errors["loss"], abs(metrics["loss"] - expected_loss) / abs(expected_loss))
+        errors["loss"] = max(errors["loss"], abs(metrics["loss"] - expected_loss) / size)
         if step == 0:
             found, expected = on_cpu(trainer.bridge.export(gradient_reader(trainer))), hf.gradients()
             errors["gradient"] = worst(found, expected)

@@ -18,13 +18,19 @@ EP = {"expert_model_parallel_size": 2}
 
 
 def test_one_process_equals_transformers() -> None:
-    run_distributed(run, 1, [Case(), Case(tied=True)])
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe_act", "layernorm"]}
+    cases = [Case(), Case(tied=True), Case(dense=True), Case(transformer=full), Case(transformer=selective)]
+    run_distributed(run, 1, cases)
 
 
 def test_two_processes_equal_transformers() -> None:
     cases = [
         Case(TP),
         Case(TP, tied=True),
+        Case(TP, dense=True),
+        Case({**TP, "sequence_parallel": False}, dense=True, tied=True),
+        Case(PP, dense=True, tied=True),
         Case(PP),
         Case(PP, tied=True),
         Case({**PP, "virtual_pipeline_model_parallel_size": 2}),

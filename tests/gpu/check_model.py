@@ -26,7 +26,7 @@ def check(device: torch.device) -> Iterator[Result]:
     apply_cpu_shims(platform)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.model import has_transformer_engine
+    from megatron_dppo.mcore.spec import has_transformer_engine
     from tests.distributed.parity import Case, measure
 
     print(f"Megatron Core {'.'.join(map(str, megatron_version()))}, Transformer Engine: {has_transformer_engine()}")

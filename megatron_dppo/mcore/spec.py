@@ -1,0 +1,83 @@
+"""The layer spec: Transformer Engine's on CUDA when it is installed, else pure torch with the same names."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_dppo.mcore.attention import SDPACoreAttention
+from megatron_dppo.mcore.layers import (
+    ColumnParallelGroupedLinear,
+    LayerNormColumnParallelLinear,
+    RMSNorm,
+    RowParallelGroupedLinear,
+)
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can be imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the final norm."""
+    if has_transformer_engine() and not config.use_cpu_initialization:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    layers = [_layer_spec(config)] * get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+    is_moe = config.num_moe_experts is not None
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=LayerNormColumnParallelLinear,
+            core_attention=SDPACoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            k_layernorm=RMSNorm,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=IdentityOp,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            # A dense MLP has its norm inside linear_fc1, as in Transformer Engine.
+            pre_mlp_layernorm=RMSNorm if is_moe else IdentityOp,
+            mlp=_moe_spec() if is_moe else _dense_spec(),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _dense_spec() -> ModuleSpec:
+    submodules = MLPSubmodules(linear_fc1=LayerNormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(module=MLP, submodules=submodules)
+
+
+def _moe_spec() -> ModuleSpec:
+    experts = ModuleSpec(
+        module=TEGroupedMLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear),
+    )
+    return ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=experts), metainfo={"fuse_pre_mlp_layernorm": False}
+    )
