@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dppo.metrics import reduce_metrics
+from megatron_dppo.metrics import read_metrics, reduce_metrics
 from megatron_dppo.parallel.objects import from_leader, is_leader
 from megatron_dppo.rollout.collect import collect
 from megatron_dppo.session import Session
@@ -61,17 +61,19 @@ def record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
     ]
     if session.step == 0:
         session.answers_before = answers
-    mode = "w" if session.step == 0 else "a"
-    with (session.folder / "samples.jsonl").open(mode, encoding="utf-8") as file:
-        file.writelines(json.dumps({"step": session.step, **answer}) + "\n" for answer in answers)
+    earlier = [r for r in _read_samples(session) if r["step"] < session.step]  # a killed run may have left later ones
+    with (session.folder / "samples.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(r) + "\n" for r in [*earlier, *({"step": session.step, **a} for a in answers)])
 
 
 def read_answers(session: Session) -> list[dict[str, Any]]:
     """The answers of the last evaluation."""
-    path = session.folder / "samples.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    records = [json.loads(line) for line in lines]
+    records = _read_samples(session)
     return [r for r in records if r["step"] == records[-1]["step"]][-_SHOWN_ANSWERS:]
+
+
+def _read_samples(session: Session) -> list[dict[str, Any]]:
+    return read_metrics(session.folder / "samples.jsonl")
 
 
 def reduce_over_samples(session: Session, local: dict[str, Metric]) -> dict[str, float]:

@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.config_io import dump_toml
-from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import (
     FolderWeights,
     build_hf_model,
-    model_shape,
     save_hf_folder,
     stream_model,
 )
@@ -30,6 +29,7 @@ from megatron_dppo.metrics import MetricsWriter
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.platform import DTYPES, Platform, pin_threads
 from megatron_dppo.report.console import Console
+from megatron_dppo.resume import ResumePoint, find_resume_point, layout_identity, run_identity
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.local import LocalEngine
@@ -97,6 +97,7 @@ def open_session(config: Config) -> Iterator[Session]:
     session = None
     try:
         _prepare_folder(config, rank)
+        point = find_resume_point(config, inputs)
         console.say(describe(inputs.layout, config))
         groups = setup.initialize_megatron(
             inputs.layout, platform, seed=config.run.seed, timeout_minutes=config.run.timeout_minutes
@@ -104,7 +105,10 @@ def open_session(config: Config) -> Iterator[Session]:
         trainer = _build_policy(config, inputs, groups, platform, console)
         engine = _build_engine(config, inputs, groups, platform)
         session = Session(config, inputs, trainer, groups, engine, scorer, console, None, started)
-        _resume(session, rank)
+        if point is not None:
+            _restore(session, point)
+        if rank == 0:
+            session.writer = _open_writer(session)
         yield session
     finally:
         console.finish()
@@ -215,45 +219,26 @@ def _build_engine(config: Config, inputs: Inputs, groups: ParallelGroups, platfo
     return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=platform.device)
 
 
-def run_identity(session: Session) -> dict[str, Any]:
-    """What a checkpoint must agree with for an exact continuation."""
-    shape = model_shape(session.inputs.hf_config)
-    return {
-        "model": {**vars(shape), "tied": bool(session.inputs.hf_config.tie_word_embeddings)},
-        "layout": str(session.inputs.layout),
-        "seed": session.config.run.seed,
-        "data": session.config.data.train,
-    }
-
-
-def _resume(session: Session, rank: int) -> None:
-    """Continue from the newest complete checkpoint, and open the metrics where it stopped."""
-    from megatron_dppo.mcore.checkpoint import checkpoints, read_state
-
+def _open_writer(session: Session) -> MetricsWriter:
     config = session.config
-    found = checkpoints(session.checkpoint_folder) if config.checkpoint.resume == "auto" else []
-    resumed_step = None
-    if found:
-        state = read_state(found[-1])
-        for key, mine in run_identity(session).items():
-            if state["identity"][key] != mine:
-                raise CheckpointError(
-                    f"{found[-1]} was written with {key} = {state['identity'][key]}, this run has {mine}; an exact "
-                    "continuation is not possible. Use the same value, or another run.output_dir"
-                )
-        session.trainer.load(found[-1])
-        session.step, session.cursor = state["step"], state["cursor"]
-        session.skipped_in_a_row, session.answers_before = state["skipped_in_a_row"], state["answers_before"]
-        resumed_step = session.step
-        session.console.say(f"resumed  {found[-1]} (step {session.step}, policy version {state['policy_version']})")
-    if rank == 0:
-        session.writer = MetricsWriter(
-            session.folder,
-            config.model_dump(),
-            tensorboard=config.log.tensorboard,
-            wandb_project=config.log.wandb_project,
-            resumed_step=resumed_step,
-        )
+    return MetricsWriter(
+        session.folder,
+        config.model_dump(),
+        tensorboard=config.log.tensorboard,
+        wandb_project=config.log.wandb_project,
+        resumed_step=session.step or None,
+    )
+
+
+def _restore(session: Session, point: ResumePoint) -> None:
+    """Put the run back to where the checkpoint was written."""
+    state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
+    session.step, session.cursor = state["step"], state["cursor"]
+    session.skipped_in_a_row, session.answers_before = state["skipped_in_a_row"], state["answers_before"]
+    version = session.trainer.policy_version
+    session.console.say(f"resumed  {point.checkpoint} (step {session.step}, policy version {version})")
+    if not point.same_layout:
+        session.console.say("         on another layout: the same curve up to rounding, not bit for bit")
 
 
 def save_session(session: Session) -> Path:
@@ -263,7 +248,8 @@ def save_session(session: Session) -> Path:
         "cursor": session.cursor,
         "skipped_in_a_row": session.skipped_in_a_row,
         "answers_before": session.answers_before,
-        "identity": run_identity(session),
+        "identity": run_identity(session.config, session.inputs),
+        "layout": layout_identity(session.config, session.inputs),
         "config": session.config.model_dump(mode="json"),
     }
     keep = session.config.checkpoint.keep

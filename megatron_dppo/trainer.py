@@ -133,9 +133,9 @@ class PolicyTrainer:
         state = {**state, "policy_version": self.policy_version}
         return save_checkpoint(folder, step, self.models, self.optimizer, state, keep)
 
-    def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Restore a checkpoint and return the caller's state."""
+    def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
+        """Restore a checkpoint, also one of another layout, and return the caller's state."""
         state = read_state(checkpoint)
-        load_checkpoint(checkpoint, self.models, self.optimizer)
+        load_checkpoint(checkpoint, self.models, self.optimizer, same_layout=same_layout)
         self.policy_version = state["policy_version"]
         return state

@@ -73,13 +73,17 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(checkpoint: Path, models: Sequence[GPTModel], optimizer: Optimizer) -> None:
-    """Restore model, optimizer and random states from the same layout (a collective of all ranks).
+def load_checkpoint(
+    checkpoint: Path, models: Sequence[GPTModel], optimizer: Optimizer, *, same_layout: bool = True
+) -> None:
+    """Restore model and optimizer and, on the same layout, random states (a collective of all ranks).
 
     Raises:
         CheckpointError: Megatron cannot load it into this model.
     """
     template = _sharded_state(models, optimizer, is_loading=True)
+    if not same_layout:
+        del template["random_states"]  # one a rank, and the ranks are others now
     try:
         with _weights_only():
             loaded = dist_checkpointing.load(template, str(checkpoint))
@@ -91,7 +95,8 @@ def load_checkpoint(checkpoint: Path, models: Sequence[GPTModel], optimizer: Opt
     for key, model in zip(_model_keys(models), models, strict=True):
         model.load_state_dict(loaded[key])
     optimizer.megatron.load_state_dict(loaded["optimizer"])
-    restore_random_states(loaded["random_states"])
+    if same_layout:
+        restore_random_states(loaded["random_states"])
 
 
 def _model_keys(models: Sequence[GPTModel]) -> list[str]:

@@ -89,6 +89,10 @@ def test_a_checkpoint_of_another_model_or_seed_is_refused(
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     smaller = train([*short_run, *flags(model__path=other)])
-    assert smaller.returncode == 2 and "do not fit config.json" in smaller.stderr
+    assert smaller.returncode == 2 and "was written with model = {'num_layers': 2" in smaller.stderr
+    elsewhere = train([*short_run, *flags(model__path=other, run__output_dir=tmp_path / "elsewhere")])
+    assert elsewhere.returncode == 2 and "the weights do not fit config.json" in elsewhere.stderr
+    wider = train([*short_run, *flags(parallel__expert_model_parallel_size=2)], processes=2)
+    assert wider.returncode != 0 and "has_expert_parallelism = False, this run" in wider.stderr
     never = train([*short_run, *flags(checkpoint__resume="never")])
     assert never.returncode == 2 and "already holds a run" in never.stderr

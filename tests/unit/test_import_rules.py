@@ -36,9 +36,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "warmup": ({"config", "data", "losses", "trainer"}, set()),
     "inputs": ({"config", "data", "errors", "hf", "layout", "metrics"}, set()),
     "session": (
-        _LOWER | {"config_io", "inputs", "mcore", "metrics", "report", "rewards", "rollout", "trainer", "warmup"},
+        _LOWER
+        | {"config_io", "inputs", "mcore", "metrics", "report", "resume", "rewards", "rollout", "trainer", "warmup"},
         {"torch"},
     ),
+    "resume": ({"config", "errors", "hf", "inputs", "mcore"}, set()),
     "stop_signal": (set(), {"torch"}),
     "evaluation": ({"metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
     "logbook": ({"evaluation", "platform", "report", "rollout", "session", "types"}, set()),

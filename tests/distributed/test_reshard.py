@@ -1,0 +1,92 @@
+"""A checkpoint of one layout continues on another: the third update is that of the uninterrupted reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_dppo.data.packing import micro_batches
+from megatron_dppo.hf import stream_model
+from megatron_dppo.losses import policy_loss
+from megatron_dppo.platform import Platform
+from tests.distributed.parity import (
+    LOSS,
+    MICRO_BATCH_TOKENS,
+    STEPS,
+    TOLERANCE,
+    Case,
+    HFSide,
+    build_trainer,
+    on_cpu,
+    samples,
+    worst,
+)
+from tests.distributed.spawn import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+TP = {"tensor_model_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2}
+
+
+def platform() -> Platform:
+    from megatron_dppo.mcore.compat import apply_cpu_shims
+
+    here = Platform.detect(force_cpu=True)
+    apply_cpu_shims(here)
+    return here
+
+
+def update(trainer: Any, step: int) -> None:
+    mine = samples()[trainer.dp_rank :: trainer.layout.dp]
+    batches = micro_batches(mine, MICRO_BATCH_TOKENS, count=8, multiple=trainer.layout.token_multiple)
+    trainer.optimizer.set_step(step)
+    trainer.update(batches, lambda inputs: policy_loss(inputs, LOSS))
+
+
+def save(rank: int, world_size: int, layouts: list[dict[str, Any]], folder: str) -> None:
+    """Two updates on each layout, then a checkpoint."""
+    here = platform()
+    from megatron.core import parallel_state
+
+    for i, layout in enumerate(layouts):
+        trainer = build_trainer(Case(layout), HFSide(Case()), here, "fp32")
+        for step in range(STEPS - 1):
+            update(trainer, step)
+        trainer.save(Path(folder) / f"{world_size}-{i}", STEPS - 1, {}, keep=1)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+
+
+def load(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], folder: str) -> None:
+    """Each checkpoint on each layout: one more update, then all weights against transformers after three."""
+    here = platform()
+    from megatron.core import parallel_state
+
+    from megatron_dppo.mcore.checkpoint import checkpoints
+
+    hf = HFSide(Case())
+    for _ in range(STEPS):
+        hf.backward()
+        hf.step()
+    for name, layout in cases:
+        trainer = build_trainer(Case(layout), HFSide(Case()), here, "fp32")
+        trainer.load(checkpoints(Path(folder) / name)[0], same_layout=False)
+        assert trainer.policy_version == STEPS - 1
+        update(trainer, STEPS - 1)
+        error = worst(on_cpu(trainer.export_weights()), dict(stream_model(hf.model)))
+        assert error < TOLERANCE, f"checkpoint {name} on {layout}: weights off by {error:.1e}"
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+
+
+def test_checkpoints_continue_on_other_layouts(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_distributed(save, 2, [TP, PP, EP, {}], folder)
+    run_distributed(load, 1, [("2-0", {}), ("2-1", {}), ("2-3", {})], folder)
+    run_distributed(load, 2, [("2-0", PP), ("2-1", TP), ("2-3", TP), ("2-0", {})], folder)
+    run_distributed(load, 4, [("2-2", {**EP, **TP}), ("2-2", {"expert_model_parallel_size": 4})], folder)
