@@ -48,19 +48,32 @@ class Layout:
 
 
 def resolve_layout(config: Config, world_size: int, shape: ModelShape) -> Layout:
-    """Fill in the defaults and check that everything divides.
+    """``resolve_parallel`` for a run, whose prompts and samples have to divide too.
 
     Raises:
         ConfigError: with the arithmetic of every check that fails.
     """
-    parallel = config.parallel
+    layout = _fill_in(config.parallel, world_size)
+    _refuse(_world_problems(config.parallel, layout))
+    _refuse(_model_problems(layout, shape) + _batch_problems(config, layout))
+    return layout
+
+
+def resolve_parallel(parallel: ParallelConfig, world_size: int, shape: ModelShape) -> Layout:
+    """Fill in the defaults of a layout and check that processes, layers, heads and experts divide.
+
+    Raises:
+        ConfigError: with the arithmetic of every check that fails.
+    """
     layout = _fill_in(parallel, world_size)
-    problems = _world_problems(parallel, layout)
-    if not problems:
-        problems = _model_problems(layout, shape) + _wrong_numbers(layout, shape) + _batch_problems(config, layout)
+    _refuse(_world_problems(parallel, layout))
+    _refuse(_model_problems(layout, shape))
+    return layout
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
-    return layout
 
 
 def _fill_in(parallel: ParallelConfig, world_size: int) -> Layout:
@@ -145,7 +158,7 @@ def _model_problems(layout: Layout, shape: ModelShape) -> list[str]:
         )
     if layout.vpp > 1 and layout.pp == 1:
         problems.append(f"virtual_pipeline_model_parallel_size = {layout.vpp} needs pipeline_model_parallel_size > 1")
-    return problems
+    return problems + _wrong_numbers(layout, shape)
 
 
 def _wrong_numbers(layout: Layout, shape: ModelShape) -> list[str]:

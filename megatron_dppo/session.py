@@ -91,7 +91,6 @@ def open_session(config: Config) -> Iterator[Session]:
     from megatron_dppo.mcore import model, setup
 
     model.checked_overrides(config.model.transformer)
-    _single_process_environment()
     setup.start_process_group(platform, config.run.timeout_minutes)
     console = Console(enabled=rank == 0 and config.log.progress)
     session = None
@@ -116,13 +115,6 @@ def open_session(config: Config) -> Iterator[Session]:
         if session is not None and session.writer is not None:
             session.writer.close()
         setup.shutdown_megatron()
-
-
-def _single_process_environment() -> None:
-    """Without torchrun: one process that talks to itself on the loopback interface."""
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
 
 
 def _prepare_folder(config: Config, rank: int) -> None:

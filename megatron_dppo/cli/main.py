@@ -61,10 +61,10 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         return run(config)
     except UserError as error:
-        return _report(error)
+        return report_error(error)
 
 
-def _report(error: UserError) -> int:
+def report_error(error: UserError) -> int:
     """Print the message once, on the rank that should; the exit code is the error's."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not error.on_every_rank:

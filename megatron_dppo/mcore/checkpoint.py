@@ -84,14 +84,7 @@ def load_checkpoint(
     template = _sharded_state(models, optimizer, is_loading=True)
     if not same_layout:
         del template["random_states"]  # one a rank, and the ranks are others now
-    try:
-        with _weights_only():
-            loaded = dist_checkpointing.load(template, str(checkpoint))
-    except Exception as error:
-        raise CheckpointError(
-            f"{checkpoint} cannot be loaded: {type(error).__name__}: {str(error)[:400]}. It is damaged, or of another "
-            "model; start again with run.overwrite = true, or delete it to use an older one"
-        ) from error
+    loaded = _load(template, checkpoint)
     for key, model in zip(_model_keys(models), models, strict=True):
         model.load_state_dict(loaded[key])
     optimizer.megatron.load_state_dict(loaded["optimizer"])
@@ -99,13 +92,47 @@ def load_checkpoint(
         restore_random_states(loaded["random_states"])
 
 
+def save_model(folder: Path, models: Sequence[GPTModel]) -> None:
+    """Write the weights alone to a new folder (a collective of all ranks)."""
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_model(models), str(folder))
+
+
+def load_model(checkpoint: Path, models: Sequence[GPTModel]) -> None:
+    """Restore the weights alone, from a checkpoint of any layout (a collective of all ranks).
+
+    Raises:
+        CheckpointError: Megatron cannot load it into this model.
+    """
+    loaded = _load(_sharded_model(models), checkpoint)
+    for key, model in zip(_model_keys(models), models, strict=True):
+        model.load_state_dict(loaded[key])
+
+
+def _load(template: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    try:
+        with _weights_only():
+            return dist_checkpointing.load(template, str(checkpoint))
+    except Exception as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be loaded: {type(error).__name__}: {str(error)[:400]}. It is damaged, or of another "
+            "model; start again with run.overwrite = true, or delete it to use an older one"
+        ) from error
+
+
+def _sharded_model(models: Sequence[GPTModel]) -> dict[str, Any]:
+    keys = _model_keys(models)
+    return {key: model.sharded_state_dict(metadata=dict(_METADATA)) for key, model in zip(keys, models, strict=True)}
+
+
 def _model_keys(models: Sequence[GPTModel]) -> list[str]:
     return ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
 
 
 def _sharded_state(models: Sequence[GPTModel], optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
-    keys = _model_keys(models)
-    state = {key: model.sharded_state_dict(metadata=dict(_METADATA)) for key, model in zip(keys, models, strict=True)}
+    state = _sharded_model(models)
     model_state = state["model"] if len(models) == 1 else dict(state)
     state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=dict(_METADATA))
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
@@ -42,7 +43,13 @@ def initialize_megatron(layout: Layout, platform: Platform, *, seed: int, timeou
 
 
 def start_process_group(platform: Platform, timeout_minutes: float) -> None:
-    """Join the processes that torchrun or Slurm started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+    """Join the processes that torchrun or Slurm started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    Without them: one process that talks to itself on the loopback interface.
+    """
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
     if not dist.is_initialized():
         device = platform.device if platform.is_cuda else None
         dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes), device_id=device)

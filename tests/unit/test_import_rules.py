@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 _LOWER = {"config", "errors", "layout", "hf", "parallel", "platform", "types"}
-_TORCH_DISTRIBUTED = {"parallel", "mcore", "metrics", "trainer", "session", "evaluation", "stop_signal"}
+_TORCH_DISTRIBUTED = {"parallel", "mcore", "metrics", "trainer", "session", "evaluation", "stop_signal", "conversion"}
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere)
     "errors": (set(), set()),
@@ -49,7 +49,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         | {"evaluation", "logbook", "session", "stop_signal"},
         {"torch"},
     ),
-    "cli": ({"config_io", "errors", "inputs", "layout", "loop"}, set()),
+    "conversion": (_LOWER | {"data", "mcore"}, {"torch", "transformers"}),
+    "cli": ({"config", "config_io", "errors", "inputs", "layout", "loop"}, set()),
     "train": ({"cli"}, set()),
 }
 

@@ -1,0 +1,52 @@
+"""What the conversion tools share: arguments and error reports."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import os
+from collections.abc import Callable
+
+from megatron_dppo.cli.main import report_error
+from megatron_dppo.config import ParallelConfig
+from megatron_dppo.errors import UserError
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+def conversion_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the layout, in Megatron's words, and the dtype of the weights."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    for name in _SIZES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    return parser
+
+
+def parallel_of(options: argparse.Namespace) -> ParallelConfig:
+    """The layout that the arguments say."""
+    return ParallelConfig(**{name: value for name in _SIZES if (value := getattr(options, name)) is not None})
+
+
+def reporting_errors(main: Callable[[], int]) -> Callable[[], int]:
+    """Print on rank 0 only, and turn a UserError into its message and exit code."""
+
+    @functools.wraps(main)
+    def wrapper() -> int:
+        is_first = os.environ.get("RANK", "0") == "0"
+        try:
+            with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
+                return main()
+        except UserError as error:
+            return report_error(error)
+
+    return wrapper

@@ -1,0 +1,62 @@
+"""The conversion tools, as a user starts them: there and back over different layouts, and what the check finds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dppo.hf import FolderWeights, save_hf_folder, stream_model
+from tests.distributed.parity import hf_config, hf_reference
+from tests.e2e.runs import ROOT, environment
+
+pytestmark = pytest.mark.e2e
+
+LAYOUT = ["--dtype", "fp32", "--expert-model-parallel-size"]
+
+
+def tool(name: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*launcher, str(ROOT / "tools" / name), *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("convert")
+    hf_config(tied=False).save_pretrained(folder / "source")
+    save_hf_folder(folder / "hf", folder / "source", stream_model(hf_reference(tied=False)), torch.float32)
+    return folder / "hf"
+
+
+def test_there_on_two_processes_and_back_on_one_is_bitwise(hf_folder: Path, tmp_path: Path) -> None:
+    checkpoint, back = str(tmp_path / "megatron"), str(tmp_path / "back")
+    there = tool("convert_hf_to_megatron.py", str(hf_folder), checkpoint, *LAYOUT, "2", processes=2)
+    assert there.returncode == 0, there.stderr
+    assert there.stdout.count("wrote") == 1
+    again = tool("convert_megatron_to_hf.py", checkpoint, str(hf_folder), back, *LAYOUT, "1")
+    assert again.returncode == 0, again.stderr
+    mine, reference = FolderWeights(back), FolderWeights(hf_folder)
+    assert mine.names() == reference.names()
+    assert all(torch.equal(mine[name], reference[name]) for name in reference.names())
+    taken = tool("convert_hf_to_megatron.py", str(hf_folder), checkpoint, *LAYOUT, "1")
+    assert taken.returncode == 2 and "already exists" in taken.stderr
+
+    weights = load_file(Path(back) / "model.safetensors")
+    weights["model.layers.2.mlp.experts.5.up_proj.weight"][3, 4] += 1e-3
+    save_file(weights, Path(back) / "model.safetensors", metadata={"format": "pt"})
+    checked = tool("check_conversion.py", back, "--checkpoint", checkpoint, *LAYOUT, "1")
+    assert checked.returncode == 1
+    assert "model.layers.2.mlp.experts.5.up_proj.weight differs by up to 1.0e-03" in checked.stdout
+
+
+def test_check_of_a_good_folder_under_tensor_parallelism(hf_folder: Path) -> None:
+    done = tool("check_conversion.py", str(hf_folder), *LAYOUT, "1", "--tensor-model-parallel-size", "2", processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same: every weight bit for bit" in done.stdout

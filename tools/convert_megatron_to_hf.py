@@ -1,0 +1,35 @@
+"""A Megatron torch_dist checkpoint of any layout, converted or from training, to a Hugging Face folder.
+
+    torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py CHECKPOINT HF_FOLDER OUT_FOLDER \
+        --expert-model-parallel-size 8
+
+HF_FOLDER gives config.json and the tokenizer; its weights are not read.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megatron_dppo.cli.convert import conversion_parser, parallel_of, reporting_errors
+from megatron_dppo.conversion import open_converter
+from megatron_dppo.platform import DTYPES
+
+
+@reporting_errors
+def main() -> int:
+    """Convert, then say where the folder is."""
+    parser = conversion_parser(__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument("hf_folder")
+    parser.add_argument("out_folder")
+    options = parser.parse_args()
+    with open_converter(options.hf_folder, parallel_of(options), options.dtype) as converter:
+        converter.load_megatron(Path(options.checkpoint))
+        converter.save_hf(Path(options.out_folder), DTYPES[options.dtype])
+        print(f"wrote {options.out_folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
