@@ -18,7 +18,7 @@ from megatron_dppo.config import ModelConfig, ParallelConfig
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config, save_hf_folder
+from megatron_dppo.hf import FolderWeights, drain, model_shape, read_hf_config, save_hf_folder
 from megatron_dppo.layout import Layout, resolve_parallel
 from megatron_dppo.platform import DTYPES, Platform
 
@@ -65,8 +65,7 @@ class Converter:
         if dist.get_rank() == 0:
             save_hf_folder(target, self.hf_folder, weights, dtype)
         else:
-            for _ in weights:
-                pass
+            drain(weights)
         dist.barrier()
 
     def problems(self) -> list[str]:

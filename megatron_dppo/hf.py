@@ -146,6 +146,12 @@ def _expert_slice(targets: dict[str, Tensor], name: str) -> tuple[Tensor, str]:
     return (gate if match[3] == "gate_proj" else up), key
 
 
+def drain(weights: WeightStream) -> None:
+    """Run a stream to its end; for ranks that take part in gathering weights without using them."""
+    for _ in weights:
+        pass
+
+
 def has_weights(path: str | Path) -> bool:
     """Whether a folder holds safetensors weights."""
     return any(Path(path).glob("*.safetensors"))

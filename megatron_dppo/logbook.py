@@ -41,6 +41,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """Everything that is logged for a step, globally reduced."""
     rollout = reduce_over_samples(session, rollout_metrics(groups, samples))
+    # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
     tokens = reduce_over_samples(
         session, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / session.inputs.layout.dp)}
     )

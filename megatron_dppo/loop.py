@@ -11,6 +11,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.data.packing import micro_batches, split_by_tokens
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.evaluation import evaluate, generate_groups
+from megatron_dppo.hf import drain
 from megatron_dppo.logbook import Clock, finish, log, step_metrics
 from megatron_dppo.losses import group_relative_advantages, policy_loss
 from megatron_dppo.rollout.collect import to_samples
@@ -109,8 +110,7 @@ def publish(session: Session) -> None:
     if session.engine is not None:
         session.engine.update_weights(weights, session.trainer.policy_version)
     else:
-        for _ in weights:
-            pass
+        drain(weights)
 
 
 def save_due(session: Session) -> bool:

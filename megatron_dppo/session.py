@@ -20,6 +20,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import (
     FolderWeights,
     build_hf_model,
+    drain,
     save_hf_folder,
     stream_model,
 )
@@ -199,8 +200,7 @@ def export_hf(trainer: PolicyTrainer, config: Config, target: Path, dtype: torch
     if dist.get_rank() == 0:
         save_hf_folder(target, config.model.path, weights, dtype)
     else:
-        for _ in weights:
-            pass
+        drain(weights)
     dist.barrier()
 
 

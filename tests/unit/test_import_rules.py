@@ -45,7 +45,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "evaluation": ({"metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
     "logbook": ({"evaluation", "platform", "report", "rollout", "session", "types"}, set()),
     "loop": (
-        {"config", "data", "errors", "losses", "rollout", "types"}
+        {"config", "data", "errors", "hf", "losses", "rollout", "types"}
         | {"evaluation", "logbook", "session", "stop_signal"},
         {"torch"},
     ),
