@@ -95,6 +95,10 @@ class RolloutConfig(_Section):
     """Dtype of the local engine's copy of the weights."""
     return_logprobs: bool = True
     """Rollout log-probabilities: the anchor of every loss."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal (they give no gradient) by new prompts (DAPO)."""
+    max_refills: int = Field(3, ge=1)
+    """Rounds of replacement in one step; groups without signal that are left after them are kept."""
 
 
 class RewardConfig(_Section):
@@ -158,8 +162,10 @@ class TrainConfig(_Section):
     epochs: int = Field(1, ge=1)
     micro_batch_tokens: int = Field(8192, gt=0)
     """Token budget of one packed micro-batch."""
-    advantage: Literal["mean", "std"] = "mean"
-    """Group-relative advantage: reward minus the group's mean, or that divided by the group's deviation."""
+    advantage: Literal["mean", "std", "leave_one_out"] = "mean"
+    """Reward minus the group's mean, the same divided by its deviation, or reward minus the mean of the others."""
+    mask_truncated: bool = False
+    """Leave responses that were cut off at max_new_tokens out of the loss (overlong filtering)."""
     max_skipped_updates: int = Field(5, ge=1)
     """Stop after this many updates in a row with a non-finite gradient."""
 
@@ -208,12 +214,26 @@ class WarmupConfig(_Section):
 
 
 class EvalConfig(_Section):
-    """Greedy evaluation on ``data.eval``."""
+    """Evaluation on ``data.eval``: greedy by default."""
 
     every: int = Field(10, ge=1)
     """Steps between evaluations; one more runs before the first step and one after the last."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """k of avg@k: ``eval/accuracy`` is the mean over all samples, ``eval/pass_at_k`` the share of solved prompts."""
+    temperature: float = Field(0.0, ge=0)
+    """0 = greedy; needed above 0 for more than one sample."""
+    top_p: float = Field(1.0, gt=0, le=1)
     max_prompts: int | None = Field(None, gt=0)
     """Evaluate on a fixed random sample of this size; None = all."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvalConfig:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples_per_prompt = {self.samples_per_prompt} with temperature = 0 repeats one greedy answer; set "
+                "temperature above 0"
+            )
+        return self
 
 
 class CheckpointConfig(_Section):
@@ -223,6 +243,8 @@ class CheckpointConfig(_Section):
     """Steps between checkpoints; None = only the last. SIGTERM always saves."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that stay on disk."""
+    keep_best: bool = False
+    """Also save at every new best ``eval/accuracy``, and keep that checkpoint (``checkpoints/best.json`` names it)."""
     resume: Literal["auto", "never"] = "auto"
     """``auto``: continue from the newest complete checkpoint in output_dir, if there is one."""
     export_hf: bool = True

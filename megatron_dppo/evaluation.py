@@ -30,17 +30,24 @@ def generate_groups(
 
 
 def evaluate(session: Session) -> dict[str, float]:
-    """Greedy accuracy on the held-out prompts, each data-parallel rank its share."""
+    """Accuracy on the held-out prompts, each data-parallel rank its share."""
     prompts = session.inputs.eval_prompts
     if prompts is None:
         return {}
     mine = [prompts[i] for i in range(session.trainer.dp_rank, len(prompts), session.inputs.layout.dp)]
-    params = SamplingParams(max_new_tokens=session.config.rollout.max_new_tokens, temperature=0.0)
-    groups = generate_groups(session, mine, 1, params) if mine else []
-    rollouts = [group.rollouts[0] for group in groups]
+    config = session.config.eval
+    params = SamplingParams(
+        max_new_tokens=session.config.rollout.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        seed=session.config.run.seed,
+    )
+    groups = generate_groups(session, mine, config.samples_per_prompt, params) if mine else []
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     record_answers(session, groups)
     local = {
         "accuracy": Metric(sum(r.reward for r in rollouts), len(rollouts)),
+        "pass_at_k": Metric(sum(max(r.reward for r in g.rollouts) >= 1 for g in groups), len(groups)),
         "response_length": Metric(sum(len(r.completion.token_ids) for r in rollouts), len(rollouts)),
     }
     return prefixed("eval", reduce_over_samples(session, local))

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.packing import micro_batches, split_by_tokens
 from megatron_dppo.errors import TrainingStopped
-from megatron_dppo.evaluation import evaluate, generate_groups
+from megatron_dppo.evaluation import evaluate
 from megatron_dppo.hf import drain
 from megatron_dppo.logbook import Clock, finish, log, step_metrics
 from megatron_dppo.losses import group_relative_advantages, policy_loss
 from megatron_dppo.rollout.collect import to_samples
+from megatron_dppo.sampling import collect_rollouts, sampling_seed
 from megatron_dppo.session import Session, open_session, save_session
 from megatron_dppo.stop_signal import StopSignal
-from megatron_dppo.types import RolloutGroup, SamplingParams, StepResult, TrainingSample
+from megatron_dppo.types import RolloutGroup, StepResult, TrainingSample
 
 
 def run(config: Config) -> int:
@@ -42,7 +44,7 @@ def run(config: Config) -> int:
                 values |= evaluate(session)
             log(session, values)
             stopping = stop.requested()
-            if stopping or save_due(session):
+            if session.is_new_best(values.get("eval/accuracy")) or stopping or save_due(session):
                 session.console.say(f"saved    {save_session(session)}")
             check_health(session)
             if stopping:
@@ -54,35 +56,19 @@ def run(config: Config) -> int:
     return 0
 
 
-def collect_rollouts(session: Session) -> list[RolloutGroup]:
-    """This data-parallel rank's share of the step's prompts, sampled with the current weights and scored."""
-    rollout, layout = session.config.rollout, session.inputs.layout
-    share = rollout.prompts_per_step // layout.dp
-    first = session.cursor + session.trainer.dp_rank * share
-    session.cursor += rollout.prompts_per_step
-    params = SamplingParams(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        seed=sampling_seed(session, "rollout"),
-    )
-    prompts = [session.inputs.train_prompts[i] for i in range(first, first + share)]
-    return generate_groups(session, prompts, rollout.samples_per_prompt, params)
-
-
-def sampling_seed(session: Session, purpose: str) -> int:
-    """A seed for this step and data-parallel rank, a function of the configuration alone (so that resume is exact)."""
-    key = f"{session.config.run.seed}/{purpose}/{session.step}/{session.trainer.dp_rank}"
-    return random.Random(key).getrandbits(31)
-
-
 def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[TrainingSample]:
     """Rewards to group-relative advantages to training samples."""
     rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
     valid = torch.tensor([[not r.reward_failed for r in group.rollouts] for group in groups])
     advantages = group_relative_advantages(rewards, config.train.advantage, valid)
-    return to_samples(groups, advantages.tolist())
+    samples = to_samples(groups, advantages.tolist())
+    if not config.train.mask_truncated:
+        return samples
+    cut = [r.completion.finish_reason == "length" for group in groups for r in group.rollouts]
+    return [
+        replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if is_cut else sample
+        for sample, is_cut in zip(samples, cut, strict=True)
+    ]
 
 
 def update_policy(session: Session, samples: list[TrainingSample]) -> list[StepResult]:

@@ -63,11 +63,20 @@ class Session:
     """prompts taken from the stream"""
     skipped_in_a_row: int = 0
     answers_before: list[dict[str, Any]] = field(default_factory=list)
+    best: tuple[float, int] | None = None
+    """highest evaluation accuracy after training began, and its step"""
 
     @property
     def folder(self) -> Path:
         """Where the run writes."""
         return Path(self.config.run.output_dir)
+
+    def is_new_best(self, accuracy: float | None) -> bool:
+        """Remember an evaluation; True when it is the best so far and such checkpoints are kept."""
+        if accuracy is None or (self.best is not None and accuracy <= self.best[0]):
+            return False
+        self.best = (accuracy, self.step)
+        return self.config.checkpoint.keep_best
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -227,6 +236,7 @@ def _restore(session: Session, point: ResumePoint) -> None:
     state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
     session.step, session.cursor = state["step"], state["cursor"]
     session.skipped_in_a_row, session.answers_before = state["skipped_in_a_row"], state["answers_before"]
+    session.best = tuple(state["best"]) if state["best"] else None
     version = session.trainer.policy_version
     session.console.say(f"resumed  {point.checkpoint} (step {session.step}, policy version {version})")
     if not point.same_layout:
@@ -240,9 +250,11 @@ def save_session(session: Session) -> Path:
         "cursor": session.cursor,
         "skipped_in_a_row": session.skipped_in_a_row,
         "answers_before": session.answers_before,
+        "best": session.best,
         "identity": run_identity(session.config, session.inputs),
         "layout": layout_identity(session.config, session.inputs),
         "config": session.config.model_dump(mode="json"),
     }
-    keep = session.config.checkpoint.keep
-    return session.trainer.save(session.checkpoint_folder, session.step, state, keep)
+    config = session.config.checkpoint
+    best = session.best[1] if config.keep_best and session.best is not None else None
+    return session.trainer.save(session.checkpoint_folder, session.step, state, config.keep, best)

@@ -12,13 +12,14 @@ _DEVIATION_FLOOR = 1e-4
 
 
 def group_relative_advantages(
-    rewards: Tensor, mode: Literal["mean", "std"] = "mean", valid: Tensor | None = None
+    rewards: Tensor, mode: Literal["mean", "std", "leave_one_out"] = "mean", valid: Tensor | None = None
 ) -> Tensor:
     """Reward minus the mean of the siblings; ``std`` also divides by their standard deviation (GRPO).
 
     Args:
         rewards: ``[groups, samples]`` float; one row holds the samples of one prompt.
-        mode: ``mean`` (arXiv 2602.04879) or ``std`` (arXiv 2402.03300; Bessel-corrected deviation plus 1e-4).
+        mode: ``mean`` (arXiv 2602.04879), ``std`` (arXiv 2402.03300; Bessel-corrected deviation plus 1e-4) or
+            ``leave_one_out`` (RLOO, arXiv 2402.14740: minus the mean of the other valid samples).
         valid: ``[groups, samples]`` bool; False = the reward failed, its value is ignored. None = all are valid.
 
     Returns:
@@ -28,8 +29,8 @@ def group_relative_advantages(
         ValueError: an unknown mode, rewards that are not a float matrix, ``valid`` of another shape, or a valid
             reward that is not finite.
     """
-    if mode not in ("mean", "std"):
-        raise ValueError(f"advantage mode {mode!r} is unknown; expected 'mean' or 'std'")
+    if mode not in ("mean", "std", "leave_one_out"):
+        raise ValueError(f"advantage mode {mode!r} is unknown; expected 'mean', 'std' or 'leave_one_out'")
     if rewards.dim() != 2 or not rewards.is_floating_point():
         raise ValueError(f"expected float rewards [groups, samples], got {rewards.dtype} {tuple(rewards.shape)}")
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
@@ -46,5 +47,8 @@ def group_relative_advantages(
     centred = torch.where(highest > lowest, centred, 0.0)
     if mode == "mean":
         return centred
+    if mode == "leave_one_out":
+        # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
+        return centred * count / (count - 1).clamp(min=1)
     variance = centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
     return centred / (variance.sqrt() + _DEVIATION_FLOOR)

@@ -29,6 +29,10 @@ _STATE = "state.json"
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """All complete checkpoints of a run, oldest first."""
     found = [p for p in folder.glob("step_*") if _STEP.search(p.name) and (p / _STATE).is_file()]
@@ -48,10 +52,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def save_checkpoint(
-    folder: Path, step: int, models: Sequence[GPTModel], optimizer: Optimizer, state: dict[str, Any], keep: int
+    folder: Path,
+    step: int,
+    models: Sequence[GPTModel],
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    keep: int,
+    best: int | None = None,
 ) -> Path:
-    """Write ``folder/step_N`` (a collective of all ranks), then delete all but the ``keep`` newest."""
-    final = folder / f"step_{step:06d}"
+    """Write ``folder/step_N`` (a collective of all ranks), then delete all but the ``keep`` newest and ``best``."""
+    final = folder / _name(step)
     partial = folder / f"{final.name}.partial"
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -67,8 +77,11 @@ def save_checkpoint(
         # Only a save of the same step, by a run that was resumed from an older one, can stand there.
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
+        if best is not None:
+            (folder / "best.json").write_text(json.dumps({"checkpoint": _name(best)}) + "\n")
         for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            if best is None or old.name != _name(best):
+                shutil.rmtree(old)
     dist.barrier()
     return final
 

@@ -1,7 +1,7 @@
 """Megatron's own training code on a machine without CUDA, and the check of its version.
 
-``apply_cpu_shims`` is called once at start-up, before anything imports ``megatron.core``; with CUDA it does nothing.
-Each shim states its reason, the versions that need it, and when to delete it. ``SHIMS`` is that list.
+``apply_cpu_shims`` is called once at start-up, before anything imports ``megatron.core``. On CUDA it applies only what
+Megatron lacks there without Transformer Engine, and nothing with it. Each shim states its reason, the versions that need it, and when to delete it. ``SHIMS`` is that list.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Shim:
     reason: str
     versions: str
     delete_when: str
+    on_cuda: bool = False
+    """Also needed on CUDA without Transformer Engine"""
 
 
 def megatron_version() -> tuple[int, ...]:
@@ -54,7 +57,7 @@ def megatron_version() -> tuple[int, ...]:
 
 
 def apply_cpu_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)) -> bool:
-    """Make Megatron's own code run on CPU; a no-op with CUDA and on a second call.
+    """Make Megatron's own code run on CPU, or on CUDA without Transformer Engine; a no-op on a second call.
 
     Args:
         platform: where this process trains.
@@ -65,16 +68,18 @@ def apply_cpu_shims(platform: Platform, packages: Sequence[str] = ("megatron.cor
 
     Raises:
         UserError: megatron-core is missing or of an unsupported version.
-        RuntimeError: ``megatron.core`` was imported before; its functions are wrapped for torch.compile already.
+        RuntimeError: on CPU, ``megatron.core`` was imported before; its functions are wrapped for torch.compile already.
     """
     global _applied
     megatron_version()
-    if platform.is_cuda or _applied:
+    shims = [shim for shim in SHIMS if shim.on_cuda or not platform.is_cuda]
+    if _applied or (platform.is_cuda and importlib.util.find_spec("transformer_engine")):
         return False
-    if "megatron.core" in sys.modules:
-        raise RuntimeError("apply_cpu_shims must run before anything imports megatron.core")
-    bind_proxy(packages)
-    for shim in SHIMS:
+    if not platform.is_cuda:
+        if "megatron.core" in sys.modules:
+            raise RuntimeError("apply_cpu_shims must run before anything imports megatron.core")
+        bind_proxy(packages)
+    for shim in shims:
         shim.apply()
     _applied = True
     return True
@@ -202,20 +207,23 @@ SHIMS = (
         "NameError in the router without Transformer Engine: the name is never bound",
         "0.16.1",
         "0.16.1 is no longer supported",
+        on_cuda=True,
     ),
     Shim(_splits_to_host, "all-to-all split sizes become lists only when they are on CUDA", _ALL, _DEVICE_AGNOSTIC),
     Shim(_uneven_collectives, "gloo has no all-gather and reduce-scatter of uneven parts", _ALL, "gloo gets them"),
     Shim(_optimizer_type_names, "parameters are told apart by 'torch.cuda.FloatTensor'", _ALL, _DEVICE_AGNOSTIC),
     Shim(
         _adam,
-        "torch.optim.AdamW cannot be checkpointed by the distributed optimizer (see fused_adam.py)",
+        "torch.optim.AdamW cannot step after Megatron's init_state_fn, nor be checkpointed (see fused_adam.py)",
         _ALL,
         "Megatron's checkpoint of a torch AdamW loads and continues bit for bit",
+        on_cuda=True,
     ),
     Shim(
         _recompute_flag,
         "selective recompute takes 'fp8 is not None' for fp8 and needs Transformer Engine then",
         "0.16.1",
         "0.16.1 is no longer supported",
+        on_cuda=True,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -30,6 +31,11 @@ def run_flags(base_model: Path) -> list[str]:
         rollout__samples_per_prompt=8,
         eval__max_prompts=16,
         eval__every=2,
+        eval__samples_per_prompt=2,
+        eval__temperature=0.7,
+        rollout__dynamic_sampling="true",
+        rollout__max_refills=2,
+        train__mask_truncated="true",
         checkpoint__save_every=1,
         checkpoint__keep=2,
     )
@@ -75,6 +81,15 @@ def kill_all(process: subprocess.Popen[str]) -> None:
         member.kill()
     psutil.wait_procs(family[:-1], timeout=10)
     process.communicate()
+
+
+def test_dynamic_sampling_replaced_groups_without_signal(uninterrupted: Path) -> None:
+    """More prompts were drawn than 4 a step, and few groups without signal are left."""
+    state = json.loads((uninterrupted / "checkpoints/step_000005/state.json").read_text())
+    assert state["cursor"] > 4 * STEPS
+    steps = [r for r in without_timings(uninterrupted) if "rollout/groups_without_signal" in r]
+    assert sum(r["rollout/groups_without_signal"] for r in steps) / len(steps) < 0.3
+    assert all(r["eval/accuracy"] <= r["eval/pass_at_k"] for r in steps if "eval/pass_at_k" in r)
 
 
 def test_killed_in_mid_save_and_resumed_equals_uninterrupted(

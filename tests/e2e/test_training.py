@@ -59,6 +59,20 @@ def test_exported_folder_loads_in_transformers_with_the_same_logprobs(base_run: 
     run_distributed(compare, 2, str(base_run), str(tmp_path / "reference.pt"))
 
 
+def test_the_best_checkpoint_is_kept_beside_the_newest(short_run: list[str], tmp_path: Path) -> None:
+    options = flags(
+        run__num_steps=4, optimizer__lr=0.02, eval__every=1, checkpoint__keep=1, checkpoint__keep_best="true"
+    )
+    result = train([*short_run, *options])
+    assert result.returncode == 0, result.stderr
+    accuracy = {r["step"]: r["eval/accuracy"] for r in records(tmp_path / "run") if r["step"] > 0}
+    best = max(accuracy, key=lambda step: (accuracy[step], -step))
+    folder = tmp_path / "run/checkpoints"
+    assert json.loads((folder / "best.json").read_text()) == {"checkpoint": f"step_{best:06d}"}
+    assert {p.name for p in folder.glob("step_*")} == {f"step_{best:06d}", "step_000004"}
+    assert best < 4, "a learning rate this high ruins the model, so that the best is not the last"
+
+
 def test_the_other_losses_train_too(short_run: list[str], tmp_path: Path) -> None:
     result = train([*short_run, *flags(loss__name="dppo_binary_kl")])
     assert result.returncode == 0, result.stderr

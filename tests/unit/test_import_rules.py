@@ -14,7 +14,17 @@ PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 _LOWER = {"config", "errors", "layout", "hf", "parallel", "platform", "types"}
-_TORCH_DISTRIBUTED = {"parallel", "mcore", "metrics", "trainer", "session", "evaluation", "stop_signal", "conversion"}
+_TORCH_DISTRIBUTED = {
+    "parallel",
+    "mcore",
+    "metrics",
+    "trainer",
+    "session",
+    "evaluation",
+    "stop_signal",
+    "conversion",
+    "sampling",
+}
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere)
     "errors": (set(), set()),
@@ -43,10 +53,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "resume": ({"config", "errors", "hf", "inputs", "mcore"}, set()),
     "stop_signal": (set(), {"torch"}),
     "evaluation": ({"metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
+    "sampling": ({"evaluation", "session", "types"}, {"torch"}),
     "logbook": ({"evaluation", "platform", "report", "rollout", "session", "types"}, set()),
     "loop": (
         {"config", "data", "errors", "hf", "losses", "rollout", "types"}
-        | {"evaluation", "logbook", "session", "stop_signal"},
+        | {"evaluation", "logbook", "sampling", "session", "stop_signal"},
         {"torch"},
     ),
     "conversion": (_LOWER | {"data", "mcore"}, {"torch", "transformers"}),
