@@ -8,9 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_dppo.clock import Clock
 from megatron_dppo.metrics import read_metrics, reduce_metrics
 from megatron_dppo.parallel.objects import from_leader, is_leader
-from megatron_dppo.rollout.collect import collect
+from megatron_dppo.rollout.collect import sample_completions, score_completions
 from megatron_dppo.session import Session
 from megatron_dppo.types import Metric, Prompt, RolloutGroup, SamplingParams
 
@@ -18,13 +19,16 @@ _SHOWN_ANSWERS = 4
 
 
 def generate_groups(
-    session: Session, prompts: Sequence[Prompt], samples: int, params: SamplingParams
+    session: Session, prompts: Sequence[Prompt], samples: int, params: SamplingParams, clock: Clock
 ) -> list[RolloutGroup]:
     """Scored groups; the leader of each model-parallel group samples, its peers receive."""
 
     def make() -> list[RolloutGroup]:
         assert session.engine is not None
-        return collect(session.engine, session.scorer, prompts, samples, params)
+        with clock.part("rollout"):
+            completions = sample_completions(session.engine, prompts, samples, params)
+        with clock.part("reward"):
+            return score_completions(session.scorer, prompts, completions)
 
     return from_leader(make, session.groups.model_parallel)
 
@@ -42,7 +46,7 @@ def evaluate(session: Session) -> dict[str, float]:
         top_p=config.top_p,
         seed=session.config.run.seed,
     )
-    groups = generate_groups(session, mine, config.samples_per_prompt, params) if mine else []
+    groups = generate_groups(session, mine, config.samples_per_prompt, params, Clock()) if mine else []
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     record_answers(session, groups)
     local = {

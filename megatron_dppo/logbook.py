@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+from megatron_dppo.clock import Clock
 from megatron_dppo.evaluation import prefixed, read_answers, reduce_over_samples
 from megatron_dppo.platform import DTYPES
 from megatron_dppo.report.curves import write_curves
@@ -12,24 +13,6 @@ from megatron_dppo.report.summary import before_after_table, sample_answers, sum
 from megatron_dppo.rollout.collect import rollout_metrics
 from megatron_dppo.session import Session, export_hf
 from megatron_dppo.types import Metric, RolloutGroup, StepResult, TrainingSample
-
-
-class Clock:
-    """Wall-clock seconds of the parts of a step."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """The time since the last lap belongs to ``name``."""
-        now = time.perf_counter()
-        self.laps[name] = now - self._last
-        self._last = now
-
-    def total(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self._start
 
 
 def step_metrics(
@@ -59,8 +42,10 @@ def step_metrics(
         "policy_version": float(results[-1].policy_version),
     }
     seconds = clock.total()
-    perf = {f"{name}_seconds": value for name, value in clock.laps.items()} | {
+    perf = {f"{name}_seconds": value for name, value in clock.parts.items()} | {
         "step_seconds": seconds,
+        # What the loop itself costs: everything but the parts above.
+        "overhead_seconds": seconds - sum(clock.parts.values()),
         "tokens": tokens["tokens"],
         "tokens_per_second": tokens["tokens"] / seconds,
     }

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import torch
 
+from megatron_dppo.clock import Clock
 from megatron_dppo.config import Config
 from megatron_dppo.data.packing import micro_batches, split_by_tokens
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.evaluation import evaluate
 from megatron_dppo.hf import drain
-from megatron_dppo.logbook import Clock, finish, log, step_metrics
+from megatron_dppo.logbook import finish, log, step_metrics
 from megatron_dppo.losses import group_relative_advantages, policy_loss
 from megatron_dppo.rollout.collect import to_samples
 from megatron_dppo.sampling import collect_rollouts, sampling_seed
@@ -31,13 +32,11 @@ def run(config: Config) -> int:
         session.console.start("training", config.run.num_steps, session.step)
         while session.step < config.run.num_steps:
             clock = Clock()
-            groups = collect_rollouts(session)
-            clock.lap("rollout")
+            groups = collect_rollouts(session, clock)
             samples = make_samples(groups, config)
-            results = update_policy(session, samples)
-            clock.lap("update")
-            publish(session)
-            clock.lap("publish")
+            results = update_policy(session, samples, clock)
+            with clock.part("publish"):
+                publish(session)
             session.step += 1
             values = step_metrics(session, groups, samples, results, clock)
             if session.step % config.eval.every == 0 or session.step == config.run.num_steps:
@@ -71,7 +70,7 @@ def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[Trainin
     ]
 
 
-def update_policy(session: Session, samples: list[TrainingSample]) -> list[StepResult]:
+def update_policy(session: Session, samples: list[TrainingSample], clock: Clock) -> list[StepResult]:
     """One optimizer update for each mini-batch of each epoch; the rollout log-probabilities stay the anchor of all."""
     train, trainer = session.config.train, session.trainer
     trainer.optimizer.set_step(session.step)
@@ -82,9 +81,14 @@ def update_policy(session: Session, samples: list[TrainingSample]) -> list[StepR
         size = len(samples) // train.mini_batches
         for start in range(0, len(order), size):
             mine = [samples[i] for i in order[start : start + size]]
-            count = trainer.count_micro_batches(len(split_by_tokens(mine, train.micro_batch_tokens)))
+            needed = len(split_by_tokens(mine, train.micro_batch_tokens))
+            with clock.part("waiting"):  # for the slowest rank's rollouts
+                count = trainer.count_micro_batches(needed)
             batches = micro_batches(mine, train.micro_batch_tokens, count, session.inputs.layout.token_multiple)
-            result = trainer.update(batches, lambda inputs: policy_loss(inputs, session.config.loss))
+            with clock.part("forward_backward"):
+                metrics = trainer.accumulate(batches, lambda inputs: policy_loss(inputs, session.config.loss))
+            with clock.part("optimizer"):
+                result = trainer.apply(metrics)
             session.skipped_in_a_row = session.skipped_in_a_row + 1 if result.skipped else 0
             results.append(result)
     return results

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from megatron_dppo.clock import Clock
 from megatron_dppo.evaluation import generate_groups
 from megatron_dppo.session import Session
 from megatron_dppo.types import RolloutGroup, SamplingParams
 
 
-def collect_rollouts(session: Session) -> list[RolloutGroup]:
+def collect_rollouts(session: Session, clock: Clock) -> list[RolloutGroup]:
     """This data-parallel rank's groups of the step, sampled with the current weights and scored.
 
     With dynamic sampling, groups whose rewards are all equal are replaced by later prompts of the stream, for at most
@@ -20,7 +21,7 @@ def collect_rollouts(session: Session) -> list[RolloutGroup]:
     """
     rollout, layout = session.config.rollout, session.inputs.layout
     share = rollout.prompts_per_step // layout.dp
-    groups = _draw(session, [share] * layout.dp, attempt=0)
+    groups = _draw(session, [share] * layout.dp, 0, clock)
     if not rollout.dynamic_sampling:
         return groups
     for attempt in range(1, rollout.max_refills + 1):
@@ -28,7 +29,7 @@ def collect_rollouts(session: Session) -> list[RolloutGroup]:
         missing = _of_all_ranks(share - len(kept), session)
         if not any(missing):
             break
-        groups = kept + _draw(session, missing, attempt)
+        groups = kept + _draw(session, missing, attempt, clock)
     return groups
 
 
@@ -37,7 +38,7 @@ def has_signal(group: RolloutGroup) -> bool:
     return len({r.reward for r in group.rollouts if not r.reward_failed}) > 1
 
 
-def _draw(session: Session, counts: Sequence[int], attempt: int) -> list[RolloutGroup]:
+def _draw(session: Session, counts: Sequence[int], attempt: int, clock: Clock) -> list[RolloutGroup]:
     """``counts[rank]`` groups for each data-parallel rank, from consecutive prompts of the stream."""
     rollout, rank = session.config.rollout, session.trainer.dp_rank
     first = session.cursor + sum(counts[:rank])
@@ -52,7 +53,7 @@ def _draw(session: Session, counts: Sequence[int], attempt: int) -> list[Rollout
         seed=sampling_seed(session, f"rollout {attempt}"),
     )
     prompts = [session.inputs.train_prompts[i] for i in range(first, first + counts[rank])]
-    return generate_groups(session, prompts, rollout.samples_per_prompt, params)
+    return generate_groups(session, prompts, rollout.samples_per_prompt, params, clock)
 
 
 def _of_all_ranks(value: int, session: Session) -> list[int]:

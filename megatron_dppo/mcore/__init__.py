@@ -1,1 +1,1 @@
-"""The Megatron seam: the only folder that imports ``megatron``. Apply ``compat.apply_cpu_shims`` first on CPU."""
+"""The Megatron seam: the only folder that imports ``megatron``. Apply ``compat.apply_cpu_shims`` first."""

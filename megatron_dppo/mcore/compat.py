@@ -1,7 +1,8 @@
 """Megatron's own training code on a machine without CUDA, and the check of its version.
 
 ``apply_cpu_shims`` is called once at start-up, before anything imports ``megatron.core``. On CUDA it applies only what
-Megatron lacks there without Transformer Engine, and nothing with it. Each shim states its reason, the versions that need it, and when to delete it. ``SHIMS`` is that list.
+Megatron lacks there without Transformer Engine, and nothing with it. Each shim states its reason, the versions that
+need it, and when to delete it. ``SHIMS`` is that list.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def apply_cpu_shims(platform: Platform, packages: Sequence[str] = ("megatron.cor
 
     Raises:
         UserError: megatron-core is missing or of an unsupported version.
-        RuntimeError: on CPU, ``megatron.core`` was imported before; its functions are wrapped for torch.compile already.
+        RuntimeError: on CPU, when ``megatron.core`` was imported before: its functions are compiled by torch already.
     """
     global _applied
     megatron_version()

@@ -7,19 +7,22 @@ from collections.abc import Sequence
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.rewards.scorer import RewardItem, RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.types import Metric, Prompt, Rollout, RolloutGroup, SamplingParams, TrainingSample
+from megatron_dppo.types import Completion, Metric, Prompt, Rollout, RolloutGroup, SamplingParams, TrainingSample
 
 
-def collect(
-    engine: RolloutEngine,
-    scorer: RewardScorer,
-    prompts: Sequence[Prompt],
-    samples_per_prompt: int,
-    params: SamplingParams,
+def sample_completions(
+    engine: RolloutEngine, prompts: Sequence[Prompt], samples_per_prompt: int, params: SamplingParams
+) -> list[Completion]:
+    """``samples_per_prompt`` completions for each prompt, siblings side by side."""
+    return engine.generate([prompt for prompt in prompts for _ in range(samples_per_prompt)], params)
+
+
+def score_completions(
+    scorer: RewardScorer, prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> list[RolloutGroup]:
-    """``samples_per_prompt`` scored completions for each prompt."""
-    repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-    completions = engine.generate(repeated, params)
+    """The scored group of each prompt; ``completions`` as ``sample_completions`` gives them."""
+    n = len(completions) // max(1, len(prompts))
+    repeated = [prompt for prompt in prompts for _ in range(n)]
     items = [
         RewardItem(
             prompt=prompt.text,
@@ -33,7 +36,6 @@ def collect(
         Rollout(prompt=prompt, completion=completion, reward=result.reward, reward_failed=result.failed)
         for prompt, completion, result in zip(repeated, completions, scorer.score(items), strict=True)
     ]
-    n = samples_per_prompt
     return [RolloutGroup(prompt=p, rollouts=tuple(rollouts[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
 
 

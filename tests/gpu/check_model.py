@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_dppo.platform import Platform
+from megatron_dppo.types import TrainingSample
 from tests.gpu.checks import Result
 
 FP32 = {"export": 0.0, "logprobs": 1e-5, "loss": 1e-4, "gradient": 1e-4, "grad_norm": 1e-4, "weights": 1e-4}
 BF16 = {"export": 0.0, "logprobs": 2e-2, "gradient_direction": 2e-2, "grad_norm": 5e-2}
 """bf16 keeps 8 bits and may route a token to another expert than fp32 does, so single parameters are not compared; nor
 is the loss, a sum of terms of both signs that nearly cancel."""
+OWN_BF16 = 3.0
+"""Megatron's bf16 error may be this many times that of transformers in bf16 on the same device: both round one model."""
 
 
 def check(device: torch.device) -> Iterator[Result]:
@@ -39,5 +44,29 @@ def check(device: torch.device) -> Iterator[Result]:
                 parallel_state.destroy_model_parallel()
                 label = f"{dtype}{' tied' if tied else ''}"
                 yield from (Result(f"{label} {name}", errors[name], bound) for name, bound in bounds.items())
+            # ``errors`` are those of the last, the bf16 case.
+            for name, own in transformers_bf16_errors(device).items():
+                yield Result(f"bf16 {name}, times transformers' own in bf16 here", errors[name] / own, OWN_BF16)
         finally:
             dist.destroy_process_group()
+
+
+def transformers_bf16_errors(device: torch.device) -> dict[str, float]:
+    """What transformers itself loses in bf16 on the device, against fp32 on the CPU from the same rounded weights."""
+    from tests.distributed.parity import Case, HFSide, cosine, on_cpu, relative_error, samples
+
+    class OnDevice(HFSide):
+        """The model on the device; everything after its log-probabilities stays on the CPU."""
+
+        def logprobs(self, sample: TrainingSample) -> Tensor:
+            moved = replace(sample, tokens=sample.tokens.to(device), labels=sample.labels.to(device))
+            return super().logprobs(moved).cpu()
+
+    exact, low = HFSide(Case(), rounded=True), OnDevice(Case(), rounded=True)
+    low.model.to(device, torch.bfloat16)
+    with torch.no_grad():
+        expected, found = (torch.cat([side.logprobs(s)[s.loss_mask] for s in samples()]) for side in (exact, low))
+    exact.backward()
+    low.backward()
+    direction = 1 - cosine(on_cpu(low.gradients().items()), exact.gradients())
+    return {"logprobs": relative_error(found, expected), "gradient_direction": direction}

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_dppo.parallel import vocab_parallel_logprobs_and_entropy
 from tests.gpu.checks import Result
 
-TOKENS, VOCABULARY, PADDED = 512, 32003, 32064
+TOKENS, VOCABULARY, PADDED = 256, 32003, 32064
 TEMPERATURE = 0.7
 
 

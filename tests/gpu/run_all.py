@@ -3,40 +3,76 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
+import os
 import platform
 import sys
 import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
+    from tests.gpu.checks import Result
+
+# With wheels installed without their dependencies, a part of pydantic can be missing alone.
+CONFIG = ("torch", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
 GROUPS = {
-    "losses": ("tests.gpu.check_losses", ("pydantic",)),
-    "vocab": ("tests.gpu.check_vocab", ("pydantic",)),
-    "model": ("tests.gpu.check_model", ("pydantic", "megatron.core", "transformers", "safetensors")),
+    "losses": ("tests.gpu.check_losses", CONFIG),
+    "vocab": ("tests.gpu.check_vocab", CONFIG),
+    "model": ("tests.gpu.check_model", (*CONFIG, "megatron.core", "numpy", "packaging", "transformers", "safetensors")),
 }
-"""group -> (module, packages it needs)"""
+"""group -> (module, the imports it needs)"""
+
+BRING = """missing imports: {names}
+Bring their wheels. On a machine with network, for Python 3.12 on x86-64:
+  get="pip download --only-binary=:all: --python-version 3.12 -d DIR
+       --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64"
+  $get --no-deps megatron-core==0.19.2
+  $get pydantic
+Then copy DIR here and add --wheels DIR."""
 
 
-def missing_packages(groups: list[str]) -> list[str]:
+def missing_imports(groups: list[str]) -> list[str]:
     """What the groups need and this interpreter does not have."""
-    needed = {package for group in groups for package in GROUPS[group][1]}
-    return sorted(p for p in needed if importlib.util.find_spec(p.split(".")[0]) is None)
+    return sorted({name for group in groups for name in GROUPS[group][1] if not _found(name)})
+
+
+def _found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+def measure(group: str, device: torch.device) -> Iterable[Result]:
+    """The results of one group, which is imported only now: a failing import is a failed check like any other."""
+    results: Iterable[Result] = importlib.import_module(GROUPS[group][0]).check(device)
+    return results
 
 
 def main() -> int:
     """Exit code: see run_all.sh."""
-    parser = argparse.ArgumentParser(prog="tests/gpu/run_all.sh")
+    parser = argparse.ArgumentParser(
+        prog="tests/gpu/run_all.sh",
+        epilog="--wheels DIR: install the wheels in DIR into a temporary folder first",
+    )
     parser.add_argument("--only", default=",".join(GROUPS), help=f"comma-separated, of {', '.join(GROUPS)}")
     parser.add_argument("--cpu-rehearsal", action="store_true")
     options = parser.parse_args()
     groups = options.only.split(",")
     if unknown := set(groups) - set(GROUPS):
         parser.error(f"unknown group {sorted(unknown)}; known: {', '.join(GROUPS)}")
-    if missing := missing_packages(groups):
-        print(f"missing packages: {', '.join(missing)}; bring their wheels with --wheels DIR", file=sys.stderr)
+    if missing := missing_imports(groups):
+        print(BRING.format(names=", ".join(missing)), file=sys.stderr)
         return 2
+    import torch
+
+    from tests.gpu.checks import run_check, table
+
     if not torch.cuda.is_available() and not options.cpu_rehearsal:
         print("no CUDA device here; --cpu-rehearsal runs the same checks on the CPU", file=sys.stderr)
         return 3
@@ -44,12 +80,11 @@ def main() -> int:
     name = platform.processor() or "CPU" if options.cpu_rehearsal else torch.cuda.get_device_name()
     print(f"device: {name}; torch {torch.__version__}; Python {platform.python_version()}", flush=True)
 
-    from tests.gpu.checks import run_check, table
-
+    scale = float(os.environ.get("GPU_CHECKS_BOUND_SCALE", "1"))
     results = []
     for group in groups:
         start = time.perf_counter()
-        results += run_check(group, importlib.import_module(GROUPS[group][0]).check, device)
+        results += run_check(group, functools.partial(measure, group), device, scale)
         print(f"{group}: {time.perf_counter() - start:.1f} s", flush=True)
     failed = sum(not r.passed for r in results)
     print(f"\n{table(results)}\n\n{len(results) - failed} passed, {failed} failed")

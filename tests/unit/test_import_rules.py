@@ -52,12 +52,13 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "resume": ({"config", "errors", "hf", "inputs", "mcore"}, set()),
     "stop_signal": (set(), {"torch"}),
-    "evaluation": ({"metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
-    "sampling": ({"evaluation", "session", "types"}, {"torch"}),
-    "logbook": ({"evaluation", "platform", "report", "rollout", "session", "types"}, set()),
+    "clock": (set(), set()),
+    "evaluation": ({"clock", "metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
+    "sampling": ({"clock", "evaluation", "session", "types"}, {"torch"}),
+    "logbook": ({"clock", "evaluation", "platform", "report", "rollout", "session", "types"}, set()),
     "loop": (
         {"config", "data", "errors", "hf", "losses", "rollout", "types"}
-        | {"evaluation", "logbook", "sampling", "session", "stop_signal"},
+        | {"clock", "evaluation", "logbook", "sampling", "session", "stop_signal"},
         {"torch"},
     ),
     "conversion": (_LOWER | {"data", "mcore"}, {"torch", "transformers"}),
