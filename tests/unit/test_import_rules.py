@@ -19,7 +19,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere)
     "errors": (set(), set()),
     "types": (set(), {"torch"}),
-    "config": (set(), {"pydantic"}),
+    "config_section": (set(), {"pydantic"}),
+    "config_loss": ({"config_section"}, {"pydantic"}),
+    "config": ({"config_loss", "config_section"}, {"pydantic"}),
     "platform": (set(), {"torch"}),
     "config_io": ({"config", "errors"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "layout": ({"config", "errors"}, set()),
