@@ -17,7 +17,7 @@ TOPK = 2
 
 def loss_config(name: str, **keys: Any) -> LossConfig:
     """The loss with its defaults, and with the K of ``make_inputs``."""
-    return LossConfig(name=name, **({"topk": TOPK} if "topk" in name else {}), **keys)
+    return LossConfig(name=name, **{**({"topk": TOPK} if "topk" in name else {}), **keys})
 
 
 def topk_fields(pi: Tensor, mu: Tensor, sampled: Tensor, k: int) -> dict[str, Tensor]:

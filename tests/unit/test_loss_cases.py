@@ -20,7 +20,6 @@ DATA = json.loads((Path(__file__).parents[1] / "data" / "dppo_cases.json").read_
 CASES = {case["name"]: case for case in DATA["cases"]}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 
-CAP_OF_CASE = object()
 VARIANTS: dict[str, dict[str, Any]] = {
     "binary_tv": {"name": "dppo_binary_tv"},
     "binary_kl": {"name": "dppo_binary_kl"},
@@ -74,6 +73,8 @@ def run_case(
         advantages=torch.tensor([case["A"]], dtype=dtype),
         loss_mask=torch.tensor([True]),
         rollout_logprobs=mu[:, case["a"]].log().to(dtype),
+        sequence_ids=torch.tensor([0]),
+        token_weights=torch.ones(1),
         anchor_logprobs=torch.tensor([case["pi_old_a"]], dtype=torch.float64).log().to(dtype),
         **{k: v.to(dtype) if v is not None and v.is_floating_point() else v for k, v in topk.items()},
     )
