@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-LossName = Literal["dppo_binary_tv", "dppo_binary_kl", "grpo", "pg_is"]
+from megatron_dppo.config_loss import LOSS_ALIASES, Aggregation, LossConfig, LossName
+from megatron_dppo.config_section import Section as _Section
+
+__all__ = ["LOSS_ALIASES", "Aggregation", "Config", "LossConfig", "LossName"]
+
 DType = Literal["fp32", "bf16"]
 
-
-class _Section(BaseModel):
-    # Strict: a flag whose value was forgotten reads as true, which lax mode takes for the number 1.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+_FED_INPUTS = frozenset({"rollout_logprobs", "sequence_ids"})
+"""Fields of LossInputs, beyond the ones that every loss has, that the trainer fills in."""
 
 
 class RunConfig(_Section):
@@ -110,48 +110,6 @@ class RewardConfig(_Section):
     """Limit for one sample; a slower one is stopped and counted as failed."""
     num_workers: int = Field(1, ge=1)
     """Processes per rank that compute slow rewards."""
-
-
-class LossConfig(_Section):
-    """The policy loss. Source of names and defaults: arXiv 2602.04879 and docs/loss.md."""
-
-    name: LossName = "dppo_binary_tv"
-    divergence_threshold_low: float | None = Field(None, gt=0)
-    """Trust region for negative advantages; None = 0.15 (TV) or 0.05 (KL)."""
-    divergence_threshold_high: float | None = Field(None, gt=0)
-    """Trust region for positive advantages; None = 0.15 (TV) or 0.05 (KL)."""
-    ratio_cap: float | None = Field(None, gt=0)
-    """C in min(r, C); None = no cap."""
-    clip_ratio_low: float = Field(0.2, gt=0, lt=1)
-    """Only ``grpo``: tokens with negative advantage and r < 1 - low are dropped."""
-    clip_ratio_high: float = Field(0.28, gt=0)
-    """Only ``grpo``: tokens with positive advantage and r > 1 + high are dropped."""
-
-    @property
-    def is_dppo(self) -> bool:
-        """Whether the loss is one of the DPPO variants."""
-        return self.name.startswith("dppo_")
-
-    @property
-    def thresholds(self) -> tuple[float, float]:
-        """(low, high) with the defaults of the variant filled in."""
-        default = 0.05 if self.name.endswith("_kl") else 0.15
-        low, high = self.divergence_threshold_low, self.divergence_threshold_high
-        return (default if low is None else low, default if high is None else high)
-
-    @model_validator(mode="after")
-    def _thresholds_in_range(self) -> LossConfig:
-        for key in ("divergence_threshold_low", "divergence_threshold_high"):
-            value = getattr(self, key)
-            if value is None:
-                continue
-            if not self.is_dppo:
-                raise ValueError(
-                    f"{key} = {value} has no effect on the loss {self.name!r}; remove it or use a dppo_* loss"
-                )
-            if self.name.endswith("_tv") and value > 1:
-                raise ValueError(f"{key} = {value}: a total variation never exceeds 1; the paper uses 0.15 to 0.2")
-        return self
 
 
 class TrainConfig(_Section):
@@ -284,6 +242,13 @@ class Config(_Section):
             raise ValueError(
                 f"loss.name = {self.loss.name!r} is anchored on the rollout policy's own log-probabilities, but "
                 "rollout.return_logprobs = false; set it to true (a recomputed anchor is not the same algorithm)"
+            )
+        if missing := sorted(self.loss.required_inputs - _FED_INPUTS):
+            raise ValueError(
+                f"the loss {self.loss.name!r} with these settings needs {', '.join(missing)}, which the trainer does "
+                "not compute; "
+                + "; ".join(f"{name} comes from {self.loss.reason(name)}" for name in missing)
+                + ". Change that setting, or call megatron_dppo.losses.policy_loss from your own trainer"
             )
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if samples % self.train.mini_batches:

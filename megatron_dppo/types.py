@@ -165,13 +165,22 @@ class LossInputs:
     entropy: Tensor | None = None
     """[T] entropy of pi(.|s_t), in nats"""
     topk_logprobs: Tensor | None = None
-    """[T, K+1] log pi at the rollout's Top-K ids and at the sampled id"""
+    """[T, K+1] log pi at the ids of the set TopK(mu, K) plus the sampled token. Slots 0 to K-1 hold the rollout's
+    Top-K by rank; slot K holds the sampled token, and is valid only where that is not among the Top-K."""
     rollout_topk_logprobs: Tensor | None = None
-    """[T, K+1] log mu at the same ids"""
+    """[T, K+1] log mu at the same ids; -inf = the engine never samples this id (top-p), which is a valid value"""
+    topk_valid: Tensor | None = None
+    """[T, K+1] bool, False = an unused slot; what stands there is ignored. The ids of valid slots are distinct."""
+    topk_other_logprob: Tensor | None = None
+    """[T] log of pi's mass outside the valid slots, summed without cancellation; None = 1 minus the slots"""
     anchor_logprobs: Tensor | None = None
     """[T] log-probabilities recomputed by the trainer at the rollout's weights; only for the losses named so"""
+    reference_logprobs: Tensor | None = None
+    """[T] log-probabilities of the labels under a frozen reference policy, for the KL penalty"""
     sequence_ids: Tensor | None = None
-    """[T] int64, for sequence-level losses"""
+    """[T] int64 from 0, for sequence-level losses; each sequence must be in these inputs as a whole"""
+    token_weights: Tensor | None = None
+    """[T] float, the aggregation as per-token weights (``losses.token_weights``); None = 1 everywhere"""
 
 
 @dataclass(frozen=True, kw_only=True)

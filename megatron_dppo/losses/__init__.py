@@ -3,15 +3,23 @@
 from megatron_dppo.losses.advantages import group_relative_advantages
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.policy_loss import dppo_loss, policy_loss, supervised_loss
-from megatron_dppo.losses.trust_region import divergence_keep_mask, ratio_keep_mask
+from megatron_dppo.losses.reduce import BatchTotals, sequence_weight, token_weights
+from megatron_dppo.losses.topk import topk_kl, topk_tv
+from megatron_dppo.losses.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
 
 __all__ = [
+    "BatchTotals",
     "binary_kl",
     "binary_tv",
     "divergence_keep_mask",
     "dppo_loss",
     "group_relative_advantages",
+    "mismatch_keep_mask",
     "policy_loss",
     "ratio_keep_mask",
+    "sequence_weight",
     "supervised_loss",
+    "token_weights",
+    "topk_kl",
+    "topk_tv",
 ]

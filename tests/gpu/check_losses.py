@@ -13,22 +13,33 @@ from megatron_dppo.config import LossConfig, LossName
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.types import LossInputs, LossOutput
 from tests.gpu.checks import Result
+from tests.unit.loss_inputs import topk_fields
 
-TOKENS = 4096
+TOKENS, VOCABULARY, TOPK, SEQUENCE = 4096, 64, 20, 64
 
 
 def random_inputs() -> LossInputs:
-    """Two policies at a moderate distance, both signs of advantages, a mask with NaN outside it."""
+    """Two policies at a moderate distance, every field of every loss, a mask with NaN outside it."""
     generator = torch.Generator().manual_seed(0)
 
-    def uniform() -> Tensor:
-        return torch.rand(TOKENS, generator=generator, dtype=torch.float64)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    rollout = (0.02 + 0.96 * uniform()).log()
-    logprobs = (rollout + 0.5 * (uniform() - 0.5)).clamp(max=-1e-3)
-    mask = uniform() < 0.8
-    advantages = torch.where(mask, uniform() - 0.5, torch.nan)
-    return LossInputs(logprobs=logprobs, rollout_logprobs=rollout, advantages=advantages, loss_mask=mask)
+    rollout = (3 * normal(TOKENS, VOCABULARY)).log_softmax(-1)
+    policy = (rollout + 0.5 * normal(TOKENS, VOCABULARY)).log_softmax(-1)
+    sampled = torch.multinomial(rollout.exp(), 1, generator=generator).squeeze(1)
+    rows = torch.arange(TOKENS)
+    mask = torch.rand(TOKENS, generator=generator) < 0.8
+    return LossInputs(
+        logprobs=policy[rows, sampled],
+        rollout_logprobs=rollout[rows, sampled],
+        anchor_logprobs=rollout[rows, sampled] + 0.01 * normal(TOKENS),
+        advantages=torch.where(mask, normal(TOKENS), torch.nan),
+        loss_mask=mask,
+        sequence_ids=rows // SEQUENCE,
+        token_weights=torch.ones(TOKENS, dtype=torch.float64),
+        **topk_fields(policy.exp(), rollout.exp(), sampled, TOPK),
+    )
 
 
 def on(inputs: LossInputs, device: torch.device, dtype: torch.dtype) -> LossInputs:
@@ -37,7 +48,7 @@ def on(inputs: LossInputs, device: torch.device, dtype: torch.dtype) -> LossInpu
     for field in fields(inputs):
         value = getattr(inputs, field.name)
         if value is not None:
-            moved[field.name] = value.to(device) if value.dtype == torch.bool else value.to(device, dtype)
+            moved[field.name] = value.to(device, dtype) if value.is_floating_point() else value.to(device)
     moved["logprobs"] = moved["logprobs"].detach().requires_grad_()
     return LossInputs(**moved)
 

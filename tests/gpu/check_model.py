@@ -19,7 +19,7 @@ BF16 = {"export": 0.0, "logprobs": 2e-2, "gradient_direction": 2e-2, "grad_norm"
 """bf16 keeps 8 bits and may route a token to another expert than fp32 does, so single parameters are not compared; nor
 is the loss, a sum of terms of both signs that nearly cancel."""
 OWN_BF16 = 3.0
-"""Megatron's bf16 error may be this many times that of transformers in bf16 on the same device: both round one model."""
+"""Megatron's bf16 error may be this many times that of transformers in bf16 on the device: both round the same model."""
 
 
 def check(device: torch.device) -> Iterator[Result]:

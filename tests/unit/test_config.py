@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tomli_w
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, LossConfig, LossName
 from megatron_dppo.config_io import dump_toml, load_config, validate
 from megatron_dppo.errors import ConfigError
 from tests.unit.configs import config, minimal
@@ -194,6 +195,20 @@ def test_thresholds_default_by_the_variant(loss: dict[str, Any], expected: tuple
         ({"loss": {"divergence_threshold_low": 1.1}}, "a total variation never exceeds 1"),
         ({"loss": {"divergence_threshold_high": 0}}, "loss.divergence_threshold_high = 0"),
         ({"loss": {"name": "grpo", "divergence_threshold_high": 0.1}}, "no effect on the loss 'grpo'"),
+        ({"loss": {"clip_ratio_low": 0.1}}, "clip_ratio_low = 0.1 has no effect on the loss 'dppo_binary_tv'"),
+        ({"loss": {"name": "pg_is", "ratio_floor": 0.1}}, "no effect on the loss 'pg_is'; remove it or use cispo"),
+        ({"loss": {"name": "ppo_clip", "ratio_cap": 3.0}}, "no effect on the loss 'ppo_clip'"),
+        ({"loss": {"name": "grpo", "dual_clip": 3.0}}, "use ppo_clip or ppo_decoupled"),
+        ({"loss": {"topk": 5}}, "topk = 5 has no effect"),
+        ({"loss": {"topk_eviction": True}}, "topk_eviction = True has no effect"),
+        ({"loss": {"mismatch_high": 3.0}}, "use mismatch other than 'none'"),
+        ({"loss": {"mismatch": "truncate"}}, "capped by ratio_cap"),
+        ({"loss": {"mismatch": "mask_token", "mismatch_low": 3.0}}, "mismatch_low = 3.0 is above the upper limit 2.0"),
+        ({"loss": {"name": "cispo", "ratio_floor": 6.0}}, "ratio_floor = 6.0 is above the upper limit 5.0"),
+        ({"loss": {"name": "gspo", "form": "reinforce"}}, "form = 'reinforce' does not exist for 'gspo'"),
+        ({"loss": {"name": "gspo", "aggregation": "token_mean"}}, "gspo is defined by seq_mean_token_mean"),
+        ({"loss": {"aggregation": "token_sum_norm"}}, "need horizon; the longest response"),
+        ({"loss": {"horizon": 8}}, "horizon = 8 with aggregation = 'token_mean'"),
         ({"optimizer": {"min_lr": 1e-2}}, "min_lr = 0.01 is above lr = 0.001"),
         ({"rollout": {"return_logprobs": False}}, "rollout.return_logprobs = false"),
         ({"train": {"mini_batches": 3}}, "16 * 8 = 128 samples cannot be split into train.mini_batches = 3"),
@@ -204,6 +219,63 @@ def test_values_that_do_not_fit_each_other_are_refused(sections: dict[str, Any],
     with pytest.raises(ConfigError) as error:
         config(**sections)
     assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "missing", "setting"),
+    [
+        ({"name": "dppo_topk_tv"}, "rollout_topk_logprobs, topk_logprobs, topk_valid", "loss.name"),
+        ({"name": "dppo_recompute_binary_kl"}, "anchor_logprobs", "loss.name"),
+        ({"name": "minirl"}, "anchor_logprobs", "loss.name"),
+        ({"name": "gspo"}, "token_weights", "loss.name"),
+        ({"name": "ppo_decoupled"}, "anchor_logprobs", "loss.name"),
+        ({"kl_coef": 0.1}, "reference_logprobs", "loss.kl_coef"),
+        ({"entropy_coef": 0.1}, "entropy", "loss.entropy_coef"),
+        ({"aggregation": "seq_mean_token_sum"}, "token_weights", "loss.aggregation"),
+    ],
+)
+def test_a_loss_that_needs_what_the_trainer_does_not_compute_is_refused(
+    loss: dict[str, Any], missing: str, setting: str
+) -> None:
+    assert LossConfig(**loss).name  # by itself it is fine: other trainers may have the input
+    with pytest.raises(ConfigError) as error:
+        config(loss=loss)
+    assert f"needs {missing}, which the trainer does not compute" in str(error.value)
+    assert f"comes from {setting}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"name": "cispo"},
+        {"name": "ppo_clip", "dual_clip": 3.0},
+        {"mismatch": "mask_sequence"},
+        {"kl_coef": 0.001, "kl_anchor": "rollout"},
+        {"name": "verl/dppo_kl"},
+        {"name": "prime_rl/default"},
+    ],
+)
+def test_a_loss_that_the_trainer_can_feed_is_accepted(loss: dict[str, Any]) -> None:
+    assert config(loss=loss).loss.required_inputs <= {"rollout_logprobs", "sequence_ids"}
+
+
+def test_an_alias_on_the_command_line_is_resolved(path: Path, tmp_path: Path) -> None:
+    loaded = load_config(path, ["--loss.name", "trl/binary_kl", "--loss.ratio_cap", "7"])
+    assert (loaded.loss.name, loaded.loss.thresholds, loaded.loss.ratio_cap) == ("dppo_binary_kl", (0.15, 0.15), 7.0)
+    (tmp_path / "resolved.toml").write_text(dump_toml(loaded))
+    assert load_config(tmp_path / "resolved.toml") == loaded
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [({"name": "grpo"}, (0.2, 0.28)), ({"name": "gspo", "clip_ratio_high": 0.1}, (3e-4, 0.1))]
+)
+def test_clip_ratios_default_by_the_loss(loss: dict[str, Any], expected: tuple[float, float]) -> None:
+    assert LossConfig(**loss).clip_ratios == expected
+
+
+def test_only_cispo_caps_the_ratio_by_default() -> None:
+    for name in get_args(LossName):
+        assert LossConfig(name=name).ratio_limits == (0.0, 5.0 if name == "cispo" else math.inf)
 
 
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:

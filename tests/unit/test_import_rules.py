@@ -29,7 +29,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere)
     "errors": (set(), set()),
     "types": (set(), {"torch"}),
-    "config": (set(), {"pydantic"}),
+    "config_section": (set(), {"pydantic"}),
+    "config_loss": ({"config_section"}, {"pydantic"}),
+    "config": ({"config_loss", "config_section"}, {"pydantic"}),
     "platform": ({"errors"}, {"torch"}),
     "config_io": ({"config", "errors"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "layout": ({"config", "errors"}, set()),

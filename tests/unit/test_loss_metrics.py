@@ -9,12 +9,14 @@ import torch
 
 from megatron_dppo.config import LossConfig
 from megatron_dppo.losses import policy_loss
-from tests.unit.loss_inputs import NAMES, make_inputs, value
+from tests.unit.loss_inputs import NAMES, loss_config, make_inputs, value
 
 
 def test_metrics_are_those_of_a_hand_calculation() -> None:
     inputs, _ = make_inputs(
-        [0.9, 0.1, 0.5, 0.4], [0.6, 0.5, 0.5, 0.2], [1.0, -1.0, 0.0, -1.0], entropy=torch.tensor([1.0, 2.0, 3.0, 4.0])
+        *([0.9, 0.1, 0.5, 0.4], [0.6, 0.5, 0.5, 0.2], [1.0, -1.0, 0.0, -1.0]),
+        entropy=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        anchor_logprobs=torch.tensor([0.7, 0.5, 0.5, 0.2], dtype=torch.float64).log(),
     )
     output = policy_loss(inputs, LossConfig(ratio_cap=1.9))
     want = {
@@ -31,6 +33,7 @@ def test_metrics_are_those_of_a_hand_calculation() -> None:
         "ratio_capped_fraction": 1 / 4,
         "kl_k3": sum(r - 1 - math.log(r) for r in (1.5, 0.2, 1.0, 2.0)) / 4,
         "entropy": 2.5,
+        "anchor_abs_prob_diff": 0.1 / 4,
         "loss": 1.9 * math.log(0.4) / 4,
     }
     assert set(output.metrics) == set(want)
@@ -43,7 +46,23 @@ def test_metrics_are_those_of_a_hand_calculation() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_metric_names_do_not_depend_on_the_values(name: str) -> None:
-    config = LossConfig(name=name)
+    config = loss_config(name)
     some, _ = make_inputs([0.5], [0.1], [1.0])
     none, _ = make_inputs([0.5], [0.1], [0.0], [False])
     assert policy_loss(some, config).metrics.keys() == policy_loss(none, config).metrics.keys()
+
+
+def test_topk_metrics_are_the_masses_of_other_and_the_share_of_tokens_outside() -> None:
+    # mu = (.1, .675, .225) and (.8, .15, .05) with K = 2: the sampled first token is outside, then inside.
+    inputs, _ = make_inputs([0.2, 0.6, 0.3], [0.1, 0.8, 0.3], [1.0, 1.0, 1.0], [True, True, False])
+    output = policy_loss(inputs, loss_config("dppo_topk_tv"))
+    assert value(output, "topk_sampled_outside") == 0.5
+    assert value(output, "topk_other_rollout") == pytest.approx((0.0 + 0.05) / 2)
+    assert value(output, "topk_other") == pytest.approx((0.0 + 0.1) / 2)
+
+
+def test_kl_penalty_is_reported_per_token_without_its_coefficient() -> None:
+    inputs, _ = make_inputs([0.5, 0.25], [0.5, 0.5], [0.0, 0.0])
+    output = policy_loss(inputs, LossConfig(kl_coef=3.0, kl_anchor="rollout", kl_estimator="k1"))
+    assert value(output, "kl_penalty") == pytest.approx(-math.log(2) / 2)
+    assert value(output, "loss") == pytest.approx(-3 * math.log(2) / 2)

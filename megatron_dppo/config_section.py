@@ -1,0 +1,14 @@
+"""What every section of the configuration has in common."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A frozen table of keys; an unknown key, a value of another type and a non-finite number are errors."""
+
+    # Strict: a flag whose value was forgotten reads as true, which lax mode takes for the number 1.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )

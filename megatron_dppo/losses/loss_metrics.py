@@ -1,0 +1,80 @@
+"""What the losses report: sums over the loss mask, each with its own denominator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.losses.reduce import masked_max, masked_sum
+from megatron_dppo.losses.rules import Decision
+from megatron_dppo.losses.tokens import Tokens
+from megatron_dppo.losses.topk import other_masses
+from megatron_dppo.types import LossInputs, Metric
+
+
+@torch.no_grad()
+def policy_metrics(tokens: Tokens, decision: Decision, keep: Tensor, cap: float) -> dict[str, Metric]:
+    """Means over the loss mask; fractions of dropped tokens over those with a non-zero advantage.
+
+    Args:
+        tokens: the prepared inputs.
+        decision: what the loss decided; the ratio that is reported is its weight.
+        keep: ``[T]`` bool, the final mask.
+        cap: C; infinity = none.
+    """
+    count = tokens.mask.sum()
+    rise = tokens.logprobs.exp() - tokens.rollout_logprobs.exp()
+    up, down = tokens.advantages > 0, tokens.advantages < 0
+
+    def mean(values: Tensor) -> Metric:
+        return Metric(masked_sum(values, tokens.mask), count)
+
+    def largest(values: Tensor) -> Metric:
+        return Metric(masked_max(values, tokens.mask), kind="max")
+
+    def dropped(among: Tensor) -> Metric:
+        return Metric((among & ~keep).sum(), among.sum())
+
+    ratio = tokens.log_ratio.exp()
+    metrics = {
+        "mask_fraction": dropped(up | down),
+        "mask_fraction_positive": dropped(up),
+        "mask_fraction_negative": dropped(down),
+        "divergence": mean(decision.divergence),
+        "divergence_max": largest(decision.divergence),
+        "abs_prob_diff": mean(rise.abs()),
+        "prob_rise_max": largest(rise),
+        "prob_drop_max": largest(-rise),
+        "ratio": mean(ratio),
+        "ratio_max": largest(ratio),
+        "ratio_capped_fraction": mean((decision.weight > cap).to(ratio.dtype)),
+        # r - 1 - log r, the estimator "k3" of KL(mu || pi); expm1 because r is close to 1.
+        "kl_k3": mean(tokens.log_ratio.expm1() - tokens.log_ratio),
+    }
+    if tokens.anchor_logprobs is not None:
+        # The mismatch of trainer and engine at the same weights, apart from what the update did.
+        metrics["anchor_abs_prob_diff"] = mean((tokens.anchor.exp() - tokens.rollout_logprobs.exp()).abs())
+    return metrics | _topk_metrics(tokens)
+
+
+def _topk_metrics(tokens: Tokens) -> dict[str, Metric]:
+    if tokens.topk is None:
+        return {}
+    topk, count = tokens.topk, tokens.mask.sum()
+    log_p, log_m = (torch.where(topk.valid, x, -torch.inf) for x in (topk.logprobs, topk.rollout_logprobs))
+    p_other, m_other = other_masses(log_p, log_m, topk.other_logprob)
+    return {
+        "topk_other": Metric(masked_sum(p_other, tokens.mask), count),
+        "topk_other_rollout": Metric(masked_sum(m_other, tokens.mask), count),
+        "topk_sampled_outside": Metric(topk.valid[:, -1].sum(), count),
+    }
+
+
+@torch.no_grad()
+def common_metrics(inputs: LossInputs, loss_sum: Tensor) -> dict[str, Metric]:
+    """The aggregated loss, and the entropy where it is given."""
+    count = inputs.loss_mask.sum()
+    metrics = {"loss": Metric(loss_sum.detach(), count)}
+    if inputs.entropy is not None:
+        metrics["entropy"] = Metric(masked_sum(inputs.entropy.detach(), inputs.loss_mask), count)
+    return metrics

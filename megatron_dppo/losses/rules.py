@@ -1,0 +1,160 @@
+"""What distinguishes one loss from another: which tokens it keeps, and the weight of those. True = keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.config import LossConfig, LossName
+from megatron_dppo.losses.divergence import binary_kl, binary_tv
+from megatron_dppo.losses.reduce import per_sequence
+from megatron_dppo.losses.tokens import Tokens
+from megatron_dppo.losses.topk import topk_kl, topk_tv
+from megatron_dppo.losses.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
+
+
+class Decision(NamedTuple):
+    """What a loss decides for each token; all ``[T]``, without gradient."""
+
+    keep: Tensor
+    """bool; may also be True outside the loss mask"""
+    weight: Tensor
+    """the factor of the advantage, before ratio_cap and ratio_floor"""
+    clipped_weight: Tensor
+    """what a dropped token reports in its place: 0, or the clipped ratio of a surrogate"""
+    divergence: Tensor
+
+
+_Divergence = Callable[[Tokens], Tensor]
+_Rule = Callable[[Tokens, LossConfig, Tensor], Decision]
+
+
+def decide(tokens: Tokens, config: LossConfig) -> Decision:
+    """Mask and weight of every token under ``config``, the mismatch mask included."""
+    measure, rule = _RULES[config.name]
+    decision = rule(tokens, config, measure(tokens))
+    if config.mismatch not in ("none", "truncate"):
+        inside = mismatch_keep_mask(
+            _mismatch_log_ratio(tokens, config),
+            tokens.mask,
+            cast(Literal["token", "sequence", "geometric"], config.mismatch.removeprefix("mask_")),
+            config.mismatch_limits,
+            tokens.sequence_ids,
+        )
+        clipped = torch.where(inside, decision.clipped_weight, 0.0)
+        decision = decision._replace(keep=decision.keep & inside, clipped_weight=clipped)
+    return decision
+
+
+def _mismatch_log_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
+    """Trainer against engine at the same weights where the loss has the anchor, else pi against mu."""
+    return tokens.anchor - tokens.rollout_logprobs if config.uses_anchor else tokens.log_ratio
+
+
+def _binary_tv(tokens: Tokens) -> Tensor:
+    return binary_tv(tokens.logprobs, tokens.rollout_logprobs)
+
+
+def _binary_kl(tokens: Tokens) -> Tensor:
+    return binary_kl(tokens.logprobs, tokens.rollout_logprobs)
+
+
+def _recompute_tv(tokens: Tokens) -> Tensor:
+    return binary_tv(tokens.logprobs, tokens.anchor)
+
+
+def _recompute_kl(tokens: Tokens) -> Tensor:
+    return binary_kl(tokens.logprobs, tokens.anchor)
+
+
+def _topk_tv(tokens: Tokens) -> Tensor:
+    return _on_topk(topk_tv, tokens)
+
+
+def _topk_kl(tokens: Tokens) -> Tensor:
+    return _on_topk(topk_kl, tokens)
+
+
+def _on_topk(function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor], tokens: Tokens) -> Tensor:
+    topk = tokens.topk
+    assert topk is not None
+    divergence = function(topk.logprobs, topk.rollout_logprobs, topk.valid, topk.other_logprob)
+    return torch.where(tokens.mask, divergence.to(tokens.log_ratio.dtype), 0.0)
+
+
+def _plain(tokens: Tokens, keep: Tensor, divergence: Tensor) -> Decision:
+    weight = tokens.log_ratio.exp()
+    return Decision(keep, weight, torch.zeros_like(weight), divergence)
+
+
+def _divergence_region(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    keep = divergence_keep_mask(divergence, tokens.log_ratio, tokens.advantages, *config.thresholds)
+    return _plain(tokens, keep, divergence)
+
+
+def _recompute_region(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    keep = divergence_keep_mask(divergence, tokens.anchor_log_ratio, tokens.advantages, *config.thresholds)
+    return _plain(tokens, keep, divergence)
+
+
+def _ratio_region(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    return _plain(tokens, ratio_keep_mask(tokens.log_ratio, tokens.advantages, *config.clip_ratios), divergence)
+
+
+def _minirl(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    keep = ratio_keep_mask(tokens.anchor_log_ratio, tokens.advantages, *config.clip_ratios)
+    return _plain(tokens, keep, divergence)
+
+
+def _everything(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    return _plain(tokens, torch.ones_like(tokens.mask), divergence)
+
+
+def _ppo_clip(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    return _surrogate(tokens.log_ratio, tokens, config, divergence)
+
+
+def _ppo_decoupled(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    mismatch = _mismatch_log_ratio(tokens, config).exp()
+    if config.mismatch == "truncate":
+        mismatch = mismatch.clamp(*config.mismatch_limits)
+    decision = _surrogate(tokens.anchor_log_ratio, tokens, config, divergence)
+    return decision._replace(weight=decision.weight * mismatch, clipped_weight=decision.clipped_weight * mismatch)
+
+
+def _gspo(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    assert tokens.sequence_ids is not None
+    log_ratio = per_sequence(tokens.log_ratio, tokens.mask, tokens.sequence_ids, "mean")
+    return _surrogate(log_ratio, tokens, config, divergence)
+
+
+def _surrogate(log_ratio: Tensor, tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    """``max(-A r, -A clip(r))``, and at most ``-A c`` for A < 0 with dual clip (arXiv 1707.06347, 1912.09729)."""
+    low, high = config.clip_ratios
+    ratio, advantages = log_ratio.exp(), tokens.advantages
+    keep, clipped = ratio_keep_mask(log_ratio, advantages, low, high), ratio.clamp(1 - low, 1 + high)
+    if config.dual_clip is not None:
+        beyond = (advantages < 0) & (ratio > config.dual_clip)
+        keep, clipped = keep & ~beyond, torch.where(beyond, config.dual_clip, clipped)
+    return Decision(keep, ratio, clipped, divergence)
+
+
+_RULES: Mapping[LossName, tuple[_Divergence, _Rule]] = {
+    "dppo_binary_tv": (_binary_tv, _divergence_region),
+    "dppo_binary_kl": (_binary_kl, _divergence_region),
+    "dppo_topk_tv": (_topk_tv, _divergence_region),
+    "dppo_topk_kl": (_topk_kl, _divergence_region),
+    "dppo_recompute_binary_tv": (_recompute_tv, _recompute_region),
+    "dppo_recompute_binary_kl": (_recompute_kl, _recompute_region),
+    "grpo": (_binary_tv, _ratio_region),
+    "minirl": (_binary_tv, _minirl),
+    "pg_is": (_binary_tv, _everything),
+    "cispo": (_binary_tv, _everything),
+    "gspo": (_binary_tv, _gspo),
+    "ppo_clip": (_binary_tv, _ppo_clip),
+    "ppo_decoupled": (_binary_tv, _ppo_decoupled),
+}
+"""Loss -> its divergence (measured for the metrics, and for the mask where that has one in it) and its rule."""

@@ -1,0 +1,147 @@
+"""The inputs of a loss, checked, and with everything outside the loss mask made harmless."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.config import LossConfig
+from megatron_dppo.losses.reduce import statistics_dtype
+from megatron_dppo.losses.topk import evict
+from megatron_dppo.types import LossInputs
+
+_MAX_LOG_RATIO = 80.0
+"""exp(80) is still finite in fp32. As log pi <= 0, a larger log ratio needs log mu < -80, a token of probability 2e-35
+that no engine samples: the clamp changes no real result, it only keeps a corrupt one finite and visible."""
+_ADVICE = {
+    "rollout_logprobs": "ask the rollout engine for them (log-probabilities recomputed by the trainer make a different "
+    "algorithm, one that diverges)",
+    "topk_logprobs": "gather log pi at the rollout's Top-K ids and the sampled id, over the whole vocabulary",
+    "rollout_topk_logprobs": "ask the rollout engine for its Top-K log-probabilities",
+    "topk_valid": "mark the slots in use; slot K only where the sampled token is outside the Top-K",
+    "anchor_logprobs": "recompute them in the trainer at the rollout's weights, before the first update",
+    "sequence_ids": "give each token the index of its sequence",
+    "reference_logprobs": "compute them with the reference policy, or set kl_coef to 0",
+    "entropy": "pass the entropy of pi with its gradient, or set entropy_coef to 0",
+    "token_weights": "compute them with losses.token_weights, or use aggregation token_mean",
+}
+_TOPK = ("topk_logprobs", "rollout_topk_logprobs", "topk_valid")
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The Top-K set after eviction."""
+
+    logprobs: Tensor
+    """[T, K+1] log pi"""
+    rollout_logprobs: Tensor
+    """[T, K+1] log mu"""
+    valid: Tensor
+    """[T, K+1] bool"""
+    other_logprob: Tensor | None
+    """[T]"""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the rules of the losses work on; all ``[T]``, in the statistics dtype. Only ``logprobs`` has a gradient."""
+
+    mask: Tensor
+    logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    log_ratio: Tensor
+    """log pi - log mu, clamped"""
+    anchor_logprobs: Tensor | None
+    sequence_ids: Tensor | None
+    topk: TopK | None
+
+    @property
+    def anchor(self) -> Tensor:
+        """The recomputed log-probabilities, where the loss has checked that they are there."""
+        if self.anchor_logprobs is None:
+            raise ValueError("anchor_logprobs is None")
+        return self.anchor_logprobs
+
+    @property
+    def anchor_log_ratio(self) -> Tensor:
+        """log pi - log of the recomputed anchor, clamped."""
+        return (self.logprobs.detach() - self.anchor).clamp(max=_MAX_LOG_RATIO)
+
+
+def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
+    """Check the inputs and neutralise what stands outside the mask.
+
+    Raises:
+        ValueError: an input that the loss needs is None, shapes differ, or a mask is not bool.
+    """
+    for name in sorted(config.required_inputs, key=lambda n: n != "rollout_logprobs"):
+        if getattr(inputs, name) is None:
+            what = f"needs {name} because of {config.reason(name)}"
+            if name == "rollout_logprobs":
+                what = "is anchored on the rollout policy's own log-probabilities"
+            raise ValueError(f"the loss {config.name!r} {what}, but {name} is None; {_ADVICE[name]}")
+    check_shapes(inputs)
+    assert inputs.rollout_logprobs is not None
+    mask = inputs.loss_mask
+    dtype = statistics_dtype(inputs.logprobs, inputs.rollout_logprobs)
+
+    def constant(values: Tensor) -> Tensor:
+        return torch.where(mask, values.detach().to(dtype), 0.0)
+
+    logprobs = torch.where(mask, inputs.logprobs.to(dtype), 0.0)
+    rollout_logprobs = constant(inputs.rollout_logprobs)
+    return Tokens(
+        mask=mask,
+        logprobs=logprobs,
+        rollout_logprobs=rollout_logprobs,
+        advantages=constant(inputs.advantages),
+        log_ratio=(logprobs.detach() - rollout_logprobs).clamp(max=_MAX_LOG_RATIO),
+        anchor_logprobs=None if inputs.anchor_logprobs is None else constant(inputs.anchor_logprobs),
+        sequence_ids=inputs.sequence_ids,
+        topk=_topk(inputs, config) if config.is_topk else None,
+    )
+
+
+def _topk(inputs: LossInputs, config: LossConfig) -> TopK:
+    assert inputs.topk_logprobs is not None and inputs.rollout_topk_logprobs is not None
+    assert inputs.topk_valid is not None
+    slots = inputs.topk_logprobs.shape[-1]
+    if slots != config.topk + 1:
+        raise ValueError(
+            f"topk_logprobs has {slots} slots, expected topk + 1 = {config.topk + 1}; set loss.topk to {slots - 1}"
+        )
+    # Rows outside the mask have no valid slot: K zeros of padding would otherwise be a probability mass of K.
+    valid = inputs.topk_valid & inputs.loss_mask[:, None]
+    other = inputs.topk_other_logprob
+    if other is not None:
+        other = torch.where(inputs.loss_mask, other.detach(), 0.0)
+    if config.topk_eviction:
+        valid, other = evict(inputs.topk_logprobs, valid, other)
+    return TopK(inputs.topk_logprobs.detach(), inputs.rollout_topk_logprobs.detach(), valid, other)
+
+
+def check_shapes(inputs: LossInputs) -> None:
+    """Every field that is there has the shape of ``logprobs``, the Top-K fields one more dimension, masks are bool.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    expected = tuple(inputs.logprobs.shape)
+    for name in (field.name for field in fields(inputs) if field.name not in _TOPK):
+        value = getattr(inputs, name)
+        if value is not None and tuple(value.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, expected that of logprobs, {expected}")
+    shapes = {name: tuple(value.shape) for name in _TOPK if (value := getattr(inputs, name)) is not None}
+    for name, shape in shapes.items():
+        first = next(iter(shapes.values()))
+        if shape != first or shape[:-1] != expected or shape[-1] < 2:
+            raise ValueError(
+                f"{name} has shape {shape}, expected [T, K+1] with T = {expected}, {first} like the others"
+            )
+    for name in ("loss_mask", "topk_valid"):
+        value = getattr(inputs, name)
+        if value is not None and value.dtype != torch.bool:
+            raise ValueError(f"{name} must be bool, got {value.dtype}; pass {name.removeprefix('loss_')}.bool()")

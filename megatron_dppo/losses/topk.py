@@ -1,0 +1,90 @@
+"""Divergences on the partition "each id of TopK(mu, K) and the sampled id" plus one bucket ``other``, per token.
+
+Lower bounds of the divergence over the whole vocabulary and at least the binary estimate (arXiv 2602.04879, equations
+15 and 16 and the appendix on partitions). ``other`` is a bucket like the rest; nothing is renormalised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.losses.reduce import statistics_dtype
+
+_OTHER_FLOOR = 1e-12
+"""Least mass of ``other`` in the KL, for both policies. mu's comes from a subtraction and is noise below this."""
+
+
+def topk_tv(
+    topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None = None
+) -> Tensor:
+    """Total variation, half the sum of ``|mu - pi|`` over the buckets (arXiv 2602.04879, equation 15).
+
+    Args:
+        topk_logprobs: ``[T, K+1]`` log pi at the ids of the set, in nats.
+        rollout_topk_logprobs: ``[T, K+1]`` log mu at the same ids; -inf is a probability of 0.
+        valid: ``[T, K+1]`` bool; whatever stands in an invalid slot is ignored.
+        other_logprob: ``[T]`` log of pi's mass outside the valid slots; None = 1 minus the valid slots, not below 0.
+
+    Returns:
+        ``[T]``, float32, or float64 if an input is; carries no gradient.
+    """
+    log_p, log_m = _valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
+    p_other, m_other = other_masses(log_p, log_m, other_logprob)
+    total = (log_m.exp() - log_p.exp()).abs().sum(-1) + (m_other - p_other).abs()
+    return (total / 2).to(statistics_dtype(topk_logprobs, rollout_topk_logprobs))
+
+
+def topk_kl(
+    topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None = None
+) -> Tensor:
+    """KL(mu || pi) over the buckets, mu first, with ``0 log 0 = 0`` (arXiv 2602.04879, equation 16).
+
+    The mass of ``other`` is at least 1e-12 on both sides, as in sail-sg/Stable-RL. Infinite where an id of the set has
+    pi = 0 < mu. Arguments and result are those of ``topk_tv``, the result in nats and at least 0.
+    """
+    log_p, log_m = _valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
+    p_other, m_other = (mass.clamp(min=_OTHER_FLOOR) for mass in other_masses(log_p, log_m, other_logprob))
+    # exp(-inf) * (-inf - x) is NaN, and a NaN is never above a threshold: the mask would switch itself off.
+    slots = torch.where(log_m == -torch.inf, 0.0, log_m.exp() * (log_m - log_p)).sum(-1)
+    total = slots + m_other * (m_other.log() - p_other.log())
+    return total.clamp(min=0).to(statistics_dtype(topk_logprobs, rollout_topk_logprobs))
+
+
+def other_masses(
+    topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, other_logprob: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Mass of ``other`` under pi and mu, ``[T]`` each, at least 0; unused slots of ``[T, K+1]`` must be -inf."""
+    m_other = (1 - rollout_topk_logprobs.exp().sum(-1)).clamp(min=0)
+    if other_logprob is None:
+        return (1 - topk_logprobs.exp().sum(-1)).clamp(min=0), m_other
+    return other_logprob.detach().to(m_other.dtype).exp(), m_other
+
+
+def evict(topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Exactly K ids, as Stable-RL and TRL take them: a sampled token outside the Top-K replaces the K-th.
+
+    The evicted id's mass goes back to ``other``, so the divergence never grows.
+
+    Args:
+        topk_logprobs: ``[T, K+1]`` log pi.
+        valid: ``[T, K+1]`` bool; slot K is valid exactly where the sampled token is outside the Top-K.
+        other_logprob: ``[T]`` or None, as in ``topk_tv``.
+
+    Returns:
+        The new ``valid`` and the new ``other_logprob``.
+    """
+    evicted = valid[:, -1] & valid[:, -2]
+    kept = valid.clone()
+    kept[:, -2] &= ~evicted
+    if other_logprob is None:
+        return kept, None
+    returned = torch.where(evicted, topk_logprobs[:, -2].detach(), -torch.inf)
+    return kept, torch.logaddexp(other_logprob.detach(), returned)
+
+
+def _valid_slots(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Both sides in float64, because ``other`` is a difference of near-equal numbers; invalid slots are -inf."""
+    sides = (topk_logprobs, rollout_topk_logprobs)
+    log_p, log_m = (torch.where(valid, side.detach().double(), -torch.inf) for side in sides)
+    return log_p, log_m

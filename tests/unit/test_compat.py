@@ -1,0 +1,42 @@
+"""What the shims change, each in a fresh interpreter: Megatron is bound to a device for the life of a process."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import torch
+from megatron_dppo.mcore.compat import apply_cpu_shims
+from megatron_dppo.mcore.fused_adam import FusedAdam
+from megatron_dppo.platform import Platform
+
+to_cuda = torch.Tensor.cuda
+first, second = (apply_cpu_shims(Platform(torch.device("DEVICE"), "BACKEND")) for _ in range(2))
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+print(first, second)
+print(optimizer.Adam is distrib_optimizer.Adam is FusedAdam, optimizer.USING_PYTORCH_OPTIMIZER)
+print(torch.Tensor.cuda is to_cuda, CudaRNGStatesTracker.__module__.startswith("megatron.core"))
+"""
+
+
+def shims_on(device: str, backend: str) -> list[str]:
+    program = PROGRAM.replace("DEVICE", device).replace("BACKEND", backend)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="its Adam needs no replacement")
+def test_on_cuda_without_transformer_engine_adam_is_replaced_and_the_device_code_is_left_alone() -> None:
+    assert shims_on("cuda", "nccl") == ["True False", "True False", "True True"]
+
+
+def test_on_cpu_the_device_code_is_replaced_too() -> None:
+    assert shims_on("cpu", "gloo") == ["True False", "True False", "False False"]
