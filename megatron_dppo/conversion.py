@@ -124,10 +124,10 @@ def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iter
     Raises:
         UserError: the folder is not usable, or the layout does not fit.
     """
-    from megatron_dppo.mcore.compat import apply_cpu_shims
+    from megatron_dppo.mcore.compat import apply_shims
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
-    apply_cpu_shims(platform)
+    apply_shims(platform)
     from megatron_dppo.mcore import model, setup
     from megatron_dppo.mcore.bridge import Bridge
 

@@ -95,9 +95,9 @@ def open_session(config: Config) -> Iterator[Session]:
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     # Megatron is imported from here on: the shims must come first, the checks of its config before any process group.
-    from megatron_dppo.mcore.compat import apply_cpu_shims
+    from megatron_dppo.mcore.compat import apply_shims
 
-    apply_cpu_shims(platform)
+    apply_shims(platform)
     from megatron_dppo.mcore import model, setup
 
     model.checked_overrides(config.model.transformer)

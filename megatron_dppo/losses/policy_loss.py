@@ -96,7 +96,7 @@ def _policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossC
     weight = decision.weight.clamp(floor, cap)
     acts = tokens.mask & (tokens.advantages != 0)
     # pi(a) = 0: r log pi tends to 0, and so does its gradient.
-    contributes = keep & acts & (decision.weight != 0) & (tokens.logprobs.detach() != -torch.inf)
+    contributes = keep & acts & (tokens.logprobs.detach() != -torch.inf)
     logprobs = torch.where(contributes, tokens.logprobs, 0.0)
     if config.resolved_form == "reinforce":
         return torch.where(contributes, -tokens.advantages * weight * logprobs, 0.0)

@@ -82,7 +82,7 @@ def _on_topk(function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     topk = tokens.topk
     assert topk is not None
     divergence = function(topk.logprobs, topk.rollout_logprobs, topk.valid, topk.other_logprob)
-    return torch.where(tokens.mask, divergence.to(tokens.log_ratio.dtype), 0.0)
+    return divergence.to(tokens.log_ratio.dtype)
 
 
 def _plain(tokens: Tokens, keep: Tensor, divergence: Tensor) -> Decision:

@@ -116,8 +116,6 @@ def _topk(inputs: LossInputs, config: LossConfig) -> TopK:
     # Rows outside the mask have no valid slot: K zeros of padding would otherwise be a probability mass of K.
     valid = inputs.topk_valid & inputs.loss_mask[:, None]
     other = inputs.topk_other_logprob
-    if other is not None:
-        other = torch.where(inputs.loss_mask, other.detach(), 0.0)
     if config.topk_eviction:
         valid, other = evict(inputs.topk_logprobs, valid, other)
     return TopK(inputs.topk_logprobs.detach(), inputs.rollout_topk_logprobs.detach(), valid, other)

@@ -1,1 +1,1 @@
-"""The Megatron seam: the only folder that imports ``megatron``. Apply ``compat.apply_cpu_shims`` first."""
+"""The Megatron seam: the only folder that imports ``megatron``. Apply ``compat.apply_shims`` first."""

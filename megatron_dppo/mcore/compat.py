@@ -1,6 +1,6 @@
 """Megatron's own training code on a machine without CUDA, and the check of its version.
 
-``apply_cpu_shims`` is called once at start-up, before anything imports ``megatron.core``. On CUDA it applies only what
+``apply_shims`` is called once at start-up, before anything imports ``megatron.core``. On CUDA it applies only what
 Megatron lacks there without Transformer Engine, and nothing with it. Each shim states its reason, the versions that
 need it, and when to delete it. ``SHIMS`` is that list.
 """
@@ -57,7 +57,7 @@ def megatron_version() -> tuple[int, ...]:
     return version
 
 
-def apply_cpu_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)) -> bool:
+def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)) -> bool:
     """Make Megatron's own code run on CPU, or on CUDA without Transformer Engine; a no-op on a second call.
 
     Args:
@@ -78,7 +78,7 @@ def apply_cpu_shims(platform: Platform, packages: Sequence[str] = ("megatron.cor
         return False
     if not platform.is_cuda:
         if "megatron.core" in sys.modules:
-            raise RuntimeError("apply_cpu_shims must run before anything imports megatron.core")
+            raise RuntimeError("apply_shims must run before anything imports megatron.core")
         bind_proxy(packages)
     for shim in shims:
         shim.apply()

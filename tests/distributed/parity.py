@@ -248,10 +248,10 @@ def logprob_error(trainer: Any, hf: HFSide, batches: list[Any], mine: list[Train
 
 def run(rank: int, world_size: int, cases: list[Case]) -> None:
     """Check several layouts in one set of processes."""
-    from megatron_dppo.mcore.compat import apply_cpu_shims
+    from megatron_dppo.mcore.compat import apply_shims
 
     platform = Platform.detect(force_cpu=True)
-    apply_cpu_shims(platform)
+    apply_shims(platform)
     from megatron.core import parallel_state
 
     for case in cases:

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.distributed
 
 
 def _compare(rank: int, world_size: int, folder: str) -> None:
-    from megatron_dppo.mcore.compat import apply_cpu_shims
+    from megatron_dppo.mcore.compat import apply_shims
 
-    apply_cpu_shims(Platform.detect(force_cpu=True), packages=("megatron.core", "mbridge"))
+    apply_shims(Platform.detect(force_cpu=True), packages=("megatron.core", "mbridge"))
     from mbridge.models.qwen3moe import Qwen3MoEBridge
 
     config = hf_config(tied=False)

@@ -34,10 +34,10 @@ EP = {"expert_model_parallel_size": 2}
 
 
 def platform() -> Platform:
-    from megatron_dppo.mcore.compat import apply_cpu_shims
+    from megatron_dppo.mcore.compat import apply_shims
 
     here = Platform.detect(force_cpu=True)
-    apply_cpu_shims(here)
+    apply_shims(here)
     return here
 
 

@@ -31,10 +31,10 @@ def prompts(tokenizer) -> list[Prompt]:  # type: ignore[no-untyped-def]
 
 
 def _largest_difference(rank: int, world_size: int) -> None:
-    from megatron_dppo.mcore.compat import apply_cpu_shims
+    from megatron_dppo.mcore.compat import apply_shims
 
     platform = Platform.detect(force_cpu=True)
-    apply_cpu_shims(platform)
+    apply_shims(platform)
     from megatron_dppo.mcore.setup import initialize_megatron
     from megatron_dppo.trainer import DictWeights, PolicyTrainer
 

@@ -17,10 +17,10 @@ from megatron_dppo.types import TrainingSample
 
 def compare(rank: int, world_size: int, run: str, reference: str) -> None:
     """Load the last checkpoint of a run on its own layout and compare one sequence within 1e-5."""
-    from megatron_dppo.mcore.compat import apply_cpu_shims
+    from megatron_dppo.mcore.compat import apply_shims
 
     platform = Platform.detect(force_cpu=True)
-    apply_cpu_shims(platform)
+    apply_shims(platform)
     from megatron_dppo.mcore.checkpoint import checkpoints
     from megatron_dppo.mcore.setup import initialize_megatron
     from megatron_dppo.trainer import PolicyTrainer

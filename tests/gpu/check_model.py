@@ -19,16 +19,16 @@ BF16 = {"export": 0.0, "logprobs": 2e-2, "gradient_direction": 2e-2, "grad_norm"
 """bf16 keeps 8 bits and may route a token to another expert than fp32 does, so single parameters are not compared; nor
 is the loss, a sum of terms of both signs that nearly cancel."""
 OWN_BF16 = 3.0
-"""Megatron's bf16 error may be this many times that of transformers in bf16 on the device: both round the same model."""
+"""Bound on Megatron's bf16 error over that of transformers in bf16 on the same device: both round one model."""
 
 
 def check(device: torch.device) -> Iterator[Result]:
     """fp32 closely, bf16 loosely."""
-    from megatron_dppo.mcore.compat import apply_cpu_shims, megatron_version
+    from megatron_dppo.mcore.compat import apply_shims, megatron_version
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     platform = Platform.detect(0, force_cpu=device.type == "cpu")
-    apply_cpu_shims(platform)
+    apply_shims(platform)
     from megatron.core import parallel_state
 
     from megatron_dppo.mcore.spec import has_transformer_engine

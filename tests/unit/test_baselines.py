@@ -103,6 +103,25 @@ def test_minirl_masks_by_the_anchor_and_weighs_by_mu() -> None:
     assert logprobs.grad.tolist() == pytest.approx([0.0, -2.0])
 
 
+def test_the_recompute_anchor_sets_the_direction_too() -> None:
+    # pi moved down from the anchor, up from mu: pushing it further down leads away from the anchor only.
+    anchor = torch.tensor([0.7], dtype=torch.float64).log()
+    inputs, _ = make_inputs([0.4], [0.2], [-1.0], anchor_logprobs=anchor)
+    assert not policy_loss(inputs, LossConfig(name="dppo_recompute_binary_tv")).keep_mask.any()
+    assert not policy_loss(inputs, LossConfig(name="dppo_recompute_binary_kl")).keep_mask.any()
+    assert policy_loss(inputs, LossConfig(name="dppo_binary_tv")).keep_mask.all()
+
+
+def test_decoupled_ppo_clips_by_the_anchor_and_weighs_even_the_clipped_value_by_anchor_over_mu() -> None:
+    # pi / anchor = 2 and 1.25, anchor / mu = 1.5 and 4 (limited to 2)
+    anchor = torch.tensor([0.3, 0.4], dtype=torch.float64).log()
+    inputs, logprobs = make_inputs([0.6, 0.5], [0.2, 0.1], [1.0, 1.0], anchor_logprobs=anchor)
+    output = policy_loss(inputs, LossConfig(name="ppo_decoupled", mismatch="truncate"))
+    output.loss_sum.backward()
+    assert output.loss_sum.item() == pytest.approx(-1.28 * 1.5 - 1.25 * 2)
+    assert logprobs.grad.tolist() == pytest.approx([0.0, -2.5])
+
+
 @pytest.mark.parametrize("name", ["minirl", "ppo_decoupled", "dppo_recompute_binary_tv", "dppo_recompute_binary_kl"])
 def test_a_missing_anchor_is_named(name: str) -> None:
     inputs, _ = make_inputs([0.5], [0.5], [1.0])

@@ -10,12 +10,12 @@ import pytest
 
 PROGRAM = """
 import torch
-from megatron_dppo.mcore.compat import apply_cpu_shims
+from megatron_dppo.mcore.compat import apply_shims
 from megatron_dppo.mcore.fused_adam import FusedAdam
 from megatron_dppo.platform import Platform
 
 to_cuda = torch.Tensor.cuda
-first, second = (apply_cpu_shims(Platform(torch.device("DEVICE"), "BACKEND")) for _ in range(2))
+first, second = (apply_shims(Platform(torch.device("DEVICE"), "BACKEND")) for _ in range(2))
 from megatron.core import optimizer
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
