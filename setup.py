@@ -36,7 +36,7 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
         # einops: mbridge imports it without asking for it
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "types-tqdm"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops"],
     },
     entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.cli.main:main"]},
 )

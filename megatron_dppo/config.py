@@ -54,17 +54,25 @@ class ParallelConfig(_Section):
     """Parallel layout, in Megatron's words."""
 
     tensor_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that split each weight and the vocabulary."""
     pipeline_model_parallel_size: int = Field(1, ge=1)
+    """Stages that split the layers."""
     virtual_pipeline_model_parallel_size: int | None = Field(None, ge=1)
+    """Chunks of layers per stage (interleaved pipeline)."""
     context_parallel_size: int = Field(1, ge=1)
+    """Only 1 for now."""
     expert_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that split the experts among them."""
     expert_tensor_parallel_size: int | None = Field(None, ge=1)
     """None = tensor_model_parallel_size when the expert parallel size is 1, else 1."""
     sequence_parallel: bool | None = None
     """None = on exactly when the tensor parallel size is above 1."""
     use_distributed_optimizer: bool = True
+    """Split the optimizer state over data parallelism."""
     overlap_grad_reduce: bool = False
+    """Reduce gradients behind the backward pass."""
     overlap_param_gather: bool = False
+    """Gather updated weights behind the next forward pass; needs the two above."""
     overlap_p2p_comm: bool | None = None
     """None = on exactly with an interleaved pipeline (required there)."""
 
@@ -73,7 +81,9 @@ class DataConfig(_Section):
     """Prompts. A source is ``task:chain_sum`` (embedded) or the path of a JSONL file."""
 
     train: str
+    """Prompts that are trained on."""
     eval: str | None = None
+    """Held-out prompts; None = no evaluation."""
     prompt_key: str = "prompt"
     """Column with a string, or with a list of chat messages (the tokenizer's chat template is applied)."""
     label_key: str = "label"
@@ -85,12 +95,19 @@ class RolloutConfig(_Section):
     """How samples are drawn."""
 
     engine: Literal["local"] = "local"
+    """``local``: a transformers copy of the policy in the trainer's processes."""
     prompts_per_step: int = Field(gt=0)
+    """Prompts of one step, over all ranks."""
     samples_per_prompt: int = Field(gt=1)
+    """Size of a group."""
     temperature: float = Field(1.0, gt=0)
+    """Divides the logits in sampling and in training."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Only 1 (no filter): training computes the whole distribution, so a filtered rollout would look off-policy."""
     top_k: int = Field(0, ge=0)
+    """Only 0 (no filter), for the same reason."""
     max_new_tokens: int = Field(gt=0)
+    """Longest response, the end-of-sequence token included."""
     dtype: DType = "bf16"
     """Dtype of the local engine's copy of the weights."""
     return_logprobs: bool = True
@@ -132,9 +149,13 @@ class OptimizerConfig(_Section):
     """Adam and its schedule (counted in rollout steps), in Megatron's words."""
 
     lr: float = Field(gt=0)
+    """Highest learning rate."""
     min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the decay."""
     lr_warmup_steps: int = Field(0, ge=0)
+    """Steps of linear increase; the first step already has a rate above 0."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """From the end of the warm-up to the last step."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.99, ge=0, lt=1)
     adam_eps: float = Field(1e-8, gt=0)
@@ -242,6 +263,12 @@ class Config(_Section):
             raise ValueError(
                 f"loss.name = {self.loss.name!r} is anchored on the rollout policy's own log-probabilities, but "
                 "rollout.return_logprobs = false; set it to true (a recomputed anchor is not the same algorithm)"
+            )
+        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
+            raise ValueError(
+                f"rollout.top_p = {self.rollout.top_p}, rollout.top_k = {self.rollout.top_k}: the rollout's "
+                "log-probabilities would be those of the filtered distribution, training computes the whole one, and "
+                "the difference would count as divergence. Use top_p = 1 and top_k = 0, as the paper does"
             )
         if missing := sorted(self.loss.required_inputs - _FED_INPUTS):
             raise ValueError(

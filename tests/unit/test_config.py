@@ -292,3 +292,18 @@ def test_a_configuration_cannot_be_changed_after_loading() -> None:
     loaded: Config = config()
     with pytest.raises(ValueError, match="frozen"):
         loaded.run.num_steps = 3  # type: ignore[misc]
+
+
+def test_a_filtered_rollout_is_refused() -> None:
+    """algorithm.md, trap 3: top-p 0.9 alone gives a spurious total variation of 0.03 at equal weights."""
+    for values in ({"top_p": 0.9}, {"top_k": 50}):
+        message = refused_rollout(values)
+        assert "would count as divergence" in message and "Use top_p = 1 and top_k = 0" in message
+
+
+def refused_rollout(values: dict[str, Any]) -> str:
+    config = minimal()
+    config["rollout"] |= values
+    with pytest.raises(ConfigError) as caught:
+        validate(config, "test")
+    return str(caught.value)
