@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
+
+DType = Literal["fp32", "bf16"]
 
 
 class Section(BaseModel):
