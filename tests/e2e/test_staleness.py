@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,23 +72,31 @@ def test_killed_with_rollouts_sampled_ahead_and_resumed_equals_uninterrupted(
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
-def test_a_run_resumed_on_policy_gives_the_prompts_back_and_trains_on_nothing_old(
+def test_rollouts_sampled_ahead_go_to_another_layout_or_back_into_the_stream(
     run_flags: list[str], tmp_path: Path
 ) -> None:
-    arguments = [*run_flags, *flags(run__output_dir=tmp_path / "run", rollout__dynamic_sampling="false")]
-    ahead = train([*arguments, *flags(run__num_steps=2, train__max_staleness=1, run__timeout_minutes=5)], processes=2)
+    arguments = [*run_flags, *flags(run__num_steps=2, rollout__dynamic_sampling="false")]
+    arguments += flags(parallel__expert_model_parallel_size=1)
+    settings = flags(train__max_staleness=1, parallel__tensor_model_parallel_size=2)
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    ahead = train([*arguments, *settings, *flags(run__output_dir=folder)], processes=2)
     assert ahead.returncode == 0, ahead.stderr
-    state = json.loads((tmp_path / "run/checkpoints/step_000001/state.json").read_text())
+    state = json.loads((folder / "checkpoints/step_000001/state.json").read_text())
     assert state["cursor"] == 12 and state["prefetch"]["batches"][0]["cursor"] == 6
-    for name in ("step_000002", "step_000001"):
-        keep = tmp_path / "run/checkpoints" / name
-        keep.rename(keep.with_name(f"unused_{name}")) if name == "step_000002" else None
-    result = train([*arguments, *flags(run__num_steps=2, train__max_staleness=0)], processes=2)
-    assert result.returncode == 0, result.stderr
-    assert "sampled again: they are older than train.max_staleness = 0 allows" in result.stdout
-    assert records(tmp_path / "run")[-1]["rollout/policy_age_max"] == 0
-    state = json.loads((tmp_path / "run/checkpoints/step_000002/state.json").read_text())
-    assert state["cursor"] == 12 and not list((tmp_path / "run/checkpoints/step_000002").glob("rollouts_*"))
+    shutil.rmtree(folder / "checkpoints/step_000002")
+    shutil.copytree(folder, copy)
+
+    one_process = train([*arguments, *flags(run__output_dir=folder, train__max_staleness=1)])
+    assert one_process.returncode == 0, one_process.stderr
+    assert "on another layout" in one_process.stdout and "sampled again" not in one_process.stdout
+    assert records(folder)[-1]["rollout/policy_age"] == 1
+
+    on_policy = train([*arguments, *flags(run__output_dir=copy, train__max_staleness=0)])
+    assert on_policy.returncode == 0, on_policy.stderr
+    assert "sampled again: they are older than train.max_staleness = 0 allows" in on_policy.stdout
+    assert records(copy)[-1]["rollout/policy_age_max"] == 0
+    state = json.loads((copy / "checkpoints/step_000002/state.json").read_text())
+    assert state["cursor"] == 12 and not list((copy / "checkpoints/step_000002").glob("rollouts_*"))
 
 
 REWARD = '''

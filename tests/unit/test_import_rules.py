@@ -51,19 +51,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "prefetch": ({"clock", "config", "rollout", "types"}, {"torch"}),
     "session": (
         _LOWER
-        | {
-            "prefetch",
-            "config_io",
-            "inputs",
-            "mcore",
-            "metrics",
-            "report",
-            "resume",
-            "rewards",
-            "rollout",
-            "trainer",
-            "warmup",
-        },
+        | {"config_io", "inputs", "mcore", "metrics", "prefetch", "report", "resume"}
+        | {"rewards", "rollout", "trainer", "warmup"},
         {"torch"},
     ),
     "resume": ({"config", "errors", "hf", "inputs", "mcore"}, set()),
