@@ -81,7 +81,7 @@ def choose(signal: Sequence[bool], count: int) -> list[int]:
 
 
 def oversampled(count: int, factor: float) -> int:
-    """``count * factor`` rounded up, but for what is only the error of a product in binary (10 * 1.1)."""
+    """``count * factor`` rounded up, but for what is only the error of a product in binary (100 * 1.1)."""
     return math.ceil(round(count * factor, 6))
 
 

@@ -207,7 +207,7 @@ def test_choose_never_prefers_a_flat_group() -> None:
     assert choose([True, False, True, True], 2) == [0, 2]
     assert choose([False, True, False, False], 3) == [1, 2, 3]
     assert choose([False, False], 2) == [0, 1]
-    assert [oversampled(10, f) for f in (1.0, 1.1, 1.11, 2.0)] == [10, 11, 12, 20]
+    assert [oversampled(100, f) for f in (1.0, 1.1, 1.101, 2.0)] == [100, 110, 111, 200]
 
 
 def test_impossible_values_are_refused() -> None:
