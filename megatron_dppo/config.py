@@ -60,7 +60,7 @@ class ParallelConfig(_Section):
     virtual_pipeline_model_parallel_size: int | None = Field(None, ge=1)
     """Chunks of layers per stage (interleaved pipeline)."""
     context_parallel_size: int = Field(1, ge=1)
-    """Only 1 for now."""
+    """Ranks that split each sequence."""
     expert_model_parallel_size: int = Field(1, ge=1)
     """Ranks that split the experts among them."""
     expert_tensor_parallel_size: int | None = Field(None, ge=1)

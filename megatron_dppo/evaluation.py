@@ -23,7 +23,7 @@ def generate_groups(
 ) -> list[RolloutGroup]:
     """Scored groups; the leader of each model-parallel group samples, its peers receive."""
     return from_leader(
-        lambda: sample_and_score(session, prompts, samples, params, clock), session.groups.model_parallel
+        lambda: sample_and_score(session, prompts, samples, params, clock), session.groups.replica
     )
 
 
@@ -94,7 +94,7 @@ def _read_samples(session: Session) -> list[dict[str, Any]]:
 
 def reduce_over_samples(session: Session, local: dict[str, Metric]) -> dict[str, float]:
     """Reduce per-sample metrics: one rank of each model-parallel group contributes."""
-    leader = is_leader(session.groups.model_parallel)
+    leader = is_leader(session.groups.replica)
     return reduce_metrics([local], session.groups.world, contributes=leader)
 
 

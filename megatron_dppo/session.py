@@ -220,7 +220,7 @@ def export_hf(trainer: PolicyTrainer, config: Config, target: Path, dtype: torch
 
 
 def _build_engine(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform) -> RolloutEngine | None:
-    if not is_leader(groups.model_parallel):
+    if not is_leader(groups.replica):
         return None
     dtype = DTYPES[config.rollout.dtype]
     return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=platform.device)
@@ -267,7 +267,7 @@ def save_session(session: Session) -> Path:
     """Write a checkpoint of this step; nothing may run in the background."""
     batches, groups = session.prefetch.ready(), session.groups
     # One rank writes for each data-parallel rank: the one whose engine sampled.
-    writes = is_leader(groups.model_parallel) and is_leader(groups.cp)
+    writes = is_leader(groups.replica)
     state = {
         "step": session.step,
         "cursor": session.cursor,

@@ -47,12 +47,17 @@ def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[flo
         advantages: ``[groups][samples]``.
     """
     return [
-        to_training_sample(
-            group.prompt.token_ids, rollout.completion.token_ids, rollout.completion.logprobs, float(advantage)
-        )
+        _to_sample(group.prompt, rollout.completion, float(advantage))
         for group, row in zip(groups, advantages, strict=True)
         for rollout, advantage in zip(group.rollouts, row, strict=True)
     ]
+
+
+def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> TrainingSample:
+    topk = None
+    if completion.topk_token_ids is not None and completion.topk_logprobs is not None:
+        topk = (completion.topk_token_ids, completion.topk_logprobs)
+    return to_training_sample(prompt.token_ids, completion.token_ids, completion.logprobs, advantage, topk)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> dict[str, Metric]:
