@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ class ChatOptions:
         for name in self.template_kwargs:
             if name in _OURS:
                 raise DataError(f"data.chat_template_kwargs: {name!r} is set by the trainer itself; remove it")
-            if tokenizer.chat_template and name not in str(tokenizer.chat_template):
+            if tokenizer.chat_template and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
                 raise DataError(
                     f"data.chat_template_kwargs: the tokenizer's chat template has no variable {name!r}; check the "
                     "spelling, or remove it"

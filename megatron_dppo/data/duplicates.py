@@ -13,6 +13,9 @@ from megatron_dppo.data.rows import Row
 from megatron_dppo.data.sources import require
 from megatron_dppo.errors import DataError
 
+_Key = tuple[Any, ...]
+"""What the key is, where it counts if not everywhere, and its value."""
+
 
 def drop_duplicates(rows: Iterable[Row], mode: str) -> tuple[list[Row], int]:
     """The first row of each problem, in order, and how many rows there were.
@@ -26,7 +29,7 @@ def drop_duplicates(rows: Iterable[Row], mode: str) -> tuple[list[Row], int]:
         DataError: two rows of one problem with different labels, or a row without the column.
     """
     kept: list[Row] = []
-    seen: dict[str, Row] = {}
+    seen: dict[_Key, Row] = {}
     count = 0
     for row in rows:
         count += 1
@@ -42,32 +45,29 @@ def drop_duplicates(rows: Iterable[Row], mode: str) -> tuple[list[Row], int]:
     return kept, count
 
 
-def _contradiction(row: Row, earlier: Row, key: str) -> str:
+def _contradiction(row: Row, earlier: Row, key: _Key) -> str:
+    what = "the same prompt" if key[0] == "prompt" else f"{key[0]} = {key[-1]}"
     return (
-        f"{row.place}: the label {row.label!r} contradicts {earlier.place}, a row of the same problem ({_what(key)}) "
+        f"{row.place}: the label {row.label!r} contradicts {earlier.place}, a row of the same problem ({what}) "
         f"with the label {earlier.label!r}. Correct one of them, or say with data.deduplicate what makes two rows the "
         "same problem ('prompt', a column, or 'off')"
     )
 
 
-def _keys(row: Row, mode: str) -> list[str]:
+def _keys(row: Row, mode: str) -> list[_Key]:
     """What identifies the problem; rows that share one of these are duplicates."""
     if mode == "off":
         return []
     if mode not in ("auto", "prompt"):
-        return [f"{mode} {_text(require(row.place, row.metadata, mode))}"]
-    keys = ["prompt " + _text(row.prompt)]
+        return [(mode, _text(require(row.place, row.metadata, mode)))]
+    prompt = (row.prompt,) if isinstance(row.prompt, str) else tuple((m["role"], m["content"]) for m in row.prompt)
+    keys: list[_Key] = [("prompt", prompt)]
     extra = row.metadata.get("extra_info")
     if mode == "auto" and isinstance(extra, Mapping) and extra.get("index") is not None:
         # Two files may both count from 0, and so may two data sources in one file.
-        place = [row.place.rpartition(":")[0], row.metadata.get("data_source"), extra.get("split")]
-        keys.append(f"extra_info.index {_text(extra['index'])} of {_text(place)}")
+        scope = (row.place.rpartition(":")[0], _text(row.metadata.get("data_source")), _text(extra.get("split")))
+        keys.append(("extra_info.index", scope, _text(extra["index"])))
     return keys
-
-
-def _what(key: str) -> str:
-    name, _, value = key.partition(" ")
-    return "the same prompt" if name == "prompt" else f"{name} = {value}"
 
 
 def _text(value: Any) -> str:

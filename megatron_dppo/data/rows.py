@@ -103,20 +103,21 @@ def recognise(place: str, record: Mapping[str, Any], prompt_key: str | None, lab
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("content"), str) and "role" in value
+    return isinstance(value, dict) and isinstance(value.get("content"), str) and isinstance(value.get("role"), str)
 
 
 def _first(place: str, record: Mapping[str, Any], names: tuple[str, ...], meaning: str) -> str:
     for name in names:
         outer, _, inner = name.partition(".")
         value = record.get(outer)
-        if outer not in record or (inner and not (isinstance(value, Mapping) and inner in value)):
-            continue
-        if name == "solution" and not _is_box(value):  # a worked solution is no answer
-            continue
-        return name
+        if inner:
+            value = value.get(inner) if isinstance(value, Mapping) else None
+        # A Parquet row has every column of its file, empty ones as None. A worked solution is no answer.
+        if value is not None and (name != "solution" or _is_box(value)):
+            return name
+    filled = sorted(key for key, value in record.items() if value is not None)
     raise DataError(
-        f"{place}: field {meaning!r} is missing; the row has {sorted(record)}. Known names are {', '.join(names)}; "
+        f"{place}: field {meaning!r} is missing; the row has {filled}. Known names are {', '.join(names)}; "
         f"any other column can be named with data.{meaning}_key"
     )
 
