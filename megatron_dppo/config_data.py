@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_dppo.config_section import DType, Section
 
 
 class DataConfig(Section):
-    """Prompts. A source is ``task:chain_sum`` (embedded) or the path of a JSONL file."""
+    """Prompts. A source is ``task:chain_sum``, a JSONL or Parquet file, or ``hf:owner/name`` (``docs/data.md``)."""
 
-    train: str
-    """Prompts that are trained on."""
-    eval: str | None = None
-    """Held-out prompts; None = no evaluation."""
-    prompt_key: str = "prompt"
-    """Column with a string, or with a list of chat messages (the tokenizer's chat template is applied)."""
-    label_key: str = "label"
-    """Column with the reference answer."""
+    train: str | list[str]
+    """Prompts that are trained on: one source, or several, one after the other."""
+    eval: str | dict[str, str] | None = None
+    """Held-out prompts: one source, or a table name = source (each also reported as ``eval/<name>/accuracy``); None =
+    no evaluation."""
+    prompt_key: str | None = None
+    """Column with a string or a list of chat messages (``a.b`` = field ``b`` of column ``a``); None = recognised."""
+    label_key: str | None = None
+    """Column with the reference answer, likewise; None = recognised."""
+    deduplicate: str = "auto"
+    """Keep the first row of each problem, told by ``auto`` (same prompt or ``extra_info.index``), ``prompt``, a column;
+    ``off`` = keep all."""
+    apply_chat_template: bool | None = None
+    """None = messages and bare problems go through the tokenizer's template, a string under ``prompt`` is taken as it
+    stands; true = strings do too, as one user message; false = nothing does."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, for example ``enable_thinking = false``."""
+    system_prompt: str | None = None
+    """System message for prompts that have none (needs a chat template)."""
     max_prompt_tokens: int = Field(1024, gt=0)
+    """Longest prompt, chat template included."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What becomes of a longer prompt; dropped ones are counted at the start."""
+
+    @field_validator("train")
+    @classmethod
+    def _has_a_source(cls, value: str | list[str]) -> str | list[str]:
+        if not value:
+            raise ValueError("name at least one source")
+        return value
+
+    @field_validator("eval")
+    @classmethod
+    def _sets_have_names(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        names = list(value) if isinstance(value, dict) else ["one"]
+        if not names:
+            raise ValueError("an empty table has no set; leave data.eval out for no evaluation")
+        if bad := [name for name in names if not re.fullmatch(r"[A-Za-z0-9_.-]+", name)]:
+            raise ValueError(f"the name {bad[0]!r} becomes part of a metric; use letters, digits, '_', '.' and '-'")
+        return value
 
 
 class RolloutConfig(Section):

@@ -68,11 +68,19 @@ def dump_toml(config: Config) -> str:
 def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
     for section, key in _PATHS:
         table = values.get(section)
-        if not isinstance(table, dict) or not isinstance(table.get(key), str):
-            continue
-        value = table[key]
-        if not value.startswith("task:") and (folder / value).exists():
-            table[key] = str(folder / value)
+        if isinstance(table, dict) and key in table:
+            table[key] = _beside(table[key], folder)
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    """A path that exists in ``folder``, as seen from here; in lists and tables each. Anything else as it is."""
+    if isinstance(value, list):
+        return [_beside(part, folder) for part in value]
+    if isinstance(value, dict):
+        return {name: _beside(part, folder) for name, part in value.items()}
+    if not isinstance(value, str) or value.startswith(("task:", "hf:")) or not (folder / value).exists():
+        return value
+    return str(folder / value)
 
 
 def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:

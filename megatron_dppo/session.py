@@ -110,7 +110,7 @@ def open_session(config: Config) -> Iterator[Session]:
     try:
         _prepare_folder(config, rank)
         point = find_resume_point(config, inputs)
-        console.say(describe(inputs.layout, config))
+        console.say(f"{describe(inputs.layout, config)}\n{inputs.data_summary}")
         groups = setup.initialize_megatron(
             inputs.layout, platform, seed=config.run.seed, timeout_minutes=config.run.timeout_minutes
         )

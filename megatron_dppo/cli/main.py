@@ -56,6 +56,7 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             if os.environ.get("RANK", "0") == "0":
                 print(dump_toml(config))
                 print(describe(inputs.layout, config))
+                print(inputs.data_summary)
             return 0
         from megatron_dppo.loop import run
 

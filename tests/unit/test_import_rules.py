@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "metrics": ({"errors", "types"}, {"torch", "wandb"}),
     "losses": ({"types", "config"}, {"torch"}),
     "parallel": ({"types"}, {"torch"}),
-    "data": ({"errors", "types"}, {"torch", "numpy", "transformers"}),
+    "data": ({"errors", "types"}, {"torch", "numpy", "transformers", "pyarrow", "datasets"}),
     "rewards": ({"errors", "types"}, {"numpy", "math_verify"}),
     "rollout": ({"types", "errors", "data", "rewards", "hf"}, {"torch", "transformers", "safetensors"}),
     "report": ({"metrics"}, {"matplotlib", "tqdm"}),
