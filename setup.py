@@ -35,6 +35,8 @@ setup(
         "vllm": ["vllm"],
         "te": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
+        # Not in "dev": its dependency pycosat is compiled, and a fresh machine may have no C compiler.
+        "reasoning-gym": ["reasoning-gym>=0.1.20"],
         # einops: mbridge imports it without asking for it
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops"],
     },

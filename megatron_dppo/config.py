@@ -225,6 +225,7 @@ class Config(_Section):
                 + "; ".join(f"{name} comes from {self.loss.reason(name)}" for name in missing)
                 + ". Change that setting, or call megatron_dppo.losses.policy_loss from your own trainer"
             )
+        self.reward.check_length(self.rollout.max_new_tokens)
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if samples % self.train.mini_batches:
             raise ValueError(

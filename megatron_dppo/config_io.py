@@ -23,7 +23,7 @@ _ALIASES: dict[str, tuple[str, str, Any]] = {
 }
 """Megatron's flags that live in another section here: name -> (section, key, value or None = takes one)."""
 
-_PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("warmup", "data"))
+_PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("warmup", "data"), ("reward", "function"))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -71,7 +71,8 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
         if not isinstance(table, dict) or not isinstance(table.get(key), str):
             continue
         value = table[key]
-        if not value.startswith("task:") and (folder / value).exists():
+        file = value.rpartition(".py:")[0] + ".py" if key == "function" else value  # path/to/file.py:function
+        if not value.startswith("task:") and (folder / file).exists():
             table[key] = str(folder / value)
 
 

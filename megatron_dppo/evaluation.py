@@ -50,8 +50,8 @@ def evaluate(session: Session) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     record_answers(session, groups)
     local = {
-        "accuracy": Metric(sum(r.reward for r in rollouts), len(rollouts)),
-        "pass_at_k": Metric(sum(max(r.reward for r in g.rollouts) >= 1 for g in groups), len(groups)),
+        "accuracy": Metric(sum(r.score for r in rollouts), len(rollouts)),
+        "pass_at_k": Metric(sum(max(r.score for r in g.rollouts) >= 1 for g in groups), len(groups)),
         "response_length": Metric(sum(len(r.completion.token_ids) for r in rollouts), len(rollouts)),
     }
     return prefixed("eval", reduce_over_samples(session, local))
@@ -66,7 +66,7 @@ def record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
             "prompt": group.prompt.text,
             "label": group.prompt.label,
             "response": group.rollouts[0].completion.text,
-            "reward": group.rollouts[0].reward,
+            "reward": group.rollouts[0].score,
         }
         for group in groups[:_SHOWN_ANSWERS]
     ]

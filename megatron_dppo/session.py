@@ -31,6 +31,7 @@ from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.platform import DTYPES, Platform, pin_threads
 from megatron_dppo.report.console import Console
 from megatron_dppo.resume import ResumePoint, find_resume_point, layout_identity, run_identity
+from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.local import LocalEngine
@@ -90,7 +91,7 @@ def open_session(config: Config) -> Iterator[Session]:
     started = time.time()
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     inputs = read_inputs(config, world_size)
-    scorer = RewardScorer(config.reward.function, config.reward.timeout_seconds, config.reward.num_workers)
+    scorer = build_scorer(config)
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 

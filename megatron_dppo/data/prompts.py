@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.data import chain_sum
+from megatron_dppo.data import chain_sum, reasoning_gym
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Prompt
 
@@ -30,8 +30,8 @@ def load_rows(source: str, split: chain_sum.Split, prompt_key: str = "prompt", l
     """All rows of a source.
 
     Args:
-        source: ``task:chain_sum`` or the path of a JSONL file.
-        split: which part of the embedded task; a file is taken whole.
+        source: ``task:chain_sum``, ``task:reasoning_gym:NAME`` or the path of a JSONL file.
+        split: which part of the task; a file is taken whole.
         prompt_key: column with a string or a list of chat messages.
         label_key: column with the reference answer, a string or a number.
 
@@ -41,6 +41,8 @@ def load_rows(source: str, split: chain_sum.Split, prompt_key: str = "prompt", l
     if source == CHAIN_SUM:
         tasks = enumerate(chain_sum.problems(split))
         return [Row(f"chain_sum/{split}:{i}", p.question, str(p.answer)) for i, p in tasks]
+    if source.startswith(reasoning_gym.PREFIX):
+        return [Row(*problem) for problem in reasoning_gym.problems(source, split)]
     rows = [_parse_row(place, record, prompt_key, label_key) for place, record in read_jsonl(source)]
     if not rows:
         raise DataError(f"{source} has no rows; expected one JSON object a line with {prompt_key!r} and {label_key!r}")
@@ -55,7 +57,9 @@ def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     file = Path(path)
     if path.startswith("task:"):
-        raise DataError(f"unknown embedded task {path!r}; expected {CHAIN_SUM!r} or the path of a JSONL file")
+        raise DataError(
+            f"unknown task {path!r}; expected {CHAIN_SUM!r}, '{reasoning_gym.PREFIX}NAME' or the path of a JSONL file"
+        )
     if not file.is_file():
         reason = "is a folder, not a JSONL file" if file.is_dir() else "does not exist"
         raise DataError(f"data file {path!r} {reason} (looked in {file.resolve().parent})")
@@ -183,4 +187,11 @@ def _to_prompt(row: Row, tokenizer: Any) -> Prompt:
         ids = tokenizer(text, add_special_tokens=False).input_ids
     if not ids:
         raise DataError(f"{row.place}: the prompt has no tokens")
-    return Prompt(prompt_id=row.place, text=text, token_ids=tuple(ids), label=row.label, metadata=row.metadata)
+    return Prompt(
+        prompt_id=row.place,
+        text=text,
+        token_ids=tuple(ids),
+        label=row.label,
+        metadata=row.metadata,
+        messages=None if isinstance(row.prompt, str) else tuple(row.prompt),
+    )

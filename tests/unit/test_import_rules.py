@@ -40,8 +40,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "metrics": ({"errors", "types"}, {"torch", "wandb"}),
     "losses": ({"types", "config"}, {"torch"}),
     "parallel": ({"types"}, {"torch"}),
-    "data": ({"errors", "types"}, {"torch", "numpy", "transformers"}),
-    "rewards": ({"errors", "types"}, {"numpy", "math_verify"}),
+    "data": ({"errors", "types"}, {"torch", "numpy", "transformers", "reasoning_gym"}),
+    "rewards": ({"config", "errors", "types"}, {"numpy", "math_verify", "reasoning_gym"}),
     "rollout": ({"types", "errors", "data", "rewards", "hf"}, {"torch", "transformers"}),
     "report": ({"metrics"}, {"matplotlib", "tqdm"}),
     "mcore": (_LOWER, {"torch", "megatron", "transformer_engine"}),
@@ -65,7 +65,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "conversion": (_LOWER | {"data", "mcore"}, {"torch", "transformers"}),
-    "cli": ({"config", "config_io", "errors", "inputs", "layout", "loop"}, set()),
+    "cli": ({"config", "config_io", "errors", "inputs", "layout", "loop", "rewards"}, set()),
     "train": ({"cli"}, set()),
 }
 

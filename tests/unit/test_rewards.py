@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards import RewardItem, RewardScorer, extract_answer, math_reward
+from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer, extract_answer, math_reward
 from megatron_dppo.rewards import worker as worker_module
 
 USER_FUNCTIONS = """
@@ -27,7 +27,7 @@ def score(*, prompt, completion, label, metadata):
     special = {"text": "0.5", "none": None, "nan": float("nan")}
     return special[completion] if completion in special else metadata["value"] + len(prompt) + len(label)
 
-def broken(**arguments):
+def broken(*, prompt, **rest):
     raise KeyError("nothing works")
 
 number = 3
@@ -127,7 +127,7 @@ def test_importing_math_verify_is_not_part_of_any_samples_time(monkeypatch: pyte
             raise EOFError
 
     monkeypatch.setattr(worker_module, "load_parser", lambda: events.append("loaded"))
-    worker_module._serve("math", Pipe())  # type: ignore[arg-type]
+    worker_module._serve(FunctionSpec("math"), 1.0, Pipe())  # type: ignore[arg-type]
     assert events == ["loaded", "sent ''"]
 
 
