@@ -53,7 +53,7 @@ def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """``(place, object)`` of each non-empty line.
 
     Raises:
-        DataError: an unknown embedded task, a missing file, or a line that is not a JSON object in UTF-8.
+        DataError: an unknown task, a missing file, or a line that is not a JSON object in UTF-8.
     """
     file = Path(path)
     if path.startswith("task:"):

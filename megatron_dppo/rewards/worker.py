@@ -23,7 +23,7 @@ _START_SECONDS = 120.0
 """Limit for starting a process and importing the function."""
 _EXIT_SECONDS = 5.0
 """Limit for a process that closed its connection to end by itself."""
-_GRACE_SECONDS = 1.0
+_GRACE_SECONDS = 0.5
 """A coroutine is cancelled at its limit; the process is killed when it goes on for this long."""
 
 
