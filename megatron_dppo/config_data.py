@@ -102,5 +102,5 @@ class RewardConfig(Section):
         if self.overlong_buffer_tokens >= max_new_tokens:
             raise ValueError(
                 f"reward.overlong_buffer_tokens = {self.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
-                f"{max_new_tokens}: every response would be punished; a quarter of it is usual (DAPO)"
+                f"{max_new_tokens}: every response would be punished. DAPO uses a fifth of it"
             )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_dppo import evaluation
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.metrics import reduce_metrics
 from megatron_dppo.rewards import RewardItem, RewardScorer, Shaping
 from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.math import is_well_formed
@@ -98,7 +101,7 @@ def test_parts_are_logged_as_means_over_the_scored_samples_that_have_them() -> N
     rollouts = (
         rollout(0.5, {"score": 1.0, "overlong": -0.5}),
         rollout(0.0, {"score": 0.0, "overlong": 0.0, "steps": 4.0}),
-        rollout(0.0, {}, failed=True),
+        rollout(0.0, {"score": 9.0}, failed=True),
     )
     metrics = rollout_metrics([RolloutGroup(prompt=rollouts[0].prompt, rollouts=rollouts)], [])
     found = {name: metric.numerator / metric.denominator for name, metric in metrics.items() if "reward" in name}
@@ -109,7 +112,21 @@ def test_parts_are_logged_as_means_over_the_scored_samples_that_have_them() -> N
         "reward/steps": 4.0,
         "reward_failed_fraction": 1 / 3,
     }
-    assert [r.score for r in rollouts] == [1.0, 0.0, 0.0] and rollout(0.7, {}).score == 0.7
+    assert [r.score for r in rollouts[:2]] == [1.0, 0.0] and rollout(0.7, {}).score == 0.7
+
+
+def test_evaluation_counts_unshaped_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = (rollout(0.5, {"score": 1.0, "overlong": -0.5}), rollout(0.1, {"score": 0.0, "format": 0.1}))
+    wrong = (rollout(0.1, {"score": 0.0, "format": 0.1}),) * 2
+    groups = [RolloutGroup(prompt=right[0].prompt, rollouts=rollouts) for rollouts in (right, wrong)]
+    monkeypatch.setattr(evaluation, "generate_groups", lambda *_: groups)
+    monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, local: reduce_metrics([local], None))
+    settings = config(eval={"samples_per_prompt": 2, "temperature": 1.0})
+    session = SimpleNamespace(config=settings, step=0, answers_before=[], trainer=SimpleNamespace(dp_rank=0))
+    session.inputs = SimpleNamespace(eval_prompts=[g.prompt for g in groups], layout=SimpleNamespace(dp=1))
+    monkeypatch.setattr(evaluation, "record_answers", lambda *_: None)
+    values = evaluation.evaluate(session)  # type: ignore[arg-type]
+    assert (values["eval/accuracy"], values["eval/pass_at_k"]) == (0.25, 0.5)
 
 
 def test_completions_reach_the_scorer_with_their_length_and_come_back_with_their_parts() -> None:
