@@ -37,6 +37,8 @@ setup(
         "wandb": ["wandb"],
         # Parquet files, and data sets of the Hugging Face hub
         "data": ["datasets>=2.20", "pyarrow>=15"],
+        # Not in "dev": its dependency pycosat is compiled, and a fresh machine may have no C compiler.
+        "reasoning-gym": ["reasoning-gym>=0.1.20"],
         # einops: mbridge imports it without asking for it
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"],
     },

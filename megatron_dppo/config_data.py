@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config_section import DType, Section
 
 
 class DataConfig(Section):
-    """Prompts. A source is ``task:chain_sum``, a JSONL or Parquet file, or ``hf:owner/name`` (``docs/data.md``)."""
+    """Prompts. A source is ``task:chain_sum``, ``task:reasoning_gym:NAME``, a JSONL or Parquet file, or
+    ``hf:owner/name`` (``docs/data.md``)."""
 
     train: str | list[str]
     """Prompts that are trained on: one source, or several, one after the other."""
@@ -89,8 +90,53 @@ class RewardConfig(Section):
     """Verifiable reward."""
 
     function: str = "math"
-    """``math`` (last boxed answer or Answer: line), or ``module:function`` of your own."""
+    """``math`` (last boxed answer or Answer: line), ``reasoning_gym``, or ``module:function`` or
+    ``path/to/file.py:function`` of your own."""
+    signature: Literal["auto", "megatron_dppo", "slime", "verl", "trl"] = "auto"
+    """How your own function is called; ``auto`` = by the names of its parameters."""
+    partial_credit: bool = False
+    """Keep reasoning-gym's scores below 1 (instead of 0 for them)."""
+    format: float = Field(0.0, ge=0, lt=1)
+    """Added to the score of a response with exactly one closed answer and at most one, closed, thinking block."""
+    overlong_buffer_tokens: int = Field(0, ge=0)
+    """The last tokens before ``rollout.max_new_tokens``, over which the punishment grows linearly; 0 = none (DAPO)."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """Subtracted from the score of a response of ``rollout.max_new_tokens`` tokens."""
     timeout_seconds: float = Field(10.0, gt=0)
-    """Limit for one sample; a slower one is stopped and counted as failed."""
+    """Limit for one sample, or for one call of a function for batches; a slower one is stopped and counted as
+    failed."""
     num_workers: int = Field(1, ge=1)
     """Processes per rank that compute slow rewards."""
+    async_concurrency: int = Field(64, ge=1)
+    """Samples that an async function has under way at a time in one process."""
+
+    @model_validator(mode="after")
+    def _options_have_a_meaning(self) -> RewardConfig:
+        if self.partial_credit and self.function != "reasoning_gym":
+            raise ValueError(
+                f"partial_credit = true is an option of function = 'reasoning_gym', but function = {self.function!r}; "
+                "remove it"
+            )
+        if self.signature != "auto" and self.function in ("math", "reasoning_gym"):
+            raise ValueError(
+                f"signature = {self.signature!r} is for a function of your own, but function = {self.function!r} is "
+                "built in; remove it"
+            )
+        if self.overlong_penalty != 1 and not self.overlong_buffer_tokens:
+            raise ValueError(
+                f"overlong_penalty = {self.overlong_penalty} has no effect without overlong_buffer_tokens; set it to "
+                "the number of tokens over which the punishment grows"
+            )
+        return self
+
+    def check_length(self, max_new_tokens: int) -> None:
+        """Refuse a punishment that would begin before the first token.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        if self.overlong_buffer_tokens >= max_new_tokens:
+            raise ValueError(
+                f"reward.overlong_buffer_tokens = {self.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
+                f"{max_new_tokens}: every response would be punished. DAPO uses a fifth of it"
+            )

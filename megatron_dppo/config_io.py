@@ -23,7 +23,7 @@ _ALIASES: dict[str, tuple[str, str, Any]] = {
 }
 """Megatron's flags that live in another section here: name -> (section, key, value or None = takes one)."""
 
-_PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("warmup", "data"))
+_PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("warmup", "data"), ("reward", "function"))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -78,9 +78,10 @@ def _beside(value: Any, folder: Path) -> Any:
         return [_beside(part, folder) for part in value]
     if isinstance(value, dict):
         return {name: _beside(part, folder) for name, part in value.items()}
-    if not isinstance(value, str) or value.startswith(("task:", "hf:")) or not (folder / value).exists():
+    if not isinstance(value, str) or value.startswith(("task:", "hf:")):
         return value
-    return str(folder / value)
+    file = value.rpartition(".py:")[0] + ".py" if ".py:" in value else value  # path/to/file.py:function
+    return str(folder / value) if (folder / file).exists() else value
 
 
 def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:

@@ -22,9 +22,7 @@ def generate_groups(
     session: Session, prompts: Sequence[Prompt], samples: int, params: SamplingParams, clock: Clock
 ) -> list[RolloutGroup]:
     """Scored groups; the leader of each model-parallel group samples, its peers receive."""
-    return from_leader(
-        lambda: sample_and_score(session, prompts, samples, params, clock), session.groups.replica
-    )
+    return from_leader(lambda: sample_and_score(session, prompts, samples, params, clock), session.groups.replica)
 
 
 def sample_and_score(
@@ -69,8 +67,8 @@ def evaluate(session: Session) -> dict[str, float]:
 def _accuracy(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return {
-        "accuracy": Metric(sum(r.reward for r in rollouts), len(rollouts)),
-        "pass_at_k": Metric(sum(max(r.reward for r in g.rollouts) >= 1 for g in groups), len(groups)),
+        "accuracy": Metric(sum(r.score for r in rollouts), len(rollouts)),
+        "pass_at_k": Metric(sum(max(r.score for r in g.rollouts) >= 1 for g in groups), len(groups)),
         "response_length": Metric(sum(len(r.completion.token_ids) for r in rollouts), len(rollouts)),
     }
 
@@ -84,7 +82,7 @@ def record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
             "prompt": group.prompt.text,
             "label": group.prompt.label,
             "response": group.rollouts[0].completion.text,
-            "reward": group.rollouts[0].reward,
+            "reward": group.rollouts[0].score,
         }
         for group in groups[:_SHOWN_ANSWERS]
     ]

@@ -13,7 +13,7 @@ from megatron_dppo.data.chat import ChatOptions
 from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.errors import CheckpointError
+from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf import has_weights, model_shape, read_hf_config
 from megatron_dppo.layout import Layout, resolve_layout
 from megatron_dppo.metrics import require_wandb
@@ -49,6 +49,13 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
             f"model.path = {config.model.path!r} has no *.safetensors weights; expected a complete Hugging Face folder "
             "(or set model.random_init = true together with a warm-up)"
         )
+    if config.loss.is_topk and config.loss.topk > hf_config.vocab_size:
+        raise ConfigError(
+            f"loss.topk = {config.loss.topk} is above the {hf_config.vocab_size} entries of the vocabulary of "
+            f"{config.model.path!r}; use at most that"
+        )
+    if config.model.reference_path is not None:
+        _check_reference(config.model.reference_path, hf_config)
     tokenizer = load_tokenizer(config.model.path)
     reader = _PromptReader(config, tokenizer, hf_config.max_position_embeddings)
     train = reader.read(config.data.train, "train", "train")
@@ -101,3 +108,17 @@ class _PromptReader:
         named = source if isinstance(source, str) else ", ".join(source)
         self.summary.append(f"data     {name}: {', '.join(parts)}; from {named} ({loaded.num_read} rows)")
         return prompts
+
+
+def _check_reference(path: str, hf_config: Any) -> None:
+    """Refuse a reference policy that is not a complete folder of the same sizes."""
+    if not has_weights(path):
+        raise CheckpointError(
+            f"model.reference_path = {path!r} has no *.safetensors weights; expected a complete Hugging Face folder"
+        )
+    found, expected = model_shape(read_hf_config(path)), model_shape(hf_config)
+    if found != expected:
+        raise ConfigError(
+            f"model.reference_path = {path!r} is a model of other sizes ({found}) than model.path ({expected}); the "
+            "reference policy is computed by the same model code and needs the same sizes"
+        )

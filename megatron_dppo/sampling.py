@@ -129,6 +129,7 @@ def _params(session: Session, step: int, attempt: int) -> SamplingParams:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        topk_logprobs=session.config.loss.topk if session.config.loss.is_topk else 0,
         seed=sampling_seed(session, f"rollout {attempt}", step),
     )
 

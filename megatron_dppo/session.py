@@ -33,6 +33,7 @@ from megatron_dppo.platform import DTYPES, Platform, pin_threads
 from megatron_dppo.prefetch import Prefetch, describe_batches, load_batches, save_batches, why_unusable
 from megatron_dppo.report.console import Console
 from megatron_dppo.resume import ResumePoint, find_resume_point, layout_identity, run_identity
+from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.local import LocalEngine
@@ -93,7 +94,7 @@ def open_session(config: Config) -> Iterator[Session]:
     started = time.time()
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     inputs = read_inputs(config, world_size)
-    scorer = RewardScorer(config.reward.function, config.reward.timeout_seconds, config.reward.num_workers)
+    scorer = build_scorer(config)
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -169,10 +170,14 @@ def _trainer(config: Config, inputs: Inputs, groups: ParallelGroups, platform: P
         weights: Any = FolderWeights(_base_folder(config) if warm else config.model.path)
     else:
         weights = DictWeights(stream_model(build_hf_model(inputs.hf_config, torch.float32, seed=config.run.seed)))
+    reference: Any = None
+    if phase == "rl" and "reference_logprobs" in config.loss.required_inputs:
+        reference = FolderWeights(config.model.reference_path) if config.model.reference_path else weights
     return PolicyTrainer(
         config=config,
         hf_config=inputs.hf_config,
         weights=weights,
+        reference=reference,
         layout=inputs.layout,
         groups=groups,
         platform=platform,

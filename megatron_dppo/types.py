@@ -36,6 +36,8 @@ class Prompt:
     """The reference answer that the reward function gets."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the data row."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The row's chat messages; None when the row has a plain string."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +80,16 @@ class Rollout:
     prompt: Prompt
     completion: Completion
     reward: float
+    """What training uses: the score with its shaping."""
     reward_failed: bool = False
     """True when the reward function raised or timed out; such a sample carries no training signal."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """``score`` (without shaping) and the named parts; empty when the reward is one unshaped number."""
+
+    @property
+    def score(self) -> float:
+        """The reward without shaping: what accuracy is computed from."""
+        return self.reward_parts.get("score", self.reward)
 
 
 @dataclass(frozen=True, kw_only=True)

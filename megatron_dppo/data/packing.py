@@ -88,7 +88,9 @@ def _pad(sample: TrainingSample, count: int) -> TrainingSample:
     """The sample with ``count`` positions more, outside the loss."""
     if not count:
         return sample
-    values = {name: F.pad(getattr(sample, name), (0, count)) for name in ("tokens", "labels", "loss_mask", "advantages")}
+    values = {
+        name: F.pad(getattr(sample, name), (0, count)) for name in ("tokens", "labels", "loss_mask", "advantages")
+    }
     for name, fill in _FILL.items():
         if (value := getattr(sample, name)) is not None:
             values[name] = torch.cat([value, value.new_full((count, *value.shape[1:]), fill)])

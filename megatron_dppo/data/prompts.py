@@ -143,4 +143,11 @@ def _to_prompt(row: Row, tokenizer: Any, chat: ChatOptions) -> Prompt:
     ids = tokenizer(text, add_special_tokens=not is_templated).input_ids
     if not ids:
         raise DataError(f"{row.place}: the prompt has no tokens")
-    return Prompt(prompt_id=row.place, text=text, token_ids=tuple(ids), label=row.label, metadata=row.metadata)
+    return Prompt(
+        prompt_id=row.place,
+        text=text,
+        token_ids=tuple(ids),
+        label=row.label,
+        metadata=row.metadata,
+        messages=None if isinstance(row.prompt, str) else tuple(row.prompt),
+    )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.data import chain_sum
+from megatron_dppo.data import chain_sum, reasoning_gym
 from megatron_dppo.data.sources import CHAIN_SUM, read_records, require
 from megatron_dppo.errors import DataError
 
@@ -55,8 +55,9 @@ def iter_rows(
     """The rows of one source, each checked.
 
     Args:
-        source: ``task:chain_sum``, the path of a JSONL or Parquet file, or ``hf:owner/name[/configuration][:split]``.
-        split: which part of the embedded task; other sources are taken whole.
+        source: ``task:chain_sum``, ``task:reasoning_gym:NAME``, the path of a JSONL or Parquet file, or
+            ``hf:owner/name[/configuration][:split]``.
+        split: which part of a task; other sources are taken whole.
         prompt_key: column of the prompt, ``a.b`` for a field inside a column; None = recognised.
         label_key: column of the reference answer, likewise.
 
@@ -66,6 +67,9 @@ def iter_rows(
     if source == CHAIN_SUM:
         for i, problem in enumerate(chain_sum.problems(split)):
             yield Row(f"chain_sum/{split}:{i}", problem.question, str(problem.answer))
+        return
+    if source.startswith(reasoning_gym.PREFIX):
+        yield from (Row(*problem) for problem in reasoning_gym.problems(source, split))
         return
     first: tuple[str, RowLayout] | None = None
     for place, record in read_records(source):

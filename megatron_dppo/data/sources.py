@@ -29,7 +29,9 @@ def read_records(source: str) -> Iterator[Record]:
         DataError: no such source, a missing optional package, or a row that cannot be read.
     """
     if source.startswith("task:"):
-        raise DataError(f"unknown embedded task {source!r}; expected {CHAIN_SUM!r}, a file, or {HUB}owner/name")
+        raise DataError(
+            f"unknown task {source!r}; expected {CHAIN_SUM!r}, 'task:reasoning_gym:NAME', a file, or {HUB}owner/name"
+        )
     if source.startswith(HUB):
         return _read_hub(source)
     file = Path(source)

@@ -113,9 +113,7 @@ class SDPACoreAttention(MegatronModule):
         repeat = q.shape[1] // k.shape[1]
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale
-        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale)
         return out.transpose(1, 2)
 
 

@@ -68,7 +68,7 @@ class FakeScorer:
 
     def score(self, items: Sequence[Any]) -> list[Any]:
         return [
-            SimpleNamespace(reward=float(i % 2 if self._has_signal(int(item.prompt)) else 0), failed=False)
+            SimpleNamespace(reward=float(i % 2 if self._has_signal(int(item.prompt)) else 0), failed=False, parts={})
             for i, item in enumerate(items)
         ]
 
