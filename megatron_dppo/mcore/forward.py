@@ -66,6 +66,7 @@ class TokenStatistics:
             vocab_size=self._vocab_size,
             temperature=self._temperature,
             ids=None if topk_ids is None else row.own(topk_ids),
+            ids_valid=None if topk_ids is None else row.own(topk_ids >= 0),
         )
         if row.shard is not None:
             found = _gather_row(found, row.shard)

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.clock import Clock
 from megatron_dppo.config import Config, LossConfig
-from megatron_dppo.data.packing import micro_batches
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.hf import build_hf_model, model_shape, stream_model
 from megatron_dppo.layout import resolve_layout
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.platform import Platform
 from megatron_dppo.types import TrainingSample
+from megatron_dppo.update import Updater
 
-STEPS, MICRO_BATCH_TOKENS, SAMPLES = 3, 40, 16
+STEPS, MICRO_BATCH_TOKENS, SAMPLES = 3, 24, 16
 LR, BETAS, EPS, CLIP = 1e-2, (0.9, 0.95), 1e-4, 1.0
 TOLERANCE = 1e-5
 LOSS = LossConfig(name="pg_is")
@@ -137,31 +138,31 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(relative_error(found[name], expected[name]) for name in expected)
 
 
-def config_for(case: Case, dtype: str = "fp32") -> Config:
-    """The configuration of one case."""
-    return Config.model_validate(
-        {
-            "run": {"output_dir": "unused", "num_steps": STEPS},
-            "model": {"path": "unused", "dtype": dtype, "transformer": case.transformer},
-            "parallel": case.parallel,
-            "data": {"train": "unused"},
-            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
-            "optimizer": {"lr": LR, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS, "clip_grad": CLIP},
-        }
-    )
+def config_for(case: Case, dtype: str = "fp32", **sections: dict[str, Any]) -> Config:
+    """The configuration of one case, with some keys of some sections changed."""
+    values: dict[str, Any] = {
+        "run": {"output_dir": "unused", "num_steps": STEPS},
+        "model": {"path": "unused", "dtype": dtype, "transformer": case.transformer},
+        "parallel": case.parallel,
+        "data": {"train": "unused"},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
+        "train": {"micro_batch_tokens": MICRO_BATCH_TOKENS},
+        "optimizer": {"lr": LR, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS, "clip_grad": CLIP},
+    }
+    return Config.model_validate(values | {name: values.get(name, {}) | section for name, section in sections.items()})
 
 
-def build_trainer(case: Case, hf: HFSide, platform: Platform, dtype: str) -> Any:
-    """A trainer with the reference's weights; joins the process groups of the layout."""
+def build_trainer(case: Case, model: Any, platform: Platform, dtype: str, **sections: dict[str, Any]) -> Any:
+    """A trainer with the weights of a transformers model; joins the process groups of the layout."""
     from megatron_dppo.mcore.setup import initialize_megatron
     from megatron_dppo.trainer import DictWeights, PolicyTrainer
 
-    config = config_for(case, dtype)
-    layout = resolve_layout(config, dist.get_world_size(), model_shape(hf.model.config))
+    config = config_for(case, dtype, **sections)
+    layout = resolve_layout(config, dist.get_world_size(), model_shape(model.config))
     return PolicyTrainer(
         config=config,
-        hf_config=hf.model.config,
-        weights=DictWeights(stream_model(hf.model)),
+        hf_config=model.config,
+        weights=DictWeights(stream_model(model)),
         layout=layout,
         groups=initialize_megatron(layout, platform, seed=1, timeout_minutes=3),
         platform=platform,
@@ -177,13 +178,14 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
     ``gradient_direction``: 1 - cosine over all parameters; ``grad_norm``; ``weights``: of the worst after all updates.
     """
     hf = HFSide(case, rounded=dtype == "bf16")
-    trainer = build_trainer(case, hf, platform, dtype)
+    trainer = build_trainer(case, hf.model, platform, dtype)
     exported = on_cpu(trainer.export_weights())
     errors = dict.fromkeys(("loss", "gradient", "gradient_direction", "grad_norm"), 0.0)
     errors["export"] = worst(exported, dict(stream_model(hf.model)))
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = micro_batches(mine, MICRO_BATCH_TOKENS, 8, trainer.row_shape)
-    errors["logprobs"] = logprob_error(trainer, hf, batches, mine)
+    train = config_for(case, dtype).train
+    batches = Updater(trainer, train, LOSS).plan(mine)
+    errors["logprobs"] = logprob_error(Updater(trainer, train, LossConfig(name="minirl")), hf, mine)
     for step in range(STEPS):
         expected_loss, size = hf.backward()
         trainer.optimizer.set_step(step)
@@ -234,14 +236,14 @@ def gradient_reader(trainer: Any) -> Callable[[Tensor], Tensor]:
     return lambda parameter: full.get(id(parameter), parameter.main_grad)
 
 
-def logprob_error(trainer: Any, hf: HFSide, batches: list[Any], mine: list[TrainingSample]) -> float:
-    """Relative error of the log-probabilities in the loss; 0 on ranks that have none."""
-    found = trainer.logprobs(batches)
-    if not found:
+def logprob_error(updater: Updater, hf: HFSide, mine: list[TrainingSample]) -> float:
+    """Relative error of the recomputed log-probabilities in the loss; 0 on ranks that have none."""
+    found = [sample.anchor_logprobs for sample in updater.add_recomputed(mine, Clock())]
+    if found[0] is None:
         return 0.0
     with torch.no_grad():
         expected = [hf.logprobs(sample) for sample in mine]
-    got = torch.cat([row.cpu()[batch.loss_mask] for row, batch in zip(found, batches, strict=True)])
+    got = torch.cat([row[sample.loss_mask] for row, sample in zip(found, mine, strict=True) if row is not None])
     want = torch.cat([row[sample.loss_mask] for row, sample in zip(expected, mine, strict=True)])
     return relative_error(got, want)
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dppo.data.packing import micro_batches
 from megatron_dppo.hf import stream_model
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.platform import Platform
+from megatron_dppo.update import Updater
 from tests.distributed.parity import (
     LOSS,
-    MICRO_BATCH_TOKENS,
     STEPS,
     TOLERANCE,
     Case,
     HFSide,
     build_trainer,
+    config_for,
     on_cpu,
     samples,
     worst,
@@ -43,7 +43,7 @@ def platform() -> Platform:
 
 def update(trainer: Any, step: int) -> None:
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = micro_batches(mine, MICRO_BATCH_TOKENS, 8, trainer.row_shape)
+    batches = Updater(trainer, config_for(Case()).train, LOSS).plan(mine)
     trainer.optimizer.set_step(step)
     trainer.update(batches, lambda inputs: policy_loss(inputs, LOSS))
 
@@ -54,7 +54,7 @@ def save(rank: int, world_size: int, layouts: list[dict[str, Any]], folder: str)
     from megatron.core import parallel_state
 
     for i, layout in enumerate(layouts):
-        trainer = build_trainer(Case(layout), HFSide(Case()), here, "fp32")
+        trainer = build_trainer(Case(layout), HFSide(Case()).model, here, "fp32")
         for step in range(STEPS - 1):
             update(trainer, step)
         trainer.save(Path(folder) / f"{world_size}-{i}", STEPS - 1, {}, keep=1)
@@ -74,7 +74,7 @@ def load(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], fo
         hf.backward()
         hf.step()
     for name, layout in cases:
-        trainer = build_trainer(Case(layout), HFSide(Case()), here, "fp32")
+        trainer = build_trainer(Case(layout), HFSide(Case()).model, here, "fp32")
         trainer.load(checkpoints(Path(folder) / name)[0], same_layout=False)
         assert trainer.policy_version == STEPS - 1
         update(trainer, STEPS - 1)

@@ -229,7 +229,7 @@ def test_a_recomputed_anchor_is_refused_for_rollouts_of_older_weights() -> None:
 
 
 def test_a_reference_policy_without_its_penalty_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has no effect without loss.kl_coef"):
+    with pytest.raises(ConfigError, match=r"has no effect without loss\.kl_coef"):
         config(model={"path": "model", "reference_path": "other"})
 
 

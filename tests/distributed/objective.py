@@ -1,0 +1,250 @@
+"""The whole objective of every loss, per-parameter gradients included, against one process in float64.
+
+The reference runs transformers' model in float64, one sequence at a time, takes every statistic from the whole
+distribution, and aggregates by the formulas of docs/loss.md instead of by weights. It is computed once, in the parent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.config import LossConfig
+from megatron_dppo.hf import build_hf_model, stream_model
+from megatron_dppo.losses import policy_loss
+from megatron_dppo.platform import Platform
+from megatron_dppo.types import LossInputs, TrainingSample
+from megatron_dppo.update import Updater
+from tests.distributed.parity import Case, build_trainer, config_for, gradient_reader, hf_reference, on_cpu
+
+SAMPLES, TOPK, TEMPERATURE, HORIZON = 12, 6, 0.7, 9
+SHARPNESS = 4.0
+"""Factor of the output layer: a distribution in which thresholds of the paper's size bite."""
+TOLERANCE = 2e-5
+_DPPO = {"divergence_threshold_low": 0.04, "divergence_threshold_high": 0.04}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dppo_binary_tv": _DPPO,
+    "dppo_binary_kl": _DPPO | {"ratio_cap": 1.5},
+    "dppo_topk_tv": _DPPO | {"topk": TOPK},
+    "dppo_topk_kl": _DPPO | {"topk": TOPK},
+    "dppo_topk_tv/evict": _DPPO | {"topk": TOPK, "topk_eviction": True, "form": "ratio"},
+    "dppo_topk_kl/seq_mean": _DPPO | {"topk": TOPK, "aggregation": "seq_mean_token_mean"},
+    "dppo_recompute_binary_tv": _DPPO,
+    "dppo_recompute_binary_kl": _DPPO,
+    "dppo_binary_tv/kl+entropy": _DPPO | {"kl_coef": 0.2, "entropy_coef": 0.1},
+    "dppo_binary_tv/norm": _DPPO | {"aggregation": "seq_mean_token_sum_norm", "horizon": HORIZON},
+    "dppo_binary_tv/mask_sequence": _DPPO | {"mismatch": "mask_sequence"},
+    "grpo": {},
+    "minirl": {"ratio_cap": 1.5},
+    "pg_is": {"aggregation": "token_sum_norm", "horizon": HORIZON},
+    "cispo": {"ratio_cap": 1.3},
+    "gspo": {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05},
+    "ppo_clip": {"dual_clip": 1.5},
+    "ppo_decoupled": {"mismatch": "truncate"},
+}
+"""Name of a variant (what follows a slash is ours) -> its settings."""
+
+
+def loss_config(variant: str) -> LossConfig:
+    """The configuration of a variant."""
+    return LossConfig(name=variant.partition("/")[0], **VARIANTS[variant])
+
+
+@dataclass
+class Reference:
+    """The samples, and for every variant the loss, its gradients and the share of dropped tokens."""
+
+    samples: list[TrainingSample]
+    losses: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    dropped: dict[str, float] = field(default_factory=dict)
+
+
+def model_of(case: Case) -> Any:
+    """The transformers model with a sharper output layer."""
+    model = hf_reference(case.tied, case.dense)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(SHARPNESS)
+    return model
+
+
+def in_float64(model: Any) -> Any:
+    """A float64 copy that computes in float64 throughout: transformers' norms and router round to fp32."""
+    config = type(model.config)(**model.config.to_dict())
+    config._experts_implementation = "eager"  # the grouped one has no float64
+    copy = build_hf_model(config, torch.float64)
+    copy.load_state_dict(model.state_dict())
+    for module in copy.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = lambda x, m=module: _norm(m, x)
+        elif type(module).__name__.endswith("TopKRouter"):
+            module.forward = lambda x, m=module: _route(m, x)
+    return copy
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    return module.weight * x * (x.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+
+
+def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = x.reshape(-1, module.hidden_dim) @ module.weight.T
+    scores, indices = logits.softmax(-1).topk(module.top_k, dim=-1)
+    return logits, scores / scores.sum(-1, keepdim=True), indices
+
+
+def distribution(model: Any, tokens: Tensor) -> Tensor:
+    """``[T, V]`` log-probabilities at the rollout's temperature."""
+    return (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+
+
+def make_samples(model: Any) -> list[TrainingSample]:
+    """Responses drawn from a policy near the model's, with that policy's Top-K; ragged lengths."""
+    generator = torch.Generator().manual_seed(2)
+    vocabulary = model.config.vocab_size
+
+    def near(log_p: Tensor, noise: float) -> Tensor:
+        shift = noise * torch.randn(log_p.shape, generator=generator, dtype=torch.float64)
+        return (log_p + shift).log_softmax(-1)
+
+    result = []
+    for i in range(SAMPLES):
+        ids = torch.randint(0, vocabulary, (2 + i % 4,), generator=generator)
+        prompt, rows = ids.numel(), []
+        for _ in range(2 + (5 * i) % 11):
+            rows.append(near(distribution(model, ids)[-1], 0.5))
+            ids = torch.cat([ids, torch.multinomial(rows[-1].exp(), 1, generator=generator)])
+        tokens, labels, first = ids[:-1], ids[1:], prompt - 1
+        log_p, mu = distribution(model, tokens), torch.stack(rows)
+        values, top = mu.topk(TOPK, dim=-1)
+        outside = ~(top == labels[first:, None]).any(-1, keepdim=True)
+        at_label = mu.gather(1, labels[first:, None])
+        pad = (0, 0, first, 0)
+        result.append(
+            TrainingSample(
+                tokens=tokens,
+                labels=labels,
+                loss_mask=torch.arange(tokens.numel()) >= first,
+                advantages=torch.full((tokens.numel(),), (-1.0) ** i * (1 + 0.1 * i)),
+                rollout_logprobs=torch.cat([torch.zeros(first), at_label[:, 0].float()]),
+                rollout_topk_ids=torch.nn.functional.pad(
+                    torch.cat([top, torch.where(outside, labels[first:, None], -1)], 1).int(), pad, value=-1
+                ),
+                rollout_topk_logprobs=torch.nn.functional.pad(torch.cat([values, at_label], 1).float(), pad),
+                anchor_logprobs=near(log_p, 0.3).gather(1, labels[:, None])[:, 0].float(),
+                reference_logprobs=near(log_p, 0.8).gather(1, labels[:, None])[:, 0].float(),
+            )
+        )
+    return result
+
+
+def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
+    """All sequences end to end, nothing padded, every number from the whole distribution in float64."""
+    rows = [distribution(model, sample.tokens) for sample in samples]
+    log_p, labels = torch.cat(rows), torch.cat([s.labels for s in samples])
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(sample, name) for sample in samples])
+
+    ids = joined("rollout_topk_ids").long()
+    valid = ids >= 0
+    used = torch.zeros(log_p.shape, dtype=torch.bool).scatter(1, ids.clamp(min=0), valid)
+    used.scatter_(1, torch.where(valid, ids, ids[:, :1].clamp(min=0)), valid | valid[:, :1])
+    return LossInputs(
+        logprobs=log_p.gather(1, labels[:, None])[:, 0],
+        entropy=-(log_p.exp() * log_p).sum(-1),
+        advantages=joined("advantages"),
+        loss_mask=joined("loss_mask"),
+        rollout_logprobs=joined("rollout_logprobs"),
+        topk_logprobs=log_p.detach().gather(1, ids.clamp(min=0)),
+        rollout_topk_logprobs=joined("rollout_topk_logprobs"),
+        topk_valid=valid,
+        topk_other_logprob=torch.where(used, -torch.inf, log_p.detach()).logsumexp(-1),
+        anchor_logprobs=joined("anchor_logprobs"),
+        reference_logprobs=joined("reference_logprobs"),
+        sequence_ids=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(row) for row in rows])),
+    )
+
+
+def aggregated(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, float]:
+    """The loss by the formula of its aggregation, and the share of tokens that it drops."""
+    kind, mask, ids = config.resolved_aggregation, inputs.loss_mask, inputs.sequence_ids
+    assert ids is not None
+    ones = torch.ones_like(inputs.advantages)
+    tokens, sequences = float(mask.sum()), int(ids.max()) + 1
+    lengths = torch.zeros(sequences, dtype=torch.float64).index_add(0, ids, mask.double())
+    horizon = config.horizon or 1
+    weights = {
+        "token_mean": ones / tokens,
+        "token_sum_norm": ones / horizon,
+        "seq_mean_token_mean": 1 / (sequences * lengths[ids]),
+        "seq_mean_token_sum_norm": ones / (sequences * horizon),
+    }
+    output = policy_loss(replace(inputs, token_weights=weights[kind].double()), config)
+    signal = mask & (inputs.advantages != 0)
+    return output.loss_sum, float((signal & ~output.keep_mask).sum() / signal.sum())
+
+
+def make_reference(case: Case, variants: list[str]) -> Reference:
+    """Everything in float64 for one model."""
+    model = in_float64(model_of(case))
+    with torch.no_grad():
+        result = Reference(make_samples(model))
+    for variant in variants:
+        model.zero_grad()
+        inputs = statistics(model, result.samples)
+        loss, result.dropped[variant] = aggregated(inputs, loss_config(variant))
+        loss.backward()
+        result.losses[variant] = float(loss.detach())
+        holder = build_hf_model(model.config, torch.float64)
+        for target, source in zip(holder.parameters(), model.parameters(), strict=True):
+            target.data = torch.zeros_like(source) if source.grad is None else source.grad.clone()
+        result.gradients[variant] = {name: value.clone() for name, value in stream_model(holder)}
+    return result
+
+
+def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tuple[float, float]:
+    """Relative error of the worst parameter's gradient, and absolute error of the loss."""
+    mine = reference.samples[trainer.dp_rank :: trainer.layout.dp]
+    loss = loss_config(variant)
+    batches = Updater(trainer, config_for(case).train, loss).plan(mine)
+    assert len(batches) * trainer.layout.dp >= 4
+    metrics = trainer.accumulate(batches, lambda inputs: policy_loss(inputs, loss))
+    found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
+    expected = reference.gradients[variant]
+    assert found.keys() == expected.keys()
+    # Parameters whose gradient is nearly 0 (an expert that one token visits) are measured against the typical size.
+    typical = sum(float(g.norm()) for g in expected.values()) / len(expected)
+    error = max(float((found[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())
+    return error, abs(metrics["loss"] - reference.losses[variant])
+
+
+def run(rank: int, world_size: int, cases: list[tuple[Case, str]], variants: list[str], report: str | None) -> None:
+    """Every variant on every layout; ``cases`` are pairs of a case and the file of its reference."""
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    from megatron.core import parallel_state
+
+    lines = []
+    for case, file in cases:
+        torch.serialization.add_safe_globals([Reference, TrainingSample])
+        reference = torch.load(file, weights_only=True)
+        entropy = {"entropy_coef": 0.1}  # so that the entropy keeps its gradient
+        sections = {"rollout": {"temperature": TEMPERATURE}, "loss": entropy}
+        trainer = build_trainer(case, model_of(case), platform, "fp32", **sections)
+        for variant in variants:
+            gradient, loss = error_of(trainer, reference, variant, case)
+            lines.append(f"{trainer.layout} | {variant} | {gradient:.1e} | {loss:.1e}")
+            assert gradient < TOLERANCE, f"{case}, {variant}, rank {rank}: gradient off by {gradient:.1e}"
+            assert loss < TOLERANCE, f"{case}, {variant}, rank {rank}: loss off by {loss:.1e}"
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    if report is not None and rank == 0:
+        with Path(report).open("a", encoding="utf-8") as out:
+            out.writelines(line + "\n" for line in lines)
