@@ -103,11 +103,12 @@ def vocab_parallel_topk(
     maximum = row_maximum(logits, own)
     finite_maximum = torch.where(maximum == -torch.inf, 0.0, maximum)  # a shard may hold nothing but -inf
     total = shifted(logits, own, finite_maximum, temperature).exp_().sum(1)
-    values, ids = _shard_topk(logits[:, :own], min(k, logits.shape[1]), total.dtype)
-    ids = torch.where(ids < own, ids + first, vocab_size)
+    values, places = _shard_topk(logits[:, :own], min(k, logits.shape[1]), total.dtype)
+    ids = places + first
     if group is not None and group.size() > 1:
         values, ids, maximum, total = _gather(values, ids, total, temperature, group)
-    order = _order(values, ids)[:, :k]
+    # Equal values stand by rising id already, and what fills up a short shard stands after every entry.
+    order = values.argsort(dim=1, descending=True, stable=True)[:, :k]
     logprobs = (values.gather(1, order) - maximum[:, None]) / temperature - total.log()[:, None]
     return logprobs, ids.gather(1, order)
 
@@ -148,14 +149,15 @@ def _check_ids(logits: Tensor, ids: Tensor | None, valid: Tensor | None, vocab_s
 
 
 def _shard_topk(logits: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The shard's ``width`` largest logits ``[T, width]`` in ``dtype`` and their places, in no particular order.
+    """The shard's ``width`` largest logits ``[T, width]`` in ``dtype`` and their places.
 
-    Of equal logits it takes the first ones. A shard with fewer entries fills up with -inf at the place after its last.
+    Of equal logits it takes the first ones, and they stand by rising place; the result is not sorted by value. A shard
+    with fewer entries than ``width`` fills up with -inf behind them.
     """
     rows, own = logits.shape
     count = min(width, own)
     values = torch.full((rows, width), -torch.inf, dtype=dtype, device=logits.device)
-    places = torch.full((rows, width), own, device=logits.device)
+    places = torch.zeros(rows, width, dtype=torch.int64, device=logits.device)
     if count:
         # torch.topk may take any of several equal entries, so its values are known and its indices are not. The second
         # search runs on a score without ties: above the threshold, then at it, then below, the lower place first.
@@ -182,9 +184,3 @@ def _gather(
     total = (totals.squeeze(2) * maxima.sub(maximum).div_(temperature).exp_()).sum(0)
     all_ids = shard_ids.transpose(0, 1).flatten(1).view(integer).long()
     return shard_values.transpose(0, 1).flatten(1), all_ids, maximum, total
-
-
-def _order(values: Tensor, ids: Tensor) -> Tensor:
-    """Positions of the candidates by falling value, the lower id first among equal ones."""
-    by_id = ids.argsort(dim=1)
-    return by_id.gather(1, values.gather(1, by_id).argsort(dim=1, descending=True, stable=True))
