@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config import Config, OptimizerConfig
-from megatron_dppo.data.packing import RowShape, fill_bins
+from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
 from megatron_dppo.hf import model_shape
 from megatron_dppo.layout import Layout
 from megatron_dppo.losses import BatchTotals
@@ -41,6 +42,17 @@ class DictWeights:
     def names(self) -> set[str]:
         """All names."""
         return set(self._tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """One rank's part of a batch, ready for the schedule."""
+
+    bins: list[list[int]]
+    """for each micro-batch, the indices of its samples in the order of the row"""
+    batches: list[MicroBatch]
+    totals: BatchTotals
+    """of all ranks"""
 
 
 class PolicyTrainer:
@@ -97,6 +109,8 @@ class PolicyTrainer:
         )
         self._cp_group = groups.cp if layout.cp > 1 else None
         self.row_shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
+        # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
+        self._needs_equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._balance_losses = BalanceLosses(megatron_config)
 
     def update(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
@@ -152,24 +166,36 @@ class PolicyTrainer:
         """Where this rank computes."""
         return next(self.models[0].parameters()).device
 
-    def plan(self, samples: Sequence[TrainingSample], budget: int) -> tuple[int, BatchTotals]:
-        """How many micro-batches every rank runs, and the counts of the whole batch; one collective.
+    def pack(self, samples: Sequence[TrainingSample], budget: int) -> Packed:
+        """This rank's samples as packed micro-batches, equally many on every rank; one or two collectives.
 
         Args:
-            samples: this data-parallel rank's.
+            samples: this data-parallel rank's, at least one.
             budget: tokens of one micro-batch.
         """
-        needed = len(fill_bins(samples, budget, self.row_shape))
+        bins, shape = fill_bins(samples, budget, self.row_shape), self.row_shape
         per_sample = [int(sample.loss_mask.sum()) for sample in samples]
-        mine = torch.tensor([max(1, needed), sum(per_sample), sum(n > 0 for n in per_sample)], device=self.device)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.groups.dp))]
-        dist.all_gather(every, mine, group=self.groups.dp)
-        together = torch.stack(every)
+        together = self._of_all_ranks([len(bins), sum(per_sample), sum(n > 0 for n in per_sample)])
         # Megatron's interleaved schedule needs a multiple of the pipeline size.
         multiple = self.layout.pp if self.layout.vpp > 1 else 1
-        count = -(-int(together[:, 0].max()) // multiple) * multiple
+        bins = split_evenly(bins, -(-int(together[:, 0].max()) // multiple) * multiple)
+        if self._needs_equal_rows:
+            longest = max(sum(shape.padded(samples[i].num_tokens) for i in part) for part in bins)
+            longest = int(self._of_all_ranks([longest]).max())
+            shape = replace(shape, row_multiple=-(-longest // shape.row_multiple) * shape.row_multiple)
         tokens, sequences = together[:, 1:].sum(0).tolist()
-        return count, BatchTotals(num_tokens=tokens, num_sequences=sequences)
+        return Packed(
+            bins=bins,
+            batches=[pack([samples[i] for i in part], shape, samples[0]) for part in bins],
+            totals=BatchTotals(num_tokens=tokens, num_sequences=sequences),
+        )
+
+    def _of_all_ranks(self, values: list[int]) -> Tensor:
+        """``[data-parallel ranks, len(values)]``"""
+        mine = torch.tensor(values, device=self.device)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.groups.dp))]
+        dist.all_gather(every, mine, group=self.groups.dp)
+        return torch.stack(every)
 
     def save(
         self,

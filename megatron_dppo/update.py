@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron_dppo.clock import Clock
 from megatron_dppo.config import LossConfig, TrainConfig
 from megatron_dppo.data.balance import balanced_owners
-from megatron_dppo.data.packing import fill_bins, micro_batches, pack, split_evenly
 from megatron_dppo.losses import BatchTotals, policy_loss, token_weights
 from megatron_dppo.parallel.objects import exchange
 from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
@@ -70,11 +69,9 @@ class Updater:
 
     def _recompute(self, samples: list[TrainingSample], field: str) -> list[TrainingSample]:
         trainer, budget = self._trainer, self._train.micro_batch_tokens
-        count, _ = trainer.plan(samples, budget)
-        bins = split_evenly(fill_bins(samples, budget, trainer.row_shape), count)
-        batches = [pack([samples[i] for i in part], trainer.row_shape, samples[0]) for part in bins]
-        rows = trainer.logprobs(batches, reference=field == "reference_logprobs")
-        for part, batch, row in zip(bins, batches, rows, strict=False):  # no rows but on the last stage
+        packed = trainer.pack(samples, budget)
+        rows = trainer.logprobs(packed.batches, reference=field == "reference_logprobs")
+        for part, batch, row in zip(packed.bins, packed.batches, rows, strict=False):  # no rows but on the last stage
             values, starts = row.float().cpu(), batch.cu_seqlens.tolist()
             for i, start in zip(part, starts, strict=False):  # a padding sequence may follow
                 own = values[start : start + samples[i].num_tokens].clone()
@@ -87,9 +84,8 @@ class Updater:
         trainer, train, loss = self._trainer, self._train, self._loss
         if train.balance_ranks:
             samples = self._balance(samples)
-        count, totals = trainer.plan(samples, train.micro_batch_tokens)
-        batches = micro_batches(samples, train.micro_batch_tokens, count, trainer.row_shape)
-        return [_weighted(batch, totals, loss) for batch in batches]
+        packed = trainer.pack(samples, train.micro_batch_tokens)
+        return [_weighted(batch, packed.totals, loss) for batch in packed.batches]
 
     def _balance(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         group = self._trainer.groups.dp

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dppo.config import Config
-from megatron_dppo.data.packing import micro_batches
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.losses import supervised_loss
 
@@ -56,7 +55,6 @@ def run_warmup(
     for step in range(config.warmup.num_steps):
         first = step * batch + trainer.dp_rank * share
         samples = [data[i] for i in range(first, first + share)]
-        count, _ = trainer.plan(samples, budget)
         trainer.optimizer.set_step(step)
-        result = trainer.update(micro_batches(samples, budget, count, trainer.row_shape), supervised_loss)
+        result = trainer.update(trainer.pack(samples, budget).batches, supervised_loss)
         report(step, result.metrics["loss"])

@@ -139,24 +139,3 @@ def split_evenly(bins: list[list[int]], count: int) -> list[list[int]]:
         # Every other one: the bin is sorted by length, so the halves cost about the same.
         bins[most : most + 1] = [part[::2], part[1::2]]
     return bins + [[] for _ in range(count - len(bins))]
-
-
-def micro_batches(
-    samples: Sequence[TrainingSample], budget: int, count: int, shape: RowShape | None = None
-) -> list[MicroBatch]:
-    """Exactly ``count`` packed micro-batches; every rank of a step needs the same number.
-
-    Args:
-        samples: this rank's share, at least one.
-        budget: tokens of one micro-batch.
-        count: the largest number that any data-parallel rank needs. A rank that needs fewer splits further, as far as
-            it has samples, and fills the rest with rows of padding.
-        shape: see ``pack``.
-
-    Raises:
-        ValueError: ``count`` is smaller than what the budget needs, or there are no samples.
-    """
-    if not samples:
-        raise ValueError("a rank without samples cannot take part in an update; there are fewer samples than ranks")
-    bins = split_evenly(fill_bins(samples, budget, shape), count)
-    return [pack([samples[i] for i in part], shape, samples[0]) for part in bins]

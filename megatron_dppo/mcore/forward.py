@@ -169,7 +169,7 @@ def _run_schedule(
     rows = [Row.of(batch, cp_group, device) for batch in batches]
     iterators = [iter(rows) for _ in chunks]
     single = len(chunks) == 1
-    tokens = rows[0].own(rows[0].batch.tokens).numel()
+    tokens = rows[0].batch.tokens.numel()  # of the whole row: Megatron divides by the context-parallel size itself
     config = get_model_config(chunks[0])
     finalize = config.finalize_model_grads_func
     try:

@@ -61,7 +61,8 @@ def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platf
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         calculate_per_token_loss=True,
-        variable_seq_lengths=layout.pp > 1,
+        # The allgather dispatcher refuses them; its rows are all padded to one length.
+        variable_seq_lengths=layout.pp > 1 and model.transformer.get("moe_token_dispatcher_type") != "allgather",
         # Megatron checks this one also for dense models: its default refuses variable lengths.
         moe_token_dispatcher_type="alltoall",
         tensor_model_parallel_size=layout.tp,

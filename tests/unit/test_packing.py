@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.data.balance import balanced_owners
-from megatron_dppo.data.packing import RowShape, fill_bins, micro_batches, pack
+from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.types import MicroBatch, TrainingSample
 
@@ -25,6 +25,12 @@ def without_padding(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
     bounds = pairwise(batch.cu_seqlens.tolist())
     parts = [slice(*b) for b in bounds]
     return [(batch.tokens[p].tolist(), batch.labels[p].tolist()) for p in parts if batch.loss_mask[p].any()]
+
+
+def micro_batches(samples: list[TrainingSample], budget: int, count: int, shape: RowShape) -> list[MicroBatch]:
+    """What ``PolicyTrainer.pack`` does on one rank."""
+    bins = split_evenly(fill_bins(samples, budget, shape), count)
+    return [pack([samples[i] for i in part], shape, samples[0]) for part in bins]
 
 
 def unpadded(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
@@ -85,12 +91,12 @@ def test_spare_micro_batches_get_samples_before_they_get_padding() -> None:
         batches = micro_batches(samples, budget=100, count=count, shape=RowShape(row_multiple=4))
         assert len(batches) == count
         assert [bool(b.loss_mask.any()) for b in batches] == [True] * filled + [False] * (count - filled)
-    assert [len(without_padding(b)) for b in micro_batches(samples, budget=100, count=3)] == [2, 1, 2]
+    assert [len(without_padding(b)) for b in micro_batches(samples, 100, 3, RowShape())] == [2, 1, 2]
 
 
 def test_more_micro_batches_than_the_count_are_refused() -> None:
     with pytest.raises(ValueError, match=r"2 micro-batches are needed, more than count = 1"):
-        micro_batches([sample(4), sample(4)], budget=4, count=1)
+        micro_batches([sample(4), sample(4)], 4, 1, RowShape())
 
 
 @settings(max_examples=150, deadline=None)
