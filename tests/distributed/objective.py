@@ -223,8 +223,28 @@ def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tu
     return error, abs(metrics["loss"] - reference.losses[variant])
 
 
-def run(rank: int, world_size: int, cases: list[tuple[Case, str]], variants: list[str], report: str | None) -> None:
-    """Every variant on every layout; ``cases`` are pairs of a case and the file of its reference."""
+def _file(folder: Path, case: Case) -> Path:
+    return folder / f"tied={case.tied} dense={case.dense}.pt"
+
+
+def write_references(folder: Path) -> Path:
+    """The reference of each model, for the workers to read; returns the folder."""
+    for case in (Case(), Case(tied=True), Case(dense=True)):
+        torch.save(make_reference(case, list(VARIANTS)), _file(folder, case))
+    return folder
+
+
+def read_reference(folder: Path, case: Case) -> Reference:
+    """What ``write_references`` made for the model of ``case``."""
+    with torch.serialization.safe_globals([Reference, TrainingSample]):
+        found: Reference = torch.load(_file(folder, case), weights_only=True)
+    return found
+
+
+def run(
+    rank: int, world_size: int, cases: list[Case], variants: list[str], references: Path, report: str | None
+) -> None:
+    """Every variant on every layout; ``report`` is a file that gets a line for each."""
     from megatron_dppo.mcore.compat import apply_shims
 
     platform = Platform.detect(force_cpu=True)
@@ -232,9 +252,8 @@ def run(rank: int, world_size: int, cases: list[tuple[Case, str]], variants: lis
     from megatron.core import parallel_state
 
     lines = []
-    for case, file in cases:
-        torch.serialization.add_safe_globals([Reference, TrainingSample])
-        reference = torch.load(file, weights_only=True)
+    for case in cases:
+        reference = read_reference(references, case)
         entropy = {"entropy_coef": 0.1}  # so that the entropy keeps its gradient
         sections = {"rollout": {"temperature": TEMPERATURE}, "loss": entropy}
         trainer = build_trainer(case, model_of(case), platform, "fp32", **sections)

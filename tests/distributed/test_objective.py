@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+from pathlib import Path
 
-from tests.distributed.objective import VARIANTS, make_reference, run
-from tests.distributed.parity import Case
+import pytest
+
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.objective import VARIANTS, run, write_references
 from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.distributed
 
-TP = {"tensor_model_parallel_size": 2}
-PP = {"pipeline_model_parallel_size": 2}
-VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
-EP = {"expert_model_parallel_size": 2}
-CP = {"context_parallel_size": 2}
-ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
-
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, bool], str]:
-    """The file of the reference of each model: untied and tied, MoE and dense."""
-    folder = tmp_path_factory.mktemp("references")
-    files = {}
-    for tied, dense in ((False, False), (True, False), (False, True)):
-        reference = make_reference(Case(tied=tied, dense=dense), list(VARIANTS))
-        file = folder / f"{tied}-{dense}.pt"
-        torch.save(reference, file)
-        files[tied, dense] = str(file)
-    return files
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the reference of each model."""
+    return write_references(tmp_path_factory.mktemp("references"))
 
 
-def check(world_size: int, cases: list[Case], references: dict[tuple[bool, bool], str]) -> None:
-    pairs = [(case, references[case.tied, case.dense]) for case in cases]
-    run_distributed(run, world_size, pairs, list(VARIANTS), None, timeout=600.0)
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_loss_on_every_layout(processes: int, references: Path) -> None:
+    run_distributed(run, processes, LAYOUTS[processes], list(VARIANTS), references, None, timeout=600.0)
 
 
-def test_one_process(references: dict[tuple[bool, bool], str]) -> None:
-    check(1, [Case(), Case(tied=True), Case(dense=True)], references)
+def test_the_variants_do_drop_tokens(references: Path) -> None:
+    from tests.distributed.objective import read_reference
+    from tests.distributed.parity import Case
 
-
-def test_two_processes(references: dict[tuple[bool, bool], str]) -> None:
-    cases = [
-        Case(TP),
-        Case(CP),
-        Case(CP, dense=True),
-        Case(PP, tied=True),
-        Case(VPP),
-        Case(EP),
-        Case(EP, transformer=ALLGATHER),
-        Case({}),
-    ]
-    check(2, cases, references)
-
-
-def test_four_processes(references: dict[tuple[bool, bool], str]) -> None:
-    cases = [Case({**TP, **CP}), Case({**CP, **PP}), Case({**TP, **EP}), Case({**CP, "expert_model_parallel_size": 4})]
-    check(4, cases, references)
+    dropped = read_reference(references, Case()).dropped
+    kept_all = {name for name, share in dropped.items() if not share}
+    assert kept_all == {"pg_is", "cispo"}, "a mask that drops nothing tests nothing"

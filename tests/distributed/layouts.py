@@ -1,0 +1,52 @@
+"""The layouts on which every loss is checked, by number of processes. 8 run in ``make test-matrix`` only."""
+
+from __future__ import annotations
+
+from tests.distributed.parity import Case
+
+TP = {"tensor_model_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2}
+EP4 = {"expert_model_parallel_size": 4}
+CP = {"context_parallel_size": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe_act", "layernorm"]}
+
+LAYOUTS: dict[int, list[Case]] = {
+    1: [Case(), Case(tied=True), Case(dense=True)],
+    2: [
+        Case(TP),
+        Case(CP),
+        Case(CP, dense=True),
+        Case(PP, tied=True),
+        Case(VPP),
+        Case(EP),
+        Case(EP, transformer=ALLGATHER),
+        Case({}),
+    ],
+    4: [Case({**TP, **CP}), Case({**CP, **PP}), Case({**TP, **EP}), Case({**CP, **EP4})],
+    8: [
+        Case({**TP, **CP, **PP}),
+        Case({**TP, **EP4}),
+        Case({**TP, **PP, **EP, "expert_tensor_parallel_size": 2}, tied=True),
+        Case({**CP, **VPP, **EP}),
+        Case({**TP, **PP}, dense=True),
+        Case({**TP, **EP, **OVERLAP}, transformer=FULL),
+        Case({**CP, **EP4}, transformer=SELECTIVE),
+    ],
+}
+
+
+def describe(case: Case) -> str:
+    """The switches of a case in short, for a table."""
+    short = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_size": "PP", "context_parallel_size": "CP"}
+    short |= {"expert_model_parallel_size": "EP", "expert_tensor_parallel_size": "ETP"}
+    short |= {"virtual_pipeline_model_parallel_size": "VPP"}
+    sizes = [f"{short[key]}{value}" for key, value in case.parallel.items() if key in short]
+    flags = [key for key, value in case.parallel.items() if value is True]
+    other = [f"{value}" for key, value in case.transformer.items() if "recompute_gran" in key or "dispatcher" in key]
+    kind = ["dense"] * case.dense + ["tied"] * case.tied
+    return " ".join([*sizes, *flags, *other, *kind]) or "data parallel only"
