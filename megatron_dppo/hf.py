@@ -26,6 +26,9 @@ _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 _ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
+_MODEL_TYPES = ("qwen3_moe", "qwen3", "qwen2_moe")
+
+
 def read_hf_config(path: str | Path) -> Any:
     """The transformers config object of a folder.
 
@@ -51,12 +54,12 @@ def model_shape(hf_config: Any) -> ModelShape:
     Raises:
         CheckpointError: an architecture, or a feature of it, that there is no mapping for.
     """
-    if hf_config.model_type not in ("qwen3_moe", "qwen3"):
+    if hf_config.model_type not in _MODEL_TYPES:
         raise CheckpointError(
-            f"model_type {hf_config.model_type!r} has no mapping to Megatron; expected 'qwen3_moe' or 'qwen3'"
+            f"model_type {hf_config.model_type!r} has no mapping to Megatron; expected one of {', '.join(_MODEL_TYPES)}"
         )
     unsupported = {
-        "attention_bias": hf_config.attention_bias,
+        "attention_bias": getattr(hf_config, "attention_bias", False),
         "mlp_only_layers": getattr(hf_config, "mlp_only_layers", []),
         "decoder_sparse_step": getattr(hf_config, "decoder_sparse_step", 1) != 1,
         "use_sliding_window": hf_config.use_sliding_window,
@@ -72,6 +75,9 @@ def model_shape(hf_config: Any) -> ModelShape:
         num_experts=getattr(hf_config, "num_experts", None),
         hidden_size=hf_config.hidden_size,
         vocab_size=hf_config.vocab_size,
+        has_qkv_bias=getattr(hf_config, "qkv_bias", False),
+        has_qk_norm=hf_config.model_type != "qwen2_moe",
+        has_shared_expert=hf_config.model_type == "qwen2_moe",
     )
 
 

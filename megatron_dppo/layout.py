@@ -19,6 +19,10 @@ class ModelShape:
     num_experts: int | None
     hidden_size: int
     vocab_size: int
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = True
+    has_shared_expert: bool = False
+    """One expert more that every token visits, behind a gate of its own (Qwen2-MoE)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,9 +66,9 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The weight is sharded over dimension 0, the norm is replicated."""
+        """Weight and bias are sharded over dimension 0, the norm is replicated."""
         state = {k: v for k, v in self.state_dict(prefix="", keep_vars=True).items() if v is not None}
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets)
 
 
 class _GroupedLinear(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The table between Hugging Face's and Megatron's weights (Qwen3 and Qwen3-MoE), both directions from one table.
+"""The table between Hugging Face and Megatron weights (Qwen3, Qwen3-MoE, Qwen2-MoE), both directions from one table.
 
 A rule joins the Hugging Face tensors of one Megatron parameter into the *full* Megatron tensor and splits it again;
 ``shard`` and ``unshard`` cut a full tensor for tensor parallelism. Pure tensor algebra: no Megatron, no collectives.
@@ -88,6 +88,17 @@ ATTENTION_RULES = (
         split=_split_qkv,
     ),
     Rule(_M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), shard_dim=1),
+)
+QKV_BIAS_RULES = (
+    Rule(
+        _M + "self_attention.linear_qkv.bias",
+        tuple(_H + f"self_attn.{x}_proj.bias" for x in "qkv"),
+        shard_dim=0,
+        join=_join_qkv,
+        split=_split_qkv,
+    ),
+)
+QK_NORM_RULES = (
     Rule(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",)),
     Rule(_M + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",)),
 )
@@ -116,6 +127,18 @@ MOE_RULES = (
     ),
     Rule(_M + "mlp.experts.linear_fc2.weight{expert}", (_H + "mlp.experts.{expert}.down_proj.weight",), shard_dim=1),
 )
+SHARED_EXPERT_RULES = (
+    Rule(_M + "mlp.shared_experts.gate_weight", (_H + "mlp.shared_expert_gate.weight",)),
+    Rule(
+        _M + "mlp.shared_experts.linear_fc1.weight",
+        tuple(_H + f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")),
+        shard_dim=0,
+        join=_join_gated,
+        split=_split_gated,
+        gated=True,
+    ),
+    Rule(_M + "mlp.shared_experts.linear_fc2.weight", (_H + "mlp.shared_expert.down_proj.weight",), shard_dim=1),
+)
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), shard_dim=0, padded=True)
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), shard_dim=0, padded=True)
@@ -125,8 +148,10 @@ TIED_OUTPUT = Rule("output_layer.weight", EMBEDDING.hf, shard_dim=0, padded=True
 def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]:
     """Every ``(rule, layer, expert)`` of a model, in the order of the network; tied output weights are left out."""
     yield EMBEDDING, 0, 0
+    rules = ATTENTION_RULES + QKV_BIAS_RULES * shape.has_qkv_bias + QK_NORM_RULES * shape.has_qk_norm
+    rules += MOE_RULES + SHARED_EXPERT_RULES * shape.has_shared_expert if shape.num_experts else DENSE_RULES
     for layer in range(shape.num_layers):
-        for rule in ATTENTION_RULES + (MOE_RULES if shape.num_experts else DENSE_RULES):
+        for rule in rules:
             for expert in range(shape.num_experts or 1) if rule.is_expert else (0,):
                 yield rule, layer, expert
     yield FINAL_NORM, 0, 0
@@ -141,10 +166,11 @@ def find_rule(name: str, tied: bool) -> tuple[Rule, int, int]:
         KeyError: no rule maps this parameter.
     """
     layer_match = re.match(r"decoder\.layers\.(\d+)\.", name)
-    expert_match = re.search(r"experts\.linear_fc[12]\.weight(\d+)$", name)
+    expert_match = re.search(r"\.experts\.linear_fc[12]\.weight(\d+)$", name)
     layer, expert = (int(m[1]) if m else 0 for m in (layer_match, expert_match))
     output = TIED_OUTPUT if tied else OUTPUT
-    for rule in (*ATTENTION_RULES, *DENSE_RULES, *MOE_RULES, EMBEDDING, FINAL_NORM, output):
+    attention = (*ATTENTION_RULES, *QKV_BIAS_RULES, *QK_NORM_RULES)
+    for rule in (*attention, *DENSE_RULES, *MOE_RULES, *SHARED_EXPERT_RULES, EMBEDDING, FINAL_NORM, output):
         if rule.names(layer, expert)[0] == name:
             return rule, layer, expert
     raise KeyError(f"no rule maps the Megatron parameter {name!r} to Hugging Face")

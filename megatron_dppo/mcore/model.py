@@ -1,4 +1,4 @@
-"""A Hugging Face config (Qwen3-MoE, Qwen3) to Megatron's TransformerConfig and GPTModel."""
+"""A Hugging Face config (Qwen3-MoE, Qwen3, Qwen2-MoE) to Megatron's TransformerConfig and GPTModel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_dppo.config import ModelConfig, ParallelConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.hf import rope_theta
+from megatron_dppo.hf import model_shape, rope_theta
 from megatron_dppo.layout import Layout
 from megatron_dppo.mcore.moe import balance_coefficients
 from megatron_dppo.mcore.spec import block_spec
@@ -31,20 +31,21 @@ def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
 
 def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform) -> TransformerConfig:
     """Megatron's config; ``model.transformer`` overrides come last (see ``checked_overrides``)."""
-    dtype = DTYPES[model.dtype]
+    dtype, shape = DTYPES[model.dtype], model_shape(hf_config)
     values: dict[str, Any] = dict(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
         num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=hf_config.head_dim,
+        kv_channels=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
         ffn_hidden_size=hf_config.intermediate_size,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        add_qkv_bias=shape.has_qkv_bias,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=shape.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -82,7 +83,12 @@ def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platf
 def _moe_fields(hf_config: Any) -> dict[str, Any]:
     if getattr(hf_config, "num_experts", None) is None:
         return {}
-    return dict(
+    shared: dict[str, Any] = {}
+    if model_shape(hf_config).has_shared_expert:
+        shared = dict(
+            moe_shared_expert_intermediate_size=hf_config.shared_expert_intermediate_size, moe_shared_expert_gate=True
+        )
+    return shared | dict(
         ffn_hidden_size=hf_config.moe_intermediate_size,
         moe_ffn_hidden_size=hf_config.moe_intermediate_size,
         num_moe_experts=hf_config.num_experts,
@@ -121,6 +127,9 @@ _OWNED = {
             "normalization",
             "layernorm_epsilon",
             "qk_layernorm",
+            "add_qkv_bias",
+            "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate",
         ],
         "it is the model's own, from config.json",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -13,6 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -50,8 +51,8 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
             linear_qkv=LayerNormColumnParallelLinear,
             core_attention=SDPACoreAttention,
             linear_proj=RowParallelLinear,
-            q_layernorm=RMSNorm,
-            k_layernorm=RMSNorm,
+            q_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
+            k_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
         ),
     )
     return ModuleSpec(
@@ -78,6 +79,12 @@ def _moe_spec() -> ModuleSpec:
         module=TEGroupedMLP,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear),
     )
+    shared = ModuleSpec(
+        module=SharedExpertMLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
     return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=experts), metainfo={"fuse_pre_mlp_layernorm": False}
+        module=MoELayer,
+        submodules=MoESubmodules(experts=experts, shared_experts=shared),
+        metainfo={"fuse_pre_mlp_layernorm": False},
     )

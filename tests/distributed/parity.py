@@ -33,12 +33,14 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
     dense: bool = False
+    shared: bool = False
+    """Qwen2-MoE: a shared expert behind a gate, biases of q, k and v, no norms of q and k"""
     transformer: dict[str, Any] = field(default_factory=dict)
 
 
-def hf_config(tied: bool, dense: bool = False) -> Any:
-    """A small Qwen3-MoE or Qwen3 with grouped queries and a vocabulary that is no multiple of anything."""
-    from transformers import Qwen3Config, Qwen3MoeConfig
+def hf_config(tied: bool, dense: bool = False, shared: bool = False) -> Any:
+    """A small Qwen3-MoE, Qwen3 or Qwen2-MoE with grouped queries and a vocabulary that is no multiple of anything."""
+    from transformers import Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
     experts: dict[str, Any] = dict(
         moe_intermediate_size=48,
@@ -48,7 +50,10 @@ def hf_config(tied: bool, dense: bool = False) -> Any:
         decoder_sparse_step=1,
         router_aux_loss_coef=0.0,
     )
-    return (Qwen3Config if dense else Qwen3MoeConfig)(
+    if shared:
+        experts |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": False, "qkv_bias": True}
+    kind = Qwen3Config if dense else Qwen2MoeConfig if shared else Qwen3MoeConfig
+    return kind(
         vocab_size=117,
         hidden_size=64,
         intermediate_size=96,
@@ -64,13 +69,13 @@ def hf_config(tied: bool, dense: bool = False) -> Any:
     )
 
 
-def hf_reference(tied: bool, dense: bool = False) -> Any:
-    """The transformers model, with norms that are not all one."""
-    model = build_hf_model(hf_config(tied, dense), torch.float32, seed=0)
+def hf_reference(tied: bool, dense: bool = False, shared: bool = False) -> Any:
+    """The transformers model, with norms that are not all one and biases that are not all zero."""
+    model = build_hf_model(hf_config(tied, dense, shared), torch.float32, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model
 
@@ -91,7 +96,7 @@ class HFSide:
     """The same objective in plain transformers, one sequence at a time, divided by the token count."""
 
     def __init__(self, case: Case, rounded: bool = False) -> None:
-        self.model = hf_reference(case.tied, case.dense)
+        self.model = hf_reference(case.tied, case.dense, case.shared)
         if rounded:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.bfloat16().float()

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.distributed
 
 TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
 
 
@@ -21,6 +22,7 @@ def test_one_process_equals_transformers() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe_act", "layernorm"]}
     cases = [Case(), Case(tied=True), Case(dense=True), Case(transformer=full), Case(transformer=selective)]
+    cases.append(Case(shared=True))
     run_distributed(run, 1, cases)
 
 
@@ -28,6 +30,9 @@ def test_two_processes_equal_transformers() -> None:
     cases = [
         Case(TP),
         Case(TP, tied=True),
+        Case(TP, shared=True),
+        Case(EP, shared=True),
+        Case(CP),
         Case(TP, dense=True),
         Case({**TP, "sequence_parallel": False}, dense=True, tied=True),
         Case(PP, dense=True, tied=True),

@@ -1,0 +1,93 @@
+"""bf16 against bf16: our error against float64 is no larger than that of transformers in bf16 on the same weights.
+
+All three have the same weights, rounded to bf16. The errors are those of the arithmetic; the bounds hold for this model
+(4 layers, hidden size 64), where one rounded router choice may send a token to another expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.hf import build_hf_model, stream_model
+from megatron_dppo.losses import policy_loss
+from megatron_dppo.platform import Platform
+from megatron_dppo.update import Updater
+from tests.distributed.objective import (
+    TEMPERATURE,
+    aggregated,
+    in_float64,
+    loss_config,
+    make_samples,
+    model_of,
+    statistics,
+)
+from tests.distributed.parity import Case, build_trainer, config_for, cosine, gradient_reader, on_cpu
+from tests.distributed.spawn import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+DIRECTION = {"pg_is": 0.01, "dppo_topk_tv": 0.1}
+"""Variant -> bound of 1 - cosine of all gradients. A mask flips for a token whose divergence is at the threshold."""
+NORM, WORSE = 0.05, 2.0
+"""Relative error of the norm, and how many times further off than transformers we may be."""
+
+
+def gradients(model: Any, samples: list[Any], variant: str) -> dict[str, Tensor]:
+    """Of one process, in the dtype of the model."""
+    model.zero_grad()
+    loss, _ = aggregated(statistics(model, samples), loss_config(variant))
+    loss.backward()
+    holder = build_hf_model(model.config, torch.float32)
+    for target, source in zip(holder.parameters(), model.parameters(), strict=True):
+        target.data = torch.zeros_like(target) if source.grad is None else source.grad.float()
+    return dict(stream_model(holder))
+
+
+def norm(values: dict[str, Tensor]) -> float:
+    return float(torch.cat([v.flatten() for v in values.values()]).double().norm())
+
+
+def run(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
+    """Both variants on each layout."""
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    from megatron.core import parallel_state
+
+    rounded = model_of(Case())
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    exact = in_float64(rounded)
+    with torch.no_grad():
+        samples = make_samples(exact)
+    peer = build_hf_model(rounded.config, torch.bfloat16)
+    peer.load_state_dict(rounded.state_dict())
+    for layout in layouts:
+        sections = {"rollout": {"temperature": TEMPERATURE}}
+        trainer = build_trainer(Case(layout), rounded, platform, "bf16", **sections)
+        for variant, bound in DIRECTION.items():
+            loss = loss_config(variant)
+            mine = samples[trainer.dp_rank :: trainer.layout.dp]
+            batches = Updater(trainer, config_for(Case(layout)).train, loss).plan(mine)
+            trainer.accumulate(batches, lambda inputs, loss=loss: policy_loss(inputs, loss))
+            found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
+            expected, theirs = gradients(exact, samples, variant), gradients(peer, samples, variant)
+            ours, others = 1 - cosine(found, expected), 1 - cosine(theirs, expected)
+            size = abs(norm(found) / norm(expected) - 1)
+            print(f"{layout} {variant}: direction {ours:.1e} (transformers {others:.1e}), norm {size:.1e}", flush=True)
+            assert ours < bound and ours < WORSE * others, f"{layout} {variant}: {ours:.1e}, they {others:.1e}"
+            assert size < NORM, f"{layout} {variant}: norm off by {size:.1e}"
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+
+
+def test_bf16_is_as_near_to_float64_as_transformers() -> None:
+    run_distributed(run, 1, [{}])
+    layouts = [{"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}]
+    run_distributed(run, 2, layouts)
