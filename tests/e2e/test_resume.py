@@ -28,7 +28,7 @@ def run_flags(base_model: Path) -> list[str]:
         model__random_init="false",
         warmup__num_steps=0,
         rollout__prompts_per_step=4,
-        rollout__samples_per_prompt=8,
+        rollout__samples_per_prompt=4,
         eval__max_prompts=16,
         eval__every=2,
         eval__samples_per_prompt=2,
