@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,6 +45,17 @@ def cpu_seconds(process: psutil.Process) -> float:
     return total
 
 
+def _end(program: psutil.Process) -> None:
+    """End a program with all its descendants: torchrun puts each worker into a session of its own."""
+    try:
+        members = [*program.children(recursive=True), program]
+    except psutil.NoSuchProcess:
+        return
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+
+
 def run_metered(
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -70,7 +80,7 @@ def run_metered(
     readings: list[Reading] = []
     started = time.perf_counter()
     with log.open("w") as output:
-        program = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        program = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         tree, read, done = psutil.Process(program.pid), 0, False
         try:
             while not done and program.poll() is None:
@@ -86,8 +96,7 @@ def run_metered(
                     readings.append(Reading(record["step"], record.get(reward_key), round(cpu, 3), round(wall, 3)))
                 done = enough(readings)
         finally:
-            if program.poll() is None:
-                os.killpg(program.pid, signal.SIGKILL)
+            _end(tree)
             program.wait()
     if not done and program.returncode:
         raise RuntimeError(f"{' '.join(command[:4])} ... ended with exit code {program.returncode}; see {log}")
