@@ -89,6 +89,9 @@ class TrainConfig(_Section):
     """Reward minus the group's mean, the same divided by its deviation, or reward minus the mean of the others."""
     mask_truncated: bool = False
     """Leave responses that were cut off at max_new_tokens out of the loss (overlong filtering)."""
+    max_staleness: int = Field(0, ge=0)
+    """Rollout steps that the weights which sampled a batch may be old; above 0 the next rollouts are sampled while the
+    policy trains. 0 = on-policy."""
     max_skipped_updates: int = Field(5, ge=1)
     """Stop after this many updates in a row with a non-finite gradient."""
 

@@ -48,6 +48,9 @@ class RolloutConfig(Section):
     """Replace groups whose rewards are all equal (they give no gradient) by new prompts (DAPO)."""
     max_refills: int = Field(3, ge=1)
     """Rounds of replacement in one step; groups without signal that are left after them are kept."""
+    oversample: float = Field(1.0, ge=1)
+    """Draw this many times the prompts that are needed (rounded up on each rank, also in rounds of replacement), and
+    train on the first groups that carry signal."""
 
 
 class RewardConfig(Section):

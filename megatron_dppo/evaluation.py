@@ -22,15 +22,20 @@ def generate_groups(
     session: Session, prompts: Sequence[Prompt], samples: int, params: SamplingParams, clock: Clock
 ) -> list[RolloutGroup]:
     """Scored groups; the leader of each model-parallel group samples, its peers receive."""
+    return from_leader(
+        lambda: sample_and_score(session, prompts, samples, params, clock), session.groups.model_parallel
+    )
 
-    def make() -> list[RolloutGroup]:
-        assert session.engine is not None
-        with clock.part("rollout"):
-            completions = sample_completions(session.engine, prompts, samples, params)
-        with clock.part("reward"):
-            return score_completions(session.scorer, prompts, completions)
 
-    return from_leader(make, session.groups.model_parallel)
+def sample_and_score(
+    session: Session, prompts: Sequence[Prompt], samples: int, params: SamplingParams, clock: Clock
+) -> list[RolloutGroup]:
+    """Scored groups, on a rank with an engine; runs no collective."""
+    assert session.engine is not None
+    with clock.part("rollout"):
+        completions = sample_completions(session.engine, prompts, samples, params)
+    with clock.part("reward"):
+        return score_completions(session.scorer, prompts, completions)
 
 
 def evaluate(session: Session) -> dict[str, float]:

@@ -11,19 +11,21 @@ from megatron_dppo.platform import DTYPES
 from megatron_dppo.report.curves import write_curves
 from megatron_dppo.report.summary import before_after_table, sample_answers, summarize, written_files
 from megatron_dppo.rollout.collect import rollout_metrics
+from megatron_dppo.sampling import Collected
 from megatron_dppo.session import Session, export_hf
-from megatron_dppo.types import Metric, RolloutGroup, StepResult, TrainingSample
+from megatron_dppo.types import Metric, StepResult, TrainingSample
 
 
 def step_metrics(
     session: Session,
-    groups: Sequence[RolloutGroup],
+    collected: Collected,
     samples: Sequence[TrainingSample],
     results: Sequence[StepResult],
     clock: Clock,
 ) -> dict[str, float]:
     """Everything that is logged for a step, globally reduced."""
-    rollout = reduce_over_samples(session, rollout_metrics(groups, samples))
+    local = rollout_metrics(collected.groups, samples) | collected.metrics(session.inputs.layout.dp)
+    rollout = reduce_over_samples(session, local)
     # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
     tokens = reduce_over_samples(
         session, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / session.inputs.layout.dp)}

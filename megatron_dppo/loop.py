@@ -32,13 +32,14 @@ def run(config: Config) -> int:
         session.console.start("training", config.run.num_steps, session.step)
         while session.step < config.run.num_steps:
             clock = Clock()
-            groups = collect_rollouts(session, clock)
-            samples = make_samples(groups, config)
+            collected = collect_rollouts(session, clock)
+            samples = make_samples(collected.groups, config)
             results = update_policy(session, samples, clock)
+            session.prefetch.wait(clock)  # an engine that samples must not get new weights
             with clock.part("publish"):
                 publish(session)
             session.step += 1
-            values = step_metrics(session, groups, samples, results, clock)
+            values = step_metrics(session, collected, samples, results, clock)
             if session.step % config.eval.every == 0 or session.step == config.run.num_steps:
                 values |= evaluate(session)
             log(session, values)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from megatron_dppo.layout import describe
 from megatron_dppo.metrics import MetricsWriter
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.platform import DTYPES, Platform, pin_threads
+from megatron_dppo.prefetch import Prefetch, describe_batches, load_batches, save_batches, why_unusable
 from megatron_dppo.report.console import Console
 from megatron_dppo.resume import ResumePoint, find_resume_point, layout_identity, run_identity
 from megatron_dppo.rewards.scorer import RewardScorer
@@ -52,6 +54,7 @@ class Session:
     engine: RolloutEngine | None
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
     scorer: RewardScorer
+    prefetch: Prefetch
     console: Console
     writer: MetricsWriter | None
     """None on all ranks but 0."""
@@ -113,7 +116,8 @@ def open_session(config: Config) -> Iterator[Session]:
         )
         trainer = _build_policy(config, inputs, groups, platform, console)
         engine = _build_engine(config, inputs, groups, platform)
-        session = Session(config, inputs, trainer, groups, engine, scorer, console, None, started)
+        prefetch = Prefetch(config.train.max_staleness, platform.device)
+        session = Session(config, inputs, trainer, groups, engine, scorer, prefetch, console, None, started)
         if point is not None:
             _restore(session, point)
         if rank == 0:
@@ -121,9 +125,11 @@ def open_session(config: Config) -> Iterator[Session]:
         yield session
     finally:
         console.finish()
+        if session is not None:
+            session.prefetch.close()  # before the scorer, which it may still use
+            if session.writer is not None:
+                session.writer.close()
         scorer.close()
-        if session is not None and session.writer is not None:
-            session.writer.close()
         setup.shutdown_megatron()
 
 
@@ -241,20 +247,39 @@ def _restore(session: Session, point: ResumePoint) -> None:
     session.console.say(f"resumed  {point.checkpoint} (step {session.step}, policy version {version})")
     if not point.same_layout:
         session.console.say("         on another layout: the same curve up to rounding, not bit for bit")
+    _restore_prefetch(session, state, point.checkpoint)
+
+
+def _restore_prefetch(session: Session, state: dict[str, Any], checkpoint: Path) -> None:
+    """Take the rollouts that were sampled ahead from the checkpoint, or their prompts back into the stream."""
+    described, dp = state.get("prefetch", {"batches": []}), session.inputs.layout.dp
+    if not described["batches"]:
+        return
+    if problem := why_unusable(described, state["config"], session.config, dp):
+        session.cursor = described["batches"][0]["cursor"]
+        session.console.say(f"         the rollouts that were sampled ahead are sampled again: {problem}")
+        return
+    prompt = session.inputs.train_prompts.__getitem__
+    session.prefetch.restore(load_batches(described, session.trainer.dp_rank, checkpoint, prompt))
 
 
 def save_session(session: Session) -> Path:
-    """Write a checkpoint of this step."""
+    """Write a checkpoint of this step; nothing may run in the background."""
+    batches, groups = session.prefetch.ready(), session.groups
+    # One rank writes for each data-parallel rank: the one whose engine sampled.
+    writes = is_leader(groups.model_parallel) and is_leader(groups.cp)
     state = {
         "step": session.step,
         "cursor": session.cursor,
         "skipped_in_a_row": session.skipped_in_a_row,
         "answers_before": session.answers_before,
         "best": session.best,
+        "prefetch": describe_batches(batches, session.inputs.layout.dp),
         "identity": run_identity(session.config, session.inputs),
         "layout": layout_identity(session.config, session.inputs),
         "config": session.config.model_dump(mode="json"),
     }
     config = session.config.checkpoint
     best = session.best[1] if config.keep_best and session.best is not None else None
-    return session.trainer.save(session.checkpoint_folder, session.step, state, config.keep, best)
+    also = partial(save_batches, batches if writes else [], session.trainer.dp_rank)
+    return session.trainer.save(session.checkpoint_folder, session.step, state, config.keep, best, also)

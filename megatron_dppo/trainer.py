@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +127,19 @@ class PolicyTrainer:
         multiple = self.layout.pp if self.layout.vpp > 1 else 1
         return -(-int(count) // multiple) * multiple
 
-    def save(self, folder: Path, step: int, state: dict[str, Any], keep: int, best: int | None = None) -> Path:
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: dict[str, Any],
+        keep: int,
+        best: int | None = None,
+        also: Callable[[Path], None] | None = None,
+    ) -> Path:
         """Write a checkpoint of this step; ``state`` is the caller's own, as JSON. See ``save_checkpoint``."""
         self.optimizer.finish_overlapped_gather()
         state = {**state, "policy_version": self.policy_version}
-        return save_checkpoint(folder, step, self.models, self.optimizer, state, keep, best)
+        return save_checkpoint(folder, step, self.models, self.optimizer, state, keep, best, also)
 
     def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
         """Restore a checkpoint, also one of another layout, and return the caller's state."""

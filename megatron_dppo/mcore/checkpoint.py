@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,12 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
     best: int | None = None,
+    also: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write ``folder/step_N`` (a collective of all ranks), then delete all but the ``keep`` newest and ``best``."""
+    """Write ``folder/step_N`` (a collective of all ranks), then delete all but the ``keep`` newest and ``best``.
+
+    ``also`` is called on every rank with the unfinished folder, to write files of its own names there.
+    """
     final = folder / _name(step)
     partial = folder / f"{final.name}.partial"
     if dist.get_rank() == 0:
@@ -68,6 +72,8 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(_sharded_state(models, optimizer, is_loading=False), str(partial))
+    if also is not None:
+        also(partial)
     dist.barrier()
     if dist.get_rank() == 0:
         with (partial / _STATE).open("w", encoding="utf-8") as file:

@@ -45,14 +45,17 @@ class LocalEngine:
         if self.policy_version < 0:
             raise RuntimeError("LocalEngine.generate before the first update_weights")
         completions: list[Completion] = []
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(params.seed)
-            for start in range(0, len(prompts), self._max_batch):
-                completions += self._generate_batch(prompts[start : start + self._max_batch], params)
+        generator = torch.Generator(self._device).manual_seed(params.seed)
+        for start in range(0, len(prompts), self._max_batch):
+            completions += self._generate_batch(prompts[start : start + self._max_batch], params, generator)
         return completions
 
     @torch.no_grad()
-    def _generate_batch(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+    def _generate_batch(
+        self, prompts: Sequence[Prompt], params: SamplingParams, generator: torch.Generator
+    ) -> list[Completion]:
+        from megatron_dppo.rollout.draw import Draw
+
         pad = self._tokenizer.pad_token_id
         width = max(len(p.token_ids) for p in prompts)
         ids = torch.full((len(prompts), width), pad)
@@ -60,31 +63,29 @@ class LocalEngine:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
             attention[row, width - len(prompt.token_ids) :] = 1
+        draw = Draw(params, generator) if params.temperature > 0 else None
         output = self._model.generate(
             input_ids=ids.to(self._device),
             attention_mask=attention.to(self._device),
             generation_config=self._generation_config(params),
+            logits_processor=[] if draw is None else [draw],
         )
         tokens = output.sequences[:, width:]
-        # `scores` are the logits after temperature and filters: the distribution that was sampled from.
-        steps = output.scores if params.temperature > 0 else output.logits
+        # On CUDA generate looks late whether all are finished, and takes back the steps that it did too much.
+        steps = (output.logits if draw is None else draw.scores)[: tokens.shape[1]]
         logprobs = torch.stack([s.float().log_softmax(-1) for s in steps], 1).gather(2, tokens[..., None]).squeeze(2)
         return [self._completion(t, lp) for t, lp in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
 
     def _generation_config(self, params: SamplingParams) -> Any:
         from transformers import GenerationConfig
 
-        sampling: dict[str, Any] = dict(do_sample=False)
-        if params.temperature > 0:
-            sampling = dict(do_sample=True, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
         return GenerationConfig(
             max_new_tokens=params.max_new_tokens,
             pad_token_id=self._tokenizer.pad_token_id,
             eos_token_id=sorted(self._eos),
             return_dict_in_generate=True,
-            output_scores=params.temperature > 0,
             output_logits=params.temperature == 0,
-            **sampling,
+            do_sample=False,
         )
 
     def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:

@@ -42,23 +42,25 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "parallel": ({"types"}, {"torch"}),
     "data": ({"errors", "types"}, {"torch", "numpy", "transformers"}),
     "rewards": ({"errors", "types"}, {"numpy", "math_verify"}),
-    "rollout": ({"types", "errors", "data", "rewards", "hf"}, {"torch", "transformers"}),
+    "rollout": ({"types", "errors", "data", "rewards", "hf"}, {"torch", "transformers", "safetensors"}),
     "report": ({"metrics"}, {"matplotlib", "tqdm"}),
     "mcore": (_LOWER, {"torch", "megatron", "transformer_engine"}),
     "trainer": (_LOWER | {"mcore", "metrics"}, {"torch"}),
     "warmup": ({"config", "data", "losses", "trainer"}, set()),
     "inputs": ({"config", "data", "errors", "hf", "layout", "metrics"}, set()),
+    "prefetch": ({"clock", "config", "rollout", "types"}, {"torch"}),
     "session": (
         _LOWER
-        | {"config_io", "inputs", "mcore", "metrics", "report", "resume", "rewards", "rollout", "trainer", "warmup"},
+        | {"config_io", "inputs", "mcore", "metrics", "prefetch", "report", "resume"}
+        | {"rewards", "rollout", "trainer", "warmup"},
         {"torch"},
     ),
     "resume": ({"config", "errors", "hf", "inputs", "mcore"}, set()),
     "stop_signal": (set(), {"torch"}),
     "clock": (set(), set()),
     "evaluation": ({"clock", "metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
-    "sampling": ({"clock", "evaluation", "session", "types"}, {"torch"}),
-    "logbook": ({"clock", "evaluation", "platform", "report", "rollout", "session", "types"}, set()),
+    "sampling": ({"clock", "evaluation", "parallel", "prefetch", "session", "types"}, {"torch"}),
+    "logbook": ({"clock", "evaluation", "platform", "report", "rollout", "sampling", "session", "types"}, set()),
     "loop": (
         {"config", "data", "errors", "hf", "losses", "rollout", "types"}
         | {"clock", "evaluation", "logbook", "sampling", "session", "stop_signal"},

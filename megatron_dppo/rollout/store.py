@@ -1,0 +1,122 @@
+"""Rollouts in a file, exact to the bit: safetensors for the numbers, JSON for what holds them. Never pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
+
+_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (Completion, Rollout, RolloutGroup)}
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_TREE = "tree"
+
+
+def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
+    """Write scored groups, with every field of every class but the prompts themselves.
+
+    Raises:
+        TypeError: a field of a type that has no form here.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = [
+        {
+            "prompt_id": group.prompt.prompt_id,
+            "prompt_token_ids": list(group.prompt.token_ids),
+            "group": _encode(group, tensors),
+        }
+        for group in groups
+    ]
+    # Text as a tensor: the header of the format, where metadata would stand, is limited in size.
+    tensors[_TREE] = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
+    save_file(tensors, path)
+
+
+def load_groups(path: Path, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+    """Read what ``save_groups`` wrote; ``prompts[i]`` is the prompt of group i.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or the prompts are others.
+    """
+    try:
+        tensors = load_file(path)
+        tree = json.loads(tensors[_TREE].numpy().tobytes())
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {error}. Delete this checkpoint to use an older one"
+        ) from error
+    if len(tree) != len(prompts):
+        raise CheckpointError(f"{path} holds {len(tree)} groups, expected {len(prompts)}; delete this checkpoint")
+    for entry, prompt in zip(tree, prompts, strict=True):
+        if (entry["prompt_id"], entry["prompt_token_ids"]) != (prompt.prompt_id, list(prompt.token_ids)):
+            raise CheckpointError(
+                f"{path} holds rollouts of prompt {entry['prompt_id']} where the data now has {prompt.prompt_id} or "
+                "other text; put the old data.train and tokenizer back, or start again in another run.output_dir"
+            )
+    return [_decode(entry["group"], tensors, prompt) for entry, prompt in zip(tree, prompts, strict=True)]
+
+
+def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if type(value).__name__ in _CLASSES:
+        names = [f.name for f in fields(value) if f.name != "prompt"]
+        return {
+            "class": type(value).__name__,
+            "fields": {name: _encode(getattr(value, name), tensors) for name in names},
+        }
+    if isinstance(value, Tensor):
+        return {"tensor": _keep(value.detach().cpu().contiguous(), tensors)}
+    if isinstance(value, tuple):
+        numbers = _as_tensor(value)
+        if numbers is not None:
+            return {"tuple": _keep(numbers, tensors)}
+        return {"items": [_encode(item, tensors) for item in value]}
+    if isinstance(value, Mapping):
+        return {"mapping": {key: _encode(item, tensors) for key, item in value.items()}}
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise TypeError(f"a rollout holds a {type(value).__name__}, which cannot be saved: {value!r:.200}")
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor], prompt: Prompt) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content), *_) = value.items()
+    if kind == "class":
+        cls = _CLASSES[content]
+        known = {"prompt": prompt} if "prompt" in {f.name for f in fields(cls)} else {}
+        return cls(**known, **{key: _decode(item, tensors, prompt) for key, item in value["fields"].items()})
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        rows = tensors[content].tolist()
+        return tuple(tuple(row) if isinstance(row, list) else row for row in rows)
+    if kind == "items":
+        return tuple(_decode(item, tensors, prompt) for item in content)
+    return {key: _decode(item, tensors, prompt) for key, item in content.items()}
+
+
+def _keep(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
+    key = str(len(tensors))
+    tensors[key] = tensor
+    return key
+
+
+def _as_tensor(value: tuple[Any, ...]) -> Tensor | None:
+    """``[R]``, or ``[R, K]`` of equally long rows, when all are numbers of one type; else None."""
+    numbers = value
+    if value and all(isinstance(row, tuple) and row for row in value):
+        if len({len(row) for row in value}) > 1:
+            return None
+        numbers = tuple(number for row in value for number in row)
+    kinds = {type(number) for number in numbers}
+    dtype = _DTYPES.get(next(iter(kinds))) if len(kinds) == 1 else None
+    return None if dtype is None else torch.tensor(value, dtype=dtype)
