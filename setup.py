@@ -35,8 +35,12 @@ setup(
         "vllm": ["vllm"],
         "te": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
+        # Parquet files, and data sets of the Hugging Face hub
+        "data": ["datasets>=2.20", "pyarrow>=15"],
+        # Not in "dev": its dependency pycosat is compiled, and a fresh machine may have no C compiler.
+        "reasoning-gym": ["reasoning-gym>=0.1.20"],
         # einops: mbridge imports it without asking for it
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"],
     },
     entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.cli.main:main"]},
 )

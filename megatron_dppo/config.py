@@ -16,9 +16,6 @@ from megatron_dppo.config_section import Section as _Section
 
 __all__ = ["LOSS_ALIASES", "Aggregation", "Config", "LossConfig", "LossName"]
 
-_FED_INPUTS = frozenset({"rollout_logprobs", "sequence_ids"})
-"""Fields of LossInputs, beyond the ones that every loss has, that the trainer fills in."""
-
 
 class RunConfig(_Section):
     """Where the run writes and how long it is."""
@@ -44,6 +41,8 @@ class ModelConfig(_Section):
     """Hugging Face folder: config.json, tokenizer files and, unless ``random_init``, safetensors weights."""
     random_init: bool = False
     """Start from random weights drawn by the folder's config (only with a warm-up, or for tests)."""
+    reference_path: str | None = None
+    """Hugging Face folder of the reference policy of ``loss.kl_coef``; None = the policy as it is before RL."""
     dtype: DType = "bf16"
     """Parameter dtype of training."""
     transformer: dict[str, Any] = Field(default_factory=dict)
@@ -60,7 +59,7 @@ class ParallelConfig(_Section):
     virtual_pipeline_model_parallel_size: int | None = Field(None, ge=1)
     """Chunks of layers per stage (interleaved pipeline)."""
     context_parallel_size: int = Field(1, ge=1)
-    """Only 1 for now."""
+    """Ranks that split each sequence."""
     expert_model_parallel_size: int = Field(1, ge=1)
     """Ranks that split the experts among them."""
     expert_tensor_parallel_size: int | None = Field(None, ge=1)
@@ -85,6 +84,8 @@ class TrainConfig(_Section):
     epochs: int = Field(1, ge=1)
     micro_batch_tokens: int = Field(8192, gt=0)
     """Token budget of one packed micro-batch."""
+    balance_ranks: bool = True
+    """Move samples between data parallel ranks, so that each computes about the same number of tokens."""
     advantage: Literal["mean", "std", "leave_one_out"] = "mean"
     """Reward minus the group's mean, the same divided by its deviation, or reward minus the mean of the others."""
     mask_truncated: bool = False
@@ -221,19 +222,24 @@ class Config(_Section):
                 "log-probabilities would be those of the filtered distribution, training computes the whole one, and "
                 "the difference would count as divergence. Use top_p = 1 and top_k = 0, as the paper does"
             )
-        if missing := sorted(self.loss.required_inputs - _FED_INPUTS):
+        if self.loss.uses_anchor and self.train.max_staleness:
             raise ValueError(
-                f"the loss {self.loss.name!r} with these settings needs {', '.join(missing)}, which the trainer does "
-                "not compute; "
-                + "; ".join(f"{name} comes from {self.loss.reason(name)}" for name in missing)
-                + ". Change that setting, or call megatron_dppo.losses.policy_loss from your own trainer"
+                f"train.max_staleness = {self.train.max_staleness} with loss.name = {self.loss.name!r}, which needs "
+                "log-probabilities recomputed at the rollout's weights: those are gone when an older batch is trained "
+                "on. Set max_staleness = 0, or use a loss that is anchored on the rollout alone"
             )
+        self.reward.check_length(self.rollout.max_new_tokens)
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if samples % self.train.mini_batches:
             raise ValueError(
                 f"rollout.prompts_per_step * rollout.samples_per_prompt = {self.rollout.prompts_per_step} * "
                 f"{self.rollout.samples_per_prompt} = {samples} samples cannot be split into train.mini_batches = "
                 f"{self.train.mini_batches} equal parts"
+            )
+        if self.model.reference_path is not None and "reference_logprobs" not in self.loss.required_inputs:
+            raise ValueError(
+                f"model.reference_path = {self.model.reference_path!r} has no effect without loss.kl_coef above 0 and "
+                "loss.kl_anchor = 'reference'"
             )
         if self.model.random_init and self.warmup.num_steps == 0:
             raise ValueError(

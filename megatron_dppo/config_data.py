@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config_section import DType, Section
 
 
 class DataConfig(Section):
-    """Prompts. A source is ``task:chain_sum`` (embedded) or the path of a JSONL file."""
+    """Prompts. A source is ``task:chain_sum``, ``task:reasoning_gym:NAME``, a JSONL or Parquet file, or
+    ``hf:owner/name`` (``docs/data.md``)."""
 
-    train: str
-    """Prompts that are trained on."""
-    eval: str | None = None
-    """Held-out prompts; None = no evaluation."""
-    prompt_key: str = "prompt"
-    """Column with a string, or with a list of chat messages (the tokenizer's chat template is applied)."""
-    label_key: str = "label"
-    """Column with the reference answer."""
+    train: str | list[str]
+    """Prompts that are trained on: one source, or several, one after the other."""
+    eval: str | dict[str, str] | None = None
+    """Held-out prompts: one source, or a table name = source (each also reported as ``eval/<name>/accuracy``); None =
+    no evaluation."""
+    prompt_key: str | None = None
+    """Column with a string or a list of chat messages (``a.b`` = field ``b`` of column ``a``); None = recognised."""
+    label_key: str | None = None
+    """Column with the reference answer, likewise; None = recognised."""
+    deduplicate: str = "auto"
+    """Keep the first row of each problem, told by ``auto`` (same prompt or ``extra_info.index``), ``prompt``, a column;
+    ``off`` = keep all."""
+    apply_chat_template: bool | None = None
+    """None = messages and bare problems go through the tokenizer's template, a string under ``prompt`` is taken as it
+    stands; true = strings do too, as one user message; false = nothing does."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, for example ``enable_thinking = false``."""
+    system_prompt: str | None = None
+    """System message for prompts that have none (needs a chat template)."""
     max_prompt_tokens: int = Field(1024, gt=0)
+    """Longest prompt, chat template included."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What becomes of a longer prompt; dropped ones are counted at the start."""
+
+    @field_validator("train")
+    @classmethod
+    def _has_a_source(cls, value: str | list[str]) -> str | list[str]:
+        if not value:
+            raise ValueError("name at least one source")
+        return value
+
+    @field_validator("eval")
+    @classmethod
+    def _sets_have_names(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        names = list(value) if isinstance(value, dict) else ["one"]
+        if not names:
+            raise ValueError("an empty table has no set; leave data.eval out for no evaluation")
+        if bad := [name for name in names if not re.fullmatch(r"[A-Za-z0-9_.-]+", name)]:
+            raise ValueError(f"the name {bad[0]!r} becomes part of a metric; use letters, digits, '_', '.' and '-'")
+        return value
 
 
 class RolloutConfig(Section):
@@ -57,8 +90,53 @@ class RewardConfig(Section):
     """Verifiable reward."""
 
     function: str = "math"
-    """``math`` (last boxed answer or Answer: line), or ``module:function`` of your own."""
+    """``math`` (last boxed answer or Answer: line), ``reasoning_gym``, or ``module:function`` or
+    ``path/to/file.py:function`` of your own."""
+    signature: Literal["auto", "megatron_dppo", "slime", "verl", "trl"] = "auto"
+    """How your own function is called; ``auto`` = by the names of its parameters."""
+    partial_credit: bool = False
+    """Keep reasoning-gym's scores below 1 (instead of 0 for them)."""
+    format: float = Field(0.0, ge=0, lt=1)
+    """Added to the score of a response with exactly one closed answer and at most one, closed, thinking block."""
+    overlong_buffer_tokens: int = Field(0, ge=0)
+    """The last tokens before ``rollout.max_new_tokens``, over which the punishment grows linearly; 0 = none (DAPO)."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """Subtracted from the score of a response of ``rollout.max_new_tokens`` tokens."""
     timeout_seconds: float = Field(10.0, gt=0)
-    """Limit for one sample; a slower one is stopped and counted as failed."""
+    """Limit for one sample, or for one call of a function for batches; a slower one is stopped and counted as
+    failed."""
     num_workers: int = Field(1, ge=1)
     """Processes per rank that compute slow rewards."""
+    async_concurrency: int = Field(64, ge=1)
+    """Samples that an async function has under way at a time in one process."""
+
+    @model_validator(mode="after")
+    def _options_have_a_meaning(self) -> RewardConfig:
+        if self.partial_credit and self.function != "reasoning_gym":
+            raise ValueError(
+                f"partial_credit = true is an option of function = 'reasoning_gym', but function = {self.function!r}; "
+                "remove it"
+            )
+        if self.signature != "auto" and self.function in ("math", "reasoning_gym"):
+            raise ValueError(
+                f"signature = {self.signature!r} is for a function of your own, but function = {self.function!r} is "
+                "built in; remove it"
+            )
+        if self.overlong_penalty != 1 and not self.overlong_buffer_tokens:
+            raise ValueError(
+                f"overlong_penalty = {self.overlong_penalty} has no effect without overlong_buffer_tokens; set it to "
+                "the number of tokens over which the punishment grows"
+            )
+        return self
+
+    def check_length(self, max_new_tokens: int) -> None:
+        """Refuse a punishment that would begin before the first token.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        if self.overlong_buffer_tokens >= max_new_tokens:
+            raise ValueError(
+                f"reward.overlong_buffer_tokens = {self.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
+                f"{max_new_tokens}: every response would be punished. DAPO uses a fifth of it"
+            )

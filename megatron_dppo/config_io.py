@@ -23,7 +23,7 @@ _ALIASES: dict[str, tuple[str, str, Any]] = {
 }
 """Megatron's flags that live in another section here: name -> (section, key, value or None = takes one)."""
 
-_PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("warmup", "data"))
+_PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("warmup", "data"), ("reward", "function"))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -68,11 +68,20 @@ def dump_toml(config: Config) -> str:
 def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
     for section, key in _PATHS:
         table = values.get(section)
-        if not isinstance(table, dict) or not isinstance(table.get(key), str):
-            continue
-        value = table[key]
-        if not value.startswith("task:") and (folder / value).exists():
-            table[key] = str(folder / value)
+        if isinstance(table, dict) and key in table:
+            table[key] = _beside(table[key], folder)
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    """A path that exists in ``folder``, as seen from here; in lists and tables each. Anything else as it is."""
+    if isinstance(value, list):
+        return [_beside(part, folder) for part in value]
+    if isinstance(value, dict):
+        return {name: _beside(part, folder) for name, part in value.items()}
+    if not isinstance(value, str) or value.startswith(("task:", "hf:")):
+        return value
+    file = value.rpartition(".py:")[0] + ".py" if ".py:" in value else value  # path/to/file.py:function
+    return str(folder / value) if (folder / file).exists() else value
 
 
 def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:

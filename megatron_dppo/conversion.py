@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config import ModelConfig, ParallelConfig
-from megatron_dppo.data.packing import pack
+from megatron_dppo.data.packing import RowShape, pack
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf import FolderWeights, drain, model_shape, read_hf_config, save_hf_folder
@@ -95,7 +95,7 @@ class Converter:
         ids = torch.randint(0, self.hf_config.vocab_size, (_CHECK_TOKENS + 1,), generator=generator).tolist()
         sample = to_training_sample(ids[:1], ids[1:], None, 0.0)
         statistics = TokenStatistics(self.groups.tp, self.hf_config.vocab_size, 1.0)
-        batch = pack([sample], self.layout.token_multiple)
+        batch = pack([sample], RowShape(row_multiple=self.layout.row_multiple))
         found = forward_logprobs(self.models, [batch], statistics)
         error = torch.zeros(1)
         if found:

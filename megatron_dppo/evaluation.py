@@ -22,9 +22,7 @@ def generate_groups(
     session: Session, prompts: Sequence[Prompt], samples: int, params: SamplingParams, clock: Clock
 ) -> list[RolloutGroup]:
     """Scored groups; the leader of each model-parallel group samples, its peers receive."""
-    return from_leader(
-        lambda: sample_and_score(session, prompts, samples, params, clock), session.groups.model_parallel
-    )
+    return from_leader(lambda: sample_and_score(session, prompts, samples, params, clock), session.groups.replica)
 
 
 def sample_and_score(
@@ -39,11 +37,17 @@ def sample_and_score(
 
 
 def evaluate(session: Session) -> dict[str, float]:
-    """Accuracy on the held-out prompts, each data-parallel rank its share."""
-    prompts = session.inputs.eval_prompts
-    if prompts is None:
+    """Accuracy on the held-out prompts, each data-parallel rank its share.
+
+    ``eval/accuracy`` and the others are over the prompts of all sets together; a set with a name has them apart too,
+    as ``eval/<name>/accuracy``.
+    """
+    sets = session.inputs.eval_prompts
+    if not sets:
         return {}
-    mine = [prompts[i] for i in range(session.trainer.dp_rank, len(prompts), session.inputs.layout.dp)]
+    every = [(name, prompts[i]) for name, prompts in sets.items() for i in range(len(prompts))]
+    share = every[session.trainer.dp_rank :: session.inputs.layout.dp]
+    mine = [prompt for _, prompt in share]
     config = session.config.eval
     params = SamplingParams(
         max_new_tokens=session.config.rollout.max_new_tokens,
@@ -52,14 +56,21 @@ def evaluate(session: Session) -> dict[str, float]:
         seed=session.config.run.seed,
     )
     groups = generate_groups(session, mine, config.samples_per_prompt, params, Clock()) if mine else []
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     record_answers(session, groups)
-    local = {
-        "accuracy": Metric(sum(r.reward for r in rollouts), len(rollouts)),
-        "pass_at_k": Metric(sum(max(r.reward for r in g.rollouts) >= 1 for g in groups), len(groups)),
+    local = _accuracy(groups)
+    for name in filter(None, sets):
+        of_set = [group for (owner, _), group in zip(share, groups, strict=True) if owner == name]
+        local |= {f"{name}/{metric}": value for metric, value in _accuracy(of_set).items()}
+    return prefixed("eval", reduce_over_samples(session, local))
+
+
+def _accuracy(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        "accuracy": Metric(sum(r.score for r in rollouts), len(rollouts)),
+        "pass_at_k": Metric(sum(max(r.score for r in g.rollouts) >= 1 for g in groups), len(groups)),
         "response_length": Metric(sum(len(r.completion.token_ids) for r in rollouts), len(rollouts)),
     }
-    return prefixed("eval", reduce_over_samples(session, local))
 
 
 def record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
@@ -71,7 +82,7 @@ def record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
             "prompt": group.prompt.text,
             "label": group.prompt.label,
             "response": group.rollouts[0].completion.text,
-            "reward": group.rollouts[0].reward,
+            "reward": group.rollouts[0].score,
         }
         for group in groups[:_SHOWN_ANSWERS]
     ]
@@ -94,7 +105,7 @@ def _read_samples(session: Session) -> list[dict[str, Any]]:
 
 def reduce_over_samples(session: Session, local: dict[str, Metric]) -> dict[str, float]:
     """Reduce per-sample metrics: one rank of each model-parallel group contributes."""
-    leader = is_leader(session.groups.model_parallel)
+    leader = is_leader(session.groups.replica)
     return reduce_metrics([local], session.groups.world, contributes=leader)
 
 

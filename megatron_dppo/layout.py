@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_dppo.config import Config, ParallelConfig
@@ -42,9 +43,14 @@ class Layout:
         return f"tp{self.tp} pp{self.pp}{virtual} cp{self.cp} dp{self.dp} ep{self.ep} etp{self.etp}"
 
     @property
-    def token_multiple(self) -> int:
-        """Packed rows are padded to a multiple of this (sequence parallelism splits them)."""
-        return self.tp if self.sequence_parallel else 1
+    def sequence_multiple(self) -> int:
+        """Each sequence of a packed row is padded to a multiple of this (context parallelism splits it in chunks)."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """Packed rows are padded to a multiple of this (sequence parallelism splits each context share of a row)."""
+        return math.lcm(self.sequence_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
 
 
 def resolve_layout(config: Config, world_size: int, shape: ModelShape) -> Layout:
@@ -121,11 +127,6 @@ def _world_problems(parallel: ParallelConfig, layout: Layout) -> list[str]:
         problems.append(
             f"expert tensor * expert * pipeline parallel size = {etp} * {ep} * {pp} = {etp * ep * pp} does not divide "
             f"the {world} processes; start a multiple of {etp * ep * pp}, or lower one of them"
-        )
-    if parallel.context_parallel_size > 1:
-        problems.append(
-            f"context_parallel_size = {cp}: the per-token tensors of the loss are not split over context parallelism "
-            "yet; use 1"
         )
     if layout.sequence_parallel and tp == 1:
         problems.append(

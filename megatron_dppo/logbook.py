@@ -54,6 +54,10 @@ def step_metrics(
     return prefixed("train", train) | prefixed("rollout", rollout) | prefixed("perf", perf)
 
 
+def _sources(train: str | list[str]) -> str:
+    return train if isinstance(train, str) else ", ".join(train)
+
+
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers)
@@ -83,7 +87,7 @@ def finish(session: Session) -> None:
         policy_updates=session.trainer.policy_version,
         total_seconds=time.time() - session.started,
     )
-    write_curves(session.writer.path, folder / "curves.png", f"{config.loss.name} on {config.data.train}")
+    write_curves(session.writer.path, folder / "curves.png", f"{config.loss.name} on {_sources(config.data.train)}")
     console.finish()
     console.say("\n" + before_after_table(folder))
     after = read_answers(session)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,17 +9,17 @@ import torch
 
 from megatron_dppo.clock import Clock
 from megatron_dppo.config import Config
-from megatron_dppo.data.packing import micro_batches, split_by_tokens
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.evaluation import evaluate
 from megatron_dppo.hf import drain
 from megatron_dppo.logbook import finish, log, step_metrics
-from megatron_dppo.losses import group_relative_advantages, policy_loss
+from megatron_dppo.losses import group_relative_advantages
 from megatron_dppo.rollout.collect import to_samples
 from megatron_dppo.sampling import collect_rollouts, sampling_seed
 from megatron_dppo.session import Session, open_session, save_session
 from megatron_dppo.stop_signal import StopSignal
 from megatron_dppo.types import RolloutGroup, StepResult, TrainingSample
+from megatron_dppo.update import Updater
 
 
 def run(config: Config) -> int:
@@ -72,26 +71,13 @@ def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[Trainin
 
 
 def update_policy(session: Session, samples: list[TrainingSample], clock: Clock) -> list[StepResult]:
-    """One optimizer update for each mini-batch of each epoch; the rollout log-probabilities stay the anchor of all."""
-    train, trainer = session.config.train, session.trainer
-    trainer.optimizer.set_step(session.step)
+    """One optimizer update for each mini-batch of each epoch."""
+    session.trainer.optimizer.set_step(session.step)
+    updater = Updater(session.trainer, session.config.train, session.config.loss)
     results = []
-    for epoch in range(train.epochs):
-        order = list(range(len(samples)))
-        random.Random(sampling_seed(session, f"epoch {epoch}")).shuffle(order)
-        size = len(samples) // train.mini_batches
-        for start in range(0, len(order), size):
-            mine = [samples[i] for i in order[start : start + size]]
-            needed = len(split_by_tokens(mine, train.micro_batch_tokens))
-            with clock.part("waiting"):  # for the slowest rank's rollouts
-                count = trainer.count_micro_batches(needed)
-            batches = micro_batches(mine, train.micro_batch_tokens, count, session.inputs.layout.token_multiple)
-            with clock.part("forward_backward"):
-                metrics = trainer.accumulate(batches, lambda inputs: policy_loss(inputs, session.config.loss))
-            with clock.part("optimizer"):
-                result = trainer.apply(metrics)
-            session.skipped_in_a_row = session.skipped_in_a_row + 1 if result.skipped else 0
-            results.append(result)
+    for result in updater.run(samples, sampling_seed(session, "order"), clock):
+        session.skipped_in_a_row = session.skipped_in_a_row + 1 if result.skipped else 0
+        results.append(result)
     return results
 
 

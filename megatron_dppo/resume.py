@@ -28,6 +28,7 @@ def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
         "model": {**vars(model_shape(hf_config)), "tied": bool(hf_config.tie_word_embeddings)},
         "seed": config.run.seed,
         "data": config.data.train,
+        "prompts": inputs.train_prompts.fingerprint(),
     }
 
 

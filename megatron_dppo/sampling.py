@@ -54,7 +54,7 @@ def collect_rollouts(session: Session, clock: Clock) -> Collected:
     else:
         age = session.step - batch.sampled_at
         found = batch.groups
-        drawn = [(group, age) for group in from_leader(lambda: found, session.groups.model_parallel)]
+        drawn = [(group, age) for group in from_leader(lambda: found, session.groups.replica)]
     for attempt in range(1, rollout.max_refills + 1 if rollout.dynamic_sampling else 1):
         lacking = _of_all_ranks(max(0, share - sum(has_signal(group) for group, _ in drawn)), session)
         if not any(lacking):
@@ -129,6 +129,7 @@ def _params(session: Session, step: int, attempt: int) -> SamplingParams:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        topk_logprobs=session.config.loss.topk if session.config.loss.is_topk else 0,
         seed=sampling_seed(session, f"rollout {attempt}", step),
     )
 

@@ -33,6 +33,7 @@ from megatron_dppo.platform import DTYPES, Platform, pin_threads
 from megatron_dppo.prefetch import Prefetch, describe_batches, load_batches, save_batches, why_unusable
 from megatron_dppo.report.console import Console
 from megatron_dppo.resume import ResumePoint, find_resume_point, layout_identity, run_identity
+from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.local import LocalEngine
@@ -93,7 +94,7 @@ def open_session(config: Config) -> Iterator[Session]:
     started = time.time()
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     inputs = read_inputs(config, world_size)
-    scorer = RewardScorer(config.reward.function, config.reward.timeout_seconds, config.reward.num_workers)
+    scorer = build_scorer(config)
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -110,7 +111,7 @@ def open_session(config: Config) -> Iterator[Session]:
     try:
         _prepare_folder(config, rank)
         point = find_resume_point(config, inputs)
-        console.say(describe(inputs.layout, config))
+        console.say(f"{describe(inputs.layout, config)}\n{inputs.data_summary}")
         groups = setup.initialize_megatron(
             inputs.layout, platform, seed=config.run.seed, timeout_minutes=config.run.timeout_minutes
         )
@@ -169,10 +170,14 @@ def _trainer(config: Config, inputs: Inputs, groups: ParallelGroups, platform: P
         weights: Any = FolderWeights(_base_folder(config) if warm else config.model.path)
     else:
         weights = DictWeights(stream_model(build_hf_model(inputs.hf_config, torch.float32, seed=config.run.seed)))
+    reference: Any = None
+    if phase == "rl" and "reference_logprobs" in config.loss.required_inputs:
+        reference = FolderWeights(config.model.reference_path) if config.model.reference_path else weights
     return PolicyTrainer(
         config=config,
         hf_config=inputs.hf_config,
         weights=weights,
+        reference=reference,
         layout=inputs.layout,
         groups=groups,
         platform=platform,
@@ -220,7 +225,7 @@ def export_hf(trainer: PolicyTrainer, config: Config, target: Path, dtype: torch
 
 
 def _build_engine(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform) -> RolloutEngine | None:
-    if not is_leader(groups.model_parallel):
+    if not is_leader(groups.replica):
         return None
     dtype = DTYPES[config.rollout.dtype]
     return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=platform.device)
@@ -267,7 +272,7 @@ def save_session(session: Session) -> Path:
     """Write a checkpoint of this step; nothing may run in the background."""
     batches, groups = session.prefetch.ready(), session.groups
     # One rank writes for each data-parallel rank: the one whose engine sampled.
-    writes = is_leader(groups.model_parallel) and is_leader(groups.cp)
+    writes = is_leader(groups.replica)
     state = {
         "step": session.step,
         "cursor": session.cursor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config import Config, OptimizerConfig
+from megatron_dppo.data.packing import RowShape, fill_bins
 from megatron_dppo.hf import model_shape
 from megatron_dppo.layout import Layout
+from megatron_dppo.losses import BatchTotals
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint import load_checkpoint, read_state, save_checkpoint
 from megatron_dppo.mcore.forward import LossFunction, TokenStatistics, forward_backward, forward_logprobs
 from megatron_dppo.mcore.model import build_model, transformer_config
+from megatron_dppo.mcore.moe import BalanceLosses
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
+from megatron_dppo.mcore.reference import ReferenceWeights
 from megatron_dppo.metrics import reduce_metrics
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
-from megatron_dppo.types import MicroBatch, StepResult
+from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
 
 
 class DictWeights:
@@ -45,6 +50,7 @@ class PolicyTrainer:
         config: the whole configuration.
         hf_config: the transformers config of the model.
         weights: the initial weights, full tensors by Hugging Face name.
+        reference: the reference policy's; kept on the host and swapped in for ``logprobs(reference=True)``.
         layout: the checked layout.
         groups: its process groups.
         platform: the device of this process.
@@ -55,6 +61,7 @@ class PolicyTrainer:
         policy_version: optimizer updates applied so far.
         dp_rank: this rank's index among ranks with different samples.
         optimizer: the optimizer; ``optimizer.set_step`` sets the learning rate.
+        row_shape: what packed rows have to be padded to.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class PolicyTrainer:
         config: Config,
         hf_config: Any,
         weights: WeightSource,
+        reference: WeightSource | None = None,
         layout: Layout,
         groups: ParallelGroups,
         platform: Platform,
@@ -74,10 +82,22 @@ class PolicyTrainer:
         megatron_config = transformer_config(hf_config, config.model, layout, platform)
         self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         self.bridge = Bridge(self.models, model_shape(hf_config), tied=hf_config.tie_word_embeddings, groups=groups)
+        self._reference = None
+        if reference is not None:
+            self.bridge.load(reference)
+            self._reference = ReferenceWeights(self.models)
         self.bridge.load(weights)
         self._chunks = wrap_for_training(self.models, megatron_config, config.parallel)
         self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, config.parallel, total_steps)
-        self._statistics = TokenStatistics(groups.tp, hf_config.vocab_size, config.rollout.temperature)
+        self._statistics = TokenStatistics(
+            groups.tp,
+            hf_config.vocab_size,
+            config.rollout.temperature,
+            entropy_gradient=config.loss.entropy_coef > 0,
+        )
+        self._cp_group = groups.cp if layout.cp > 1 else None
+        self.row_shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
+        self._balance_losses = BalanceLosses(megatron_config)
 
     def update(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
         """One optimizer update from this rank's micro-batches (equally many on every rank)."""
@@ -89,8 +109,10 @@ class PolicyTrainer:
         for chunk in self._chunks:
             chunk.train()
         self.optimizer.zero_grad()
-        local = forward_backward(self._chunks, batches, self._statistics, loss)
-        return reduce_metrics(local, self.groups.world, contributes=dist.get_rank(self.groups.tp) == 0)
+        local = forward_backward(self._chunks, batches, self._statistics, loss, self._cp_group)
+        first = dist.get_rank(self.groups.tp) == 0 and dist.get_rank(self.groups.cp) == 0
+        metrics = reduce_metrics(local, self.groups.world, contributes=first)
+        return metrics | self._balance_losses(len(batches))
 
     def apply(self, metrics: dict[str, float]) -> StepResult:
         """Step with the accumulated gradients; skipped when their norm is not finite."""
@@ -104,10 +126,18 @@ class PolicyTrainer:
             metrics=metrics,
         )
 
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probabilities ``[T]`` of the labels of each micro-batch; empty but on the last pipeline stage."""
+    def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:
+        """Log-probabilities ``[T]`` of the labels of each micro-batch; empty but on the last pipeline stage.
+
+        Raises:
+            RuntimeError: ``reference`` without reference weights.
+        """
+        if reference and self._reference is None:
+            raise RuntimeError("this trainer has no reference policy: pass reference= when it is built")
         self.optimizer.finish_overlapped_gather()
-        return [logprobs for logprobs, _ in forward_logprobs(self._chunks, batches, self._statistics)]
+        with self._reference.swapped_in() if reference and self._reference else nullcontext():
+            found = forward_logprobs(self._chunks, batches, self._statistics, self._cp_group)
+        return [logprobs for logprobs, _ in found]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full weights by Hugging Face name (a collective; see ``Bridge.export``).
@@ -117,15 +147,29 @@ class PolicyTrainer:
         self.optimizer.finish_overlapped_gather()
         return self.bridge.export()
 
-    def count_micro_batches(self, needed: int) -> int:
-        """The number of micro-batches that every rank runs, given how many this one needs."""
-        count = torch.tensor(max(1, needed))
-        device = next(self.models[0].parameters()).device
-        count = count.to(device)
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.groups.world)
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return next(self.models[0].parameters()).device
+
+    def plan(self, samples: Sequence[TrainingSample], budget: int) -> tuple[int, BatchTotals]:
+        """How many micro-batches every rank runs, and the counts of the whole batch; one collective.
+
+        Args:
+            samples: this data-parallel rank's.
+            budget: tokens of one micro-batch.
+        """
+        needed = len(fill_bins(samples, budget, self.row_shape))
+        per_sample = [int(sample.loss_mask.sum()) for sample in samples]
+        mine = torch.tensor([max(1, needed), sum(per_sample), sum(n > 0 for n in per_sample)], device=self.device)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.groups.dp))]
+        dist.all_gather(every, mine, group=self.groups.dp)
+        together = torch.stack(every)
         # Megatron's interleaved schedule needs a multiple of the pipeline size.
         multiple = self.layout.pp if self.layout.vpp > 1 else 1
-        return -(-int(count) // multiple) * multiple
+        count = -(-int(together[:, 0].max()) // multiple) * multiple
+        tokens, sequences = together[:, 1:].sum(0).tolist()
+        return count, BatchTotals(num_tokens=tokens, num_sequences=sequences)
 
     def save(
         self,

@@ -36,6 +36,8 @@ class Prompt:
     """The reference answer that the reward function gets."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the data row."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The row's chat messages; None when the row has a plain string."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    topk_logprobs: int = 0
+    """K: also report the K most probable tokens of every position; 0 = none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,11 @@ class Completion:
     """Version of the weights that produced the tokens."""
     text: str
     """Decoded response without special tokens."""
+    topk_token_ids: Tensor | None = field(default=None, compare=False)
+    """[R, K+1] int32. Slots 0 to K-1: the most probable tokens by rank; slot K: the sampled token where it is not one
+    of them, else -1. -1 marks an unused slot everywhere."""
+    topk_logprobs: Tensor | None = field(default=None, compare=False)
+    """[R, K+1] float32, their log-probabilities; -inf = never sampled (a filter), which is a valid value"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +80,16 @@ class Rollout:
     prompt: Prompt
     completion: Completion
     reward: float
+    """What training uses: the score with its shaping."""
     reward_failed: bool = False
     """True when the reward function raised or timed out; such a sample carries no training signal."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """``score`` (without shaping) and the named parts; empty when the reward is one unshaped number."""
+
+    @property
+    def score(self) -> float:
+        """The reward without shaping: what accuracy is computed from."""
+        return self.reward_parts.get("score", self.reward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +118,14 @@ class TrainingSample:
     """[T] float32"""
     rollout_logprobs: Tensor | None = None
     """[T] float32, 0 where loss_mask is False"""
+    rollout_topk_ids: Tensor | None = None
+    """[T, K+1] int32, -1 = unused slot (see Completion)"""
+    rollout_topk_logprobs: Tensor | None = None
+    """[T, K+1] float32"""
+    anchor_logprobs: Tensor | None = None
+    """[T] float32, recomputed by the trainer at the start of the step"""
+    reference_logprobs: Tensor | None = None
+    """[T] float32, under the reference policy"""
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +154,16 @@ class MicroBatch:
     max_seqlen: int
     rollout_logprobs: Tensor | None = None
     """[T] float32"""
+    rollout_topk_ids: Tensor | None = None
+    """[T, K+1] int32, -1 = unused slot"""
+    rollout_topk_logprobs: Tensor | None = None
+    """[T, K+1] float32"""
+    anchor_logprobs: Tensor | None = None
+    """[T] float32"""
+    reference_logprobs: Tensor | None = None
+    """[T] float32"""
+    token_weights: Tensor | None = None
+    """[T] float32, the aggregation as per-token weights; None = 1 everywhere"""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on ``device``."""

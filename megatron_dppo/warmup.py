@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dppo.config import Config
-from megatron_dppo.data.packing import micro_batches, split_by_tokens
+from megatron_dppo.data.packing import micro_batches
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.losses import supervised_loss
 
@@ -56,7 +56,7 @@ def run_warmup(
     for step in range(config.warmup.num_steps):
         first = step * batch + trainer.dp_rank * share
         samples = [data[i] for i in range(first, first + share)]
-        count = trainer.count_micro_batches(len(split_by_tokens(samples, budget)))
+        count, _ = trainer.plan(samples, budget)
         trainer.optimizer.set_step(step)
-        result = trainer.update(micro_batches(samples, budget, count, layout.token_multiple), supervised_loss)
+        result = trainer.update(micro_batches(samples, budget, count, trainer.row_shape), supervised_loss)
         report(step, result.metrics["loss"])

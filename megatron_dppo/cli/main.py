@@ -48,14 +48,17 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_dppo.config_io import dump_toml, load_config
     from megatron_dppo.inputs import read_inputs
     from megatron_dppo.layout import describe
+    from megatron_dppo.rewards.build import build_scorer
 
     try:
         config = load_config(options.config, overrides)
         if options.dry_run:
             inputs = read_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
+            build_scorer(config).close()
             if os.environ.get("RANK", "0") == "0":
                 print(dump_toml(config))
                 print(describe(inputs.layout, config))
+                print(inputs.data_summary)
             return 0
         from megatron_dppo.loop import run
 

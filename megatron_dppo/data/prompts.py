@@ -1,103 +1,52 @@
-"""Prompts from the embedded task or a JSONL file, as an endless stream addressed by one integer."""
+"""Prompts as an endless stream addressed by one integer."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dppo.data import chain_sum
+from megatron_dppo.data.chat import ChatOptions
+from megatron_dppo.data.duplicates import drop_duplicates
+from megatron_dppo.data.rows import Row, iter_rows
+from megatron_dppo.data.sources import HUB
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Prompt
 
-CHAIN_SUM = "task:chain_sum"
-
 
 @dataclass(frozen=True)
-class Row:
-    """One data row with the place it came from, for example ``train.jsonl:12``."""
+class LoadedRows:
+    """The rows of one or several sources, duplicates removed, and how many there were before."""
 
-    place: str
-    prompt: str | list[dict[str, str]]
-    label: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    rows: list[Row]
+    num_read: int
 
 
-def load_rows(source: str, split: chain_sum.Split, prompt_key: str = "prompt", label_key: str = "label") -> list[Row]:
-    """All rows of a source.
+def load_rows(
+    sources: str | Sequence[str],
+    split: chain_sum.Split,
+    *,
+    prompt_key: str | None = None,
+    label_key: str | None = None,
+    deduplicate: str = "auto",
+) -> LoadedRows:
+    """All rows of the sources, one source after the other; each may have a layout of its own.
 
-    Args:
-        source: ``task:chain_sum`` or the path of a JSONL file.
-        split: which part of the embedded task; a file is taken whole.
-        prompt_key: column with a string or a list of chat messages.
-        label_key: column with the reference answer, a string or a number.
-
-    Raises:
-        DataError: a missing file, an empty one, or a bad row (named by line and field).
-    """
-    if source == CHAIN_SUM:
-        tasks = enumerate(chain_sum.problems(split))
-        return [Row(f"chain_sum/{split}:{i}", p.question, str(p.answer)) for i, p in tasks]
-    rows = [_parse_row(place, record, prompt_key, label_key) for place, record in read_jsonl(source)]
-    if not rows:
-        raise DataError(f"{source} has no rows; expected one JSON object a line with {prompt_key!r} and {label_key!r}")
-    return rows
-
-
-def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(place, object)`` of each non-empty line.
+    See ``iter_rows`` for sources and keys, ``drop_duplicates`` for ``deduplicate``.
 
     Raises:
-        DataError: an unknown embedded task, a missing file, or a line that is not a JSON object in UTF-8.
+        DataError: see both; or two files with one name, whose rows could not be told apart.
     """
-    file = Path(path)
-    if path.startswith("task:"):
-        raise DataError(f"unknown embedded task {path!r}; expected {CHAIN_SUM!r} or the path of a JSONL file")
-    if not file.is_file():
-        reason = "is a folder, not a JSONL file" if file.is_dir() else "does not exist"
-        raise DataError(f"data file {path!r} {reason} (looked in {file.resolve().parent})")
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            place = f"{file.name}:{number}"
-            try:
-                record = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
-            except json.JSONDecodeError as error:
-                raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}")
-            yield place, record
-
-
-def require(place: str, record: Mapping[str, Any], key: str) -> Any:
-    """The value of a column, or a DataError that says which columns there are."""
-    if key not in record:
-        raise DataError(f"{place}: field {key!r} is missing; the row has {sorted(record)}")
-    return record[key]
-
-
-def _parse_row(place: str, record: dict[str, Any], prompt_key: str, label_key: str) -> Row:
-    prompt, label = require(place, record, prompt_key), require(place, record, label_key)
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
-        raise DataError(f"{place}: field {label_key!r} must be a string or a number, got {label!r}")
-    is_chat = (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in prompt)
-    )
-    if not is_chat and not (isinstance(prompt, str) and prompt):
-        raise DataError(
-            f"{place}: field {prompt_key!r} must be a non-empty string or a list of messages "
-            f"{{role, content}}, got {prompt!r}"
-        )
-    rest = {k: v for k, v in record.items() if k not in (prompt_key, label_key)}
-    return Row(place, prompt, str(label), rest)
+    listed = [sources] if isinstance(sources, str) else list(sources)
+    names = [source if source.startswith(HUB) else Path(source).name for source in listed]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"two data sources are called {repeated[0]!r}; rows are named by it: rename one of {listed}")
+    every = (row for source in listed for row in iter_rows(source, split, prompt_key, label_key))
+    return LoadedRows(*drop_duplicates(every, deduplicate))
 
 
 class PromptDataset:
@@ -110,9 +59,11 @@ class PromptDataset:
         max_new_tokens: longest response; prompt and response must fit the context.
         context_length: the model's ``max_position_embeddings``.
         seed: order of the stream; None keeps the order of the rows (for evaluation).
+        chat: how a prompt becomes text.
+        overlong: what becomes of a prompt that is too long: ``error``, or ``drop`` (counted in ``num_dropped``).
 
     Raises:
-        DataError: a prompt is too long, or chat messages meet a tokenizer without a chat template.
+        DataError: a prompt is too long, none is left, or a prompt does not go with the chat template.
     """
 
     def __init__(
@@ -124,17 +75,30 @@ class PromptDataset:
         max_new_tokens: int,
         context_length: int,
         seed: int | None = None,
+        chat: ChatOptions | None = None,
+        overlong: Literal["error", "drop"] = "error",
     ) -> None:
         if not rows:
             raise DataError("the data set has no rows")
         self._seed = seed
         self._order: tuple[int, list[int]] = (-1, [])
-        self._prompts = [_to_prompt(row, tokenizer) for row in rows]
+        chat = chat or ChatOptions()
+        chat.check(tokenizer)
         limits = {"data.max_prompt_tokens": max_prompt_tokens, "the context": context_length - max_new_tokens}
-        for prompt in self._prompts:
-            for name, limit in limits.items():
-                if len(prompt.token_ids) > limit:
-                    raise DataError(_too_long(prompt, name, limit, max_new_tokens, context_length))
+        self._prompts: list[Prompt] = []
+        for row in rows:
+            prompt = _to_prompt(row, tokenizer, chat)
+            exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
+            if not exceeded:
+                self._prompts.append(prompt)
+            elif overlong == "error" or max_new_tokens >= context_length:
+                raise DataError(_too_long(prompt, *exceeded[0], max_new_tokens, context_length))
+        self.num_dropped = len(rows) - len(self._prompts)
+        if not self._prompts:
+            raise DataError(
+                f"all {len(rows)} prompts are longer than {min(limits.values())} tokens and data.overlong_prompts = "
+                "'drop' leaves none; raise data.max_prompt_tokens"
+            )
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -152,6 +116,13 @@ class PromptDataset:
             self._order = (epoch, order)
         return self._prompts[self._order[1][position]]
 
+    def fingerprint(self) -> str:
+        """Number and digest of the prompts and labels: a cursor means the same only in the same stream."""
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            digest.update(f"{prompt.token_ids} {prompt.label}\n".encode())
+        return f"{len(self)} prompts, {digest.hexdigest()[:12]}"
+
 
 def _too_long(prompt: Prompt, name: str, limit: int, max_new_tokens: int, context_length: int) -> str:
     length = len(prompt.token_ids)
@@ -163,24 +134,20 @@ def _too_long(prompt: Prompt, name: str, limit: int, max_new_tokens: int, contex
         )
     return (
         f"{prompt.prompt_id}: the prompt has {length} tokens, more than {name} = {limit}. Shorten or remove the "
-        f"row, or raise {name}"
+        f"row, raise {name}, or set data.overlong_prompts = 'drop'"
     )
 
 
-def _to_prompt(row: Row, tokenizer: Any) -> Prompt:
-    if isinstance(row.prompt, str):
-        text, ids = row.prompt, tokenizer(row.prompt).input_ids
-    else:
-        if not tokenizer.chat_template:
-            raise DataError(
-                f"{row.place}: the prompt is a list of messages, but the tokenizer has no chat template. Use a plain "
-                "string, or a model folder whose tokenizer has one"
-            )
-        try:
-            text = tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program of the model's authors and may raise anything
-            raise DataError(f"{row.place}: the chat template refuses the messages: {error}") from error
-        ids = tokenizer(text, add_special_tokens=False).input_ids
+def _to_prompt(row: Row, tokenizer: Any, chat: ChatOptions) -> Prompt:
+    text, is_templated = chat.render(row, tokenizer)
+    ids = tokenizer(text, add_special_tokens=not is_templated).input_ids
     if not ids:
         raise DataError(f"{row.place}: the prompt has no tokens")
-    return Prompt(prompt_id=row.place, text=text, token_ids=tuple(ids), label=row.label, metadata=row.metadata)
+    return Prompt(
+        prompt_id=row.place,
+        text=text,
+        token_ids=tuple(ids),
+        label=row.label,
+        metadata=row.metadata,
+        messages=None if isinstance(row.prompt, str) else tuple(row.prompt),
+    )

@@ -15,6 +15,7 @@ def to_training_sample(
     response_ids: Sequence[int],
     rollout_logprobs: Sequence[float] | None,
     advantage: float,
+    topk: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> TrainingSample:
     """Align a prompt and its response to the labels.
 
@@ -26,6 +27,7 @@ def to_training_sample(
         response_ids: R tokens, the end-of-sequence token included.
         rollout_logprobs: R natural log-probabilities; None for supervised samples.
         advantage: one value for the whole response.
+        topk: the rollout's Top-K ids and log-probabilities, ``[R, K+1]`` each (see ``Completion``).
 
     Raises:
         ValueError: an empty prompt or response, or log-probabilities of another length.
@@ -44,10 +46,26 @@ def to_training_sample(
         finite = [math.isfinite(x) for x in rollout_logprobs]
         loss_mask[first:] = torch.tensor(finite)
         aligned[first:] = torch.tensor([x if ok else 0.0 for x, ok in zip(rollout_logprobs, finite, strict=True)])
+    topk_ids, topk_logprobs = (None, None) if topk is None else _align_topk(*topk, first, len(response_ids))
     return TrainingSample(
         tokens=sequence[:-1],
         labels=sequence[1:],
         loss_mask=loss_mask,
         advantages=torch.where(loss_mask, advantage, 0.0),
         rollout_logprobs=aligned,
+        rollout_topk_ids=topk_ids,
+        rollout_topk_logprobs=topk_logprobs,
     )
+
+
+def _align_topk(
+    ids: torch.Tensor, logprobs: torch.Tensor, first: int, response_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the response behind ``first`` rows without a slot in use."""
+    if ids.shape != logprobs.shape or ids.dim() != 2 or ids.shape[0] != response_tokens:
+        raise ValueError(
+            f"Top-K ids {tuple(ids.shape)} and log-probabilities {tuple(logprobs.shape)}, expected two of shape "
+            f"[{response_tokens}, K+1], one row for each response token"
+        )
+    unused = ids.new_full((first, ids.shape[1]), -1)
+    return torch.cat([unused, ids]), torch.cat([logprobs.new_zeros(unused.shape), logprobs])

@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 from megatron_dppo.data import chain_sum
-from megatron_dppo.data.prompts import CHAIN_SUM, read_jsonl, require
 from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.sources import CHAIN_SUM, read_records, require
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import TrainingSample
 
@@ -16,8 +16,8 @@ class SupervisedDataset:
     """An endless stream of supervised samples; sample ``i`` depends on the seed and ``i`` alone.
 
     Args:
-        source: ``task:chain_sum`` (its warm-up corpus, from training problems only) or a JSONL file with ``prompt``
-            and ``response`` strings.
+        source: ``task:chain_sum`` (its warm-up corpus, from training problems only), or a JSONL file, Parquet file or
+            ``hf:`` name (see ``read_records``) with ``prompt`` and ``response`` strings.
         tokenizer: a transformers tokenizer.
         seed: draws problems and responses.
 
@@ -28,9 +28,9 @@ class SupervisedDataset:
     def __init__(self, source: str, tokenizer: Any, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer, seed
         self._problems = chain_sum.problems("train") if source == CHAIN_SUM else None
-        self._pairs = [] if self._problems else [_pair(place, record) for place, record in read_jsonl(source)]
+        self._pairs = [] if self._problems else [_pair(place, record) for place, record in read_records(source)]
         if not self._problems and not self._pairs:
-            raise DataError(f"{source} has no rows; expected one JSON object a line with 'prompt' and 'response'")
+            raise DataError(f"{source} has no rows; expected rows with 'prompt' and 'response'")
 
     def __getitem__(self, index: int) -> TrainingSample:
         """Sample ``index`` of the stream; the loss is on the response and its end-of-sequence token."""

@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import MicroBatch
 
 
@@ -23,9 +24,11 @@ class PackedRow(PackedSeqParams):
     """[T] which sequence a token belongs to"""
     positions: Tensor | None = None
     """[T] its position inside that sequence"""
+    shard: ContextShard | None = None
+    """the tokens of the row that this rank computes; None = all of them"""
 
     @classmethod
-    def of(cls, batch: MicroBatch) -> PackedRow:
+    def of(cls, batch: MicroBatch, shard: ContextShard | None = None) -> PackedRow:
         """The parameters of one packed micro-batch."""
         return cls(
             qkv_format="thd",
@@ -35,6 +38,7 @@ class PackedRow(PackedSeqParams):
             max_seqlen_kv=batch.max_seqlen,
             sequence_ids=batch.sequence_ids,
             positions=batch.position_ids,
+            shard=shard,
         )
 
 
@@ -44,6 +48,8 @@ class SDPACoreAttention(MegatronModule):
     The packed row is laid out as ``[sequences, longest]`` for one batched call; padding sits on the right, where the
     causal mask hides it. A pack whose padded area would be more than ``_MAX_PADDING`` times its tokens is computed
     sequence by sequence instead.
+
+    Under context parallelism each rank gathers all keys and values, and computes the rows of its own queries.
     """
 
     _MAX_PADDING = 4
@@ -61,11 +67,8 @@ class SDPACoreAttention(MegatronModule):
         super().__init__(config=config)
         del layer_number, attn_mask_type, attention_type
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout or config.context_parallel_size > 1:
-            raise ValueError(
-                f"SDPACoreAttention has no dropout and no context parallelism, got attention_dropout={dropout}, "
-                f"context_parallel_size={config.context_parallel_size}"
-            )
+        if dropout:
+            raise ValueError(f"SDPACoreAttention has no dropout, got attention_dropout={dropout}")
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -82,31 +85,83 @@ class SDPACoreAttention(MegatronModule):
         del attention_mask, attn_mask_type, attention_bias
         if not isinstance(packed_seq_params, PackedRow):
             raise ValueError("SDPACoreAttention expects packed rows: pass packed_seq_params=PackedRow.of(micro_batch)")
-        assert packed_seq_params.sequence_ids is not None and packed_seq_params.positions is not None
-        starts, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-        sequences = starts.numel() - 1
-        if sequences * longest <= self._MAX_PADDING * query.shape[0]:
-            index = packed_seq_params.sequence_ids, packed_seq_params.positions
-            out = self._batched(query, key, value, index, (sequences, longest))
-        else:
-            bounds = starts.tolist()
-            rows = [slice(a, b) for a, b in pairwise(bounds)]
-            out = torch.cat([self._attend(query[r][None], key[r][None], value[r][None])[0] for r in rows])
-        return out.flatten(1)
+        shard = packed_seq_params.shard
+        if shard is not None:
+            key, value = shard.gather_for_partial(key), shard.gather_for_partial(value)
+        queries, keys = _Layout.of_queries(packed_seq_params), _Layout.of_row(packed_seq_params)
+        if keys.area <= self._MAX_PADDING * key.shape[0]:
+            return self._batched(query, key, value, queries, keys, is_sharded=shard is not None).flatten(1)
+        rows = []
+        for own, whole in zip(queries.slices(), keys.slices(), strict=True):
+            mask = None if shard is None else _causal_mask(queries.positions[own][None], whole.stop - whole.start)
+            rows.append(self._attend(query[own][None], key[whole][None], value[whole][None], mask)[0])
+        return torch.cat(rows).flatten(1)
 
     def _batched(
-        self, query: Tensor, key: Tensor, value: Tensor, index: tuple[Tensor, Tensor], shape: tuple[int, int]
+        self, query: Tensor, key: Tensor, value: Tensor, queries: _Layout, keys: _Layout, *, is_sharded: bool
     ) -> Tensor:
-        padded = []
-        for x in (query, key, value):
-            target = x.new_zeros(*shape, *x.shape[1:])
-            padded.append(target.index_put(index, x))
-        return self._attend(*padded)[index]
+        mask = None
+        if is_sharded:
+            # An empty slot gets position 0: it sees one key, so its softmax is defined and its result is dropped.
+            mask = _causal_mask(queries.spread(queries.positions), keys.longest)
+        out = self._attend(queries.spread(query), keys.spread(key), keys.spread(value), mask)
+        return out[queries.sequence_ids, queries.slots]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``[batch, s, heads, d]`` to the same shape."""
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """``query [batch, q, heads, d]``, ``key, value [batch, s, groups, d]`` to the shape of ``query``."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         repeat = q.shape[1] // k.shape[1]
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale)
+        return out.transpose(1, 2)
+
+
+def _causal_mask(positions: Tensor, keys: int) -> Tensor:
+    """``positions [batch, q]`` of the queries to ``[batch, 1, q, keys]`` bool, True = visible."""
+    return positions[:, None, :, None] >= torch.arange(keys, device=positions.device)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the tokens of a row, or of this rank's share of it, lie in ``[sequences, longest]``."""
+
+    sequence_ids: Tensor
+    """[N] the sequence of each token"""
+    slots: Tensor
+    """[N] its place in the padded layout of that sequence"""
+    positions: Tensor
+    """[N] its position in the whole sequence"""
+    starts: Tensor
+    """[sequences + 1]"""
+    longest: int
+
+    @classmethod
+    def of_row(cls, row: PackedRow) -> _Layout:
+        assert row.sequence_ids is not None and row.positions is not None
+        return cls(row.sequence_ids, row.positions, row.positions, row.cu_seqlens_q, row.max_seqlen_q)
+
+    @classmethod
+    def of_queries(cls, row: PackedRow) -> _Layout:
+        whole = cls.of_row(row)
+        if row.shard is None:
+            return whole
+        size = row.shard.group.size()
+        starts = whole.starts // size
+        ids = row.shard.split(whole.sequence_ids)
+        slots = torch.arange(ids.numel(), device=ids.device) - starts[ids]
+        return cls(ids, slots, row.shard.split(whole.positions), starts, whole.longest // size)
+
+    @property
+    def area(self) -> int:
+        """Cells of the padded layout."""
+        return (self.starts.numel() - 1) * self.longest
+
+    def spread(self, values: Tensor) -> Tensor:
+        """``[N, ...]`` to ``[sequences, longest, ...]``, zeros on the right."""
+        target = values.new_zeros(self.starts.numel() - 1, self.longest, *values.shape[1:])
+        return target.index_put((self.sequence_ids, self.slots), values)
+
+    def slices(self) -> list[slice]:
+        """Each sequence's tokens."""
+        return [slice(a, b) for a, b in pairwise(self.starts.tolist())]

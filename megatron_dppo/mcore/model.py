@@ -15,6 +15,7 @@ from megatron_dppo.config import ModelConfig, ParallelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import rope_theta
 from megatron_dppo.layout import Layout
+from megatron_dppo.mcore.moe import balance_coefficients
 from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.platform import DTYPES, Platform
 
@@ -73,7 +74,8 @@ def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platf
         overlap_p2p_comm=layout.overlap_p2p_comm,
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
-    return TransformerConfig(**(values | _moe_fields(hf_config) | checked_overrides(model.transformer)))
+    overrides = checked_overrides(model.transformer)
+    return TransformerConfig(**(values | _moe_fields(hf_config) | overrides | balance_coefficients(overrides, layout)))
 
 
 def _moe_fields(hf_config: Any) -> dict[str, Any]:

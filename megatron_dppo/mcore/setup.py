@@ -37,9 +37,21 @@ def initialize_megatron(layout: Layout, platform: Platform, *, seed: int, timeou
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_group(),
         etp=parallel_state.get_expert_tensor_parallel_group(),
-        model_parallel=parallel_state.get_model_parallel_group(),
+        replica=_replica_group(layout, timeout_minutes),
         world=dist.group.WORLD,
     )
+
+
+def _replica_group(layout: Layout, timeout_minutes: float) -> dist.ProcessGroup:
+    """The ranks of this data-parallel index; Megatron builds that group only without context parallelism."""
+    if layout.cp == 1:
+        return parallel_state.get_model_parallel_group()
+    indices: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(indices, parallel_state.get_data_parallel_rank())
+    members = [[rank for rank, index in enumerate(indices) if index == replica] for replica in range(layout.dp)]
+    timeout = timedelta(minutes=timeout_minutes)
+    groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]
+    return groups[indices[dist.get_rank()]]
 
 
 def start_process_group(platform: Platform, timeout_minutes: float) -> None:

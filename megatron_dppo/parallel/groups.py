@@ -25,7 +25,7 @@ class ParallelGroups:
     """expert parallel"""
     etp: ProcessGroup | None = None
     """expert tensor parallel"""
-    model_parallel: ProcessGroup | None = None
-    """tensor and pipeline parallel: ranks that together hold one copy of the dense weights"""
+    replica: ProcessGroup | None = None
+    """tensor, context and pipeline parallel: ranks that work on the same samples"""
     world: ProcessGroup | None = None
     """all ranks"""

@@ -8,12 +8,17 @@ global ids ``[r * V_local, (r + 1) * V_local)``. Per row, with ``z = logits / te
 
     d log p / dz_j = [j = label] - p_j          d entropy / dz_j = -p_j (log p_j + entropy)
 
-Collectives: one MAX all-reduce of T numbers and one SUM all-reduce of 3 T numbers (s, u, y) in forward, 16 T bytes in
-fp32; none in backward, because every rank then knows m, s and the entropy. Without a group, or with one rank: none.
+and with a set of ids, without gradient, ``o = sum of exp(z - m) outside the set`` and ``y_i = z[id_i] - m``:
 
-Memory, with b bytes per logit and S = 4 (8 for float64 logits): forward needs 2 S T V_local bytes while it runs and
-keeps only the logits it was given (b T V_local, no copy) and O(T) numbers; backward makes the gradient of the logits
-and one S T V_local scratch tensor (two with an entropy gradient).
+    log p(other) = log o - log s                log p(id_i) = y_i - log s
+
+Collectives: one MAX all-reduce of T numbers and one SUM all-reduce of 3 T numbers (s, u, y) in forward, 16 T bytes in
+fp32; with S ids a row the SUM has (3 + 1 + S) T numbers (s, u, y, o, y_i). None in backward, because every rank then
+knows m, s and the entropy. Without a group, or with one rank: none.
+
+Memory, with b bytes per logit and c = 4 (8 for float64 logits): forward needs 2 c T V_local bytes while it runs, with
+ids or without, and keeps only the logits it was given (b T V_local, no copy) and O(T) numbers; backward makes the
+gradient of the logits and one c T V_local scratch tensor (two with an entropy gradient).
 """
 
 from __future__ import annotations
@@ -58,27 +63,53 @@ def vocab_parallel_logprobs_and_entropy(
             or a label is outside the vocabulary. On CUDA a bad label is a device-side assertion instead, because a
             check on the host would wait for the device.
     """
+    logprobs, entropy, *_ = statistics_at(logits, labels, None, None, group, vocab_size, temperature)
+    return logprobs, entropy
+
+
+def statistics_at(
+    logits: Tensor,
+    labels: Tensor,
+    ids: Tensor | None,
+    ids_valid: Tensor | None,
+    group: ProcessGroup | None,
+    vocab_size: int,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Log p(label), entropy, log p(id) and log p(other); the caller has checked ``ids`` and ``ids_valid``.
+
+    The last two are None without ids. Arguments, results and errors: ``vocab_topk.vocab_parallel_statistics``.
+    """
+    first, own = shard_range(logits, group, vocab_size, temperature)
+    _check_labels(logits, labels, vocab_size)
+    apply: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = _VocabParallelStatistics.apply
+    return apply(logits, labels, ids, ids_valid, group, first, own, temperature)
+
+
+def shard_range(logits: Tensor, group: ProcessGroup | None, vocab_size: int, temperature: float) -> tuple[int, int]:
+    """The global id of this shard's first entry, and the number of its entries that are not padding.
+
+    Raises:
+        ValueError: the logits are not a float matrix, the shards cannot hold the vocabulary, or the temperature is not
+            positive.
+    """
     shards, rank = (1, 0) if group is None else (group.size(), group.rank())
-    _check_arguments(logits, labels, shards, vocab_size, temperature)
-    _check_labels(labels, vocab_size)
-    first = rank * logits.shape[1]
-    own = max(0, min(vocab_size - first, logits.shape[1]))
-    apply: Callable[..., tuple[Tensor, Tensor]] = _VocabParallelStatistics.apply
-    return apply(logits, labels, group if shards > 1 else None, first, own, temperature)
-
-
-def _check_arguments(logits: Tensor, labels: Tensor, shards: int, vocab_size: int, temperature: float) -> None:
-    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(f"expected logits [T, V_local], labels [T], got {tuple(logits.shape)}, {tuple(labels.shape)}")
-    if not logits.is_floating_point() or labels.dtype != torch.int64:
-        raise ValueError(f"expected float logits and int64 labels, got {logits.dtype} and {labels.dtype}")
-    if not 0 < vocab_size <= logits.shape[1] * shards:
-        raise ValueError(f"vocab_size = {vocab_size} does not fit {shards} shards of {logits.shape[1]} logits")
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"expected float logits [T, V_local], got {logits.dtype} {tuple(logits.shape)}")
+    width = logits.shape[1]
+    if not 0 < vocab_size <= width * shards:
+        raise ValueError(f"vocab_size = {vocab_size} does not fit {shards} shards of {width} logits")
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
+    return rank * width, max(0, min(vocab_size - rank * width, width))
 
 
-def _check_labels(labels: Tensor, vocab_size: int) -> None:
+def _check_labels(logits: Tensor, labels: Tensor, vocab_size: int) -> None:
+    if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(
+            "expected logits [T, V_local] and int64 labels [T], "
+            f"got {tuple(logits.shape)}, {tuple(labels.shape)} of {labels.dtype}"
+        )
     in_range = (labels >= 0) & (labels < vocab_size)
     if labels.is_cuda:
         torch._assert_async(in_range.all(), f"a label is outside the vocabulary [0, {vocab_size})")
@@ -87,29 +118,52 @@ def _check_labels(labels: Tensor, vocab_size: int) -> None:
         raise ValueError(f"label {bad} is outside the vocabulary [0, {vocab_size})")
 
 
+def row_maximum(logits: Tensor, own: int) -> Tensor:
+    """``[T]`` the largest of the first ``own`` logits of each row, -inf without any, in the dtype of the statistics."""
+    if own == 0:
+        return torch.full_like(logits[:, 0], -torch.inf, dtype=_statistics_dtype(logits))
+    return logits[:, :own].amax(dim=1).to(_statistics_dtype(logits))
+
+
+def shifted(logits: Tensor, own: int, maximum: Tensor, temperature: float) -> Tensor:
+    """A fresh ``[T, own]`` tensor of (logits - maximum) / temperature, in the dtype of the statistics.
+
+    The difference comes first: a quotient of large logits is rounded to their size, not to that of the difference.
+    """
+    return logits[:, :own].to(_statistics_dtype(logits), copy=True).sub_(maximum[:, None]).div_(temperature)
+
+
 class _VocabParallelStatistics(torch.autograd.Function):
     """Saves the logits it was given and recomputes the probabilities in backward.
 
-    ``first`` is the global id of the shard's first entry, ``own`` the number of its entries that are not padding.
+    ``first`` is the global id of the shard's first entry, ``own`` the number of its entries that are not padding. With
+    ``ids`` and ``ids_valid [T, S]`` the third result is log p(id) ``[T, S]``, -inf in invalid slots, and the fourth
+    log p(other) ``[T]``, both without gradient; otherwise these two are None.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: ProcessGroup | None, first: int, own: int, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        scaled = _scaled(logits, own, temperature)
-        maximum = scaled.amax(dim=1) if own else scaled.new_full((scaled.shape[0],), -torch.inf)
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        ids: Tensor | None,
+        ids_valid: Tensor | None,
+        group: ProcessGroup | None,
+        first: int,
+        own: int,
+        temperature: float,
+    ) -> tuple[Tensor | None, ...]:
+        group = None if group is None or group.size() == 1 else group
+        maximum = row_maximum(logits, own)
         if group is not None:
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-        scaled.sub_(maximum[:, None])
-        is_local = (labels >= first) & (labels < first + own)
-        index = torch.where(is_local, labels - first, 0)
-        sums = scaled.new_zeros(3, scaled.shape[0])
+        is_local, index = _local(labels, first, own)
+        in_set, slots = (None, None) if ids is None else _local(ids, first, own)
+        if in_set is not None and ids_valid is not None:
+            in_set &= ids_valid
+        sums = maximum.new_zeros(3 if ids is None else 4 + ids.shape[1], len(labels))
         if own:
-            sums[2] = torch.where(is_local, scaled.gather(1, index[:, None]).squeeze(1), 0.0)
-            exp = scaled.exp()
-            sums[0] = exp.sum(1)
-            sums[1] = exp.mul_(scaled.clamp_(min=_UNDERFLOW)).sum(1)
+            _sum_shard(shifted(logits, own, maximum, temperature), sums, is_local, index, in_set, slots)
         if group is not None:
             dist.all_reduce(sums, group=group)
         log_total = sums[0].log()
@@ -117,17 +171,25 @@ class _VocabParallelStatistics(torch.autograd.Function):
         ctx.save_for_backward(logits, maximum, sums[0], entropy, index, is_local)
         ctx.own, ctx.temperature = own, temperature
         ctx.set_materialize_grads(False)
-        return sums[2] - log_total, entropy
+        if ids_valid is None:
+            return sums[2] - log_total, entropy, None, None
+        id_logprobs = torch.where(ids_valid, (sums[4:] - log_total).T, -torch.inf)
+        other = sums[3].log() - log_total
+        ctx.mark_non_differentiable(id_logprobs, other)
+        return sums[2] - log_total, entropy, id_logprobs, other
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         logits, maximum, total, entropy, index, is_local = ctx.saved_tensors
+        rest = (None,) * 7
         if grad_logprobs is None and grad_entropy is None:
-            return None, None, None, None, None, None
+            return None, *rest
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
         # p = exp(z - m) / s with the division on the row's factor: z - (m + log s) would round off where m is large.
-        grad = _scaled(logits, ctx.own, ctx.temperature).sub_(maximum[:, None])
+        grad = shifted(logits, ctx.own, maximum, ctx.temperature)
         if grad_entropy is None:
             grad.exp_().mul_((-grad_logprobs / total)[:, None])
         else:
@@ -140,13 +202,33 @@ class _VocabParallelStatistics(torch.autograd.Function):
             grad.scatter_add_(1, index[:, None], torch.where(is_local, grad_logprobs, 0.0)[:, None])
         grad.div_(ctx.temperature)
         if ctx.own == logits.shape[1]:
-            return grad.to(logits.dtype), None, None, None, None, None
+            return grad.to(logits.dtype), *rest
         padded = torch.zeros_like(logits)
         padded[:, : ctx.own] = grad
-        return padded, None, None, None, None, None
+        return padded, *rest
 
 
-def _scaled(logits: Tensor, own: int, temperature: float) -> Tensor:
-    """A fresh ``[T, own]`` tensor of logits over temperature, in the dtype of the statistics."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return logits[:, :own].to(dtype, copy=True).div_(temperature)
+def _sum_shard(
+    z: Tensor, sums: Tensor, is_local: Tensor, index: Tensor, in_set: Tensor | None, slots: Tensor | None
+) -> None:
+    """Write this shard's s, u, y and, with a set of ids, o and y_i into the rows of ``sums``; overwrites ``z``."""
+    sums[2] = torch.where(is_local, z.gather(1, index[:, None]).squeeze(1), 0.0)
+    if in_set is not None and slots is not None:
+        sums[4:] = torch.where(in_set, z.gather(1, slots), 0.0).T
+    exp = z.exp()
+    sums[0] = exp.sum(1)
+    sums[1] = z.clamp_(min=_UNDERFLOW).mul_(exp).sum(1)
+    if in_set is not None and slots is not None:
+        # Times 0 at the set and times 1 where a slot is not of this shard: no subtraction, so no cancellation.
+        exp.scatter_reduce_(1, slots, (~in_set).to(exp.dtype), "prod")
+        sums[3] = exp.sum(1)
+
+
+def _local(ids: Tensor, first: int, own: int) -> tuple[Tensor, Tensor]:
+    """Which global ids are among this shard's, and their place in it (0 for the others)."""
+    is_local = (ids >= first) & (ids < first + own)
+    return is_local, torch.where(is_local, ids - first, 0)
+
+
+def _statistics_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32

@@ -1,6 +1,19 @@
 """Verifiable rewards."""
 
+from megatron_dppo.rewards.functions import FunctionSpec
+from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.math import extract_answer, math_reward
-from megatron_dppo.rewards.scorer import RewardItem, RewardResult, RewardScorer
+from megatron_dppo.rewards.scorer import RewardScorer
+from megatron_dppo.rewards.shaping import Shaping
+from megatron_dppo.rewards.signatures import RunFacts
 
-__all__ = ["RewardItem", "RewardResult", "RewardScorer", "extract_answer", "math_reward"]
+__all__ = [
+    "FunctionSpec",
+    "RewardItem",
+    "RewardResult",
+    "RewardScorer",
+    "RunFacts",
+    "Shaping",
+    "extract_answer",
+    "math_reward",
+]

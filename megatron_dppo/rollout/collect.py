@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.rewards.scorer import RewardItem, RewardScorer
+from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.types import Completion, Metric, Prompt, Rollout, RolloutGroup, SamplingParams, TrainingSample
 
@@ -29,11 +30,19 @@ def score_completions(
             completion=completion.text,
             label=prompt.label,
             metadata={**prompt.metadata, "finish_reason": completion.finish_reason},
+            token_ids=completion.token_ids,
+            messages=prompt.messages,
         )
         for prompt, completion in zip(repeated, completions, strict=True)
     ]
     rollouts = [
-        Rollout(prompt=prompt, completion=completion, reward=result.reward, reward_failed=result.failed)
+        Rollout(
+            prompt=prompt,
+            completion=completion,
+            reward=result.reward,
+            reward_failed=result.failed,
+            reward_parts=result.parts,
+        )
         for prompt, completion, result in zip(repeated, completions, scorer.score(items), strict=True)
     ]
     return [RolloutGroup(prompt=p, rollouts=tuple(rollouts[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
@@ -47,12 +56,17 @@ def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[flo
         advantages: ``[groups][samples]``.
     """
     return [
-        to_training_sample(
-            group.prompt.token_ids, rollout.completion.token_ids, rollout.completion.logprobs, float(advantage)
-        )
+        _to_sample(group.prompt, rollout.completion, float(advantage))
         for group, row in zip(groups, advantages, strict=True)
         for rollout, advantage in zip(group.rollouts, row, strict=True)
     ]
+
+
+def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> TrainingSample:
+    topk = None
+    if completion.topk_token_ids is not None and completion.topk_logprobs is not None:
+        topk = (completion.topk_token_ids, completion.topk_logprobs)
+    return to_training_sample(prompt.token_ids, completion.token_ids, completion.logprobs, advantage, topk)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> dict[str, Metric]:
@@ -64,6 +78,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
     kept = sum(int(s.loss_mask.sum()) for s in samples)
     return {
         "reward": Metric(sum(r.reward for r in scored), len(scored)),
+        **_part_metrics(scored),
         "reward_failed_fraction": Metric(len(rollouts) - len(scored), len(rollouts)),
         "response_length": Metric(sum(lengths), len(rollouts)),
         "response_length_max": Metric(max(lengths, default=0), kind="max"),
@@ -71,3 +86,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
         "groups_without_signal": Metric(sum(flat), len(groups)),
         "dropped_token_fraction": Metric(sum(lengths) - kept, sum(lengths)),
     }
+
+
+def _part_metrics(scored: Sequence[Rollout]) -> dict[str, Metric]:
+    """The mean of each named part over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for rollout in scored:
+        for name, value in rollout.reward_parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward/{name}": Metric(sum(values[name]), len(values[name])) for name in sorted(values)}

@@ -73,8 +73,11 @@ class LocalEngine:
         tokens = output.sequences[:, width:]
         # On CUDA generate looks late whether all are finished, and takes back the steps that it did too much.
         steps = (output.logits if draw is None else draw.scores)[: tokens.shape[1]]
-        logprobs = torch.stack([s.float().log_softmax(-1) for s in steps], 1).gather(2, tokens[..., None]).squeeze(2)
-        return [self._completion(t, lp) for t, lp in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+        distribution = torch.stack([s.float().log_softmax(-1) for s in steps], 1)
+        logprobs = distribution.gather(2, tokens[..., None]).squeeze(2)
+        topk = _with_sampled(distribution, tokens, logprobs, params.topk_logprobs) if params.topk_logprobs else None
+        rows = enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+        return [self._completion(t, lp, None if topk is None else (topk[0][i], topk[1][i])) for i, (t, lp) in rows]
 
     def _generation_config(self, params: SamplingParams) -> Any:
         from transformers import GenerationConfig
@@ -88,7 +91,7 @@ class LocalEngine:
             do_sample=False,
         )
 
-    def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
+    def _completion(self, tokens: list[int], logprobs: list[float], topk: tuple[Tensor, Tensor] | None) -> Completion:
         end = next((i for i, token in enumerate(tokens) if token in self._eos), None)
         length = len(tokens) if end is None else end + 1
         reason: FinishReason = "length" if end is None else "stop"
@@ -98,11 +101,22 @@ class LocalEngine:
             finish_reason=reason,
             policy_version=self.policy_version,
             text=self._tokenizer.decode(tokens[:length], skip_special_tokens=True),
+            topk_token_ids=None if topk is None else topk[0][:length].clone(),
+            topk_logprobs=None if topk is None else topk[1][:length].clone(),
         )
 
     def close(self) -> None:
         """Free the copy of the weights."""
         del self._model
+
+
+def _with_sampled(distribution: Tensor, tokens: Tensor, logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The K most probable ids and the sampled one, ``[B, R, K+1]`` int32 and fp32 on the CPU (see ``Completion``)."""
+    top_logprobs, top_ids = distribution.topk(k, dim=-1)
+    outside = ~(top_ids == tokens[..., None]).any(-1, keepdim=True)
+    ids = torch.cat([top_ids, torch.where(outside, tokens[..., None], -1)], -1)
+    values = torch.cat([top_logprobs, torch.where(outside, logprobs[..., None], 0.0)], -1)
+    return ids.int().cpu(), values.cpu()
 
 
 def _end_tokens(hf_config: Any, tokenizer: Any) -> set[int]:

@@ -182,7 +182,7 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
     errors = dict.fromkeys(("loss", "gradient", "gradient_direction", "grad_norm"), 0.0)
     errors["export"] = worst(exported, dict(stream_model(hf.model)))
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = micro_batches(mine, MICRO_BATCH_TOKENS, count=8, multiple=trainer.layout.token_multiple)
+    batches = micro_batches(mine, MICRO_BATCH_TOKENS, 8, trainer.row_shape)
     errors["logprobs"] = logprob_error(trainer, hf, batches, mine)
     for step in range(STEPS):
         expected_loss, size = hf.backward()

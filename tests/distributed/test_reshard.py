@@ -43,7 +43,7 @@ def platform() -> Platform:
 
 def update(trainer: Any, step: int) -> None:
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = micro_batches(mine, MICRO_BATCH_TOKENS, count=8, multiple=trainer.layout.token_multiple)
+    batches = micro_batches(mine, MICRO_BATCH_TOKENS, 8, trainer.row_shape)
     trainer.optimizer.set_step(step)
     trainer.update(batches, lambda inputs: policy_loss(inputs, LOSS))
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +16,12 @@ from megatron_dppo.config import LossConfig
 from megatron_dppo.losses import dppo_loss
 from megatron_dppo.parallel import vocab_parallel_logprobs_and_entropy
 from megatron_dppo.types import LossInputs
+from tests.distributed.collectives import recorded_collectives
 from tests.distributed.spawn import run_distributed
 
 WORLD = 4
 TOKENS = 24
 TRAPS = json.loads((Path(__file__).parents[1] / "data" / "dppo_cases.json").read_text())["traps"]
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor")
 
 
 @dataclass(frozen=True)
@@ -124,27 +120,6 @@ def reference(case: Case, problem: Problem, *, loss: bool) -> tuple[Tensor, Tens
     return logprobs.detach(), entropy.detach(), logits.grad
 
 
-@contextmanager
-def counted_collectives() -> Iterator[Counter[str]]:
-    counts: Counter[str] = Counter()
-    original = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return original[name](*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(dist, name, counting(name))
-    try:
-        yield counts
-    finally:
-        for name, function in original.items():
-            setattr(dist, name, function)
-
-
 def assert_near(got: Tensor, want: Tensor, tolerance: tuple[float, float], where: str) -> None:
     rtol, atol = tolerance
     torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol, msg=lambda text: f"{where}: {text}")
@@ -157,17 +132,19 @@ def check_case(case: Case, group: dist.ProcessGroup | None, *, loss: bool) -> No
     width = case.padded // size
     shard = problem.logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
     where = f"{case} on {size} ranks, loss={loss}"
-    with counted_collectives() as counts:
+    number = 8 if case.dtype == torch.float64 else 4
+    want_calls = [("all_reduce MAX", number * TOKENS), ("all_reduce SUM", 3 * number * TOKENS)] if size > 1 else []
+    with recorded_collectives() as calls:
         logprobs, entropy = vocab_parallel_logprobs_and_entropy(
             shard, problem.labels, group=group, vocab_size=case.vocab_size, temperature=case.temperature
         )
-        assert counts == ({"all_reduce": 2} if size > 1 else {}), where
+        assert calls == want_calls, where
         if loss:
             loss_of(problem, logprobs).backward()
         else:
             w = problem.entropy_weight.to(logprobs.dtype)
             torch.autograd.backward([logprobs, entropy], [w.square(), w])
-        assert counts == ({"all_reduce": 2} if size > 1 else {}), where
+        assert calls == want_calls, where
 
     want_logprobs, want_entropy, want_grad = reference(case, problem, loss=loss)
     assert logprobs.dtype == entropy.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)

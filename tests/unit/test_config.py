@@ -221,27 +221,16 @@ def test_values_that_do_not_fit_each_other_are_refused(sections: dict[str, Any],
     assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("loss", "missing", "setting"),
-    [
-        ({"name": "dppo_topk_tv"}, "rollout_topk_logprobs, topk_logprobs, topk_valid", "loss.name"),
-        ({"name": "dppo_recompute_binary_kl"}, "anchor_logprobs", "loss.name"),
-        ({"name": "minirl"}, "anchor_logprobs", "loss.name"),
-        ({"name": "gspo"}, "token_weights", "loss.name"),
-        ({"name": "ppo_decoupled"}, "anchor_logprobs", "loss.name"),
-        ({"kl_coef": 0.1}, "reference_logprobs", "loss.kl_coef"),
-        ({"entropy_coef": 0.1}, "entropy", "loss.entropy_coef"),
-        ({"aggregation": "seq_mean_token_sum"}, "token_weights", "loss.aggregation"),
-    ],
-)
-def test_a_loss_that_needs_what_the_trainer_does_not_compute_is_refused(
-    loss: dict[str, Any], missing: str, setting: str
-) -> None:
-    assert LossConfig(**loss).name  # by itself it is fine: other trainers may have the input
-    with pytest.raises(ConfigError) as error:
-        config(loss=loss)
-    assert f"needs {missing}, which the trainer does not compute" in str(error.value)
-    assert f"comes from {setting}" in str(error.value)
+def test_a_recomputed_anchor_is_refused_for_rollouts_of_older_weights() -> None:
+    for name in ("minirl", "ppo_decoupled", "dppo_recompute_binary_kl"):
+        assert config(loss={"name": name}).loss.uses_anchor
+        with pytest.raises(ConfigError, match="those are gone when an older batch is trained on"):
+            config(loss={"name": name}, train={"max_staleness": 1})
+
+
+def test_a_reference_policy_without_its_penalty_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no effect without loss.kl_coef"):
+        config(model={"path": "model", "reference_path": "other"})
 
 
 @pytest.mark.parametrize(

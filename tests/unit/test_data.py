@@ -51,13 +51,13 @@ def dataset(rows: list[Row], tokenizer: Any, **changes: Any) -> PromptDataset:
 
 def test_the_embedded_task_gives_its_split_with_labels() -> None:
     for split in ("train", "eval"):
-        rows = load_rows("task:chain_sum", split)
+        rows = load_rows("task:chain_sum", split).rows
         assert [(r.prompt, int(r.label)) for r in rows] == [(p.question, p.answer) for p in problems(split)]
 
 
 def test_a_jsonl_row_keeps_its_place_its_label_as_text_and_its_other_columns(tmp_path: Path) -> None:
     path = write(tmp_path, {"q": "1+1=", "a": 2, "level": 3}, "", {"q": "2+2=", "a": "04"})
-    assert load_rows(path, "train", "q", "a") == [
+    assert load_rows(path, "train", prompt_key="q", label_key="a").rows == [
         Row("rows.jsonl:1", "1+1=", "2", {"level": 3}),
         Row("rows.jsonl:3", "2+2=", "04", {}),
     ]
@@ -68,7 +68,10 @@ def test_a_jsonl_row_keeps_its_place_its_label_as_text_and_its_other_columns(tmp
     [
         ("{oops", ["rows.jsonl:2", "not valid JSON"]),
         ("[1]", ["rows.jsonl:2", "JSON object", "list"]),
-        ({"prompt": "1+1=", "answer": 2}, ["rows.jsonl:2", "'label'", "missing", "answer", "prompt"]),
+        (
+            {"prompt": "1+1=", "value": 2},
+            ["rows.jsonl:2", "'label'", "missing", "['prompt', 'value']", "data.label_key"],
+        ),
         ({"prompt": 7, "label": "2"}, ["rows.jsonl:2", "'prompt'", "7"]),
         ({"prompt": "", "label": "2"}, ["rows.jsonl:2", "'prompt'", "non-empty"]),
         ({"prompt": [{"role": "user"}], "label": "2"}, ["rows.jsonl:2", "messages"]),
@@ -98,7 +101,7 @@ def test_a_source_that_is_no_data_is_refused_with_the_reason(tmp_path: Path) -> 
 
 
 def test_each_epoch_of_the_stream_is_another_permutation_of_all_rows(tokenizer: Any) -> None:
-    rows = load_rows("task:chain_sum", "eval")
+    rows = load_rows("task:chain_sum", "eval").rows
     data = dataset(rows, tokenizer, seed=5)
     n = len(data)
     epochs = [[data[e * n + i].prompt_id for i in range(n)] for e in range(3)]
@@ -108,7 +111,7 @@ def test_each_epoch_of_the_stream_is_another_permutation_of_all_rows(tokenizer: 
 
 
 def test_a_prompt_depends_on_seed_and_index_alone(tokenizer: Any) -> None:
-    rows = load_rows("task:chain_sum", "eval")
+    rows = load_rows("task:chain_sum", "eval").rows
     walked, jumped = dataset(rows, tokenizer, seed=5), dataset(rows, tokenizer, seed=5)
     stream = [walked[i] for i in range(2 * len(rows) + 3)]
     for i in (2 * len(rows) + 2, 0, len(rows), 7, len(rows) - 1):
@@ -118,7 +121,7 @@ def test_a_prompt_depends_on_seed_and_index_alone(tokenizer: Any) -> None:
 
 
 def test_without_a_seed_the_rows_keep_their_order_and_there_is_no_index_below_zero(tokenizer: Any) -> None:
-    rows = load_rows("task:chain_sum", "eval")[:5]
+    rows = load_rows("task:chain_sum", "eval").rows[:5]
     data = dataset(rows, tokenizer)
     assert [data[i].prompt_id for i in range(10)] == [r.place for r in rows] * 2
     with pytest.raises(IndexError):

@@ -24,6 +24,7 @@ _TORCH_DISTRIBUTED = {
     "stop_signal",
     "conversion",
     "sampling",
+    "update",
 }
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere)
@@ -40,12 +41,13 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "metrics": ({"errors", "types"}, {"torch", "wandb"}),
     "losses": ({"types", "config"}, {"torch"}),
     "parallel": ({"types"}, {"torch"}),
-    "data": ({"errors", "types"}, {"torch", "numpy", "transformers"}),
-    "rewards": ({"errors", "types"}, {"numpy", "math_verify"}),
+    "data": ({"errors", "types"}, {"torch", "numpy", "transformers", "pyarrow", "datasets", "reasoning_gym"}),
+    "rewards": ({"config", "errors", "types"}, {"numpy", "math_verify", "reasoning_gym"}),
     "rollout": ({"types", "errors", "data", "rewards", "hf"}, {"torch", "transformers", "safetensors"}),
     "report": ({"metrics"}, {"matplotlib", "tqdm"}),
     "mcore": (_LOWER, {"torch", "megatron", "transformer_engine"}),
-    "trainer": (_LOWER | {"mcore", "metrics"}, {"torch"}),
+    "trainer": (_LOWER | {"data", "losses", "mcore", "metrics"}, {"torch"}),
+    "update": ({"clock", "config", "data", "losses", "parallel", "trainer", "types"}, {"torch"}),
     "warmup": ({"config", "data", "losses", "trainer"}, set()),
     "inputs": ({"config", "data", "errors", "hf", "layout", "metrics"}, set()),
     "prefetch": ({"clock", "config", "rollout", "types"}, {"torch"}),
@@ -63,11 +65,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "logbook": ({"clock", "evaluation", "platform", "report", "rollout", "sampling", "session", "types"}, set()),
     "loop": (
         {"config", "data", "errors", "hf", "losses", "rollout", "types"}
-        | {"clock", "evaluation", "logbook", "sampling", "session", "stop_signal"},
+        | {"clock", "evaluation", "logbook", "sampling", "session", "stop_signal", "update"},
         {"torch"},
     ),
     "conversion": (_LOWER | {"data", "mcore"}, {"torch", "transformers"}),
-    "cli": ({"config", "config_io", "errors", "inputs", "layout", "loop"}, set()),
+    "cli": ({"config", "config_io", "errors", "inputs", "layout", "loop", "rewards"}, set()),
     "train": ({"cli"}, set()),
 }
 

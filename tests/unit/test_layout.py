@@ -72,10 +72,10 @@ def test_expert_tensor_parallelism_follows_tensor_parallelism_only_without_exper
 
 def test_sequence_parallelism_is_on_exactly_with_tensor_parallelism_and_sets_the_padding() -> None:
     alone, split = layout(4), layout(4, tp=4)
-    assert (alone.sequence_parallel, alone.token_multiple) == (False, 1)
-    assert (split.sequence_parallel, split.token_multiple) == (True, 4)
+    assert (alone.sequence_parallel, alone.row_multiple) == (False, 1)
+    assert (split.sequence_parallel, split.row_multiple) == (True, 4)
     off = layout(4, DENSE, tp=4, sequence_parallel=False)
-    assert (off.sequence_parallel, off.token_multiple) == (False, 1)
+    assert (off.sequence_parallel, off.row_multiple) == (False, 1)
 
 
 def test_overlapped_p2p_is_on_exactly_with_an_interleaved_pipeline() -> None:
@@ -102,7 +102,6 @@ def test_overlapped_p2p_is_on_exactly_with_an_interleaved_pipeline() -> None:
             "expert tensor * expert * pipeline parallel size = 1 * 8 * 1 = 8 does not divide the 4 processes; "
             "start a multiple of 8",
         ),
-        (2, MOE, {"cp": 2}, "context_parallel_size = 2: the per-token tensors of the loss are not split"),
         (2, MOE, {"sequence_parallel": True}, "sequence_parallel = true ... tensor_model_parallel_size = 1"),
         (2, MOE, {"overlap_param_gather": True}, "overlap_param_gather = true needs use_distributed_optimizer and"),
         (

@@ -68,7 +68,7 @@ class FakeScorer:
 
     def score(self, items: Sequence[Any]) -> list[Any]:
         return [
-            SimpleNamespace(reward=float(i % 2 if self._has_signal(int(item.prompt)) else 0), failed=False)
+            SimpleNamespace(reward=float(i % 2 if self._has_signal(int(item.prompt)) else 0), failed=False, parts={})
             for i, item in enumerate(items)
         ]
 
@@ -82,7 +82,7 @@ def session(max_staleness: int, has_signal: Callable[[int], bool] = lambda i: Tr
         ),
         inputs=SimpleNamespace(layout=SimpleNamespace(dp=1), train_prompts=Stream()),
         trainer=SimpleNamespace(dp_rank=0),
-        groups=SimpleNamespace(model_parallel=None, dp=None),
+        groups=SimpleNamespace(replica=None, dp=None),
         engine=FakeEngine(),
         scorer=FakeScorer(has_signal),
         prefetch=Prefetch(max_staleness, CPU),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards import RewardItem, RewardScorer, extract_answer, math_reward
+from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer, extract_answer, math_reward
 from megatron_dppo.rewards import worker as worker_module
 
 USER_FUNCTIONS = """
@@ -27,7 +27,7 @@ def score(*, prompt, completion, label, metadata):
     special = {"text": "0.5", "none": None, "nan": float("nan")}
     return special[completion] if completion in special else metadata["value"] + len(prompt) + len(label)
 
-def broken(**arguments):
+def broken(*, prompt, **rest):
     raise KeyError("nothing works")
 
 number = 3
@@ -83,6 +83,11 @@ def test_the_answer_is_the_last_box_or_the_last_answer_line(text: str, answer: s
 EQUAL = [("12", "12"), ("025", "25"), ("25", "025"), ("+12", "12"), ("-0", "0"), ("-012", "-12"), ("x", "x")]
 DIFFERENT = [("13", "12"), ("-12", "12"), ("120", "12"), ("9" * 5000, "12")]
 PARSED = [(r"\frac12", "0.5", 1.0), ("0.5", r"\frac{1}{2}", 1.0), ("2x+1", "1+2x", 1.0), ("1,000", "1000", 1.0)]
+HIDDEN = ["11=12", "12=11", "11==12", "11:=12", r"11\equiv 12", r"11\to 12", r"11 \Rightarrow 12", r"11\therefore 12"]
+HIDDEN += [r"11 \\ 12", r"11\lor 12", r"11\unknown 12", "11.\n12", "11,=12", "x=11, x=12", "n=11=12", "11&=12"]
+EQUATIONS = [("x=12", "12"), ("12", "x = 12"), (r"\theta_{1} = 12", "12"), (r"k=\frac34", "3/4"), ("f(x)=1+2x", "2x+1")]
+EQUATIONS += [("(x,y)=(1,2)", "(1,2)"), ("y=1+2x", "y=2x+1"), ("1=y^2+x^2", "x^2+y^2=1"), ("2x+1", "y=2x+1")]
+UNEQUAL = [("x=11", "12"), ("11=12", "x=12"), (r"x=11\to 12", "x=12"), ("5=1", "x^2+y^2=1"), ("z=2x+1", "y=2x+1")]
 NOT_CONTAINED = ["1, 12", r"\{1, 12\}", "12 or 13", "12 13", "the answer is 12", "[0, 100]", "", "12, 12.5"]
 
 
@@ -116,6 +121,20 @@ def test_other_answers_are_compared_by_math_verify_in_a_worker_and_never_by_cont
     assert not any(r.failed for r in results), [r.error for r in results]
 
 
+def test_an_equation_counts_by_its_right_side_after_a_bare_name_only() -> None:
+    """math-verify alone takes every one of HIDDEN for 12."""
+    cases = [(answer, "12", 0.0) for answer in HIDDEN]
+    cases += [(a, label, 1.0) for a, label in EQUATIONS] + [(a, label, 0.0) for a, label in UNEQUAL]
+    results = scored("math", [item(f"\\boxed{{{a}}}", label) for a, label, _ in cases])
+    assert [(c[0], c[1], r.reward) for c, r in zip(cases, results, strict=True)] == cases
+    assert not any(r.failed for r in results), [r.error for r in results]
+
+
+def test_an_unclosed_last_box_scores_nothing() -> None:
+    texts = [r"\boxed{12", r"\boxed{12} so \boxed{12", "Answer: 12\n\\boxed{12", r"\boxed{\frac{12}{1}"]
+    assert [r.reward for r in scored("math", [item(text) for text in texts])] == [0.0] * 4
+
+
 def test_importing_math_verify_is_not_part_of_any_samples_time(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
@@ -127,7 +146,7 @@ def test_importing_math_verify_is_not_part_of_any_samples_time(monkeypatch: pyte
             raise EOFError
 
     monkeypatch.setattr(worker_module, "load_parser", lambda: events.append("loaded"))
-    worker_module._serve("math", Pipe())  # type: ignore[arg-type]
+    worker_module._serve(FunctionSpec("math"), 1.0, Pipe())  # type: ignore[arg-type]
     assert events == ["loaded", "sent ''"]
 
 

@@ -1,0 +1,84 @@
+"""The text that a model sees: a prompt as it stands, or through the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dppo.data.rows import Messages, Row
+from megatron_dppo.errors import DataError
+
+_OURS = ("messages", "add_generation_prompt", "tokenize", "return_dict", "return_tensors")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How prompts become text.
+
+    ``apply``: True = every prompt goes through the template (a string becomes one user message); False = none does;
+    None = messages do, bare problems do if the tokenizer has a template, other strings are taken as they stand.
+    """
+
+    apply: bool | None = None
+    system_prompt: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self, tokenizer: Any) -> None:
+        """Refuse variables that the template does not have.
+
+        Raises:
+            DataError: it would ignore them silently.
+        """
+        for name in self.template_kwargs:
+            if name in _OURS:
+                raise DataError(f"data.chat_template_kwargs: {name!r} is set by the trainer itself; remove it")
+            if tokenizer.chat_template and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise DataError(
+                    f"data.chat_template_kwargs: the tokenizer's chat template has no variable {name!r}; check the "
+                    "spelling, or remove it"
+                )
+
+    def render(self, row: Row, tokenizer: Any) -> tuple[str, bool]:
+        """The text of a row, and whether the template made it (it then holds its special tokens already).
+
+        Raises:
+            DataError: messages without a template, options without use, or a template that refuses the messages.
+        """
+        if self._wants_template(row, tokenizer):
+            return self._through_template(row, tokenizer), True
+        if not isinstance(row.prompt, str):
+            raise DataError(
+                f"{row.place}: the prompt is a list of messages, but data.apply_chat_template = false. Use a plain "
+                "string, or leave the key out"
+            )
+        if self.system_prompt is not None or self.template_kwargs:
+            name = "system_prompt" if self.system_prompt is not None else "chat_template_kwargs"
+            raise DataError(
+                f"{row.place}: data.{name} is set, but the prompt is a plain string that no chat template is applied "
+                f"to. Set data.apply_chat_template = true, or remove data.{name}"
+            )
+        return row.prompt, False
+
+    def _wants_template(self, row: Row, tokenizer: Any) -> bool:
+        if self.apply is not None:
+            return self.apply
+        return isinstance(row.prompt, list) or (row.is_problem and bool(tokenizer.chat_template))
+
+    def _through_template(self, row: Row, tokenizer: Any) -> str:
+        if not tokenizer.chat_template:
+            reason = "the prompt is a list of messages" if self.apply is None else "data.apply_chat_template = true"
+            raise DataError(
+                f"{row.place}: {reason}, but the tokenizer has no chat template. Use a plain string, or a model "
+                "folder whose tokenizer has one"
+            )
+        messages: Messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        try:
+            return tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+            )
+        except Exception as error:  # a template is a program of the model's authors and may raise anything
+            raise DataError(f"{row.place}: the chat template refuses the messages: {error}") from error

@@ -1,0 +1,151 @@
+"""Data rows of slime's, verl's and the AIME sets' layouts to one form.
+
+The layout is recognised by the columns: the first of ``PROMPT_COLUMNS`` and the first of ``LABEL_COLUMNS`` that a row
+has. All rows of a source must have the same layout, so that no row is read by another rule than its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dppo.data import chain_sum, reasoning_gym
+from megatron_dppo.data.sources import CHAIN_SUM, read_records, require
+from megatron_dppo.errors import DataError
+
+PROBLEM_COLUMNS = ("problem", "question", "Problem", "Question")
+PROMPT_COLUMNS = ("prompt", *PROBLEM_COLUMNS)
+LABEL_COLUMNS = ("label", "reward_model.ground_truth", "answer", "Answer", "solution")
+_ANSWER_COLUMNS = ("answer", "solution")
+_BOX, _LAST_LINE = "\\boxed{", "\n#### "
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One data row."""
+
+    place: str
+    """Where it came from, for example ``train.jsonl:12``."""
+    prompt: str | Messages
+    label: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns."""
+    is_problem: bool = False
+    """The prompt is a bare problem (a column ``problem`` or ``question``), not text made for a model."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Which columns are read, and what the prompt is: ``text`` or ``messages``."""
+
+    prompt_key: str
+    label_key: str
+    form: str
+
+    def __str__(self) -> str:
+        return f"{self.prompt_key} ({self.form}) + {self.label_key}"
+
+
+def iter_rows(
+    source: str, split: chain_sum.Split, prompt_key: str | None = None, label_key: str | None = None
+) -> Iterator[Row]:
+    """The rows of one source, each checked.
+
+    Args:
+        source: ``task:chain_sum``, ``task:reasoning_gym:NAME``, the path of a JSONL or Parquet file, or
+            ``hf:owner/name[/configuration][:split]``.
+        split: which part of a task; other sources are taken whole.
+        prompt_key: column of the prompt, ``a.b`` for a field inside a column; None = recognised.
+        label_key: column of the reference answer, likewise.
+
+    Raises:
+        DataError: a source without rows, a bad row, or the first row of another layout; named by line and field.
+    """
+    if source == CHAIN_SUM:
+        for i, problem in enumerate(chain_sum.problems(split)):
+            yield Row(f"chain_sum/{split}:{i}", problem.question, str(problem.answer))
+        return
+    if source.startswith(reasoning_gym.PREFIX):
+        yield from (Row(*problem) for problem in reasoning_gym.problems(source, split))
+        return
+    first: tuple[str, RowLayout] | None = None
+    for place, record in read_records(source):
+        layout = recognise(place, record, prompt_key, label_key)
+        if first is None:
+            first = (place, layout)
+        elif layout != first[1]:
+            raise DataError(
+                f"{place}: this row looks like {layout}, the rows before it (from {first[0]}) like {first[1]}. All "
+                "rows of a file must have one layout: convert the row or, if only the columns differ, name them with "
+                "data.prompt_key and data.label_key"
+            )
+        yield _parse_row(place, record, layout)
+    if first is None:
+        raise DataError(f"{source} has no rows; expected rows with a prompt and a label (layouts: docs/data.md)")
+
+
+def recognise(place: str, record: Mapping[str, Any], prompt_key: str | None, label_key: str | None) -> RowLayout:
+    """The layout of a row.
+
+    Raises:
+        DataError: a column is missing, or holds something else than a prompt.
+    """
+    prompt_key = prompt_key or _first(place, record, PROMPT_COLUMNS, "prompt")
+    label_key = label_key or _first(place, record, LABEL_COLUMNS, "label")
+    prompt = require(place, record, prompt_key)
+    if isinstance(prompt, str) and prompt:
+        return RowLayout(prompt_key, label_key, "text")
+    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        return RowLayout(prompt_key, label_key, "messages")
+    raise DataError(
+        f"{place}: field {prompt_key!r} must be a non-empty string or a list of messages {{role, content}}, got "
+        f"{prompt!r}"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("content"), str) and isinstance(value.get("role"), str)
+
+
+def _first(place: str, record: Mapping[str, Any], names: tuple[str, ...], meaning: str) -> str:
+    for name in names:
+        outer, _, inner = name.partition(".")
+        value = record.get(outer)
+        if inner:
+            value = value.get(inner) if isinstance(value, Mapping) else None
+        # A Parquet row has every column of its file, empty ones as None. A worked solution is no answer.
+        if value is not None and (name != "solution" or _is_box(value)):
+            return name
+    filled = sorted(key for key, value in record.items() if value is not None)
+    raise DataError(
+        f"{place}: field {meaning!r} is missing; the row has {filled}. Known names are {', '.join(names)}; "
+        f"any other column can be named with data.{meaning}_key"
+    )
+
+
+def _is_box(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().startswith(_BOX) and value.strip().endswith("}")
+
+
+def _answer(text: str) -> str:
+    """The answer alone, where data sets wrap it: in ``\\boxed{..}`` (math-ai/aime24), or after ``####`` (GSM8K)."""
+    if _is_box(text):
+        return text.strip().removeprefix(_BOX).removesuffix("}")
+    return text.rpartition(_LAST_LINE)[2]
+
+
+def _parse_row(place: str, record: Mapping[str, Any], layout: RowLayout) -> Row:
+    label = require(place, record, layout.label_key)
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        raise DataError(f"{place}: field {layout.label_key!r} must be a string or a number, got {label!r}")
+    used = (layout.prompt_key, layout.label_key)
+    return Row(
+        place,
+        require(place, record, layout.prompt_key),
+        _answer(str(label)) if layout.label_key in _ANSWER_COLUMNS else str(label),
+        {key: value for key, value in record.items() if key not in used},
+        is_problem=layout.prompt_key.rpartition(".")[2] in PROBLEM_COLUMNS,
+    )

@@ -1,0 +1,139 @@
+"""Data rows from where they are: a JSONL or Parquet file, or a data set of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.errors import DataError
+
+CHAIN_SUM = "task:chain_sum"
+HUB = "hf:"
+_PARQUET_MAGIC = b"PAR1"
+_BATCH_ROWS = 4096
+
+Record = tuple[str, dict[str, Any]]
+"""The place of a row, for example ``train.jsonl:12``, and its columns."""
+
+
+def read_records(source: str) -> Iterator[Record]:
+    """``(place, columns)`` of each row, in the order of the source; the whole file is never in memory.
+
+    Args:
+        source: the path of a JSONL or Parquet file, or ``hf:owner/name[/configuration][:split]``.
+
+    Raises:
+        DataError: no such source, a missing optional package, or a row that cannot be read.
+    """
+    if source.startswith("task:"):
+        raise DataError(
+            f"unknown task {source!r}; expected {CHAIN_SUM!r}, 'task:reasoning_gym:NAME', a file, or {HUB}owner/name"
+        )
+    if source.startswith(HUB):
+        return _read_hub(source)
+    file = Path(source)
+    if not file.is_file():
+        reason = "is a folder, not a JSONL or Parquet file" if file.is_dir() else "does not exist"
+        hint = f". For a data set of the Hugging Face hub write {HUB}{source}" if _looks_like_hub_name(source) else ""
+        raise DataError(f"data file {source!r} {reason} (looked in {file.resolve().parent}){hint}")
+    return _read_parquet(file) if _is_parquet(file) else _read_jsonl(file)
+
+
+def require(place: str, record: Mapping[str, Any], key: str) -> Any:
+    """The value of a column; ``a.b`` is the field ``b`` inside the column ``a``.
+
+    Raises:
+        DataError: there is none; the message says which columns there are.
+    """
+    if key in record:  # also a column whose own name has a dot
+        return record[key]
+    value: Any = record
+    for depth, part in enumerate(parts := key.split(".")):
+        if not isinstance(value, Mapping) or part not in value:
+            inside = f"{'.'.join(parts[:depth])!r}" if depth else "the row"
+            found = sorted(value) if isinstance(value, Mapping) else repr(value)
+            raise DataError(f"{place}: field {key!r} is missing; {inside} has {found}")
+        value = value[part]
+    return value
+
+
+def _looks_like_hub_name(source: str) -> bool:
+    parts = source.split("/")
+    return len(parts) == 2 and all(parts) and not parts[0].startswith(".") and not Path(parts[0]).exists()
+
+
+def _read_jsonl(file: Path) -> Iterator[Record]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            place = f"{file.name}:{number}"
+            try:
+                record = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+            except json.JSONDecodeError as error:
+                raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from error
+            if not isinstance(record, dict):
+                raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}")
+            yield place, record
+
+
+def _is_parquet(file: Path) -> bool:
+    if file.suffix.lower() == ".parquet":
+        return True
+    with file.open("rb") as start:
+        return start.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+
+
+def _read_parquet(file: Path) -> Iterator[Record]:
+    parquet = _optional("pyarrow.parquet", f"{file} is a Parquet file")
+    arrow_error = import_module("pyarrow").ArrowException
+    number = 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(_BATCH_ROWS):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{file.name}:{number}", record
+    except (arrow_error, OSError) as error:
+        raise DataError(f"{file}: not readable as Parquet after {number} rows: {error}") from error
+
+
+def _read_hub(source: str) -> Iterator[Record]:
+    """Rows of one split; ``datasets`` downloads and caches it (no code of the data set is run)."""
+    name, _, split = source.removeprefix(HUB).partition(":")
+    parts = name.split("/")
+    if len(parts) not in (2, 3) or not all(parts):
+        raise DataError(f"{source!r} is not a hub name; expected {HUB}owner/name[/configuration][:split]")
+    datasets = _optional("datasets", f"{source} is a data set of the Hugging Face hub")
+    try:
+        loaded = datasets.load_dataset("/".join(parts[:2]), name=parts[2] if parts[2:] else None, split=split or None)
+    except Exception as error:  # network, hub, cache and file formats each have errors of their own
+        raise DataError(
+            f"{source} cannot be loaded: {type(error).__name__}: {error}. Check the name, the network and HF_TOKEN, "
+            "or download a file of the data set and give its path"
+        ) from error
+    if isinstance(loaded, dict):
+        if len(loaded) != 1:
+            raise DataError(f"{source} has the splits {sorted(loaded)}; choose one: {source}:{sorted(loaded)[0]}")
+        loaded = next(iter(loaded.values()))
+    number = 0
+    for table in loaded.with_format("arrow").iter(_BATCH_ROWS):
+        for record in table.to_pylist():
+            number += 1
+            yield f"{source}:{number}", record
+
+
+def _optional(module: str, reason: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise DataError(
+            f"{reason}, and reading it needs the package {package}: {error}. Install the extra: "
+            "pip install 'megatron-dppo[data]'"
+        ) from error

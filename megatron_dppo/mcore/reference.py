@@ -1,0 +1,44 @@
+"""The weights of a frozen reference policy, kept on the host and swapped into the model when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class ReferenceWeights:
+    """A copy of this rank's shard, made when the model holds the reference policy.
+
+    One copy of the shard in host memory for as long as this lives, and a second one while the two are swapped; nothing
+    on the device. Gradients and optimizer are not touched.
+
+    Args:
+        chunks: the unwrapped model chunks of this rank.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._host = [_to_host(parameter) for parameter in self._parameters]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model is the reference policy inside, and what it was before, bit for bit, afterwards."""
+        policy = [_to_host(parameter) for parameter in self._parameters]
+        self._write(self._host)
+        try:
+            yield
+        finally:
+            self._write(policy)
+
+    @torch.no_grad()
+    def _write(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value)
+
+
+def _to_host(parameter: Tensor) -> Tensor:
+    copy = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
+    return copy.copy_(parameter.detach())

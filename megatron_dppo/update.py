@@ -1,0 +1,110 @@
+"""One step's samples to optimizer updates: recomputed inputs, mini-batches, balanced ranks, packed rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.clock import Clock
+from megatron_dppo.config import LossConfig, TrainConfig
+from megatron_dppo.data.balance import balanced_owners
+from megatron_dppo.data.packing import fill_bins, micro_batches, pack, split_evenly
+from megatron_dppo.losses import BatchTotals, policy_loss, token_weights
+from megatron_dppo.parallel.objects import exchange
+from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
+
+if TYPE_CHECKING:
+    from megatron_dppo.trainer import PolicyTrainer
+
+
+class Updater:
+    """Optimizer updates of one policy by one loss.
+
+    Args:
+        trainer: the policy.
+        train: mini-batches, epochs and packing.
+        loss: the loss; ``required_inputs`` says what is recomputed.
+    """
+
+    def __init__(self, trainer: PolicyTrainer, train: TrainConfig, loss: LossConfig) -> None:
+        self._trainer, self._train, self._loss = trainer, train, loss
+
+    def run(self, samples: Sequence[TrainingSample], seed: int, clock: Clock) -> Iterator[StepResult]:
+        """One update for each mini-batch of each epoch; the rollout log-probabilities stay the anchor of all.
+
+        Args:
+            samples: this data-parallel rank's, as many on every rank.
+            seed: of the order, the same on the ranks that share these samples.
+            clock: gets the time of each part.
+        """
+        samples = self.add_recomputed(samples, clock)
+        size = len(samples) // self._train.mini_batches
+        for epoch in range(self._train.epochs):
+            order = list(range(len(samples)))
+            random.Random(f"{seed}/{epoch}").shuffle(order)
+            for start in range(0, len(order), size):
+                with clock.part("waiting"):  # for the slowest rank's rollouts
+                    batches = self.plan([samples[i] for i in order[start : start + size]])
+                with clock.part("forward_backward"):
+                    metrics = self._trainer.accumulate(batches, lambda inputs: policy_loss(inputs, self._loss))
+                with clock.part("optimizer"):
+                    result = self._trainer.apply(metrics)
+                yield result
+
+    def add_recomputed(self, samples: Sequence[TrainingSample], clock: Clock) -> list[TrainingSample]:
+        """The samples with the log-probabilities that the loss compares with, before the first update changes them.
+
+        Only the last pipeline stage gets them; the others compute no loss.
+        """
+        result = list(samples)
+        for field in ("anchor_logprobs", "reference_logprobs"):
+            if field in self._loss.required_inputs:
+                with clock.part("recompute"):
+                    result = self._recompute(result, field)
+        return result
+
+    def _recompute(self, samples: list[TrainingSample], field: str) -> list[TrainingSample]:
+        trainer, budget = self._trainer, self._train.micro_batch_tokens
+        count, _ = trainer.plan(samples, budget)
+        bins = split_evenly(fill_bins(samples, budget, trainer.row_shape), count)
+        batches = [pack([samples[i] for i in part], trainer.row_shape, samples[0]) for part in bins]
+        rows = trainer.logprobs(batches, reference=field == "reference_logprobs")
+        for part, batch, row in zip(bins, batches, rows, strict=False):  # no rows but on the last stage
+            values, starts = row.float().cpu(), batch.cu_seqlens.tolist()
+            for i, start in zip(part, starts, strict=False):  # a padding sequence may follow
+                own = values[start : start + samples[i].num_tokens].clone()
+                changes: dict[str, torch.Tensor] = {field: own}
+                samples[i] = replace(samples[i], **changes)
+        return samples
+
+    def plan(self, samples: list[TrainingSample]) -> list[MicroBatch]:
+        """This rank's packed micro-batches of one update, equally many on every rank; a collective."""
+        trainer, train, loss = self._trainer, self._train, self._loss
+        if train.balance_ranks:
+            samples = self._balance(samples)
+        count, totals = trainer.plan(samples, train.micro_batch_tokens)
+        batches = micro_batches(samples, train.micro_batch_tokens, count, trainer.row_shape)
+        return [_weighted(batch, totals, loss) for batch in batches]
+
+    def _balance(self, samples: list[TrainingSample]) -> list[TrainingSample]:
+        group = self._trainer.groups.dp
+        size = dist.get_world_size(group)
+        if group is None or size == 1:
+            return samples
+        lengths: list[list[int]] = [[] for _ in range(size)]
+        dist.all_gather_object(lengths, [sample.num_tokens for sample in samples], group=group)
+        owners = balanced_owners(lengths)[dist.get_rank(group)]
+        outgoing = [[s for s, owner in zip(samples, owners, strict=True) if owner == rank] for rank in range(size)]
+        return exchange(outgoing, group, self._trainer.device)
+
+
+def _weighted(batch: MicroBatch, totals: BatchTotals, loss: LossConfig) -> MicroBatch:
+    if loss.resolved_aggregation == "token_mean":
+        return batch
+    weights = token_weights(batch.loss_mask, batch.sequence_ids, loss.resolved_aggregation, totals, loss.horizon)
+    return replace(batch, token_weights=weights)
