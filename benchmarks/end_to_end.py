@@ -78,7 +78,7 @@ def result_of(readings: Sequence[Reading]) -> dict[str, Any]:
 def environment(threads: int) -> dict[str, str]:
     """Quiet, with a fixed number of threads; both sides import the reward function from this checkout."""
     quiet = {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **quiet, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    return {**os.environ, **quiet, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "OMP_NUM_THREADS": str(threads)}
 
 
 def our_command(config: Path, processes: int, overrides: Sequence[str]) -> list[str]:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from exact_reward import exact
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-from megatron_dppo.rewards.math import quick_math_reward
 
 
 class Recorder(TrainerCallback):
@@ -47,13 +46,6 @@ def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(settings["threads"])
     tokenizer = AutoTokenizer.from_pretrained(settings["base"])
-    end = tokenizer.eos_token_id
-
-    def reward(completions: list[str], completion_ids: list[list[int]], label: list[str], **_: Any) -> list[float]:
-        cut = ["stop" if ids[-1] == end else "length" for ids in completion_ids]
-        scores = zip(completions, label, cut, strict=True)
-        return [quick_math_reward(text, right, {"finish_reason": reason}) or 0.0 for text, right, reason in scores]
-
     updates, samples = settings["updates_per_rollout"], settings["samples_per_prompt"]
     config = GRPOConfig(
         output_dir=settings["output"],
@@ -84,7 +76,7 @@ def main() -> None:
     )
     GRPOTrainer(
         model=settings["base"],
-        reward_funcs=reward,
+        reward_funcs=exact,
         args=config,
         train_dataset=Dataset.from_list(settings["prompts"]),
         processing_class=tokenizer,
