@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.hf import build_hf_model, copy_into_model
+from megatron_dppo.rollout.decode import Sampler, decode
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
 
 
 class LocalEngine:
-    """Batched sampling by transformers' ``generate``.
+    """Batched sampling with a transformers model.
 
     Args:
         hf_config: the model's transformers config.
         tokenizer: decodes responses, names the end-of-sequence and the padding token.
         dtype: of this copy of the weights; another one than training's gives a real engine mismatch.
         device: where it runs.
-        max_batch: sequences of one ``generate`` call.
+        max_batch: sequences that are decoded together.
     """
 
     def __init__(
@@ -50,46 +51,23 @@ class LocalEngine:
             completions += self._generate_batch(prompts[start : start + self._max_batch], params, generator)
         return completions
 
-    @torch.no_grad()
     def _generate_batch(
         self, prompts: Sequence[Prompt], params: SamplingParams, generator: torch.Generator
     ) -> list[Completion]:
-        from megatron_dppo.rollout.draw import Draw
-
-        pad = self._tokenizer.pad_token_id
-        width = max(len(p.token_ids) for p in prompts)
-        ids = torch.full((len(prompts), width), pad)
-        attention = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-            attention[row, width - len(prompt.token_ids) :] = 1
-        draw = Draw(params, generator) if params.temperature > 0 else None
-        output = self._model.generate(
-            input_ids=ids.to(self._device),
-            attention_mask=attention.to(self._device),
-            generation_config=self._generation_config(params),
-            logits_processor=[] if draw is None else [draw],
-        )
-        tokens = output.sequences[:, width:]
-        # On CUDA generate looks late whether all are finished, and takes back the steps that it did too much.
-        steps = (output.logits if draw is None else draw.scores)[: tokens.shape[1]]
-        distribution = torch.stack([s.float().log_softmax(-1) for s in steps], 1)
-        logprobs = distribution.gather(2, tokens[..., None]).squeeze(2)
-        topk = _with_sampled(distribution, tokens, logprobs, params.topk_logprobs) if params.topk_logprobs else None
-        rows = enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True))
-        return [self._completion(t, lp, None if topk is None else (topk[0][i], topk[1][i])) for i, (t, lp) in rows]
-
-    def _generation_config(self, params: SamplingParams) -> Any:
-        from transformers import GenerationConfig
-
-        return GenerationConfig(
+        decoded = decode(
+            self._model,
+            [prompt.token_ids for prompt in prompts],
+            Sampler(params, generator, len(prompts)),
             max_new_tokens=params.max_new_tokens,
-            pad_token_id=self._tokenizer.pad_token_id,
-            eos_token_id=sorted(self._eos),
-            return_dict_in_generate=True,
-            output_logits=params.temperature == 0,
-            do_sample=False,
+            end=self._eos,
+            pad=self._tokenizer.pad_token_id,
+            topk=params.topk_logprobs,
         )
+        tokens, logprobs = decoded.tokens.tolist(), decoded.logprobs.tolist()
+        if decoded.topk_ids is None or decoded.topk_logprobs is None:
+            return [self._completion(t, lp, None) for t, lp in zip(tokens, logprobs, strict=True)]
+        topk = zip(decoded.topk_ids.cpu(), decoded.topk_logprobs.cpu(), strict=True)
+        return [self._completion(t, lp, top) for t, lp, top in zip(tokens, logprobs, topk, strict=True)]
 
     def _completion(self, tokens: list[int], logprobs: list[float], topk: tuple[Tensor, Tensor] | None) -> Completion:
         end = next((i for i, token in enumerate(tokens) if token in self._eos), None)
@@ -108,15 +86,6 @@ class LocalEngine:
     def close(self) -> None:
         """Free the copy of the weights."""
         del self._model
-
-
-def _with_sampled(distribution: Tensor, tokens: Tensor, logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The K most probable ids and the sampled one, ``[B, R, K+1]`` int32 and fp32 on the CPU (see ``Completion``)."""
-    top_logprobs, top_ids = distribution.topk(k, dim=-1)
-    outside = ~(top_ids == tokens[..., None]).any(-1, keepdim=True)
-    ids = torch.cat([top_ids, torch.where(outside, tokens[..., None], -1)], -1)
-    values = torch.cat([top_logprobs, torch.where(outside, logprobs[..., None], 0.0)], -1)
-    return ids.int().cpu(), values.cpu()
 
 
 def _end_tokens(hf_config: Any, tokenizer: Any) -> set[int]:

@@ -1,0 +1,88 @@
+"""TRL's GRPOTrainer on the same task; runs in TRL's own environment (see end_to_end.py).
+
+    python benchmarks/trl_side.py SETTINGS.json
+
+Writes one JSON line ``{"step": 0}`` just before the first rollout and ``{"step": k, "reward": mean}`` after the updates
+of rollout k, as megatron_dppo's ``metrics.jsonl`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from exact_reward import exact
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Recorder(TrainerCallback):
+    """One line for each rollout."""
+
+    def __init__(self, path: str, updates_per_rollout: int) -> None:
+        self._path, self._updates = Path(path), updates_per_rollout
+
+    def _write(self, record: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Everything is loaded; the first rollout comes next."""
+        self._write({"step": 0})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        """The trainer logs after the last update of a rollout."""
+        if "reward" in logs and state.is_world_process_zero:
+            extra = {key: logs[key] for key in ("completions/mean_length", "grad_norm") if key in logs}
+            self._write({"step": state.global_step // self._updates, "reward": logs["reward"], **extra})
+
+
+def main() -> None:
+    """Train until the parent process has seen enough."""
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(settings["threads"])
+    tokenizer = AutoTokenizer.from_pretrained(settings["base"])
+    updates, samples = settings["updates_per_rollout"], settings["samples_per_prompt"]
+    config = GRPOConfig(
+        output_dir=settings["output"],
+        use_cpu=True,
+        bf16=False,
+        seed=settings["seed"],
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa", **settings["model"]},
+        per_device_train_batch_size=settings["prompts_per_step"] * samples // updates,
+        steps_per_generation=updates,
+        max_steps=settings["num_steps"] * updates,
+        logging_steps=updates,
+        num_generations=samples,
+        max_completion_length=settings["max_new_tokens"],
+        temperature=1.0,
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        lr_scheduler_type="constant",
+        adam_beta1=0.9,
+        adam_beta2=0.99,
+        max_grad_norm=1.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        **settings["grpo"],
+    )
+    GRPOTrainer(
+        model=settings["base"],
+        reward_funcs=exact,
+        args=config,
+        train_dataset=Dataset.from_list(settings["prompts"]),
+        processing_class=tokenizer,
+        callbacks=[Recorder(settings["metrics"], updates)],
+    ).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Token-by-token decoding of a batch with a transformers model: repeated prompts read once, finished rows left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.types import SamplingParams
+
+_KEEP_WHILE = 0.9
+"""Finished rows leave the batch when the others are less than this share: leaving copies the whole cache."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Responses of a batch, ``[B, steps]``; what stands after a response's end means nothing."""
+
+    tokens: Tensor
+    """int64"""
+    logprobs: Tensor
+    """fp32, of each token under the distribution that it was drawn from"""
+    topk_ids: Tensor | None
+    """int32 ``[B, steps, K+1]`` (see ``Completion``); None for K = 0"""
+    topk_logprobs: Tensor | None
+    """fp32 ``[B, steps, K+1]``"""
+
+
+class Sampler:
+    """Draws from logits by a generator of its own.
+
+    The global generator stays alone: a rollout in a background thread must not move the random state that the trainer
+    reads and sets (dropout, recomputation, checkpoints). Each step draws numbers for the whole batch, so that the
+    tokens of a row do not depend on when its neighbours finish.
+
+    Args:
+        params: temperature 0 takes the most probable token and the log-probabilities of the unchanged logits.
+        generator: on the device of the logits.
+        batch: rows of the batch at its start.
+    """
+
+    def __init__(self, params: SamplingParams, generator: torch.Generator, batch: int) -> None:
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        self._generator, self._batch, self._greedy = generator, batch, params.temperature == 0
+        self._filters: list[Any] = []
+        if not self._greedy:
+            if params.temperature != 1:
+                self._filters.append(TemperatureLogitsWarper(params.temperature))
+            if params.top_k:
+                self._filters.append(TopKLogitsWarper(params.top_k))
+            if params.top_p < 1:
+                self._filters.append(TopPLogitsWarper(params.top_p))
+
+    def __call__(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The token of each row ``[b]`` and the log-probabilities ``[b, V]`` of all.
+
+        Args:
+            logits: ``[b, V]`` of the rows that are left.
+            rows: ``[b]`` their places in the whole batch.
+        """
+        scores = logits.float()
+        for filtered in self._filters:
+            scores = filtered(None, scores)
+        logprobs = scores.log_softmax(-1)
+        if self._greedy:
+            return scores.argmax(-1), logprobs
+        # The race of exponential clocks, as torch.multinomial runs it: the first to ring is i with probability p_i.
+        clocks = scores.new_empty(self._batch, scores.shape[1]).exponential_(generator=self._generator)
+        if len(rows) < self._batch:
+            clocks = clocks[rows]
+        return scores.softmax(-1).div_(clocks).argmax(-1), logprobs
+
+
+class _Record:
+    """The responses while they grow."""
+
+    def __init__(self, batch: int, steps: int, topk: int, device: torch.device) -> None:
+        self._k = topk
+        self.tokens = torch.zeros(batch, steps, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(batch, steps, device=device)
+        self.topk_ids = torch.full((batch, steps, topk + 1), -1, dtype=torch.int32, device=device)
+        self.topk_logprobs = torch.zeros(batch, steps, topk + 1, device=device)
+
+    def add(self, step: int, rows: Tensor, chosen: Tensor, distribution: Tensor) -> None:
+        """One token ``[b]`` of each of ``rows`` with the log-probabilities ``[b, V]`` of all."""
+        logprobs = distribution.gather(1, chosen[:, None])
+        self.tokens[rows, step] = chosen
+        self.logprobs[rows, step] = logprobs.squeeze(1)
+        if self._k:
+            top_logprobs, top_ids = distribution.topk(self._k, dim=-1)
+            outside = ~(top_ids == chosen[:, None]).any(-1, keepdim=True)
+            ids = torch.cat([top_ids, torch.where(outside, chosen[:, None], -1)], -1)
+            self.topk_ids[rows, step] = ids.int()
+            self.topk_logprobs[rows, step] = torch.cat([top_logprobs, torch.where(outside, logprobs, 0.0)], -1)
+
+    def result(self, steps: int) -> Decoded:
+        """The first ``steps`` tokens."""
+        tokens, logprobs = self.tokens[:, :steps], self.logprobs[:, :steps]
+        if not self._k:
+            return Decoded(tokens, logprobs, None, None)
+        return Decoded(tokens, logprobs, self.topk_ids[:, :steps], self.topk_logprobs[:, :steps])
+
+
+@torch.no_grad()
+def decode(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    *,
+    max_new_tokens: int,
+    end: set[int],
+    pad: int,
+    topk: int = 0,
+) -> Decoded:
+    """Continue every prompt to one of the ``end`` tokens, or to ``max_new_tokens`` tokens.
+
+    Args:
+        model: a transformers causal language model.
+        prompts: token ids, at least one prompt; equal ones share their first forward pass.
+        sampler: chooses the tokens.
+        max_new_tokens: longest response.
+        end: tokens after which a response is complete.
+        pad: any valid token; fills prompts on the left.
+        topk: K, see ``SamplingParams.topk_logprobs``.
+    """
+    device = next(model.parameters()).device
+    logits, cache, mask = _read_prompts(model, prompts, pad, device)
+    positions = mask.sum(1)
+    padded = not bool(mask.all())
+    rows = torch.arange(len(prompts), device=device)
+    alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    ends = torch.tensor(sorted(end), device=device)
+    record = _Record(len(prompts), max_new_tokens, topk, device)
+    for step in range(max_new_tokens):
+        chosen, distribution = sampler(logits, rows)
+        record.add(step, rows, chosen, distribution)
+        alive &= ~torch.isin(chosen, ends)
+        left = int(alive.sum())
+        if not left or step + 1 == max_new_tokens:
+            return record.result(step + 1)
+        if left < _KEEP_WHILE * len(rows):
+            cache.batch_select_indices(alive.nonzero().squeeze(1))
+            rows, chosen, mask, positions, alive = (x[alive] for x in (rows, chosen, mask, positions, alive))
+        if padded:
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+        output = model(
+            input_ids=chosen[:, None],
+            attention_mask=mask if padded else None,
+            position_ids=positions[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits, cache, positions = output.logits[:, -1], output.past_key_values, positions + 1
+    raise ValueError(f"max_new_tokens must be above 0, got {max_new_tokens}")
+
+
+def _read_prompts(
+    model: Any, prompts: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[Tensor, Any, Tensor]:
+    """Last logits ``[B, V]``, the cache and the mask ``[B, width]`` after one pass over the distinct prompts."""
+    distinct = {tuple(p): i for i, p in enumerate(dict.fromkeys(tuple(p) for p in prompts))}
+    width = max(len(p) for p in distinct)
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in distinct], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device)
+    output = model(
+        input_ids=ids,
+        attention_mask=mask if not bool(mask.all()) else None,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    index = torch.tensor([distinct[tuple(p)] for p in prompts], device=device)
+    output.past_key_values.batch_select_indices(index)
+    return output.logits[index, -1], output.past_key_values, mask[index]

@@ -1,0 +1,98 @@
+"""Decoding a batch: every row as if it were alone, whatever its neighbours do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.hf import build_hf_model, read_hf_config
+from megatron_dppo.rollout.decode import Decoded, Sampler, decode
+from megatron_dppo.types import SamplingParams
+
+MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"
+END = set(range(2, 12))
+"""so many that rows of a random model end at every step"""
+TEXTS = ["7+8-3="] * 12 + ["1="] * 12 + ["9-9-9+4="] * 8
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[Any, list[list[int]]]:
+    config, tokenizer = read_hf_config(MODEL), load_tokenizer(MODEL)
+    return build_hf_model(config, torch.float32, seed=1), [tokenizer(text).input_ids for text in TEXTS]
+
+
+def sample(parts: Any, **params: Any) -> Decoded:
+    model, prompts = parts
+    settings = SamplingParams(max_new_tokens=16, seed=4, **params)
+    sampler = Sampler(settings, torch.Generator().manual_seed(settings.seed), len(prompts))
+    return decode(model, prompts, sampler, max_new_tokens=16, end=END, pad=0, topk=settings.topk_logprobs)
+
+
+def responses(decoded: Decoded) -> list[list[int]]:
+    """The tokens up to and with the first end."""
+    result = []
+    for row in decoded.tokens.tolist():
+        ends = [i for i, token in enumerate(row) if token in END]
+        result.append(row[: ends[0] + 1] if ends else row)
+    return result
+
+
+def test_the_batch_has_early_and_late_ends_and_prompts_of_several_lengths(parts: Any) -> None:
+    lengths = {len(r) for r in responses(sample(parts))}
+    assert min(lengths) <= 2 and max(lengths) >= 8 and len({len(p) for p in parts[1]}) == 3
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"temperature": 0}])
+def test_the_logprobs_are_those_of_each_sequence_alone_in_one_pass(parts: Any, params: dict[str, Any]) -> None:
+    model, prompts = parts
+    decoded = sample(parts, **params)
+    for prompt, response, logprobs in zip(prompts, responses(decoded), decoded.logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / (params.get("temperature") or 1.0)).log_softmax(-1)
+        torch.testing.assert_close(
+            logprobs[: len(response)], expected[range(len(response)), response], atol=2e-5, rtol=0
+        )
+        if params.get("temperature") == 0:
+            assert expected.argmax(-1).tolist() == response
+
+
+def test_a_row_is_the_same_whenever_its_neighbours_leave_the_batch(parts: Any, monkeypatch: Any) -> None:
+    expected = sample(parts)
+    for share in (0.0, 1.0):  # nobody leaves; everybody leaves at once
+        monkeypatch.setattr("megatron_dppo.rollout.decode._KEEP_WHILE", share)
+        assert responses(sample(parts)) == responses(expected)
+
+
+def test_the_topk_slots_are_the_most_probable_tokens_and_the_sampled_one(parts: Any) -> None:
+    model, prompts = parts
+    decoded = sample(parts, topk_logprobs=3)
+    assert decoded.topk_ids is not None and decoded.topk_logprobs is not None
+    seen = set()
+    for row, (prompt, response) in enumerate(zip(prompts, responses(decoded), strict=True)):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        for step, token in enumerate(response):
+            ids = decoded.topk_ids[row, step].tolist()
+            assert ids[:3] == expected[step].topk(3).indices.tolist()
+            assert ids[3] == (-1 if token in ids[:3] else token)
+            used = [i for i in ids if i >= 0]
+            found = decoded.topk_logprobs[row, step, : len(used)]
+            torch.testing.assert_close(found, expected[step, used], atol=2e-5, rtol=0)
+            seen.add(ids[3] >= 0)
+    assert seen == {True, False}
+
+
+def test_decoding_ends_with_its_last_row_or_at_the_limit(parts: Any) -> None:
+    decoded = sample(parts)
+    longest = max(len(r) for r in responses(decoded))
+    assert decoded.tokens.shape == decoded.logprobs.shape == (len(TEXTS), longest)
+    model, prompts = parts
+    sampler = Sampler(SamplingParams(max_new_tokens=1), torch.Generator(), len(prompts))
+    one = decode(model, prompts, sampler, max_new_tokens=1, end=set(), pad=0)
+    assert one.tokens.shape == (len(TEXTS), 1) and one.topk_ids is None
