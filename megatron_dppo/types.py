@@ -14,7 +14,7 @@ Conventions, fixed here and nowhere else:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -134,24 +134,15 @@ class TrainingSample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Several sequences packed end to end into one row of T tokens (Megatron's THD layout)."""
+class TokenTargets:
+    """What a loss needs of each token of a row besides the policy itself. T tokens, K Top-K candidates."""
 
-    tokens: Tensor
-    """[T] int64"""
     labels: Tensor
     """[T] int64"""
     loss_mask: Tensor
     """[T] bool"""
     advantages: Tensor
     """[T] float32"""
-    position_ids: Tensor
-    """[T] int64, starting from 0 in each sequence"""
-    sequence_ids: Tensor
-    """[T] int64, index of the sequence inside this micro-batch"""
-    cu_seqlens: Tensor
-    """[number of sequences + 1] int32, where each sequence starts; the last entry is T"""
-    max_seqlen: int
     rollout_logprobs: Tensor | None = None
     """[T] float32"""
     rollout_topk_ids: Tensor | None = None
@@ -162,8 +153,30 @@ class MicroBatch:
     """[T] float32"""
     reference_logprobs: Tensor | None = None
     """[T] float32"""
+    sequence_ids: Tensor | None = None
+    """[T] int64, index of the sequence inside the row"""
     token_weights: Tensor | None = None
     """[T] float32, the aggregation as per-token weights; None = 1 everywhere"""
+
+    def select(self, rows: Tensor | slice) -> TokenTargets:
+        """The tokens at ``rows``, in that order."""
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(TokenTargets)}
+        return TokenTargets(**{name: None if column is None else column[rows] for name, column in columns.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(TokenTargets):
+    """Several sequences packed end to end into one row of T tokens (Megatron's THD layout)."""
+
+    tokens: Tensor
+    """[T] int64"""
+    position_ids: Tensor
+    """[T] int64, starting from 0 in each sequence"""
+    sequence_ids: Tensor
+    """[T] int64, index of the sequence inside this micro-batch"""
+    cu_seqlens: Tensor
+    """[number of sequences + 1] int32, where each sequence starts; the last entry is T"""
+    max_seqlen: int
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on ``device``."""
