@@ -160,8 +160,9 @@ class TokenTargets:
 
     def select(self, rows: Tensor | slice) -> TokenTargets:
         """The tokens at ``rows``, in that order."""
-        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(TokenTargets)}
-        return TokenTargets(**{name: None if column is None else column[rows] for name, column in columns.items()})
+        columns = ((f.name, getattr(self, f.name)) for f in fields(TokenTargets))
+        chosen: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns}
+        return TokenTargets(**chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
