@@ -9,6 +9,7 @@ PP = {"pipeline_model_parallel_size": 2}
 VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
 EP4 = {"expert_model_parallel_size": 4}
+ETP = {**EP, "expert_tensor_parallel_size": 2}
 CP = {"context_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
@@ -16,9 +17,17 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe_act", "layernorm"]}
 
 LAYOUTS: dict[int, list[Case]] = {
-    1: [Case(), Case(tied=True), Case(dense=True)],
+    1: [
+        Case(),
+        Case(tied=True),
+        Case(dense=True),
+        Case(shared=True),
+        Case(micro_batch_tokens=8),  # less than most samples
+        Case(micro_batch_tokens=29),
+    ],
     2: [
         Case(TP),
+        Case(TP, shared=True),
         Case(CP),
         Case(CP, dense=True),
         Case(PP, tied=True),
@@ -27,11 +36,16 @@ LAYOUTS: dict[int, list[Case]] = {
         Case(EP, transformer=ALLGATHER),
         Case({}),
     ],
-    4: [Case({**TP, **CP}), Case({**CP, **PP}), Case({**TP, **EP}), Case({**CP, **EP4})],
+    4: [
+        Case({**TP, **CP}),
+        Case({**CP, **PP}),
+        Case({**CP, **EP4}),
+        Case({**TP, **ETP, **OVERLAP}, transformer=SELECTIVE),
+    ],
     8: [
         Case({**TP, **CP, **PP}),
         Case({**TP, **EP4}),
-        Case({**TP, **PP, **EP, "expert_tensor_parallel_size": 2}, tied=True),
+        Case({**TP, **PP, **ETP}, tied=True),
         Case({**CP, **VPP, **EP}),
         Case({**TP, **PP}, dense=True),
         Case({**TP, **EP, **OVERLAP}, transformer=FULL),
@@ -48,5 +62,6 @@ def describe(case: Case) -> str:
     sizes = [f"{short[key]}{value}" for key, value in case.parallel.items() if key in short]
     flags = [key for key, value in case.parallel.items() if value is True]
     other = [f"{value}" for key, value in case.transformer.items() if "recompute_gran" in key or "dispatcher" in key]
-    kind = ["dense"] * case.dense + ["tied"] * case.tied
+    kind = ["dense"] * case.dense + ["tied"] * case.tied + ["shared expert"] * case.shared
+    kind += [f"micro-batches of {case.micro_batch_tokens}"] * (case.micro_batch_tokens != Case().micro_batch_tokens)
     return " ".join([*sizes, *flags, *other, *kind]) or "data parallel only"

@@ -94,7 +94,7 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = x.reshape(-1, module.hidden_dim) @ module.weight.T
     scores, indices = logits.softmax(-1).topk(module.top_k, dim=-1)
-    return logits, scores / scores.sum(-1, keepdim=True), indices
+    return logits, scores / scores.sum(-1, keepdim=True) if module.norm_topk_prob else scores, indices
 
 
 def distribution(model: Any, tokens: Tensor) -> Tensor:
@@ -224,12 +224,12 @@ def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tu
 
 
 def _file(folder: Path, case: Case) -> Path:
-    return folder / f"tied={case.tied} dense={case.dense}.pt"
+    return folder / f"tied={case.tied} dense={case.dense} shared={case.shared}.pt"
 
 
 def write_references(folder: Path) -> Path:
     """The reference of each model, for the workers to read; returns the folder."""
-    for case in (Case(), Case(tied=True), Case(dense=True)):
+    for case in (Case(), Case(tied=True), Case(dense=True), Case(shared=True)):
         torch.save(make_reference(case, list(VARIANTS)), _file(folder, case))
     return folder
 

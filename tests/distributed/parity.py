@@ -20,7 +20,7 @@ from megatron_dppo.platform import Platform
 from megatron_dppo.types import TrainingSample
 from megatron_dppo.update import Updater
 
-STEPS, MICRO_BATCH_TOKENS, SAMPLES = 3, 24, 16
+STEPS, SAMPLES = 3, 16
 LR, BETAS, EPS, CLIP = 1e-2, (0.9, 0.95), 1e-4, 1.0
 TOLERANCE = 1e-5
 LOSS = LossConfig(name="pg_is")
@@ -36,6 +36,7 @@ class Case:
     shared: bool = False
     """Qwen2-MoE: a shared expert behind a gate, biases of q, k and v, no norms of q and k"""
     transformer: dict[str, Any] = field(default_factory=dict)
+    micro_batch_tokens: int = 24
 
 
 def hf_config(tied: bool, dense: bool = False, shared: bool = False) -> Any:
@@ -151,7 +152,7 @@ def config_for(case: Case, dtype: str = "fp32", **sections: dict[str, Any]) -> C
         "parallel": case.parallel,
         "data": {"train": "unused"},
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
-        "train": {"micro_batch_tokens": MICRO_BATCH_TOKENS},
+        "train": {"micro_batch_tokens": case.micro_batch_tokens},
         "optimizer": {"lr": LR, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS, "clip_grad": CLIP},
     }
     return Config.model_validate(values | {name: values.get(name, {}) | section for name, section in sections.items()})
