@@ -101,15 +101,9 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSample:
-    """One sequence, all fields aligned to the labels (see the module docstring).
+class TokenFields:
+    """What training needs of each token besides the policy itself, aligned to the labels (see the module docstring)."""
 
-    Example: prompt ``[5, 6]``, response ``[7, 2]`` gives ``tokens [5, 6, 7]``, ``labels [6, 7, 2]``,
-    ``loss_mask [False, True, True]``.
-    """
-
-    tokens: Tensor
-    """[T] int64, input ids"""
     labels: Tensor
     """[T] int64"""
     loss_mask: Tensor
@@ -127,6 +121,18 @@ class TrainingSample:
     reference_logprobs: Tensor | None = None
     """[T] float32, under the reference policy"""
 
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSample(TokenFields):
+    """One sequence.
+
+    Example: prompt ``[5, 6]``, response ``[7, 2]`` gives ``tokens [5, 6, 7]``, ``labels [6, 7, 2]``,
+    ``loss_mask [False, True, True]``.
+    """
+
+    tokens: Tensor
+    """[T] int64, input ids"""
+
     @property
     def num_tokens(self) -> int:
         """Length T."""
@@ -134,25 +140,9 @@ class TrainingSample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenTargets:
-    """What a loss needs of each token of a row besides the policy itself. T tokens, K Top-K candidates."""
+class TokenTargets(TokenFields):
+    """What a loss needs of each token of a row, or of some tokens of it."""
 
-    labels: Tensor
-    """[T] int64"""
-    loss_mask: Tensor
-    """[T] bool"""
-    advantages: Tensor
-    """[T] float32"""
-    rollout_logprobs: Tensor | None = None
-    """[T] float32"""
-    rollout_topk_ids: Tensor | None = None
-    """[T, K+1] int32, -1 = unused slot"""
-    rollout_topk_logprobs: Tensor | None = None
-    """[T, K+1] float32"""
-    anchor_logprobs: Tensor | None = None
-    """[T] float32"""
-    reference_logprobs: Tensor | None = None
-    """[T] float32"""
     sequence_ids: Tensor | None = None
     """[T] int64, index of the sequence inside the row"""
     token_weights: Tensor | None = None
