@@ -45,6 +45,8 @@ class ModelConfig(_Section):
     """Hugging Face folder of the reference policy of ``loss.kl_coef``; None = the policy as it is before RL."""
     dtype: DType = "bf16"
     """Parameter dtype of training."""
+    fused_head: bool = True
+    """Output layer, statistics and gradient of the loss in one chunked pass; False = the whole logits, for comparison."""
     transformer: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by Megatron's name."""
 

@@ -16,10 +16,11 @@ from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
 from megatron_dppo.hf import model_shape
 from megatron_dppo.layout import Layout
-from megatron_dppo.losses import BatchTotals
+from megatron_dppo.losses import BatchTotals, Objective
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint import load_checkpoint, read_state, save_checkpoint
-from megatron_dppo.mcore.forward import LossFunction, TokenStatistics, forward_backward, forward_logprobs
+from megatron_dppo.mcore.forward import forward_backward, forward_logprobs
+from megatron_dppo.mcore.head import Head
 from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.moe import BalanceLosses
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
@@ -101,31 +102,26 @@ class PolicyTrainer:
         self.bridge.load(weights)
         self._chunks = wrap_for_training(self.models, megatron_config, config.parallel)
         self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, config.parallel, total_steps)
-        self._statistics = TokenStatistics(
-            groups.tp,
-            hf_config.vocab_size,
-            config.rollout.temperature,
-            entropy_gradient=config.loss.entropy_coef > 0,
-        )
+        temperature, fused = config.rollout.temperature, config.model.fused_head
+        self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, temperature, fused=fused)
         self._cp_group = groups.cp if layout.cp > 1 else None
         self.row_shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
         # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
         self._needs_equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._balance_losses = BalanceLosses(megatron_config)
 
-    def update(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
+    def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
         """One optimizer update from this rank's micro-batches (equally many on every rank)."""
-        metrics = self.accumulate(batches, loss)
+        metrics = self.accumulate(batches, objective)
         return self.apply(metrics)
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
+    def accumulate(self, batches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
         """Gradients of the global batch, divided by its token count; returns the reduced metrics."""
         for chunk in self._chunks:
             chunk.train()
         self.optimizer.zero_grad()
-        local = forward_backward(self._chunks, batches, self._statistics, loss, self._cp_group)
-        first = dist.get_rank(self.groups.tp) == 0 and dist.get_rank(self.groups.cp) == 0
-        metrics = reduce_metrics(local, self.groups.world, contributes=first)
+        local = forward_backward(self._chunks, batches, self._head, objective, self._cp_group)
+        metrics = reduce_metrics(local, self.groups.world, contributes=dist.get_rank(self.groups.tp) == 0)
         return metrics | self._balance_losses(len(batches))
 
     def apply(self, metrics: dict[str, float]) -> StepResult:
@@ -150,8 +146,7 @@ class PolicyTrainer:
             raise RuntimeError("this trainer has no reference policy: pass reference= when it is built")
         self.optimizer.finish_overlapped_gather()
         with self._reference.swapped_in() if reference and self._reference else nullcontext():
-            found = forward_logprobs(self._chunks, batches, self._statistics, self._cp_group)
-        return [logprobs for logprobs, _ in found]
+            return forward_logprobs(self._chunks, batches, self._head, self._cp_group)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full weights by Hugging Face name (a collective; see ``Bridge.export``).

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_dppo.clock import Clock
 from megatron_dppo.config import LossConfig, TrainConfig
 from megatron_dppo.data.balance import balanced_owners
-from megatron_dppo.losses import BatchTotals, policy_loss, token_weights
+from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
 from megatron_dppo.parallel.objects import exchange
 from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
 
@@ -32,6 +32,7 @@ class Updater:
 
     def __init__(self, trainer: PolicyTrainer, train: TrainConfig, loss: LossConfig) -> None:
         self._trainer, self._train, self._loss = trainer, train, loss
+        self._objective = policy_objective(loss)
 
     def run(self, samples: Sequence[TrainingSample], seed: int, clock: Clock) -> Iterator[StepResult]:
         """One update for each mini-batch of each epoch; the rollout log-probabilities stay the anchor of all.
@@ -50,7 +51,7 @@ class Updater:
                 with clock.part("waiting"):  # for the slowest rank's rollouts
                     batches = self.plan([samples[i] for i in order[start : start + size]])
                 with clock.part("forward_backward"):
-                    metrics = self._trainer.accumulate(batches, lambda inputs: policy_loss(inputs, self._loss))
+                    metrics = self._trainer.accumulate(batches, self._objective)
                 with clock.part("optimizer"):
                     result = self._trainer.apply(metrics)
                 yield result

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.supervised import SupervisedDataset
-from megatron_dppo.losses import supervised_loss
+from megatron_dppo.losses import SUPERVISED
 
 if TYPE_CHECKING:
     from megatron_dppo.trainer import PolicyTrainer
@@ -56,5 +56,5 @@ def run_warmup(
         first = step * batch + trainer.dp_rank * share
         samples = [data[i] for i in range(first, first + share)]
         trainer.optimizer.set_step(step)
-        result = trainer.update(trainer.pack(samples, budget).batches, supervised_loss)
+        result = trainer.update(trainer.pack(samples, budget).batches, SUPERVISED)
         report(step, result.metrics["loss"])

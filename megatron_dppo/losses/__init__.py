@@ -2,13 +2,16 @@
 
 from megatron_dppo.losses.advantages import group_relative_advantages
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
+from megatron_dppo.losses.objective import SUPERVISED, Objective, policy_objective
 from megatron_dppo.losses.policy_loss import dppo_loss, policy_loss, supervised_loss
 from megatron_dppo.losses.reduce import BatchTotals, sequence_weight, token_weights
 from megatron_dppo.losses.topk import topk_kl, topk_tv
 from megatron_dppo.losses.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
 
 __all__ = [
+    "SUPERVISED",
     "BatchTotals",
+    "Objective",
     "binary_kl",
     "binary_tv",
     "divergence_keep_mask",
@@ -16,6 +19,7 @@ __all__ = [
     "group_relative_advantages",
     "mismatch_keep_mask",
     "policy_loss",
+    "policy_objective",
     "ratio_keep_mask",
     "sequence_weight",
     "supervised_loss",

@@ -15,6 +15,7 @@ from megatron_dppo.config import ModelConfig, ParallelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import model_shape, rope_theta
 from megatron_dppo.layout import Layout
+from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.moe import balance_coefficients
 from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.platform import DTYPES, Platform
@@ -175,5 +176,6 @@ def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device:
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             vp_stage=vp_stage,
         )
+        hand_out_hidden_states(model)
         chunks.append(model.to(device))
     return chunks

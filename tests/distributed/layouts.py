@@ -28,6 +28,8 @@ LAYOUTS: dict[int, list[Case]] = {
     2: [
         Case(TP),
         Case(TP, shared=True),
+        Case(TP, tied=True, fused_head=False),
+        Case(CP, fused_head=False),
         Case(CP),
         Case(CP, dense=True),
         Case(PP, tied=True),
@@ -64,4 +66,5 @@ def describe(case: Case) -> str:
     other = [f"{value}" for key, value in case.transformer.items() if "recompute_gran" in key or "dispatcher" in key]
     kind = ["dense"] * case.dense + ["tied"] * case.tied + ["shared expert"] * case.shared
     kind += [f"micro-batches of {case.micro_batch_tokens}"] * (case.micro_batch_tokens != Case().micro_batch_tokens)
+    kind += ["plain head"] * (not case.fused_head)
     return " ".join([*sizes, *flags, *other, *kind]) or "data parallel only"

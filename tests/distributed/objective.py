@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_dppo.config import LossConfig
 from megatron_dppo.hf import build_hf_model, stream_model
-from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses import policy_loss, policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.types import LossInputs, TrainingSample
 from megatron_dppo.update import Updater
@@ -213,7 +213,7 @@ def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tu
     loss = loss_config(variant)
     batches = Updater(trainer, config_for(case).train, loss).plan(mine)
     assert len(batches) * trainer.layout.dp >= 4
-    metrics = trainer.accumulate(batches, lambda inputs: policy_loss(inputs, loss))
+    metrics = trainer.accumulate(batches, policy_objective(loss))
     found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
     expected = reference.gradients[variant]
     assert found.keys() == expected.keys()

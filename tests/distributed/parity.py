@@ -15,7 +15,7 @@ from megatron_dppo.config import Config, LossConfig
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.hf import build_hf_model, model_shape, stream_model
 from megatron_dppo.layout import resolve_layout
-from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.types import TrainingSample
 from megatron_dppo.update import Updater
@@ -37,6 +37,7 @@ class Case:
     """Qwen2-MoE: a shared expert behind a gate, biases of q, k and v, no norms of q and k"""
     transformer: dict[str, Any] = field(default_factory=dict)
     micro_batch_tokens: int = 24
+    fused_head: bool = True
 
 
 def hf_config(tied: bool, dense: bool = False, shared: bool = False) -> Any:
@@ -148,7 +149,7 @@ def config_for(case: Case, dtype: str = "fp32", **sections: dict[str, Any]) -> C
     """The configuration of one case, with some keys of some sections changed."""
     values: dict[str, Any] = {
         "run": {"output_dir": "unused", "num_steps": STEPS},
-        "model": {"path": "unused", "dtype": dtype, "transformer": case.transformer},
+        "model": {"path": "unused", "dtype": dtype, "transformer": case.transformer, "fused_head": case.fused_head},
         "parallel": case.parallel,
         "data": {"train": "unused"},
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
@@ -195,7 +196,7 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
     for step in range(STEPS):
         expected_loss, size = hf.backward()
         trainer.optimizer.set_step(step)
-        metrics = trainer.accumulate(batches, lambda inputs: policy_loss(inputs, LOSS))
+        metrics = trainer.accumulate(batches, policy_objective(LOSS))
         errors["loss"] = max(errors["loss"], abs(metrics["loss"] - expected_loss) / size)
         if step == 0:
             found, expected = on_cpu(trainer.bridge.export(gradient_reader(trainer))), hf.gradients()

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.hf import build_hf_model, stream_model
-from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.types import TrainingSample
 from tests.distributed.objective import in_float64
@@ -90,7 +90,7 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
         every = [pack(samples()[i : i + 2], trainer.row_shape) for i in range(0, 2 * MICRO_BATCHES, 2)]
         mine = every[trainer.dp_rank :: trainer.layout.dp]
         assert all(batch.cu_seqlens.numel() == 3 for batch in mine), "a row was padded"
-        metrics = trainer.accumulate(mine, lambda inputs: policy_loss(inputs, LOSS))
+        metrics = trainer.accumulate(mine, policy_objective(LOSS))
         found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
         error = worst(found, gradients)
         assert error < 2e-5, f"{layout}: gradient off by {error:.1e}"

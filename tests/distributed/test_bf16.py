@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.hf import build_hf_model, stream_model
-from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.update import Updater
 from tests.distributed.objective import (
@@ -75,7 +75,7 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
             loss = loss_config(variant)
             mine = samples[trainer.dp_rank :: trainer.layout.dp]
             batches = Updater(trainer, config_for(Case(layout)).train, loss).plan(mine)
-            trainer.accumulate(batches, lambda inputs, loss=loss: policy_loss(inputs, loss))
+            trainer.accumulate(batches, policy_objective(loss))
             found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
             expected, theirs = gradients(exact, samples, variant), gradients(peer, samples, variant)
             ours, others = 1 - cosine(found, expected), 1 - cosine(theirs, expected)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_dppo.hf import stream_model
-from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.update import Updater
 from tests.distributed.parity import (
@@ -45,7 +45,7 @@ def update(trainer: Any, step: int) -> None:
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
     batches = Updater(trainer, config_for(Case()).train, LOSS).plan(mine)
     trainer.optimizer.set_step(step)
-    trainer.update(batches, lambda inputs: policy_loss(inputs, LOSS))
+    trainer.update(batches, policy_objective(LOSS))
 
 
 def save(rank: int, world_size: int, layouts: list[dict[str, Any]], folder: str) -> None:

@@ -45,7 +45,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "rewards": ({"config", "errors", "types"}, {"numpy", "math_verify", "reasoning_gym"}),
     "rollout": ({"types", "errors", "data", "rewards", "hf"}, {"torch", "transformers", "safetensors"}),
     "report": ({"metrics"}, {"matplotlib", "tqdm"}),
-    "mcore": (_LOWER, {"torch", "megatron", "transformer_engine"}),
+    "mcore": (_LOWER | {"losses"}, {"torch", "megatron", "transformer_engine"}),
     "trainer": (_LOWER | {"data", "losses", "mcore", "metrics"}, {"torch"}),
     "update": ({"clock", "config", "data", "losses", "parallel", "trainer", "types"}, {"torch"}),
     "warmup": ({"config", "data", "losses", "trainer"}, set()),

@@ -1,0 +1,192 @@
+"""From the model's last hidden states to the loss: the fused head, and the plain output layer as its oracle.
+
+Megatron's model would multiply by the output layer itself; here it hands out its hidden states instead, by its own hook
+(``output_processor``) or, where that is missing, by an output layer that passes them through.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.losses import Objective
+from megatron_dppo.parallel.context import ContextShard
+from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs, vocab_parallel_head_stats
+from megatron_dppo.parallel.fused_head_loss import dppo_head_loss
+from megatron_dppo.parallel.head_rows import RowPlan
+from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics
+from megatron_dppo.types import LossInputs, LossOutput, MicroBatch, TokenTargets
+
+HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
+
+
+def hidden_states_only(*, hidden_states: Tensor, **_: Any) -> Tensor:
+    """Megatron's hook for the output layer: ``[T, 1, H]`` to ``[1, T, H]``, as the logits would come."""
+    return hidden_states.transpose(0, 1)
+
+
+def hand_out_hidden_states(model: GPTModel) -> None:
+    """Let a model without that hook return its last hidden states.
+
+    GPTModel.forward has no ``output_processor`` before megatron-core 0.17. To be removed with those versions.
+    """
+    if model.post_process and not HAS_OUTPUT_PROCESSOR:
+        model.output_layer.forward = _pass_through
+
+
+def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+    return hidden, None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One micro-batch, and the share of it that this context-parallel rank computes."""
+
+    batch: MicroBatch
+    own: TokenTargets
+    """the targets of this rank's tokens"""
+    plan: RowPlan
+    """which of those have a loss, and a gradient"""
+    shard: ContextShard | None
+
+    @classmethod
+    def of(
+        cls, batch: MicroBatch, cp_group: ProcessGroup | None, device: torch.device, *, skips_zero_advantage: bool
+    ) -> Row:
+        """Move to ``device``; share and plan are found before that, on the host."""
+        shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
+        mask, advantages = (x if shard is None else shard.split(x) for x in (batch.loss_mask, batch.advantages))
+        plan = RowPlan.of(mask, advantages if skips_zero_advantage else None).to(device)
+        batch = batch.to(device)
+        if shard is None:
+            return cls(batch, batch, plan, None)
+        shard = shard.to(device)
+        return cls(batch, batch.select(shard.index), plan, shard)
+
+    def split(self, values: Tensor) -> Tensor:
+        """``[T, ...]`` of the row to what this rank computes."""
+        return values if self.shard is None else self.shard.split(values)
+
+
+class Head:
+    """Hidden states of a micro-batch to per-token statistics or to the loss, over the vocabulary-parallel group.
+
+    Args:
+        model: the last chunk of this rank; only that of the last pipeline stage has an output layer.
+        tp_group: the group that the vocabulary is sharded over.
+        vocab_size: entries of the vocabulary without padding.
+        temperature: the rollout's temperature; it divides the logits.
+        fused: False = logits by Megatron's output layer; the oracle, at the cost of tensors of vocabulary size.
+    """
+
+    def __init__(
+        self, model: GPTModel, tp_group: ProcessGroup | None, vocab_size: int, temperature: float, *, fused: bool = True
+    ) -> None:
+        self._model, self._fused = model, fused
+        self._group = tp_group
+        self._common: dict[str, Any] = {"group": tp_group, "vocab_size": vocab_size, "temperature": temperature}
+
+    def loss(self, hidden: Tensor, row: Row, objective: Objective) -> LossOutput:
+        """The loss of this rank's ``hidden [1, T, H]``.
+
+        Context-parallel ranks either take the loss of their own tokens, or, where it needs whole sequences, all compute
+        the loss of the whole row; then the first one alone counts its tokens and reports its metrics.
+        """
+        if self._fused and objective.by_token:
+            return dppo_head_loss(
+                self._whole(hidden),
+                self._weight(),
+                replace(row.own, sequence_ids=None),
+                objective.loss,
+                entropy_gradient=objective.entropy_gradient,
+                plan=row.plan,
+                accumulate_main_grad=self._accumulates(),
+                **self._common,
+            )
+        output = objective.loss(self.statistics(hidden, row, entropy_gradient=objective.entropy_gradient))
+        if row.shard is None or row.shard.group.rank() == 0:
+            return output
+        return replace(output, num_tokens=torch.zeros_like(output.num_tokens), metrics={})
+
+    def statistics(self, hidden: Tensor, row: Row, *, entropy_gradient: bool = False) -> LossInputs:
+        """The inputs of a loss over the whole row; 0 stands where the row has no loss."""
+        found = self._fused_statistics(hidden, row, entropy_gradient) if self._fused else self._plain(hidden, row)
+        if not entropy_gradient:
+            found = found._replace(entropy=found.entropy.detach())
+        if row.shard is not None:
+            found = _gather_row(found, row.shard)
+        return loss_inputs(row.batch, found)
+
+    def _fused_statistics(self, hidden: Tensor, row: Row, entropy_gradient: bool) -> HeadStatistics:
+        ids = _topk_ids(row.own)
+        return vocab_parallel_head_stats(
+            self._whole(hidden),
+            self._weight(),
+            row.own.labels,
+            ids=ids,
+            ids_valid=None if ids is None else ids >= 0,
+            entropy_gradient=entropy_gradient,
+            plan=row.plan,
+            accumulate_main_grad=self._accumulates(),
+            **self._common,
+        )
+
+    def _plain(self, hidden: Tensor, row: Row) -> HeadStatistics:
+        layer = self._model.output_layer
+        weight = self._weight() if self._model.share_embeddings_and_output_weights else None
+        logits, _ = ColumnParallelLinear.forward(layer, hidden.transpose(0, 1), weight=weight)
+        ids = None if row.own.rollout_topk_ids is None else row.own.rollout_topk_ids.long()
+        found = vocab_parallel_statistics(
+            logits.squeeze(1), row.own.labels, ids=ids, ids_valid=None if ids is None else ids >= 0, **self._common
+        )
+        if found.id_logprobs is None:
+            return HeadStatistics(found.logprobs, found.entropy, None, None, None, None)
+        return HeadStatistics(found.logprobs, found.entropy, found.id_logprobs[:, :-1], found.other_logprob, None, None)
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """``[T, H]`` on every rank of the group; backward sums the ranks' parts of its gradient."""
+        hidden = hidden.squeeze(0)
+        if self._model.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, group=self._group)
+        return copy_to_tensor_model_parallel_region(hidden, group=self._group)
+
+    def _weight(self) -> Tensor:
+        if self._model.share_embeddings_and_output_weights:
+            return self._model.shared_embedding_or_output_weight()
+        return self._model.output_layer.weight
+
+    def _accumulates(self) -> bool:
+        """Straight into Megatron's gradient buffer, unless the embedding's gradient comes to the same weight."""
+        tied = self._model.share_embeddings_and_output_weights
+        return torch.is_grad_enabled() and not tied and hasattr(self._weight(), "main_grad")
+
+
+def _topk_ids(targets: TokenTargets) -> Tensor | None:
+    """The rollout's Top-K without the last slot, which is the sampled token: the head always has that one."""
+    return None if targets.rollout_topk_ids is None else targets.rollout_topk_ids[:, :-1].long()
+
+
+def _gather_row(found: HeadStatistics, shard: ContextShard) -> HeadStatistics:
+    """The statistics of the whole row on every context-parallel rank, by one all-gather.
+
+    Every rank then computes the same loss of whole sequences, and takes the gradient of its own share.
+    """
+    columns = [found.logprobs[:, None], found.entropy[:, None]]
+    if found.id_logprobs is not None and found.other_logprob is not None:
+        columns += [found.other_logprob[:, None], found.id_logprobs]
+    row = shard.gather(torch.cat(columns, 1))
+    found = found._replace(logprobs=row[:, 0], entropy=row[:, 1])
+    if found.id_logprobs is None:
+        return found
+    return found._replace(other_logprob=row[:, 2].detach(), id_logprobs=row[:, 3:].detach())
