@@ -46,7 +46,7 @@ class ModelConfig(_Section):
     dtype: DType = "bf16"
     """Parameter dtype of training."""
     fused_head: bool = True
-    """Output layer, statistics and gradient of the loss in one chunked pass; False = the whole logits, for comparison."""
+    """Output layer, statistics and loss gradient in one chunked pass; False = the whole logits, for comparison."""
     transformer: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by Megatron's name."""
 
