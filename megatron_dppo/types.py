@@ -23,6 +23,14 @@ from torch import Tensor
 FinishReason = Literal["stop", "length"]
 
 
+class VersionSpan(NamedTuple):
+    """Response tokens ``[start, end)`` were sampled with the weights of ``policy_version``."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One problem, ready for an engine."""
@@ -71,6 +79,11 @@ class Completion:
     of them, else -1. -1 marks an unused slot everywhere."""
     topk_logprobs: Tensor | None = field(default=None, compare=False)
     """[R, K+1] float32, their log-probabilities; -inf = never sampled (a filter), which is a valid value"""
+    routed_experts: Tensor | None = field(default=None, compare=False)
+    """[P + R - 1, L, k] uint8 or int16: the experts that the engine's routers chose for each token of prompt and
+    response but the last, in each of the model's L layers; k = experts a token. -1 (255) = not known."""
+    policy_versions: tuple[VersionSpan, ...] = ()
+    """Which weights sampled which tokens; empty = all of them ``policy_version``."""
 
 
 @dataclass(frozen=True, kw_only=True)
