@@ -24,7 +24,7 @@ from megatron_dppo.losses import Objective
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.parallel.fused_head_loss import dppo_head_loss
-from megatron_dppo.parallel.head_rows import RowPlan
+from megatron_dppo.parallel.row_plan import RowPlan
 from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics
 from megatron_dppo.types import LossInputs, LossOutput, MicroBatch, TokenTargets
 
@@ -67,7 +67,7 @@ class Row:
         """Move to ``device``; share and plan are found before that, on the host."""
         shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
         mask, advantages = (x if shard is None else shard.split(x) for x in (batch.loss_mask, batch.advantages))
-        plan = RowPlan.of(mask, advantages if skips_zero_advantage else None).to(device)
+        plan = RowPlan.of(mask, advantages if skips_zero_advantage else None, device)
         batch = batch.to(device)
         if shard is None:
             return cls(batch, batch, plan, None)
