@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs
-from megatron_dppo.parallel.head_gradient import HeadGradient, checked_main_grad, mark_added
+from megatron_dppo.parallel.head_gradient import HeadGradient, attach_gradient, checked_main_grad
 from megatron_dppo.parallel.head_rows import Head, RowTotals, check_ids, gather_shards, merge
 from megatron_dppo.parallel.row_kernels import row_statistics
 from megatron_dppo.parallel.row_plan import Chunk, RowPlan, Rows, chunk_size
@@ -87,9 +85,7 @@ def dppo_head_loss(
     output = _join([_finish(run, pending) for pending in _pending(run)], rows)
     if not run.differentiates:
         return output
-    made = _Made(rows, gradient, None if main_grad is None else weight)
-    loss_sum: Tensor = _AttachGradient.apply(hidden, weight, bias, output.loss_sum, made)
-    return replace(output, loss_sum=loss_sum)
+    return replace(output, loss_sum=attach_gradient(output.loss_sum, hidden, weight, bias, gradient))
 
 
 def _needed(tensor: Tensor | None) -> bool:
@@ -245,56 +241,3 @@ def _add(a: Metric, b: Metric) -> Metric:
     if a.kind == "max":
         return Metric(torch.maximum(torch.as_tensor(a.numerator), torch.as_tensor(b.numerator)), kind="max")
     return Metric(a.numerator + b.numerator, a.denominator + b.denominator)
-
-
-@dataclass(frozen=True)
-class _Made:
-    """The gradients of the sum."""
-
-    rows: Rows
-    gradient: HeadGradient
-    added_to: Tensor | None
-    """the weight whose ``main_grad`` has its gradient already"""
-
-
-class _AttachGradient(torch.autograd.Function):
-    """Gives the sum its gradients, which exist already."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss_sum: Tensor, made: _Made) -> Tensor:
-        of_hidden = made.gradient.hidden()
-        ctx.gradients = (of_hidden, made.gradient.weight(), made.gradient.bias())
-        ctx.rows, ctx.added_to = made.rows, made.added_to
-        return loss_sum.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise ValueError("the loss of dppo_head_loss can be differentiated once; it keeps no logits to do it again")
-        (of_hidden, of_weight, of_bias), ctx.gradients = ctx.gradients, None
-        if upstream.numel() != 1:
-            raise ValueError(f"the gradient of the loss must be one number, got {tuple(upstream.shape)}")
-        if ctx.added_to is not None:
-            _check_one(upstream)
-            of_weight = mark_added(ctx.added_to)
-        else:
-            of_weight = _scaled(of_weight, upstream)
-        of_hidden, of_bias = _scaled(of_hidden, upstream), _scaled(of_bias, upstream)
-        return None if of_hidden is None else ctx.rows.spread(of_hidden), of_weight, of_bias, None, None
-
-
-def _check_one(upstream: Tensor) -> None:
-    if upstream.is_cuda:
-        torch._assert_async(upstream == 1, "with accumulate_main_grad the gradient of the loss must be 1")
-    elif float(upstream) != 1:
-        raise ValueError(
-            f"with accumulate_main_grad the gradient of the loss must be 1, got {float(upstream)}: weight.main_grad "
-            "has the gradient already; scale the loss function instead"
-        )
-
-
-def _scaled(gradient: Tensor | None, upstream: Tensor) -> Tensor | None:
-    if gradient is None or (not upstream.is_cuda and float(upstream) == 1):
-        return gradient
-    return gradient.mul_(upstream)
