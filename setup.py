@@ -40,7 +40,11 @@ setup(
         # Not in "dev": its dependency pycosat is compiled, and a fresh machine may have no C compiler.
         "reasoning-gym": ["reasoning-gym>=0.1.20"],
         # einops: mbridge imports it without asking for it
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"],
+        "dev": [
+            *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
+            # A CUDA build of torch brings its own; its interpreter and its compiler need no GPU.
+            "triton>=3.6; platform_system == 'Linux' and platform_machine == 'x86_64'",
+        ],
     },
     entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.cli.main:main"]},
 )

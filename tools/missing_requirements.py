@@ -6,6 +6,7 @@ Used by tools/setup_env.sh inside an environment that must keep its own versions
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import runpy
 import sys
@@ -13,6 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 KEEP = {"torch", "megatron-core", "transformer-engine"}
+# Containers have it under the name of another distribution, as a part of their torch.
+if importlib.util.find_spec("triton"):
+    KEEP.add("triton")
 
 
 def requirements() -> list[str]:

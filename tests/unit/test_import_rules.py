@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "hf": ({"errors", "layout"}, {"torch", "safetensors", "transformers"}),
     "metrics": ({"errors", "types"}, {"torch", "wandb"}),
     "losses": ({"types", "config"}, {"torch"}),
-    "parallel": ({"types"}, {"torch"}),
+    "parallel": ({"types"}, {"torch", "triton"}),
     "data": ({"errors", "types"}, {"torch", "numpy", "transformers", "pyarrow", "datasets", "reasoning_gym"}),
     "rewards": ({"config", "errors", "types"}, {"numpy", "math_verify", "reasoning_gym"}),
     "rollout": ({"types", "errors", "data", "rewards", "hf"}, {"torch", "transformers", "safetensors"}),
@@ -72,6 +72,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "cli": ({"config", "config_io", "errors", "inputs", "layout", "loop", "rewards"}, set()),
     "train": ({"cli"}, set()),
 }
+
+TRITON = ("row_kernels_triton", "triton_kernels")
+"""the modules of ``parallel`` that need Triton"""
 
 
 def room_of(file: Path) -> str:
@@ -146,6 +149,21 @@ def test_only_mcore_imports_megatron_and_nobody_imports_an_engine() -> None:
     assert not [str(file) for file, names in tops.items() if names & {"sglang", "vllm"}]
 
 
+def test_triton_is_imported_by_its_kernels_alone_and_those_only_when_they_are_called() -> None:
+    """Triton is there where torch has CUDA, or for tests; everything else works without it."""
+    tops = {file.stem: {name.split(".")[0] for name in imports(file.read_text())} for file in FILES}
+    assert {name for name, names in tops.items() if "triton" in names} == {"triton_kernels"}
+    for file in FILES:
+        at_import = {
+            module
+            for node in ast.parse(file.read_text()).body
+            if isinstance(node, ast.ImportFrom)
+            for module in (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
+        }
+        if file.stem != "row_kernels_triton":
+            assert not {f"megatron_dppo.parallel.{name}" for name in TRITON} & at_import, file
+
+
 def test_no_rooms_import_each_other_in_a_circle() -> None:
     left = {room: set(ours) for room, (ours, _) in ROOMS.items()}
     while left:
@@ -165,7 +183,7 @@ def rooms_without_megatron() -> list[str]:
     heavy = {"mcore"}
     while more := {room for room, used in reach.items() if used & heavy} - heavy:
         heavy |= more
-    light = [file for file in FILES if room_of(file) not in {*heavy, "__init__", "train"}]
+    light = [file for file in FILES if room_of(file) not in {*heavy, "__init__", "train"} and file.stem not in TRITON]
     return [".".join(("megatron_dppo", *f.relative_to(PACKAGE).with_suffix("").parts)) for f in light]
 
 
