@@ -225,6 +225,9 @@ class LossInputs:
     """[T, K+1] bool, False = an unused slot; what stands there is ignored. The ids of valid slots are distinct."""
     topk_other_logprob: Tensor | None = None
     """[T] log of pi's mass outside the valid slots, summed without cancellation; None = 1 minus the slots"""
+    topk_sums: Tensor | None = None
+    """[T, 2] ``losses.topk_sums`` of all slots, in place of ``topk_logprobs``: shards of a vocabulary can add it up
+    without exchanging the slots. Needs ``topk_other_logprob``; not with eviction."""
     anchor_logprobs: Tensor | None = None
     """[T] log-probabilities recomputed by the trainer at the rollout's weights; only for the losses named so"""
     reference_logprobs: Tensor | None = None

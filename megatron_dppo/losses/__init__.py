@@ -5,7 +5,7 @@ from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.objective import SUPERVISED, Objective, policy_objective
 from megatron_dppo.losses.policy_loss import dppo_loss, policy_loss, supervised_loss
 from megatron_dppo.losses.reduce import BatchTotals, sequence_weight, token_weights
-from megatron_dppo.losses.topk import topk_kl, topk_tv
+from megatron_dppo.losses.topk import topk_kl, topk_sums, topk_tv
 from megatron_dppo.losses.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "supervised_loss",
     "token_weights",
     "topk_kl",
+    "topk_sums",
     "topk_tv",
 ]

@@ -61,7 +61,8 @@ def _topk_metrics(tokens: Tokens) -> dict[str, Metric]:
     if tokens.topk is None:
         return {}
     topk, count = tokens.topk, tokens.mask.sum()
-    log_p, log_m = (torch.where(topk.valid, x, -torch.inf) for x in (topk.logprobs, topk.rollout_logprobs))
+    log_m = torch.where(topk.valid, topk.rollout_logprobs, -torch.inf)
+    log_p = log_m if topk.logprobs is None else torch.where(topk.valid, topk.logprobs, -torch.inf)
     p_other, m_other = other_masses(log_p, log_m, topk.other_logprob)
     return {
         "topk_other": Metric(masked_sum(p_other, tokens.mask), count),

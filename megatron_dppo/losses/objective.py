@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
 from megatron_dppo.config import LossConfig
 from megatron_dppo.losses.policy_loss import policy_loss, supervised_loss
+from megatron_dppo.losses.topk import topk_sums
 from megatron_dppo.types import LossInputs, LossOutput
 
 
@@ -22,6 +25,8 @@ class Objective:
     """a token whose advantage is zero has no gradient"""
     entropy_gradient: bool = False
     """the gradient goes through the entropy too"""
+    topk_sums: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """what is all that it needs of the Top-K slots (``losses.topk_sums``); None = it needs the slots, or has none"""
 
 
 def policy_objective(config: LossConfig) -> Objective:
@@ -32,6 +37,7 @@ def policy_objective(config: LossConfig) -> Objective:
         by_token=by_token,
         skips_zero_advantage=by_token and not config.kl_coef and not config.entropy_coef,
         entropy_gradient=config.entropy_coef > 0,
+        topk_sums=topk_sums if config.is_topk and not config.topk_eviction else None,
     )
 
 

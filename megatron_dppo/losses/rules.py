@@ -12,7 +12,6 @@ from megatron_dppo.config import LossConfig, LossName
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.reduce import per_sequence
 from megatron_dppo.losses.tokens import Tokens
-from megatron_dppo.losses.topk import topk_kl, topk_tv
 from megatron_dppo.losses.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
 
 
@@ -71,18 +70,16 @@ def _recompute_kl(tokens: Tokens) -> Tensor:
 
 
 def _topk_tv(tokens: Tokens) -> Tensor:
-    return _on_topk(topk_tv, tokens)
+    return _on_topk("tv", tokens)
 
 
 def _topk_kl(tokens: Tokens) -> Tensor:
-    return _on_topk(topk_kl, tokens)
+    return _on_topk("kl", tokens)
 
 
-def _on_topk(function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor], tokens: Tokens) -> Tensor:
-    topk = tokens.topk
-    assert topk is not None
-    divergence = function(topk.logprobs, topk.rollout_logprobs, topk.valid, topk.other_logprob)
-    return divergence.to(tokens.log_ratio.dtype)
+def _on_topk(kind: Literal["tv", "kl"], tokens: Tokens) -> Tensor:
+    assert tokens.topk is not None
+    return tokens.topk.divergence(kind).to(tokens.log_ratio.dtype)
 
 
 def _plain(tokens: Tokens, keep: Tensor, divergence: Tensor) -> Decision:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.config import LossConfig
 from megatron_dppo.losses.reduce import statistics_dtype
-from megatron_dppo.losses.topk import evict
+from megatron_dppo.losses.topk import divergence_from_sums, evict, topk_kl, topk_tv
 from megatron_dppo.types import LossInputs
 
 _MAX_LOG_RATIO = 80.0
@@ -34,14 +35,25 @@ _TOPK = ("topk_logprobs", "rollout_topk_logprobs", "topk_valid")
 class TopK:
     """The Top-K set after eviction."""
 
-    logprobs: Tensor
-    """[T, K+1] log pi"""
+    logprobs: Tensor | None
+    """[T, K+1] log pi; None where only the sums are known"""
+    sums: Tensor | None
+    """[T, 2] ``topk_sums`` of all slots"""
     rollout_logprobs: Tensor
     """[T, K+1] log mu"""
     valid: Tensor
     """[T, K+1] bool"""
     other_logprob: Tensor | None
     """[T]"""
+
+    def divergence(self, kind: Literal["tv", "kl"]) -> Tensor:
+        """``[T]`` total variation or KL on the set."""
+        if self.logprobs is not None:
+            return (topk_tv if kind == "tv" else topk_kl)(
+                self.logprobs, self.rollout_logprobs, self.valid, self.other_logprob
+            )
+        assert self.sums is not None and self.other_logprob is not None
+        return divergence_from_sums(kind, self.sums, self.rollout_logprobs, self.valid, self.other_logprob)
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
         ValueError: an input that the loss needs is None, shapes differ, or a mask is not bool.
     """
     for name in sorted(config.required_inputs, key=lambda n: n != "rollout_logprobs"):
-        if getattr(inputs, name) is None:
+        if getattr(inputs, name) is None and not (name == "topk_logprobs" and inputs.topk_sums is not None):
             what = f"needs {name} because of {config.reason(name)}"
             if name == "rollout_logprobs":
                 what = "is anchored on the rollout policy's own log-probabilities"
@@ -106,19 +118,27 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
 
 
 def _topk(inputs: LossInputs, config: LossConfig) -> TopK:
-    assert inputs.topk_logprobs is not None and inputs.rollout_topk_logprobs is not None
-    assert inputs.topk_valid is not None
-    slots = inputs.topk_logprobs.shape[-1]
+    assert inputs.rollout_topk_logprobs is not None and inputs.topk_valid is not None
+    slots = inputs.rollout_topk_logprobs.shape[-1]
     if slots != config.topk + 1:
         raise ValueError(
-            f"topk_logprobs has {slots} slots, expected topk + 1 = {config.topk + 1}; set loss.topk to {slots - 1}"
+            f"rollout_topk_logprobs has {slots} slots, expected topk + 1 = {config.topk + 1}; "
+            f"set loss.topk to {slots - 1}"
         )
     # Rows outside the mask have no valid slot: K zeros of padding would otherwise be a probability mass of K.
     valid = inputs.topk_valid & inputs.loss_mask[:, None]
     other = inputs.topk_other_logprob
+    rollout_logprobs = inputs.rollout_topk_logprobs.detach()
+    if inputs.topk_logprobs is None:
+        if config.topk_eviction or other is None:
+            raise ValueError(
+                "topk_sums without topk_logprobs needs topk_other_logprob, and cannot serve topk_eviction = true, "
+                "which takes a single slot out again; give topk_logprobs"
+            )
+        return TopK(None, inputs.topk_sums, rollout_logprobs, valid, other)
     if config.topk_eviction:
         valid, other = evict(inputs.topk_logprobs, valid, other)
-    return TopK(inputs.topk_logprobs.detach(), inputs.rollout_topk_logprobs.detach(), valid, other)
+    return TopK(inputs.topk_logprobs.detach(), None, rollout_logprobs, valid, other)
 
 
 def check_shapes(inputs: LossInputs) -> None:
@@ -128,7 +148,9 @@ def check_shapes(inputs: LossInputs) -> None:
         ValueError: naming the field.
     """
     expected = tuple(inputs.logprobs.shape)
-    for name in (field.name for field in fields(inputs) if field.name not in _TOPK):
+    if inputs.topk_sums is not None and tuple(inputs.topk_sums.shape) != (*expected, 2):
+        raise ValueError(f"topk_sums has shape {tuple(inputs.topk_sums.shape)}, expected [T, 2] with T = {expected}")
+    for name in (field.name for field in fields(inputs) if field.name not in (*_TOPK, "topk_sums")):
         value = getattr(inputs, name)
         if value is not None and tuple(value.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected that of logprobs, {expected}")

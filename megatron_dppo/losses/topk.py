@@ -6,6 +6,8 @@ Lower bounds of the divergence over the whole vocabulary and at least the binary
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -30,9 +32,8 @@ def topk_tv(
         ``[T]``, float32, or float64 if an input is; carries no gradient.
     """
     log_p, log_m = _valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
-    p_other, m_other = other_masses(log_p, log_m, other_logprob)
-    total = (log_m.exp() - log_p.exp()).abs().sum(-1) + (m_other - p_other).abs()
-    return (total / 2).to(statistics_dtype(topk_logprobs, rollout_topk_logprobs))
+    slots, (p_other, m_other) = _absolute_differences(log_p, log_m), other_masses(log_p, log_m, other_logprob)
+    return _tv(slots, p_other, m_other).to(statistics_dtype(topk_logprobs, rollout_topk_logprobs))
 
 
 def topk_kl(
@@ -44,11 +45,53 @@ def topk_kl(
     pi = 0 < mu. Arguments and result are those of ``topk_tv``, the result in nats and at least 0.
     """
     log_p, log_m = _valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
-    p_other, m_other = (mass.clamp(min=_OTHER_FLOOR) for mass in other_masses(log_p, log_m, other_logprob))
+    slots, (p_other, m_other) = _relative_entropies(log_p, log_m), other_masses(log_p, log_m, other_logprob)
+    return _kl(slots, p_other, m_other).to(statistics_dtype(topk_logprobs, rollout_topk_logprobs))
+
+
+def topk_sums(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor) -> Tensor:
+    """What the slots add to twice the total variation and to the KL, ``[T, 2]`` float64.
+
+    Of disjoint parts of the slots these sums add up, so that each shard of a vocabulary can take those that it owns.
+    """
+    log_p, log_m = _valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
+    return torch.stack([_absolute_differences(log_p, log_m), _relative_entropies(log_p, log_m)], -1)
+
+
+def divergence_from_sums(
+    kind: Literal["tv", "kl"], sums: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor
+) -> Tensor:
+    """``topk_tv`` or ``topk_kl`` from ``topk_sums`` of all slots.
+
+    Args:
+        kind: which of the two.
+        sums: ``[T, 2]``
+        rollout_topk_logprobs: ``[T, K+1]``
+        valid: ``[T, K+1]``
+        other_logprob: ``[T]``
+    """
+    log_m = torch.where(valid, rollout_topk_logprobs.detach().double(), -torch.inf)
+    p_other, m_other = other_masses(log_m, log_m, other_logprob)
+    total = _tv(sums[:, 0], p_other, m_other) if kind == "tv" else _kl(sums[:, 1], p_other, m_other)
+    return total.to(statistics_dtype(rollout_topk_logprobs))
+
+
+def _absolute_differences(log_p: Tensor, log_m: Tensor) -> Tensor:
+    return (log_m.exp() - log_p.exp()).abs().sum(-1)
+
+
+def _relative_entropies(log_p: Tensor, log_m: Tensor) -> Tensor:
     # exp(-inf) * (-inf - x) is NaN, and a NaN is never above a threshold: the mask would switch itself off.
-    slots = torch.where(log_m == -torch.inf, 0.0, log_m.exp() * (log_m - log_p)).sum(-1)
-    total = slots + m_other * (m_other.log() - p_other.log())
-    return total.clamp(min=0).to(statistics_dtype(topk_logprobs, rollout_topk_logprobs))
+    return torch.where(log_m == -torch.inf, 0.0, log_m.exp() * (log_m - log_p)).sum(-1)
+
+
+def _tv(slots: Tensor, p_other: Tensor, m_other: Tensor) -> Tensor:
+    return (slots + (m_other - p_other).abs()) / 2
+
+
+def _kl(slots: Tensor, p_other: Tensor, m_other: Tensor) -> Tensor:
+    p_other, m_other = p_other.clamp(min=_OTHER_FLOOR), m_other.clamp(min=_OTHER_FLOOR)
+    return (slots + m_other * (m_other.log() - p_other.log())).clamp(min=0)
 
 
 def other_masses(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.losses import binary_kl, binary_tv, policy_loss, topk_kl, topk_tv
+from megatron_dppo.losses import binary_kl, binary_tv, policy_loss, topk_kl, topk_sums, topk_tv
 from megatron_dppo.losses.topk import evict
 from megatron_dppo.types import LossInputs
 from tests.unit.loss_inputs import loss_config, make_inputs, topk_fields
@@ -158,3 +158,36 @@ def test_topk_fields_of_another_shape_or_another_k_are_refused() -> None:
         policy_loss(dataclasses.replace(inputs, topk_valid=ALL[:, :2]), loss_config("dppo_topk_tv"))
     with pytest.raises(ValueError, match=r"topk_valid must be bool"):
         policy_loss(dataclasses.replace(inputs, topk_valid=ALL.float()), loss_config("dppo_topk_tv"))
+
+
+@pytest.mark.parametrize("name", ["dppo_topk_tv", "dppo_topk_kl"])
+def test_sums_of_parts_of_the_slots_give_the_loss_of_the_slots(name: str) -> None:
+    pi, mu, sampled = distributions(40, 12)
+    k = 5
+    f = topk_fields(pi, mu, sampled, k)
+    logprobs = pi.gather(-1, sampled[:, None])[:, 0].log().requires_grad_()
+    whole = LossInputs(
+        logprobs=logprobs,
+        advantages=torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+        loss_mask=torch.arange(40) % 7 != 0,
+        rollout_logprobs=mu.gather(-1, sampled[:, None])[:, 0].log(),
+        **f,
+    )
+    parts = [slice(0, 2), slice(2, k), slice(k, k + 1)]
+    fields_of = [f["topk_logprobs"], f["rollout_topk_logprobs"], f["topk_valid"]]
+    sums = sum((topk_sums(*(x[:, part] for x in fields_of)) for part in parts), torch.zeros(40, 2).double())
+    config = loss_config(name, topk=k, divergence_threshold_low=0.2, divergence_threshold_high=0.2)
+    outputs = [
+        policy_loss(inputs, config)
+        for inputs in (whole, dataclasses.replace(whole, topk_logprobs=None, topk_sums=sums))
+    ]
+    assert 0 < int(outputs[0].keep_mask.sum()) < int(whole.loss_mask.sum())
+    assert torch.equal(outputs[0].keep_mask, outputs[1].keep_mask)
+    torch.testing.assert_close(outputs[0].loss_sum, outputs[1].loss_sum)
+    for metric, (value, count, _) in outputs[0].metrics.items():
+        torch.testing.assert_close((value, count), outputs[1].metrics[metric][:2], msg=metric)
+    with pytest.raises(ValueError, match="cannot serve topk_eviction"):
+        policy_loss(
+            dataclasses.replace(whole, topk_logprobs=None, topk_sums=sums),
+            loss_config(name, topk=k, topk_eviction=True),
+        )
