@@ -28,6 +28,9 @@ from megatron_dppo.parallel.row_plan import RowPlan
 from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics
 from megatron_dppo.types import LossInputs, LossOutput, MicroBatch, TokenTargets
 
+_SUMS_PAY_FROM = 512
+"""Top-K slots times shards from which their sums are exchanged instead: the gather of a chunk of 4096 rows is 8 MB
+then, which takes longer than one more collective of 12 bytes a row."""
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
 
@@ -112,6 +115,7 @@ class Head:
                 entropy_gradient=objective.entropy_gradient,
                 plan=row.plan,
                 accumulate_main_grad=self._accumulates(),
+                slot_sums=objective.topk_sums if self._exchanges_sums(row.own) else None,
                 **self._common,
             )
         output = objective.loss(self.statistics(hidden, row, entropy_gradient=objective.entropy_gradient))
@@ -165,6 +169,10 @@ class Head:
         if self._model.share_embeddings_and_output_weights:
             return self._model.shared_embedding_or_output_weight()
         return self._model.output_layer.weight
+
+    def _exchanges_sums(self, targets: TokenTargets) -> bool:
+        slots = 0 if targets.rollout_topk_ids is None else targets.rollout_topk_ids.shape[1]
+        return slots * self._model.config.tensor_model_parallel_size >= _SUMS_PAY_FROM
 
     def _accumulates(self) -> bool:
         """Straight into Megatron's gradient buffer, unless the embedding's gradient comes to the same weight."""

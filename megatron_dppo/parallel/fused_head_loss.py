@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs
 from megatron_dppo.parallel.head_gradient import HeadGradient, attach_gradient, checked_main_grad
 from megatron_dppo.parallel.head_rows import Head, RowTotals, check_ids, gather_shards, merge
+from megatron_dppo.parallel.head_sums import SlotSums, merge_narrow, narrow, reduce_slots
 from megatron_dppo.parallel.row_kernels import row_statistics
 from megatron_dppo.parallel.row_plan import Chunk, RowPlan, Rows, chunk_size
 from megatron_dppo.types import LossInputs, LossOutput, Metric, TokenTargets
@@ -41,6 +42,7 @@ def dppo_head_loss(
     plan: RowPlan | None = None,
     chunk_tokens: int | None = None,
     accumulate_main_grad: bool = False,
+    slot_sums: SlotSums | None = None,
 ) -> LossOutput:
     """``loss`` of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group, with its gradients.
 
@@ -61,6 +63,9 @@ def dppo_head_loss(
         accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward, as Megatron's
             ``gradient_accumulation_fusion`` does in backward; ``weight.grad`` then gets zeros. The gradient of
             ``loss_sum`` must then be exactly 1.
+        slot_sums: exchange these sums of the Top-K slots (``losses.topk_sums``) instead of the slots: 28 bytes a row in
+            two collectives a chunk, see ``head_sums``. The loss then gets ``topk_sums`` and no ``topk_logprobs``.
+            Without effect on one shard or without Top-K ids.
 
     Returns:
         The loss of all rows: sums over the chunks, ``keep_mask [T]`` (False in rows outside the plan), and metrics
@@ -81,7 +86,9 @@ def dppo_head_loss(
     needed = _needed(hidden), _needed(weight), _needed(bias)
     size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
     gradient = HeadGradient(head, rows, hidden, needed, -(-rows.num_gradient // size), main_grad)
-    run = _Run(head, rows, hidden.detach(), targets, loss, entropy_gradient, size, gradient, any(needed))
+    if head.group is None or targets.rollout_topk_ids is None:
+        slot_sums = None
+    run = _Run(head, rows, hidden.detach(), targets, loss, entropy_gradient, size, gradient, any(needed), slot_sums)
     output = _join([_finish(run, pending) for pending in _pending(run)], rows)
     if not run.differentiates:
         return output
@@ -116,6 +123,7 @@ class _Run:
     gradient: HeadGradient
     differentiates: bool
     """whether a gradient is wanted"""
+    slot_sums: SlotSums | None
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,8 @@ class _Pending:
     hidden: Tensor
     logits: Tensor
     local_labels: Tensor
+    mine: Tensor
+    """this shard's row statistics"""
     parts: Tensor
     work: dist.Work | None
 
@@ -157,7 +167,8 @@ def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
     labels = head.local(targets.labels)
     logits = head.logits(hidden, buffer)
     mine = row_statistics(logits, head.own, labels, None if ids is None else head.local(ids, valid), head.temperature)
-    return _Pending(chunk, targets, hidden, logits, labels, *gather_shards(mine, head.group))
+    sent = mine if run.slot_sums is None or ids is None or valid is None else narrow(mine, targets.labels, ids, valid)
+    return _Pending(chunk, targets, hidden, logits, labels, mine, *gather_shards(sent, head.group))
 
 
 @torch.no_grad()
@@ -166,9 +177,8 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
     if pending.work is not None:
         pending.work.wait()
     targets, head = pending.targets, run.head
-    ids, valid = _ids(targets)
-    totals = merge(pending.parts, targets.labels, ids, valid, head.temperature)
-    output, of_logprobs, of_entropy = _differentiate(run, targets, totals)
+    totals, sums = _totals(run, pending)
+    output, of_logprobs, of_entropy = _differentiate(run, targets, totals, sums)
     stop = pending.chunk.num_gradient if run.differentiates else 0
     if run.differentiates:
         _check_rest(stop, of_logprobs, of_entropy)
@@ -185,13 +195,31 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
     return output
 
 
-def _differentiate(run: _Run, targets: TokenTargets, totals: RowTotals) -> tuple[LossOutput, Tensor, Tensor | None]:
+def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
+    """The totals of the rows, and ``losses.topk_sums`` of all slots where those are exchanged in place of the slots."""
+    targets, head = pending.targets, run.head
+    ids, valid = _ids(targets)
+    if run.slot_sums is None or ids is None or head.group is None or targets.rollout_topk_logprobs is None:
+        return merge(pending.parts, targets.labels, ids, valid, head.temperature), None
+    totals = merge_narrow(pending.parts, head.temperature)
+    owned, of_rollout = head.local(ids, valid) >= 0, targets.rollout_topk_logprobs
+    sums, other = reduce_slots(
+        pending.mine, owned, of_rollout[:, :-1], totals, head.temperature, head.group, run.slot_sums
+    )
+    assert targets.rollout_topk_ids is not None
+    last = run.slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], targets.rollout_topk_ids[:, -1:] >= 0)
+    return totals._replace(other_logprob=other), sums + last.to(sums.dtype)
+
+
+def _differentiate(
+    run: _Run, targets: TokenTargets, totals: RowTotals, sums: Tensor | None
+) -> tuple[LossOutput, Tensor, Tensor | None]:
     """The loss on some rows, and its derivatives in their log-probabilities and entropies ``[n]``."""
     logprobs = totals.logprobs.detach().requires_grad_(run.differentiates)
     entropy = totals.entropy.detach().requires_grad_(run.differentiates and run.entropy_gradient)
     statistics = HeadStatistics(logprobs, entropy, totals.id_logprobs, totals.other_logprob, None, None)
     with torch.set_grad_enabled(run.differentiates):
-        output = run.loss(loss_inputs(targets, statistics))
+        output = run.loss(replace(loss_inputs(targets, statistics), topk_sums=sums))
     zeros = torch.zeros_like(totals.logprobs)
     leaves = [leaf for leaf in (logprobs, entropy) if leaf.requires_grad]
     if not leaves or not output.loss_sum.requires_grad:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses import policy_loss, topk_sums
 from megatron_dppo.parallel import HeadStatistics, RowPlan, dppo_head_loss, vocab_parallel_head_stats
+from megatron_dppo.parallel.head_sums import SlotSums
 from megatron_dppo.types import LossOutput
 from tests.distributed.collectives import recorded_collectives
 from tests.distributed.head_cases import (
@@ -123,16 +124,23 @@ def check_topk(problem: HeadProblem, got: HeadStatistics, k: int, where: str) ->
     assert_close(logp.gather(1, got.topk_ids), order.values[:, :k], 1e-5, f"{where} topk ids")
 
 
-def check_mode_b(problem: HeadProblem, group: dist.ProcessGroup | None, name: str, chunk: int) -> None:
+def check_mode_b(
+    problem: HeadProblem, group: dist.ProcessGroup | None, name: str, chunk: int, slot_sums: SlotSums | None = None
+) -> None:
     case, size = problem.case, 1 if group is None else group.size()
-    where = f"{name} {case} on {size} ranks"
+    where = f"{name} {case} on {size} ranks{' by sums' if slot_sums else ''}"
     leaves, full = problem.leaves(group), full_leaves(problem)
     want = policy_loss(full_loss_inputs(problem, full), TOKEN_LOSSES[name])
     with recorded_collectives() as calls:
-        got = loss_of(problem, leaves, name, group, chunk_tokens=chunk)
+        got = loss_of(problem, leaves, name, group, chunk_tokens=chunk, slot_sums=slot_sums)
         got.loss_sum.backward()
     rows = [min(chunk, case.tokens - start) for start in range(0, case.tokens, chunk)]
-    assert calls == ([("all_gather_into_tensor", payload(problem, n)) for n in rows] if size > 1 else []), where
+    expected = [("all_gather_into_tensor", payload(problem, n)) for n in rows]
+    if slot_sums is not None:
+        number = 8 if case.dtype == torch.float64 else 4
+        expected = [("all_gather_into_tensor", 4 * number * n) for n in rows]
+        expected += [("all_reduce SUM", 3 * number * n) for n in rows]
+    assert sorted(calls) == sorted(expected if size > 1 else []), where
     want.loss_sum.backward()
     assert_close(got.loss_sum.detach(), want.loss_sum.detach().double(), 1e-4, where)
     assert (got.keep_mask == want.keep_mask).all() and int(got.num_tokens) == int(want.num_tokens), where
@@ -254,7 +262,10 @@ def check_everything(rank: int, world_size: int) -> None:
         for number, case in enumerate(CASES):
             check_mode_a(make_head_problem(case), group, (None, 5, 7)[number % 3])
             if case.k == 5 and case.vocab_size > 5:
-                check_mode_b(make_head_problem(case), group, "dppo_topk_tv", (9, 1, 50)[number % 3])
+                chunk = (9, 1, 50)[number % 3]
+                check_mode_b(make_head_problem(case), group, "dppo_topk_tv", chunk)
+                check_mode_b(make_head_problem(case), group, "dppo_topk_kl", chunk, topk_sums)
+                check_mode_b(make_head_problem(case), group, "dppo_topk_tv", chunk, topk_sums)
         for number, name in enumerate(TOKEN_LOSSES):
             check_mode_b(make_head_problem((BASE, BF16)[number % 2].but(seed=number)), group, name, 9)
         check_plan(make_head_problem(BASE), group)
