@@ -212,4 +212,5 @@ def check_gradients(
     if bias is not None:
         assert full[2] is not None and full[2].grad is not None
         want = shard_of(torch.nn.functional.pad(full[2].grad, (0, padding)), group)
-        assert float((bias.double() - want).norm() / full[2].grad.norm()) <= bound, (where, "bias")
+        # Positive and negative terms cancel in its sum, and leave the rounding of each.
+        assert float((bias.double() - want).norm() / full[2].grad.norm()) <= 2 * bound, (where, "bias")
