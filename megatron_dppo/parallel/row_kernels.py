@@ -188,7 +188,7 @@ def _row_blocks(logits: Tensor, own: int) -> Iterator[slice]:
 
 
 def _triton_kernels(logits: Tensor) -> ModuleType | None:
-    """The Triton version for logits on CUDA, where it is installed."""
-    if not logits.is_cuda or importlib.util.find_spec("triton") is None:
+    """The Triton version for fp32 and bf16 logits on CUDA, where it is installed."""
+    if not logits.is_cuda or logits.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("megatron_dppo.parallel.row_kernels_triton")

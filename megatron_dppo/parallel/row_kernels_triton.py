@@ -113,7 +113,7 @@ def row_gradient(
         total: ``[n]`` fp32, the sum of exp((logit - maximum) / temperature) over all shards.
         grad_logprobs: ``[n]`` fp32, the loss' derivative by the label's log-probability.
         grad_entropy: ``[n]`` fp32, its derivative by the row's entropy, or None.
-        entropy: ``[n]`` fp32, in nats; needed with ``grad_entropy``.
+        entropy: ``[n]`` fp32, in nats; needed with ``grad_entropy``, else not looked at.
         out: ``[n, W]`` bf16 or the dtype of ``logits``, rows contiguous.
 
     Raises:
@@ -121,9 +121,9 @@ def row_gradient(
     """
     _check_logits(logits, own, labels)
     _check_out(logits, out)
-    if (grad_entropy is None) != (entropy is None):
-        raise ValueError("row_gradient: grad_entropy and entropy go together, one of them is None")
-    vectors = [maximum, total, grad_logprobs, grad_entropy, entropy]
+    if grad_entropy is not None and entropy is None:
+        raise ValueError("row_gradient: grad_entropy needs entropy, which is None")
+    vectors = [maximum, total, grad_logprobs, grad_entropy, None if grad_entropy is None else entropy]
     for vector in vectors:
         if vector is not None and (vector.shape != labels.shape or vector.dtype != torch.float32):
             raise ValueError(f"row_gradient: expected fp32 [{len(logits)}], got {vector.dtype} {[*vector.shape]}")

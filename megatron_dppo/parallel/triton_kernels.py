@@ -205,7 +205,7 @@ def gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     out += row * out_stride
-    label = _own_place(tl.load(labels + row), own)
+    label = tl.load(labels + row).to(tl.int32)
     m = tl.load(maximum + row)
     s = tl.load(total + row)
     g = tl.load(grad_logprobs + row)

@@ -23,6 +23,7 @@ CONFIG = ("torch", "pydantic", "pydantic_core", "annotated_types", "typing_exten
 GROUPS = {
     "losses": ("tests.gpu.check_losses", CONFIG),
     "vocab": ("tests.gpu.check_vocab", CONFIG),
+    "head": ("tests.gpu.check_head", CONFIG),
     "model": ("tests.gpu.check_model", (*CONFIG, "megatron.core", "numpy", "packaging", "transformers", "safetensors")),
 }
 """group -> (module, the imports it needs)"""

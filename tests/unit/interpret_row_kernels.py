@@ -11,6 +11,8 @@ import inspect
 import json
 import traceback
 
+import pytest
+
 from tests.unit import row_gradient_cases, row_kernel_cases
 
 CASES = {
@@ -33,7 +35,7 @@ def main() -> None:
         try:
             run()
             failure = ""
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             failure = traceback.format_exc()
         print(json.dumps({"name": name, "failure": failure}), flush=True)
 

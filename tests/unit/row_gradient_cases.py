@@ -130,7 +130,10 @@ def padding_gets_zero_whatever_stands_there() -> None:
         assert (plain[:, own:] == 0).all() and (plain[:, :own] != 0).all()
         for r, value in enumerate((NAN, INF, 1e30)):
             logits[r, own:] = value
-        assert torch.equal(gradient(logits, row, torch.full_like(logits, NAN)), plain)
+        assert torch.equal(gradient(logits, row._replace(entropy=numbers), torch.full_like(logits, NAN)), plain)
+        # A row without a distribution has no gradient, but padding has.
+        undefined = gradient(logits, row._replace(total=0 * numbers, maximum=NAN * numbers), torch.empty_like(logits))
+        assert undefined[:, :own].isnan().all() and (undefined[:, own:] == 0).all()
 
 
 def bad_arguments_of_the_gradient_are_named() -> None:
@@ -143,7 +146,7 @@ def bad_arguments_of_the_gradient_are_named() -> None:
         (row, logits.T.contiguous().T, "contiguous rows"),
         (row, low[:, 8:], "16 bytes apart"),
         (row, low.view(-1)[:32].view(4, 8), "16 bytes a row against 32"),
-        (row._replace(entropy=numbers), logits, "go together"),
+        (row._replace(grad_entropy=numbers), logits, "needs entropy"),
         (row._replace(maximum=numbers[:3]), logits, r"got torch.float32 \[3\]"),
         (row._replace(total=numbers.double()), logits, "float64"),
         (row._replace(own=9), logits, "own = 9"),
