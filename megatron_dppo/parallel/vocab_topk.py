@@ -103,7 +103,7 @@ def vocab_parallel_topk(
     maximum = row_maximum(logits, own)
     finite_maximum = torch.where(maximum == -torch.inf, 0.0, maximum)  # a shard may hold nothing but -inf
     total = shifted(logits, own, finite_maximum, temperature).exp_().sum(1)
-    values, places = _shard_topk(logits[:, :own], min(k, logits.shape[1]), total.dtype)
+    values, places = shard_topk(logits[:, :own], min(k, logits.shape[1]), total.dtype)
     ids = places + first
     if group is not None and group.size() > 1:
         values, ids, maximum, total = _gather(values, ids, total, temperature, group)
@@ -148,7 +148,7 @@ def _check_ids(logits: Tensor, ids: Tensor | None, valid: Tensor | None, vocab_s
         )
 
 
-def _shard_topk(logits: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def shard_topk(logits: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The shard's ``width`` largest logits ``[T, width]`` in ``dtype`` and their places.
 
     Of equal logits it takes the first ones, and they stand by rising place; the result is not sorted by value. A shard

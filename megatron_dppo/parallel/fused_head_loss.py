@@ -1,0 +1,293 @@
+"""A token-level loss straight from the hidden states: its gradient is made in forward, in three GEMMs.
+
+For each chunk of rows: the logits; the shard's statistics; one all-gather of them, 4 (4 + K) bytes a row, while the
+GEMM of the next chunk runs; the loss itself, differentiated in the log-probabilities and the entropy of the chunk; the
+gradient of the logits, written over them; and from it that of hidden states and weight. As the loss of a row depends on
+that row alone, nothing is needed of the others, and nothing of the size of the vocabulary is kept. Backward multiplies
+by the gradient of the one number that came out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs
+from megatron_dppo.parallel.head_gradient import HeadGradient, checked_main_grad, mark_added
+from megatron_dppo.parallel.head_rows import Head, RowTotals, check_ids, gather_shards, merge
+from megatron_dppo.parallel.row_kernels import row_statistics
+from megatron_dppo.parallel.row_plan import Chunk, RowPlan, Rows, chunk_size
+from megatron_dppo.types import LossInputs, LossOutput, Metric, TokenTargets
+
+LossFunction = Callable[[LossInputs], LossOutput]
+
+
+def dppo_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: TokenTargets,
+    loss: LossFunction,
+    *,
+    group: ProcessGroup | None,
+    vocab_size: int,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    entropy_gradient: bool = False,
+    plan: RowPlan | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_main_grad: bool = False,
+) -> LossOutput:
+    """``loss`` of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group, with its gradients.
+
+    Args:
+        hidden: ``[T, H]`` float32, float64 or bfloat16, the same on all ranks. Its gradient is this shard's part: the
+            region that brought it to all ranks sums it.
+        weight: ``[V_local, H]`` this rank's shard, in the dtype of ``hidden``.
+        targets: of the T rows, the same on all ranks, and without ``sequence_ids``.
+        loss: a sum over tokens in which each token's term depends on that token alone. It is called on some rows at a
+            time, with the same inputs on all ranks.
+        group: the vocabulary-parallel group; None = not sharded.
+        vocab_size: V without padding. Padded entries (global id >= V) never enter the softmax and get gradient 0.
+        temperature: divides the logits.
+        bias: ``[V_local]`` or None.
+        entropy_gradient: whether the entropy that the loss gets carries a gradient.
+        plan: the rows with loss; None = all. A row that it leaves out has no loss, whatever the mask says.
+        chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
+        accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward, as Megatron's
+            ``gradient_accumulation_fusion`` does in backward; ``weight.grad`` then gets zeros. The gradient of
+            ``loss_sum`` must then be exactly 1.
+
+    Returns:
+        The loss of all rows: sums over the chunks, ``keep_mask [T]`` (False in rows outside the plan), and metrics
+        added up. Its ``loss_sum`` can be differentiated once.
+
+    Raises:
+        ValueError: before any collective: ``targets.sequence_ids`` is given; shapes, dtypes or devices do not fit, the
+            shards cannot hold the vocabulary, the temperature is not positive, a label or a valid id is outside the
+            vocabulary (on CUDA a device-side assertion, as for the next), a valid id stands twice in its row, or
+            ``main_grad`` does not fit. After them, on every rank alike: the loss has a gradient in a row that the plan
+            says has none. In backward: the gradient of ``loss_sum`` is not 1 with ``accumulate_main_grad``.
+    """
+    if targets.sequence_ids is not None:
+        raise ValueError(
+            "dppo_head_loss sees some rows at a time, so a loss of whole sequences (gspo, a sequence mask) cannot use "
+            "it, but targets.sequence_ids is given; use vocab_parallel_head_stats, or for a loss of single tokens pass "
+            "targets without sequence_ids"
+        )
+    head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
+    rows = Rows.of(hidden, plan)
+    ids, valid = _ids(targets)
+    check_ids(len(hidden), targets.labels, ids, valid, vocab_size, None if plan is None else plan.rows)
+    main_grad = checked_main_grad(weight, accumulate_main_grad)
+    needed = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+    needed = needed if torch.is_grad_enabled() else (False, False, False)
+    size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
+    run = _Run(head, rows, hidden.detach(), targets, loss, entropy_gradient, size, any(needed))
+    gradient = HeadGradient(head, rows, hidden, needed, -(-rows.num_gradient // size), main_grad)
+    output = _join([_finish(run, pending, gradient) for pending in _pending(run)], rows)
+    if not any(needed):
+        return output
+    made = _Made(rows, gradient, weight if needed[1] and main_grad is not None else None)
+    loss_sum: Tensor = _AttachGradient.apply(hidden, weight, bias, output.loss_sum, made)
+    return replace(output, loss_sum=loss_sum)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call."""
+
+    head: Head
+    rows: Rows
+    hidden: Tensor
+    targets: TokenTargets
+    loss: LossFunction
+    entropy_gradient: bool
+    size: int
+    """rows in a chunk"""
+    gradient: bool
+    """whether one is wanted"""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A chunk whose statistics are under way."""
+
+    chunk: Chunk
+    targets: TokenTargets
+    hidden: Tensor
+    logits: Tensor
+    local_labels: Tensor
+    parts: Tensor
+    work: dist.Work | None
+
+
+@torch.no_grad()
+def _pending(run: _Run) -> Iterator[_Pending]:
+    """The chunks in order, each after the GEMM of the next one was started; an empty one if there are no rows."""
+    buffers = [run.head.new_logits(min(run.size, run.rows.count)) for _ in range(1 if run.head.group is None else 2)]
+    chunks = list(run.rows.chunks(run.size)) or [Chunk(0, 0, 0)]
+    if run.head.group is None:
+        yield from (_start(run, chunk, buffers[0]) for chunk in chunks)
+        return
+    before = None
+    for number, chunk in enumerate(chunks):
+        pending = _start(run, chunk, buffers[number % 2])
+        if before is not None:
+            yield before
+        before = pending
+    if before is not None:
+        yield before
+
+
+def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
+    head = run.head
+    hidden = run.rows.take(run.hidden, chunk.start, chunk.stop)
+    targets = run.targets.select(run.rows.index(chunk))
+    ids, valid = _ids(targets)
+    labels = head.local(targets.labels)
+    logits = head.logits(hidden, buffer)
+    mine = row_statistics(logits, head.own, labels, None if ids is None else head.local(ids, valid), head.temperature)
+    return _Pending(chunk, targets, hidden, logits, labels, *gather_shards(mine, head.group))
+
+
+@torch.no_grad()
+def _finish(run: _Run, pending: _Pending, gradient: HeadGradient) -> LossOutput:
+    """The loss of a chunk; its part of the gradients goes to ``gradient``."""
+    if pending.work is not None:
+        pending.work.wait()
+    targets, head = pending.targets, run.head
+    ids, valid = _ids(targets)
+    totals = merge(pending.parts, targets.labels, ids, valid, head.temperature)
+    output, of_logprobs, of_entropy = _differentiate(run, targets, totals)
+    stop = pending.chunk.num_gradient if run.gradient else 0
+    if run.gradient:
+        _check_rest(stop, of_logprobs, of_entropy)
+    if stop:
+        part = slice(0, stop)
+        dlogits = head.gradient(
+            pending.logits[part],
+            pending.local_labels[part],
+            totals.select(part),
+            of_logprobs[part],
+            None if of_entropy is None else of_entropy[part],
+        )
+        gradient.add(pending.chunk.start, dlogits, pending.hidden[part])
+    return output
+
+
+def _differentiate(run: _Run, targets: TokenTargets, totals: RowTotals) -> tuple[LossOutput, Tensor, Tensor | None]:
+    """The loss on some rows, and its derivatives in their log-probabilities and entropies ``[n]``."""
+    logprobs = totals.logprobs.detach().requires_grad_(run.gradient)
+    entropy = totals.entropy.detach().requires_grad_(run.gradient and run.entropy_gradient)
+    statistics = HeadStatistics(logprobs, entropy, totals.id_logprobs, totals.other_logprob, None, None)
+    with torch.set_grad_enabled(run.gradient):
+        output = run.loss(loss_inputs(targets, statistics))
+    zeros = torch.zeros_like(totals.logprobs)
+    leaves = [leaf for leaf in (logprobs, entropy) if leaf.requires_grad]
+    if not leaves or not output.loss_sum.requires_grad:
+        return output, zeros, None
+    found = torch.autograd.grad(output.loss_sum, leaves, allow_unused=True)
+    detached = replace(output, loss_sum=output.loss_sum.detach())
+    return detached, zeros if found[0] is None else found[0], found[1] if len(found) > 1 else None
+
+
+def _check_rest(stop: int, *gradients: Tensor | None) -> None:
+    for values in gradients:
+        if values is None:
+            continue
+        wrong = (values[stop:] != 0).any()
+        if values.is_cuda:
+            torch._assert_async(~wrong, "the loss has a gradient in a row that the plan says has none")
+        elif bool(wrong):
+            raise ValueError(
+                "the loss has a gradient in a row that plan says has none (an entropy bonus or a KL penalty?); "
+                "make the plan without advantages"
+            )
+
+
+def _ids(targets: TokenTargets) -> tuple[Tensor | None, Tensor | None]:
+    """The ids that the head looks up, all slots but the label's, and which of them are in use."""
+    if targets.rollout_topk_ids is None:
+        return None, None
+    ids = targets.rollout_topk_ids[:, :-1].long()
+    return ids, ids >= 0
+
+
+def _join(outputs: list[LossOutput], rows: Rows) -> LossOutput:
+    """The outputs of the chunks as that of all T rows."""
+    first, *rest = outputs
+    metrics = dict(first.metrics)
+    for output in rest:
+        metrics = {name: _add(metric, output.metrics[name]) for name, metric in metrics.items()}
+    return LossOutput(
+        loss_sum=torch.stack([output.loss_sum for output in outputs]).sum(),
+        num_tokens=torch.stack([output.num_tokens for output in outputs]).sum(),
+        keep_mask=rows.spread(torch.cat([output.keep_mask for output in outputs])),
+        metrics=metrics,
+    )
+
+
+def _add(a: Metric, b: Metric) -> Metric:
+    if a.kind == "max":
+        return Metric(torch.maximum(torch.as_tensor(a.numerator), torch.as_tensor(b.numerator)), kind="max")
+    return Metric(a.numerator + b.numerator, a.denominator + b.denominator)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The gradients of the sum."""
+
+    rows: Rows
+    gradient: HeadGradient
+    added_to: Tensor | None
+    """the weight whose ``main_grad`` has its gradient already"""
+
+
+class _AttachGradient(torch.autograd.Function):
+    """Gives the sum its gradients, which exist already."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss_sum: Tensor, made: _Made) -> Tensor:
+        of_hidden = made.gradient.hidden()
+        ctx.gradients = (of_hidden, made.gradient.weight(), made.gradient.bias())
+        ctx.rows, ctx.added_to = made.rows, made.added_to
+        return loss_sum.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise ValueError("the loss of dppo_head_loss can be differentiated once; it keeps no logits to do it again")
+        (of_hidden, of_weight, of_bias), ctx.gradients = ctx.gradients, None
+        if upstream.numel() != 1:
+            raise ValueError(f"the gradient of the loss must be one number, got {tuple(upstream.shape)}")
+        if ctx.added_to is not None:
+            _check_one(upstream)
+            of_weight = mark_added(ctx.added_to)
+        else:
+            of_weight = _scaled(of_weight, upstream)
+        of_hidden, of_bias = _scaled(of_hidden, upstream), _scaled(of_bias, upstream)
+        return None if of_hidden is None else ctx.rows.spread(of_hidden), of_weight, of_bias, None, None
+
+
+def _check_one(upstream: Tensor) -> None:
+    if upstream.is_cuda:
+        torch._assert_async(upstream == 1, "with accumulate_main_grad the gradient of the loss must be 1")
+    elif float(upstream) != 1:
+        raise ValueError(
+            f"with accumulate_main_grad the gradient of the loss must be 1, got {float(upstream)}: weight.main_grad "
+            "has the gradient already; scale the loss function instead"
+        )
+
+
+def _scaled(gradient: Tensor | None, upstream: Tensor) -> Tensor | None:
+    if gradient is None or (not upstream.is_cuda and float(upstream) == 1):
+        return gradient
+    return gradient.mul_(upstream)

@@ -1,0 +1,103 @@
+"""The three GEMMs of the head: bf16 products, added up in fp32.
+
+On CUDA ``mm(out_dtype=float32)`` does it. On the CPU torch has no such GEMM, so the logits come from a float32 GEMM
+over a block of the weight at a time, converted in the cache. oneDNN may use bf16 instructions for it, as every input is
+a bf16 number: the products are exact either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_BLOCK_ENTRIES = 1 << 20
+"""Size of a block of the weight while it is converted on the CPU: 4 MB in float32."""
+
+
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def _bf16_products() -> Iterator[None]:
+    """Float32 GEMMs on the CPU may round their inputs to bf16, for inputs that are bf16 numbers anyway."""
+    setting = getattr(torch.backends.mkldnn, "matmul", None)
+    if setting is None:
+        yield
+        return
+    before = setting.fp32_precision
+    setting.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+def _blocks(weight: Tensor) -> Iterator[slice]:
+    rows, columns = weight.shape
+    step = max(64, _BLOCK_ENTRIES // max(columns, 1))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """``hidden [n, H] @ weight [W, H].T + bias [W]`` to ``out [n, W]`` in the accumulation dtype; returns ``out``."""
+    if hidden.dtype != torch.bfloat16:
+        torch.mm(hidden, weight.t(), out=out)
+    elif hidden.is_cuda:
+        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+    else:
+        rows = hidden.float()
+        with _bf16_products():
+            for block in _blocks(weight):
+                torch.mm(rows, weight[block].float().t(), out=out[:, block])
+    return out if bias is None else out.add_(bias)
+
+
+class WeightGradient:
+    """The sum over chunks of ``dlogits.T @ hidden``, in fp32 (fp64 for fp64).
+
+    Args:
+        weight: ``[W, H]``, for shape, dtype and device.
+        chunks: how many there will be; the sum of a single one needs no fp32 buffer.
+        into: add to this fp32 tensor instead (``weight.main_grad``).
+    """
+
+    def __init__(self, weight: Tensor, chunks: int, into: Tensor | None = None) -> None:
+        self._weight, self._sum, self._fresh = weight, into, into is None
+        self._added_elsewhere = into is not None
+        self._single = chunks == 1 and into is None
+
+    def add(self, dlogits: Tensor, hidden: Tensor) -> None:
+        """One chunk: ``dlogits [n, W]`` and ``hidden [n, H]`` in the dtype of the weight."""
+        if self._single:
+            self._sum = torch.mm(dlogits.t(), hidden)
+            return
+        if self._sum is None:
+            self._sum = torch.empty_like(self._weight, dtype=accumulation_dtype(self._weight))
+        beta, self._fresh = (0.0 if self._fresh else 1.0), False
+        if dlogits.dtype == self._sum.dtype:
+            torch.addmm(self._sum, dlogits.t(), hidden, beta=beta, out=self._sum)
+        elif dlogits.is_cuda:
+            torch.addmm(self._sum, dlogits.t(), hidden, out_dtype=self._sum.dtype, beta=beta, out=self._sum)
+        else:
+            _add_blocks(self._sum, dlogits, hidden, beta)
+
+    def result(self) -> Tensor | None:
+        """The gradient in the dtype of the weight, 0 without any chunk; None where it was added elsewhere."""
+        if self._added_elsewhere:
+            return None
+        return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)
+
+
+def _add_blocks(total: Tensor, dlogits: Tensor, hidden: Tensor, beta: float) -> None:
+    """``total = beta total + dlogits.T @ hidden`` on the CPU for bf16 factors; total [W, H] is fp32."""
+    rows, step = hidden.float(), _BLOCK_ENTRIES // max(len(hidden), 1)
+    with _bf16_products():
+        for start in range(0, len(total), max(64, step)):
+            block = slice(start, start + max(64, step))
+            torch.addmm(total[block], dlogits[:, block].float().t(), rows, beta=beta, out=total[block])

@@ -1,0 +1,194 @@
+"""The two passes over the rows of a chunk of logits: the statistics of a shard, and the gradient of the logits.
+
+The plain torch version works everywhere and is the oracle of the Triton one, which takes over on CUDA where Triton is
+installed. On the CPU it goes through a few rows at a time, so that every pass but the first reads from the cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+_UNDERFLOW = -1e4
+"""exp of this is 0 in every dtype; a finite stand-in for log 0, so that 0 log 0 comes out as 0 without a branch."""
+_BLOCK_BYTES = 1 << 20
+"""Size of a block of rows in the dtype of the statistics. There are two at a time: small enough for the cache of
+a core, and large enough that the number of calls does not count."""
+
+
+def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float) -> Tensor:
+    """What one shard knows about each row, in one read of the logits.
+
+    With ``z = (logit - m) / temperature``, over the first ``own`` entries of the row:
+
+    - column 0, m: the largest logit, before the temperature
+    - column 1, t: sum of exp(z) z
+    - column 2, o: sum of exp(z) over the entries that are neither the label nor one of the ids
+    - column 3, y: z of the label, -inf if it is not of this shard
+    - columns 4 to 3 + K: z of each id, -inf in the same way
+
+    A shard without entries, and a row of -inf, has m = y = -inf and t = o = 0. A NaN among the logits gives NaN.
+
+    Args:
+        logits: ``[n, W]`` float32, float64 or bfloat16.
+        own: entries of the shard that are not padding; columns from ``own`` on are not read.
+        labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
+        ids: ``[n, K]`` int64 index in this shard, -1 = not of this shard or an unused slot; None = none.
+        temperature: divides the logits.
+
+    Returns:
+        ``[n, 4 + K]`` float32, or float64 for float64 logits.
+    """
+    triton = _triton_kernels(logits)
+    function = row_statistics_torch if triton is None else triton.row_statistics
+    return function(logits, own, labels, ids, temperature)
+
+
+def row_gradient(
+    logits: Tensor,
+    own: int,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    entropy: Tensor | None,
+    temperature: float,
+    out: Tensor,
+) -> Tensor:
+    """The gradient of the logits from that of log p(label) and, if given, that of the entropy.
+
+    ``([j = label] g - p_j (g + e (log p_j + H))) / temperature`` with ``p_j log p_j = 0`` where p_j = 0.
+
+    Args:
+        logits: ``[n, W]`` as in ``row_statistics``.
+        own: entries of the shard that are not padding; the gradient of the others is 0.
+        labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
+        maximum: ``[n]`` the largest logit of the whole row over all shards, before the temperature.
+        total: ``[n]`` sum of exp((logit - maximum) / temperature) of the whole row.
+        grad_logprobs: ``[n]`` g.
+        grad_entropy: ``[n]`` e; None = no gradient of the entropy.
+        entropy: ``[n]`` H of the whole row; needed with ``grad_entropy``.
+        temperature: divides the logits.
+        out: ``[n, W]`` receives the gradient. It may lie in the memory of ``logits`` if its row i begins where row i of
+            the logits begins, and its elements are not larger: ``logits`` itself, or a bf16 view of it.
+
+    Returns:
+        ``out``.
+    """
+    triton = _triton_kernels(logits)
+    function = row_gradient_torch if triton is None else triton.row_gradient
+    return function(logits, own, labels, maximum, total, grad_logprobs, grad_entropy, entropy, temperature, out)
+
+
+def row_statistics_torch(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float) -> Tensor:
+    """``row_statistics`` in plain torch."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    chosen = labels[:, None] if ids is None else torch.cat([labels[:, None], ids], 1)
+    out = torch.zeros(len(logits), 3 + chosen.shape[1], dtype=dtype, device=logits.device)
+    maximum, weighted, others, values = out[:, 0], out[:, 1], out[:, 2], out[:, 3:]
+    if own == 0 or len(logits) == 0:
+        maximum.fill_(-torch.inf)
+        values.fill_(-torch.inf)
+        return out
+    of_shard = chosen >= 0
+    # One column more than there are entries: what is not of this shard is struck out there.
+    struck = torch.where(of_shard, chosen, own)
+    difference, exponential = _scratch(logits, own, dtype), _scratch(logits, own + 1, dtype)
+    for rows in _row_blocks(logits, own):
+        z, exp = difference[: rows.stop - rows.start], exponential[: rows.stop - rows.start]
+        block = logits[rows, :own]
+        torch.amax(block, 1, out=maximum[rows]) if logits.dtype == dtype else maximum[rows].copy_(block.amax(1))
+        _shifted(block, maximum[rows], temperature, z)
+        torch.exp(z, out=exp[:, :own])
+        z.clamp_(min=_UNDERFLOW)
+        weighted[rows] = torch.linalg.vecdot(z, exp[:, :own])
+        exp.scatter_(1, struck[rows], 0.0)
+        torch.sum(exp[:, :own], 1, out=others[rows])
+    at_ids = logits.gather(1, chosen.clamp(min=0)).to(dtype)
+    values.copy_(torch.where(of_shard, (at_ids - _finite(maximum)[:, None]) / temperature, -torch.inf))
+    return out
+
+
+def row_gradient_torch(
+    logits: Tensor,
+    own: int,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    entropy: Tensor | None,
+    temperature: float,
+    out: Tensor,
+) -> Tensor:
+    """``row_gradient`` in plain torch."""
+    if own == 0 or len(logits) == 0:
+        return out.zero_()
+    # -p (g + e (log p + H)) / temperature = exp(z) (base + slope z)
+    base, slope = -grad_logprobs / (total * temperature), None
+    if grad_entropy is not None and entropy is not None:
+        slope = -grad_entropy / (total * temperature)
+        base = base + slope * (entropy - total.log())
+    index = labels.clamp(min=0)
+    at_label = (logits.gather(1, index[:, None]).squeeze(1).to(maximum.dtype) - maximum) / temperature
+    factor = base if slope is None else base + slope * at_label.clamp(min=_UNDERFLOW)
+    at_label = at_label.exp() * factor + grad_logprobs / temperature
+    width, scratch = logits.shape[1], _scratch(logits, own, maximum.dtype)
+    exponential = None if slope is None else torch.empty_like(scratch)
+    for rows in _row_blocks(logits, own):
+        z = scratch[: rows.stop - rows.start]
+        _shifted(logits[rows, :own], maximum[rows], temperature, z)
+        if slope is None or exponential is None:
+            z.exp_().mul_(base[rows, None])
+        else:
+            exp = torch.exp(z, out=exponential[: len(z)])
+            z.clamp_(min=_UNDERFLOW).mul_(slope[rows, None]).add_(base[rows, None]).mul_(exp)
+        out[rows, :own] = z
+    if own < width:
+        out[:, own:] = 0.0
+    # The sum of both terms at the label is rounded once; a row whose label is elsewhere gets back what it has.
+    row = torch.arange(len(out), device=out.device)
+    out[row, index] = torch.where(labels >= 0, at_label.to(out.dtype), out[:, 0])
+    return out
+
+
+def _shifted(block: Tensor, maximum: Tensor, temperature: float, out: Tensor) -> None:
+    """(logit - maximum) / temperature; the difference first, so that large logits lose nothing."""
+    torch.sub(block, _finite(maximum)[:, None], out=out)
+    if temperature != 1.0:
+        out.div_(temperature)
+
+
+def _finite(maximum: Tensor) -> Tensor:
+    """0 in place of the maximum of a row of -inf, whose exponentials are then 0 and not NaN."""
+    return torch.where(maximum == -torch.inf, 0.0, maximum)
+
+
+def _rows_at_a_time(logits: Tensor, own: int) -> int:
+    if logits.is_cuda:
+        return len(logits)
+    return max(1, _BLOCK_BYTES // (own * (8 if logits.dtype == torch.float64 else 4)))
+
+
+def _scratch(logits: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    rows = min(len(logits), _rows_at_a_time(logits, columns))
+    return torch.empty(rows, columns, dtype=dtype, device=logits.device)
+
+
+def _row_blocks(logits: Tensor, own: int) -> Iterator[slice]:
+    step = _rows_at_a_time(logits, own + 1)
+    for start in range(0, len(logits), step):
+        yield slice(start, min(start + step, len(logits)))
+
+
+def _triton_kernels(logits: Tensor) -> ModuleType | None:
+    """The Triton version for logits on CUDA, where it is installed."""
+    if not logits.is_cuda or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("megatron_dppo.parallel.row_kernels_triton")

@@ -1,0 +1,165 @@
+"""Which rows the fused head computes, and how many of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CUDA_CHUNK_BYTES = 2_500_000_000
+"""Of logits in float32. With it a chunk has 4096 rows at a vocabulary of 151,936, where the GEMMs are at full speed and
+adding to the fp32 gradient of the weight costs 5 % of them; a shard of the vocabulary needs less."""
+_CUDA_CHUNK_ROWS = 4096
+_CPU_CHUNK_BYTES = 32_000_000
+"""Close to the size of the last cache, and below what malloc gives back to the system after each use."""
+_CPU_CHUNK_ROWS = (128, 512)
+"""Fewer rows would leave the GEMMs waiting for the weight and its gradient; more bring nothing."""
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The rows of ``[T, H]`` hidden states that matter; the others are not computed."""
+
+    rows: Tensor
+    """[R] int64 on the device of the hidden states, the rows with loss; those with a gradient that is not 0 first"""
+    num_gradient: int
+    """how many of them have a gradient; the rest are skipped in backward"""
+
+    @classmethod
+    def of(cls, loss_mask: Tensor, advantages: Tensor | None, device: torch.device | str | None = None) -> RowPlan:
+        """From tensors on the host, so that nothing waits for the device.
+
+        Args:
+            loss_mask: ``[T]`` bool on the CPU.
+            advantages: ``[T]`` on the CPU; rows with advantage 0 have no gradient. None = every row with loss has one,
+                as with an entropy bonus or a KL penalty.
+            device: where ``rows`` go; None = the CPU.
+
+        Raises:
+            ValueError: shapes differ, the mask is not bool, or a tensor is not on the CPU.
+        """
+        for name, column in (("loss_mask", loss_mask), ("advantages", advantages)):
+            if column is not None and (column.device.type != "cpu" or column.shape != loss_mask.shape[:1]):
+                raise ValueError(
+                    f"{name} must be [T] on the CPU like loss_mask, got {tuple(column.shape)} on {column.device}; "
+                    "plan the rows before the batch moves to the device"
+                )
+        if loss_mask.dtype != torch.bool:
+            raise ValueError(f"loss_mask must be bool, got {loss_mask.dtype}")
+        with_gradient = loss_mask if advantages is None else loss_mask & (advantages != 0)
+        first = with_gradient.nonzero().squeeze(1)
+        rows = torch.cat([first, (loss_mask & ~with_gradient).nonzero().squeeze(1)])
+        if device is not None and torch.device(device).type == "cuda":
+            rows = rows.pin_memory()
+        return cls(rows if device is None else rows.to(device, non_blocking=True), len(first))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of the plan, one after the other."""
+
+    start: int
+    stop: int
+    num_gradient: int
+    """how many of them, from the first on, have a gradient"""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A plan, or all rows, for ``[T, ...]`` tensors."""
+
+    length: int
+    """T"""
+    plan: RowPlan | None
+
+    @classmethod
+    def of(cls, hidden: Tensor, plan: RowPlan | None) -> Rows:
+        """For ``hidden [T, H]``.
+
+        Raises:
+            ValueError: the plan's rows are not int64 on the device of ``hidden``, or it counts more than it has.
+        """
+        if plan is not None:
+            rows = plan.rows
+            if rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != hidden.device:
+                raise ValueError(
+                    f"plan.rows must be [R] int64 on {hidden.device}, got {tuple(rows.shape)} {rows.dtype} "
+                    f"on {rows.device}"
+                )
+            if not 0 <= plan.num_gradient <= len(rows) <= len(hidden):
+                raise ValueError(
+                    f"expected 0 <= num_gradient <= rows <= T, got {plan.num_gradient}, {len(rows)}, {len(hidden)}"
+                )
+        return cls(len(hidden), plan)
+
+    @property
+    def count(self) -> int:
+        """R, how many rows are computed."""
+        return self.length if self.plan is None else len(self.plan.rows)
+
+    @property
+    def num_gradient(self) -> int:
+        """How many of them, from the first on, have a gradient."""
+        return self.length if self.plan is None else self.plan.num_gradient
+
+    def take(self, values: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """``[T, ...]`` to the rows from ``start`` to ``stop`` of the plan; a view where there is no plan."""
+        if self.plan is None:
+            return values[start:stop]
+        return values.index_select(0, self.plan.rows[start:stop])
+
+    def index(self, chunk: Chunk) -> Tensor | slice:
+        """Which of the T rows a chunk has."""
+        part = slice(chunk.start, chunk.stop)
+        return part if self.plan is None else self.plan.rows[part]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """``[n, ...]`` of the first n rows of the plan to ``[T, ...]``, 0 (or False) in the others."""
+        if self.plan is None and len(values) == self.length:
+            return values
+        whole = values.new_zeros(self.length, *values.shape[1:])
+        if self.plan is None:
+            whole[: len(values)] = values
+            return whole
+        return whole.index_copy_(0, self.plan.rows[: len(values)], values)
+
+    def chunks(self, size: int, stop: int | None = None) -> Iterator[Chunk]:
+        """The rows up to ``stop`` (None = all) in chunks of ``size``, the last one shorter."""
+        end = self.count if stop is None else stop
+        for start in range(0, end, size):
+            last = min(start + size, end)
+            yield Chunk(start, last, min(max(self.num_gradient - start, 0), last - start))
+
+
+def chunk_size(given: int | None, rows: Rows, weight: Tensor, in_flight: int = 1) -> int:
+    """``given``, or the default for a shard ``weight [V_local, H]``.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if given is None:
+        return default_chunk_tokens(rows.count, len(weight), weight.device, in_flight)
+    if given < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {given}")
+    return given
+
+
+def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight: int = 1) -> int:
+    """Rows in a chunk: all chunks of ``rows`` about equal, and those in flight at a time within a memory budget.
+
+    Args:
+        rows: how many there are.
+        width: V_local, entries of the shard.
+        device: decides on the budget: 2.5 GB of float32 logits on CUDA, 32 MB on the CPU (more where the shard is so
+            wide that a chunk would be too short for fast GEMMs).
+        in_flight: chunks whose logits are in memory at the same time.
+    """
+    if device.type == "cuda":
+        most = min(max(_CUDA_CHUNK_BYTES // (4 * width * in_flight), 1), _CUDA_CHUNK_ROWS)
+    else:
+        least, limit = _CPU_CHUNK_ROWS
+        most = min(max(_CPU_CHUNK_BYTES // (4 * width * in_flight), least), limit)
+    number = max(1, -(-rows // most))
+    return max(1, -(-rows // number))

@@ -1,0 +1,197 @@
+"""Cases of an output layer with its hidden states, and one unsharded float64 reference for each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.parallel import HeadStatistics
+from megatron_dppo.parallel.fused_head import loss_inputs
+from megatron_dppo.types import LossInputs, TokenTargets
+
+SHARDS = 4
+LOGPROB_BOUND = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-5}
+GRAD_BOUND = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.5e-3}
+"""Of the gradients of hidden states and weight, by norm."""
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    """What a case is made from; everything else follows from the seed."""
+
+    tokens: int = 13
+    hidden: int = 24
+    vocab_size: int = 61
+    shard: int = 16
+    """rows of each of the four smallest shards of the weight; the last ones may be padding, partly or wholly"""
+    k: int = 5
+    dtype: torch.dtype = torch.float32
+    temperature: float = 0.7
+    bias: bool = False
+    holes: bool = False
+    """a third of the entries have probability 0, by a bias of -inf"""
+    offset: float = 0.0
+    """added to all logits, by the bias"""
+    scale: float = 1.0
+    seed: int = 0
+
+    def but(self, **changes: object) -> HeadCase:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class HeadProblem:
+    """Equal on all ranks; padding would spoil the softmax, unused slots hold anything."""
+
+    case: HeadCase
+    hidden: Tensor
+    weight: Tensor
+    """[SHARDS * shard, H]"""
+    bias: Tensor | None
+    targets: TokenTargets
+    upstream: Tensor
+    """[2, T] float64 of the log-probabilities and of the entropy in the scalar that is differentiated"""
+
+    @property
+    def ids(self) -> Tensor:
+        assert self.targets.rollout_topk_ids is not None
+        return self.targets.rollout_topk_ids[:, :-1].long()
+
+    def leaves(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, and this rank's shard of weight and bias."""
+        shard, bias = shard_of(self.weight, group), None if self.bias is None else shard_of(self.bias, group)
+        return (
+            self.hidden.clone().requires_grad_(),
+            shard.requires_grad_(),
+            None if bias is None else bias.requires_grad_(),
+        )
+
+
+def shard_of(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    height = len(rows) // size
+    return rows[rank * height : (rank + 1) * height].clone()
+
+
+def make_head_problem(case: HeadCase) -> HeadProblem:
+    generator = torch.Generator().manual_seed(case.seed)
+    tokens, vocab, rows = case.tokens, case.vocab_size, SHARDS * case.shard
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden = (normal(tokens, case.hidden) * case.scale).to(case.dtype)
+    weight = (2 * normal(rows, case.hidden) / math.sqrt(case.hidden)).to(case.dtype)
+    weight[vocab:] = 50.0
+    bias = None
+    if case.bias or case.holes or case.offset:
+        bias = (normal(rows) + case.offset).to(case.dtype)
+        if case.holes:
+            bias[:vocab][torch.rand(vocab, generator=generator) < 0.3] = -math.inf
+            bias[0] = 0.0
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    if case.holes:
+        assert bias is not None
+        possible = bias[:vocab].isfinite().nonzero().squeeze(1)
+        labels = possible[labels % len(possible)]
+    return HeadProblem(case, hidden, weight, bias, make_targets(case, labels, generator), normal(2, tokens))
+
+
+def make_targets(case: HeadCase, labels: Tensor, generator: torch.Generator) -> TokenTargets:
+    """Top-K ids as an engine reports them: the label in slot K only where it is not among the K before it."""
+    tokens, vocab, k = case.tokens, case.vocab_size, case.k
+    rollout = (2 * torch.randn(tokens, vocab, generator=generator, dtype=torch.float64)).log_softmax(1)
+    ids = torch.rand(tokens, vocab, generator=generator).argsort(1)[:, :k]
+    ids[::3, 0] = torch.where((ids[::3] == labels[::3, None]).any(1), ids[::3, 0], labels[::3])
+    ids[1::4, k // 2 :] = -1
+    inside = (ids == labels[:, None]).any(1)
+    ids = torch.cat([ids, torch.where(inside, -1, labels)[:, None]], 1)
+    return TokenTargets(
+        labels=labels,
+        loss_mask=torch.rand(tokens, generator=generator) < 0.8,
+        advantages=torch.randn(tokens, generator=generator).round(),
+        rollout_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float(),
+        rollout_topk_ids=ids.int(),
+        rollout_topk_logprobs=rollout.gather(1, ids.clamp(min=0)).float(),
+        anchor_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float() + 0.05,
+        reference_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float() - 0.1,
+        token_weights=torch.rand(tokens, generator=generator),
+    )
+
+
+def full_leaves(problem: HeadProblem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Float64, unsharded, without padding; -inf in the bias becomes a finite number of probability 0."""
+    vocab, bias = problem.case.vocab_size, problem.bias
+    return (
+        problem.hidden.double().requires_grad_(),
+        problem.weight.double()[:vocab].requires_grad_(),
+        None if bias is None else bias.double()[:vocab].clamp(min=-1e5).requires_grad_(),
+    )
+
+
+def full_statistics(problem: HeadProblem, leaves: tuple[Tensor, Tensor, Tensor | None]) -> HeadStatistics:
+    """torch's own softmax of the whole vocabulary, with autograd through everything."""
+    hidden, weight, bias = leaves
+    logits = hidden @ weight.T
+    logp = ((logits if bias is None else logits + bias) / problem.case.temperature).log_softmax(1)
+    entropy = -(logp.exp() * logp).sum(1)
+    logprobs = logp.gather(1, problem.targets.labels[:, None]).squeeze(1)
+    exact, valid = logp.detach().clone(), problem.ids >= 0
+    exact[exact < -1e4] = -math.inf
+    chosen = torch.cat([torch.where(valid, problem.ids, 0), problem.targets.labels[:, None]], 1)
+    used = torch.nn.functional.pad(valid, (0, 1), value=True)
+    in_set = torch.zeros(logp.shape).scatter_add(1, chosen, used.float()) > 0
+    return HeadStatistics(
+        logprobs,
+        entropy,
+        torch.where(valid, exact.gather(1, chosen[:, :-1]), -math.inf),
+        exact.masked_fill(in_set, -math.inf).logsumexp(1),
+        None,
+        None,
+    )
+
+
+def full_loss_inputs(problem: HeadProblem, leaves: tuple[Tensor, Tensor, Tensor | None]) -> LossInputs:
+    return loss_inputs(problem.targets, full_statistics(problem, leaves))
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Of the whole tensor, by norm; NaN counts as infinite."""
+    error = float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
+    return math.inf if math.isnan(error) else error
+
+
+def assert_close(got: Tensor, want: Tensor, bound: float, where: str) -> None:
+    """Relative to max(1, |value|)."""
+    torch.testing.assert_close(got.double(), want, rtol=bound, atol=bound, msg=lambda text: f"{where}: {text}")
+
+
+def check_gradients(
+    problem: HeadProblem,
+    leaves: tuple[Tensor, Tensor, Tensor | None],
+    full: tuple[Tensor, Tensor, Tensor | None],
+    group: dist.ProcessGroup | None,
+    where: str,
+    factor: float = 1.0,
+) -> None:
+    """This shard's gradients against the unsharded ones; the parts of hidden summed over the group as a caller does."""
+    bound = factor * GRAD_BOUND[problem.case.dtype]
+    hidden, weight, bias = (None if x is None else x.grad for x in leaves)
+    assert hidden is not None and weight is not None and full[0].grad is not None and full[1].grad is not None
+    total = hidden.double()
+    if group is not None and group.size() > 1:
+        dist.all_reduce(total, group=group)
+    assert relative_error(total, full[0].grad) <= bound, (where, "hidden", relative_error(total, full[0].grad))
+    padding = SHARDS * problem.case.shard - problem.case.vocab_size
+    want = shard_of(torch.nn.functional.pad(full[1].grad, (0, 0, 0, padding)), group)
+    # The shard's error counts against the whole gradient: a shard of padding has none of its own.
+    error = float((weight.double() - want).norm() / full[1].grad.norm())
+    assert error <= bound, (where, "weight", error)
+    if bias is not None:
+        assert full[2] is not None and full[2].grad is not None
+        want = shard_of(torch.nn.functional.pad(full[2].grad, (0, padding)), group)
+        assert float((bias.double() - want).norm() / full[2].grad.norm()) <= bound, (where, "bias")
