@@ -1,5 +1,6 @@
 # make demo    set up, train the embedded example, show the result
 # make test    set up, run all tests
+# make bench-head    the head against other stacks' methods: counts and gates
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # Inside an environment that already has torch and Megatron nothing is installed over them (tools/setup_env.sh).
 
@@ -12,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo test test-gym lint setup clean
+.PHONY: demo test test-gym bench-head lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
@@ -24,6 +25,9 @@ test:
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
 		$$python -m pytest tests/unit/test_reasoning_gym.py $(ARGS)
+
+bench-head:
+	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)
 
 lint:
 	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy

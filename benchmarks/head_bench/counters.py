@@ -36,8 +36,6 @@ class Counts:
     """those on tensors above 16 MiB"""
     collectives: list[tuple[str, int]] = field(default_factory=list)
     """name, bytes that this rank gives"""
-    by_operation: dict[str, int] = field(default_factory=dict)
-    """name -> bytes"""
 
 
 class Counter(TorchDispatchMode):
@@ -81,7 +79,6 @@ class Counter(TorchDispatchMode):
             if name in _PICKS and indices:
                 size = min(size, max(i.numel() for i in indices) * tensor.element_size())
             self.counts.traffic += size
-            self.counts.by_operation[name] = self.counts.by_operation.get(name, 0) + size
             if size > LARGE:
                 self.counts.large_traffic += size
 

@@ -188,13 +188,15 @@ def quick_task(size: Size, device: torch.device | str = "cpu", seed: int = 0) ->
 
 
 def _task(hidden: Tensor, weight: Tensor, targets: TokenTargets, size: Size) -> Task:
+    # An entropy bonus pulls at every token.
+    advantages = None if size.entropy_gradient else targets.advantages.cpu()
     return Task(
         hidden.requires_grad_(),
         weight.requires_grad_(),
         targets=targets,
         vocab_size=size.vocab,
         entropy_gradient=size.entropy_gradient,
-        plan=RowPlan.of(targets.loss_mask.cpu(), targets.advantages.cpu()),
+        plan=RowPlan.of(targets.loss_mask.cpu(), advantages, hidden.device),
     )
 
 

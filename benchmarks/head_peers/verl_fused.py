@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from head_peers.shards import local, picked, reduced
 from head_peers.task import Statistics, Task
+from megatron_dppo.parallel.mixed_gemm import logits_into
 
 FORWARD_VOCAB, BACKWARD_VOCAB = 1024, 9504
 
@@ -33,11 +34,8 @@ def verl_fused(task: Task) -> Statistics:
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """fp32 products of a block."""
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        product = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        product = hidden.float() @ weight.float().t()
-    return product.div_(temperature)
+    out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
+    return logits_into(hidden, weight, None, out).div_(temperature)
 
 
 class _FusedLinear(torch.autograd.Function):
