@@ -99,7 +99,9 @@ def _measure(methods: list[Method], profile: Profile, options: argparse.Namespac
         methods = [m for m in methods if "d" in m.gradients.split()]
         sizes = {k: v if v is None else replace(v, entropy_gradient=True) for k, v in vars(profile).items()}
         profile = Profile(**sizes)
+    _say("errors against float64")
     errors = _errors(methods, profile.errors)
+    _say("counts")
     task = quick_task(profile.counts)
     rows = [_counts(method, task, profile.counts, errors[method.name]) for method in methods]
     zero = quick_task(replace(profile.counts, zero_share=ZERO_SHARE))
@@ -107,9 +109,12 @@ def _measure(methods: list[Method], profile: Profile, options: argparse.Namespac
     del task, zero
     results = Results(rows, {k: v for k, v in vars(profile).items() if v is not None}, ZERO_SHARE, zero_gemms)
     if profile.peak is not None:
+        _say("peaks")
         _full_peaks(results, profile.peak)
     if not options.gates_only:
+        _say("times")
         _times(results, profile.time, options)
+    _say("two ranks")
     parallel_time = None if options.gates_only else profile.parallel_time
     found = tensor_parallel.measure(methods, profile.parallel, parallel_time, options.rounds)
     for row in rows:
@@ -163,6 +168,10 @@ def _times(results: Results, size: Size, options: argparse.Namespace) -> None:
     for row in results.rows:
         row.time = found[row.method.name]
     results.zero_time = found[_ZERO_ROWS]
+
+
+def _say(part: str) -> None:
+    print(f"measuring: {part}", file=sys.stderr, flush=True)
 
 
 def _show(results: Results, checks: dict[str, list[Check]], out: Path) -> None:

@@ -82,6 +82,7 @@ def plot(path: Path, results: Results) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter
 
     rows = list(reversed(results.rows))
     timed = [row for row in rows if row.time is not None]
@@ -89,27 +90,32 @@ def plot(path: Path, results: Results) -> None:
     peaks = [(row.full_peak if full else row.peak) or 0 for row in rows]
     figure, panels = pyplot.subplots(1, 1 + bool(timed), figsize=(5 * (1 + bool(timed)), 3.6), squeeze=False)
     left = panels[0][0]
-    left.barh([row.method.name for row in rows], [peak / _MIB for peak in peaks], color=[_shade(row) for row in rows])
+    bars = left.barh([r.method.name for r in rows], [p / _MIB for p in peaks], color=[_shade(r) for r in rows])
+    left.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
     left.set_xscale("log")
+    left.margins(x=0.2)
+    left.xaxis.set_minor_formatter(NullFormatter())
     left.set_xlabel("peak, MiB")
     left.set_title(str(results.sizes["peak" if full else "counts"]), fontsize=9)
     if timed:
-        right = panels[0][1]
-        medians = [row.time.median for row in timed if row.time]
-        reach = [
-            [r.time.median - r.time.least for r in timed if r.time],
-            [r.time.most - r.time.median for r in timed if r.time],
-        ]
-        names = [row.method.name for row in timed]
-        right.barh(names, medians, xerr=reach, color=[_shade(row) for row in timed])
-        right.set_xlabel("CPU time over ours B (median, range)")
-        right.set_title(str(results.sizes["time"]), fontsize=9)
+        _plot_times(panels[0][1], timed, str(results.sizes["time"]))
     figure.text(
         0.5, 0.01, "dark: the whole task (K ids and entropy); light: part of it; green: ours", ha="center", fontsize=8
     )
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _plot_times(panel: Any, rows: list[Row], title: str) -> None:
+    times = [row.time for row in rows if row.time is not None]
+    medians = [time.median for time in times]
+    reach = [[t.median - t.least for t in times], [t.most - t.median for t in times]]
+    bars = panel.barh([r.method.name for r in rows], medians, xerr=reach, color=[_shade(r) for r in rows])
+    panel.bar_label(bars, fmt="{:.2f}", padding=6, fontsize=8)
+    panel.margins(x=0.15)
+    panel.set_xlabel("CPU time over ours B (median, range)")
+    panel.set_title(title, fontsize=9)
 
 
 def _shade(row: Row) -> str:
