@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs
-from megatron_dppo.parallel.head_gradient import HeadGradient, checked_main_grad, mark_added
+from megatron_dppo.parallel.head_gradient import HeadGradient, attach_gradient, checked_main_grad
 from megatron_dppo.parallel.head_rows import Head, RowTotals, check_ids, gather_shards, merge
 from megatron_dppo.parallel.row_kernels import row_statistics
 from megatron_dppo.parallel.row_plan import Chunk, RowPlan, Rows, chunk_size
@@ -75,28 +73,32 @@ def dppo_head_loss(
             ``main_grad`` does not fit. After them, on every rank alike: the loss has a gradient in a row that the plan
             says has none. In backward: the gradient of ``loss_sum`` is not 1 with ``accumulate_main_grad``.
     """
+    _check_no_sequences(targets)
+    head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
+    rows = Rows.of(hidden, plan)
+    check_ids(len(hidden), targets.labels, *_ids(targets), vocab_size, None if plan is None else plan.rows)
+    main_grad = checked_main_grad(weight, accumulate_main_grad)
+    needed = _needed(hidden), _needed(weight), _needed(bias)
+    size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
+    gradient = HeadGradient(head, rows, hidden, needed, -(-rows.num_gradient // size), main_grad)
+    run = _Run(head, rows, hidden.detach(), targets, loss, entropy_gradient, size, gradient, any(needed))
+    output = _join([_finish(run, pending) for pending in _pending(run)], rows)
+    if not run.differentiates:
+        return output
+    return replace(output, loss_sum=attach_gradient(output.loss_sum, hidden, weight, bias, gradient))
+
+
+def _needed(tensor: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+
+
+def _check_no_sequences(targets: TokenTargets) -> None:
     if targets.sequence_ids is not None:
         raise ValueError(
             "dppo_head_loss sees some rows at a time, so a loss of whole sequences (gspo, a sequence mask) cannot use "
             "it, but targets.sequence_ids is given; use vocab_parallel_head_stats, or for a loss of single tokens pass "
             "targets without sequence_ids"
         )
-    head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
-    rows = Rows.of(hidden, plan)
-    ids, valid = _ids(targets)
-    check_ids(len(hidden), targets.labels, ids, valid, vocab_size, None if plan is None else plan.rows)
-    main_grad = checked_main_grad(weight, accumulate_main_grad)
-    needed = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
-    needed = needed if torch.is_grad_enabled() else (False, False, False)
-    size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
-    run = _Run(head, rows, hidden.detach(), targets, loss, entropy_gradient, size, any(needed))
-    gradient = HeadGradient(head, rows, hidden, needed, -(-rows.num_gradient // size), main_grad)
-    output = _join([_finish(run, pending, gradient) for pending in _pending(run)], rows)
-    if not any(needed):
-        return output
-    made = _Made(rows, gradient, weight if needed[1] and main_grad is not None else None)
-    loss_sum: Tensor = _AttachGradient.apply(hidden, weight, bias, output.loss_sum, made)
-    return replace(output, loss_sum=loss_sum)
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,9 @@ class _Run:
     entropy_gradient: bool
     size: int
     """rows in a chunk"""
-    gradient: bool
-    """whether one is wanted"""
+    gradient: HeadGradient
+    differentiates: bool
+    """whether a gradient is wanted"""
 
 
 @dataclass(frozen=True)
@@ -158,16 +161,16 @@ def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
 
 
 @torch.no_grad()
-def _finish(run: _Run, pending: _Pending, gradient: HeadGradient) -> LossOutput:
-    """The loss of a chunk; its part of the gradients goes to ``gradient``."""
+def _finish(run: _Run, pending: _Pending) -> LossOutput:
+    """The loss of a chunk; its part of the gradients goes to ``run.gradient``."""
     if pending.work is not None:
         pending.work.wait()
     targets, head = pending.targets, run.head
     ids, valid = _ids(targets)
     totals = merge(pending.parts, targets.labels, ids, valid, head.temperature)
     output, of_logprobs, of_entropy = _differentiate(run, targets, totals)
-    stop = pending.chunk.num_gradient if run.gradient else 0
-    if run.gradient:
+    stop = pending.chunk.num_gradient if run.differentiates else 0
+    if run.differentiates:
         _check_rest(stop, of_logprobs, of_entropy)
     if stop:
         part = slice(0, stop)
@@ -178,16 +181,16 @@ def _finish(run: _Run, pending: _Pending, gradient: HeadGradient) -> LossOutput:
             of_logprobs[part],
             None if of_entropy is None else of_entropy[part],
         )
-        gradient.add(pending.chunk.start, dlogits, pending.hidden[part])
+        run.gradient.add(pending.chunk.start, dlogits, pending.hidden[part])
     return output
 
 
 def _differentiate(run: _Run, targets: TokenTargets, totals: RowTotals) -> tuple[LossOutput, Tensor, Tensor | None]:
     """The loss on some rows, and its derivatives in their log-probabilities and entropies ``[n]``."""
-    logprobs = totals.logprobs.detach().requires_grad_(run.gradient)
-    entropy = totals.entropy.detach().requires_grad_(run.gradient and run.entropy_gradient)
+    logprobs = totals.logprobs.detach().requires_grad_(run.differentiates)
+    entropy = totals.entropy.detach().requires_grad_(run.differentiates and run.entropy_gradient)
     statistics = HeadStatistics(logprobs, entropy, totals.id_logprobs, totals.other_logprob, None, None)
-    with torch.set_grad_enabled(run.gradient):
+    with torch.set_grad_enabled(run.differentiates):
         output = run.loss(loss_inputs(targets, statistics))
     zeros = torch.zeros_like(totals.logprobs)
     leaves = [leaf for leaf in (logprobs, entropy) if leaf.requires_grad]
@@ -238,56 +241,3 @@ def _add(a: Metric, b: Metric) -> Metric:
     if a.kind == "max":
         return Metric(torch.maximum(torch.as_tensor(a.numerator), torch.as_tensor(b.numerator)), kind="max")
     return Metric(a.numerator + b.numerator, a.denominator + b.denominator)
-
-
-@dataclass(frozen=True)
-class _Made:
-    """The gradients of the sum."""
-
-    rows: Rows
-    gradient: HeadGradient
-    added_to: Tensor | None
-    """the weight whose ``main_grad`` has its gradient already"""
-
-
-class _AttachGradient(torch.autograd.Function):
-    """Gives the sum its gradients, which exist already."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss_sum: Tensor, made: _Made) -> Tensor:
-        of_hidden = made.gradient.hidden()
-        ctx.gradients = (of_hidden, made.gradient.weight(), made.gradient.bias())
-        ctx.rows, ctx.added_to = made.rows, made.added_to
-        return loss_sum.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise ValueError("the loss of dppo_head_loss can be differentiated once; it keeps no logits to do it again")
-        (of_hidden, of_weight, of_bias), ctx.gradients = ctx.gradients, None
-        if upstream.numel() != 1:
-            raise ValueError(f"the gradient of the loss must be one number, got {tuple(upstream.shape)}")
-        if ctx.added_to is not None:
-            _check_one(upstream)
-            of_weight = mark_added(ctx.added_to)
-        else:
-            of_weight = _scaled(of_weight, upstream)
-        of_hidden, of_bias = _scaled(of_hidden, upstream), _scaled(of_bias, upstream)
-        return None if of_hidden is None else ctx.rows.spread(of_hidden), of_weight, of_bias, None, None
-
-
-def _check_one(upstream: Tensor) -> None:
-    if upstream.is_cuda:
-        torch._assert_async(upstream == 1, "with accumulate_main_grad the gradient of the loss must be 1")
-    elif float(upstream) != 1:
-        raise ValueError(
-            f"with accumulate_main_grad the gradient of the loss must be 1, got {float(upstream)}: weight.main_grad "
-            "has the gradient already; scale the loss function instead"
-        )
-
-
-def _scaled(gradient: Tensor | None, upstream: Tensor) -> Tensor | None:
-    if gradient is None or (not upstream.is_cuda and float(upstream) == 1):
-        return gradient
-    return gradient.mul_(upstream)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_dppo.parallel.head_rows import Head
 from megatron_dppo.parallel.mixed_gemm import WeightGradient
@@ -31,7 +35,7 @@ class HeadGradient:
         chunks: int,
         main_grad: Tensor | None,
     ) -> None:
-        self._head, self._rows = head, rows
+        self._head, self.rows, self.in_main_grad = head, rows, needed[1] and main_grad is not None
         self._hidden = hidden.new_empty(rows.num_gradient, hidden.shape[1]) if needed[0] else None
         self._weight = WeightGradient(head.weight, chunks, main_grad) if needed[1] else None
         self._bias = head.weight.new_zeros(len(head.weight), dtype=head.dtype) if needed[2] else None
@@ -85,3 +89,52 @@ def mark_added(weight: Tensor) -> Tensor:
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return weight.new_zeros(1, 1).expand_as(weight)
+
+
+def attach_gradient(
+    loss_sum: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradient: HeadGradient
+) -> Tensor:
+    """``loss_sum`` with the gradients that ``gradient`` has of it; it can be differentiated once."""
+    apply: Callable[..., Tensor] = _AttachGradient.apply
+    return apply(hidden, weight, bias, loss_sum, gradient)
+
+
+class _AttachGradient(torch.autograd.Function):
+    """Multiplies gradients that exist already by that of the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss_sum: Tensor, gradient: HeadGradient
+    ) -> Tensor:
+        ctx.gradients = (gradient.hidden(), gradient.weight(), gradient.bias())
+        ctx.rows, ctx.added_to = gradient.rows, weight if gradient.in_main_grad else None
+        return loss_sum.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise ValueError("the loss of dppo_head_loss can be differentiated once; it keeps no logits to do it again")
+        if ctx.added_to is not None:
+            _check_one(upstream)
+        (of_hidden, of_weight, of_bias), ctx.gradients = ctx.gradients, None
+        of_hidden, of_weight, of_bias = (_scaled(x, upstream) for x in (of_hidden, of_weight, of_bias))
+        if ctx.added_to is not None:
+            of_weight = mark_added(ctx.added_to)
+        return None if of_hidden is None else ctx.rows.spread(of_hidden), of_weight, of_bias, None, None
+
+
+def _check_one(upstream: Tensor) -> None:
+    if upstream.is_cuda:
+        torch._assert_async(upstream == 1, "with accumulate_main_grad the gradient of the loss must be 1")
+    elif float(upstream) != 1:
+        raise ValueError(
+            f"with accumulate_main_grad the gradient of the loss must be 1, got {float(upstream)}: weight.main_grad "
+            "has the gradient already; scale the loss function instead"
+        )
+
+
+def _scaled(gradient: Tensor | None, upstream: Tensor) -> Tensor | None:
+    if gradient is None or (not upstream.is_cuda and float(upstream) == 1):
+        return gradient
+    return gradient.mul_(upstream)

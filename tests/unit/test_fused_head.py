@@ -16,6 +16,7 @@ from tests.distributed.head_cases import (
     LOGPROB_BOUND,
     HeadCase,
     HeadProblem,
+    Leaves,
     assert_close,
     check_gradients,
     full_leaves,
@@ -42,7 +43,7 @@ CASES = [
 ]
 
 
-def statistics(problem: HeadProblem, leaves: tuple[Tensor, Tensor, Tensor | None], **options: Any) -> HeadStatistics:
+def statistics(problem: HeadProblem, leaves: Leaves, **options: Any) -> HeadStatistics:
     hidden, weight, bias = leaves
     return vocab_parallel_head_stats(
         hidden,
