@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from head_bench import cuda
 
         return cuda.main(options.out, "cuda" if options.device == "cuda" else "cpu", options.rounds)
-    if options.keep_pages:
+    if not options.fresh_pages:
         keep_pages()
     profile = FULL if options.full else SHORT
     methods = methods_of(options.methods, METHODS)
@@ -87,7 +87,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--attempts", type=int, default=3, help="repeat a timing whose spread is above 15 %%")
     parser.add_argument("--entropy-gradient", action="store_true", help="an entropy bonus; leaves TRL out")
-    parser.add_argument("--keep-pages", action="store_true", help="freed memory stays in the process (glibc)")
+    parser.add_argument("--fresh-pages", action="store_true", help="every large tensor costs page faults in the times")
     parser.add_argument("--methods", nargs="+", help="only these, ours and Stable-RL")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_head"))
     parser.add_argument("--rehearse-cuda", action="store_true", help="the code of --device cuda, tiny, on the CPU")
@@ -108,15 +108,15 @@ def _measure(methods: list[Method], profile: Profile, options: argparse.Namespac
     zero_gemms = {m.name: _counts(m, zero, profile.counts, {}).gemms for m in (OURS_A, OURS_B)}
     del task, zero
     results = Results(rows, {k: v for k, v in vars(profile).items() if v is not None}, ZERO_SHARE, zero_gemms)
-    if profile.peak is not None:
-        _say("peaks")
-        _full_peaks(results, profile.peak)
     if not options.gates_only:
         _say("times")
         _times(results, profile.time, options)
+    if profile.peak is not None:
+        _say("peaks")
+        _full_peaks(results, profile.peak)
     _say("two ranks")
     parallel_time = None if options.gates_only else profile.parallel_time
-    found = tensor_parallel.measure(methods, profile.parallel, parallel_time, options.rounds)
+    found = tensor_parallel.measure(methods, profile.parallel, parallel_time, options.rounds, options.fresh_pages)
     for row in rows:
         row.parallel = found.get(row.method.name)
     return results

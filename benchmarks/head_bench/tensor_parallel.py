@@ -18,7 +18,7 @@ from head_peers.task import Size, Task, make_task, quick_task
 
 from head_bench.counters import counted, peak_bytes
 from head_bench.reference import Reference, errors_of, reference
-from head_bench.timing import Ratio, cpu_seconds, paired_ratios, steadiest
+from head_bench.timing import Ratio, cpu_seconds, keep_pages, paired_ratios, steadiest
 from megatron_dppo.types import LossInputs
 
 RANKS = 2
@@ -27,16 +27,22 @@ CHUNKS = 3
 _MINUTES = 30
 
 
-def measure(methods: Sequence[Method], counts: Size, time_size: Size | None, rounds: int) -> dict[str, Any]:
+def measure(
+    methods: Sequence[Method], counts: Size, time_size: Size | None, rounds: int, fresh_pages: bool
+) -> dict[str, Any]:
     """Per method: what ``_counts`` returns and, with a size for it, ``time``."""
     names = [m.name for m in methods if m.tensor_parallel]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_child, (folder, names, counts, time_size, rounds), nprocs=RANKS, join=True)
+        mp.spawn(_child, (folder, names, counts, time_size, rounds, fresh_pages), nprocs=RANKS, join=True)
         return json.loads((Path(folder) / "result.json").read_text())
 
 
-def _child(rank: int, folder: str, names: Sequence[str], counts: Size, time_size: Size | None, rounds: int) -> None:
+def _child(
+    rank: int, folder: str, names: Sequence[str], counts: Size, time_size: Size | None, rounds: int, fresh_pages: bool
+) -> None:
     torch.set_num_threads(1)
+    if not fresh_pages:
+        keep_pages()
     store = dist.FileStore(str(Path(folder) / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=_MINUTES))
     try:
