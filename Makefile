@@ -1,6 +1,7 @@
 # make demo    set up, train the embedded example, show the result
 # make test    set up, run all tests
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour)
+# make bench-head    the head against other stacks' methods: counts and gates
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # Inside an environment that already has torch and Megatron nothing is installed over them (tools/setup_env.sh).
 
@@ -13,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo test test-matrix test-gym lint setup clean
+.PHONY: demo test test-matrix test-gym bench-head lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
@@ -28,6 +29,9 @@ test-gym:
 
 test-matrix:
 	@tools/run_matrix.sh $(PYTHON312)
+
+bench-head:
+	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)
 
 lint:
 	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy

@@ -1,0 +1,194 @@
+"""The DPPO head against the methods of other stacks: memory, products, traffic, collectives, errors, then time.
+
+    python benchmarks/head.py                  counts and gates, a minute or two, then a short timing
+    python benchmarks/head.py --gates-only     the counts and gates alone: what CI runs
+    python benchmarks/head.py --full           the sizes of docs/benchmarks-head.md
+    python benchmarks/head.py --device cuda    the sweep on a GPU
+
+Every method gets the same task: DPPO's loss of N tokens and its gradients with respect to hidden states and head; the
+table says what each of them offers (a log-probability at the label, b at K ids of each token, c own Top-K, d entropy),
+and ``*`` marks those that do the whole task. Exit code 1 when one of the deterministic gates fails; never for a time.
+The peers are re-expressions in plain torch of what their code does: CPU ratios are not GPU ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from head_bench import report, tensor_parallel
+from head_bench.counters import counted, peak_bytes
+from head_bench.reference import Errors, errors_of, reference
+from head_bench.results import Check, Results, Row, gates, goals, methods_of
+from head_bench.tensor_parallel import runner
+from head_bench.timing import Ratio, cpu_seconds, keep_pages, paired_ratios, steadiest
+from head_peers.registry import METHODS, OURS_A, OURS_B, Method
+from head_peers.task import Size, Task, make_task, quick_task
+
+ZERO_SHARE = 0.4
+_ZERO_ROWS = "ours B, zero rows"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Sizes of one kind of run."""
+
+    counts: Size
+    errors: Size
+    parallel: Size
+    time: Size
+    parallel_time: Size | None = None
+    peak: Size | None = None
+
+
+SHORT = Profile(
+    counts=Size(512, 32768, 64, 16),
+    errors=Size(192, 8192, 64, 16),
+    parallel=Size(192, 8192, 64, 16),
+    time=Size(256, 16384, 128, 16),
+)
+FULL = Profile(
+    counts=Size(512, 32768, 256, 64),
+    errors=Size(192, 20480, 256, 64),
+    parallel=Size(192, 20480, 256, 64),
+    time=Size(512, 32768, 256, 64),
+    parallel_time=Size(512, 32768, 256, 64),
+    peak=Size(2048, 151936, 128, 64),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 1 when a gate fails."""
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    if options.device == "cuda" or options.rehearse_cuda:
+        from head_bench import cuda
+
+        return cuda.main(options.out, "cuda" if options.device == "cuda" else "cpu", options.rounds)
+    if not options.fresh_pages:
+        keep_pages()
+    profile = FULL if options.full else SHORT
+    methods = methods_of(options.methods, METHODS)
+    results = _measure(methods, profile, options)
+    checks = {"gates": gates(results), "goals": goals(results)}
+    _show(results, checks, options.out)
+    return 0 if all(check.holds for check in checks["gates"]) else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--gates-only", action="store_true", help="no times")
+    parser.add_argument("--full", action="store_true", help="the sizes that the figures in docs/ are of")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--attempts", type=int, default=3, help="repeat a timing whose spread is above 15 %%")
+    parser.add_argument("--entropy-gradient", action="store_true", help="an entropy bonus; leaves TRL out")
+    parser.add_argument("--fresh-pages", action="store_true", help="every large tensor costs page faults in the times")
+    parser.add_argument("--methods", nargs="+", help="only these, ours and Stable-RL")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_head"))
+    parser.add_argument("--rehearse-cuda", action="store_true", help="the code of --device cuda, tiny, on the CPU")
+    return parser.parse_args(arguments)
+
+
+def _measure(methods: list[Method], profile: Profile, options: argparse.Namespace) -> Results:
+    if options.entropy_gradient:
+        methods = [m for m in methods if "d" in m.gradients.split()]
+        sizes = {k: v if v is None else replace(v, entropy_gradient=True) for k, v in vars(profile).items()}
+        profile = Profile(**sizes)
+    _say("errors against float64")
+    errors = _errors(methods, profile.errors)
+    _say("counts")
+    task = quick_task(profile.counts)
+    rows = [_counts(method, task, profile.counts, errors[method.name]) for method in methods]
+    zero = quick_task(replace(profile.counts, zero_share=ZERO_SHARE))
+    zero_gemms = {m.name: _counts(m, zero, profile.counts, {}).gemms for m in (OURS_A, OURS_B)}
+    del task, zero
+    results = Results(rows, {k: v for k, v in vars(profile).items() if v is not None}, ZERO_SHARE, zero_gemms)
+    if not options.gates_only:
+        _say("times")
+        _times(results, profile.time, options)
+    if profile.peak is not None:
+        _say("peaks")
+        _full_peaks(results, profile.peak)
+    _say("two ranks")
+    parallel_time = None if options.gates_only else profile.parallel_time
+    found = tensor_parallel.measure(methods, profile.parallel, parallel_time, options.rounds, options.fresh_pages)
+    for row in rows:
+        row.parallel = found.get(row.method.name)
+    return results
+
+
+def _errors(methods: list[Method], size: Size) -> dict[str, dict[str, Errors]]:
+    found: dict[str, dict[str, Errors]] = {method.name: {} for method in methods}
+    for dtype in (torch.bfloat16, torch.float32):
+        task = make_task(replace(size, dtype=dtype, zero_share=ZERO_SHARE))
+        exact = {with_ids: reference(task, with_ids) for with_ids in (False, True)}
+        for method in methods:
+            name = str(dtype).removeprefix("torch.")
+            found[method.name][name] = errors_of(method.run, task, exact[method.offers_ids(1)])
+    return found
+
+
+def _counts(method: Method, task: Task, size: Size, errors: dict[str, Errors]) -> Row:
+    fresh = task.fresh()
+    with counted() as seen:
+        method.run(fresh)
+    fresh = task.fresh()
+    logits = size.tokens * size.vocab
+    return Row(
+        method,
+        gemms=seen.flops / (2 * logits * size.hidden),
+        traffic=seen.traffic / logits,
+        large_traffic=seen.large_traffic / logits,
+        peak=peak_bytes(lambda: method.run(fresh)),
+        errors=errors,
+    )
+
+
+def _full_peaks(results: Results, size: Size) -> None:
+    task = quick_task(size)
+    for row in results.rows:
+        fresh = task.fresh()
+        row.full_peak = peak_bytes(lambda method=row.method, leaves=fresh: method.run(leaves))
+
+
+def _times(results: Results, size: Size, options: argparse.Namespace) -> None:
+    task, zero = quick_task(size), quick_task(replace(size, zero_share=ZERO_SHARE))
+    runs = {row.method.name: runner(row.method, task) for row in results.rows}
+    runs[_ZERO_ROWS] = runner(OURS_B, zero)
+
+    def measure(attempt: int) -> dict[str, Ratio]:
+        return paired_ratios(runs, OURS_B.name, options.rounds, clock=cpu_seconds, seed=attempt)
+
+    found = steadiest(measure, options.attempts)
+    for row in results.rows:
+        row.time = found[row.method.name]
+    results.zero_time = found[_ZERO_ROWS]
+
+
+def _say(part: str) -> None:
+    print(f"measuring: {part}", file=sys.stderr, flush=True)
+
+
+def _show(results: Results, checks: dict[str, list[Check]], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    print(report.table(results))
+    for name, size in results.sizes.items():
+        print(f"{name}: {size}")
+    if results.zero_time is not None:
+        print(f"ours B with {results.zero_share:.0%} zero advantages over none: {results.zero_time}")
+    for kind, found in checks.items():
+        print(f"\n{kind}")
+        for check in found:
+            print(f"  {check}")
+    report.write_json(out / "head.json", results, checks, report.environment("cpu"))
+    report.plot(out / "head.png", results)
+    print(f"\nwritten: {out / 'head.json'}, {out / 'head.png'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""The sweep on one GPU: times as ratios to the three plain products in the same process, and peaks.
+
+A shard of tensor parallelism is a smaller vocabulary here: one GPU has no collectives to measure. Inputs rotate between
+two sets. Methods that run out of memory, and packages that are not installed, are named.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from head_peers.ours import mode_a
+from head_peers.registry import METHODS, OURS_A, OURS_B, Method
+from head_peers.task import Size, Task, loss_of, make_task, quick_task
+
+from head_bench.counters import peak_bytes
+from head_bench.reference import errors_of, reference
+from head_bench.report import environment
+from head_bench.tensor_parallel import runner
+from head_bench.timing import cpu_seconds, paired_ratios, steadiest
+from head_bench.wheels import installed
+
+_BASE = "3 products"
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Which sizes a sweep visits."""
+
+    tokens: int
+    vocab: int
+    hidden: int
+    shards: tuple[int, ...]
+    chunks: tuple[int, ...]
+    topks: tuple[int, ...]
+    lengths: tuple[int, ...]
+    zero_shares: tuple[float, ...] = (0.0, 0.2, 0.4)
+
+
+SCALES = {
+    "cuda": Scale(32768, 151936, 2048, (1, 2, 4, 8), (1024, 2048, 4096, 8192), (1, 20, 64, 100), (8192, 32768, 131072)),
+    "cpu": Scale(64, 2048, 32, (1, 4), (16, 64), (4, 8), (32, 64)),
+}
+
+
+@dataclass
+class Sweep:
+    """The measuring side: a device, and what was found so far."""
+
+    device: str
+    rounds: int
+    scale: Scale
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def clock(self, run: Run) -> float:
+        """Seconds on the device."""
+        if self.device == "cpu":
+            return cpu_seconds(run)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    def peak(self, run: Run) -> int:
+        """Bytes beyond what is there before; gradients of head and hidden states included."""
+        if self.device == "cpu":
+            return peak_bytes(run)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def sizes(self, shards: int, topk: int = 64, share: float = 0.0) -> Size:
+        """Of one rank's share."""
+        topk = min(topk, max(self.scale.topks))
+        return Size(self.scale.tokens, self.scale.vocab // shards, self.scale.hidden, topk, zero_share=share)
+
+    def compare(self, title: str, runs: dict[str, Run]) -> None:
+        """Time and peak of each run; those that fail are named with their error and left out."""
+        lines, fits = {}, {}
+        for name, run in runs.items():
+            try:
+                run()
+                lines[name] = {"peak_bytes": self.peak(run)}
+                fits[name] = run
+            except Exception as error:  # of a peer's own code, or out of memory
+                lines[name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
+            self.release()
+        ratios = steadiest(
+            lambda attempt: paired_ratios(fits, _BASE, self.rounds, clock=self.clock, seed=attempt), attempts=2
+        )
+        for name, ratio in ratios.items():
+            lines[name] |= ratio.as_dict()
+        self.found[title] = lines
+        print(f"\n{title}")
+        for name, line in lines.items():
+            shown = line.get("failed") or f"{ratios[name]}  {line['seconds'] * 1e3:9.2f} ms"
+            print(f"  {name:<28}{line.get('peak_bytes', 0) / 2**20:>10,.0f} MiB  {shown}")
+
+    def release(self) -> None:
+        """Give memory back between runs."""
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main(out: Path, device: str, rounds: int) -> int:
+    """Run the whole sweep, print it and write it to ``out/head_<device>.json``; 1 when an error is out of bounds."""
+    sweep = Sweep(device, rounds, SCALES[device])
+    wheels, missing = installed()
+    for name, reason in missing.items():
+        print(f"not installed: {name} ({reason})")
+    good = _errors(sweep, wheels)
+    for shards in sweep.scale.shards:
+        _chunk_sizes(sweep, shards)
+        _peers(sweep, shards, wheels)
+    _variants(sweep, sweep.scale.shards[-2])
+    _lengths(sweep)
+    out.mkdir(parents=True, exist_ok=True)
+    about = environment(device) | {"not_installed": missing}
+    (out / f"head_{device}.json").write_text(json.dumps({"environment": about, "found": sweep.found}, indent=2) + "\n")
+    return 0 if good else 1
+
+
+def _errors(sweep: Sweep, wheels: list[Method]) -> bool:
+    good = True
+    task = make_task(Size(256, 8192, 256, 16, zero_share=0.4), sweep.device)
+    exact = {with_ids: reference(task, with_ids) for with_ids in (False, True)}
+    for method in (*METHODS, *wheels):
+        try:
+            errors = errors_of(method.run, task, exact[method.offers_ids(1)]).as_dict()
+        except Exception as error:  # a sum has nothing a token; a foreign kernel may fail in any way
+            print(f"errors of {method.name}: {type(error).__name__}: {error}"[:160])
+            good &= not method.ours
+            continue
+        print(f"errors of {method.name}: {errors}")
+        sweep.found.setdefault("errors", {})[method.name] = errors
+        if method.ours:
+            good &= (errors["logprobs"] or 0) <= 1e-5 and max(errors["grad_hidden"], errors["grad_weight"]) <= 2.5e-3
+    return good
+
+
+def _tasks(sweep: Sweep, size: Size) -> list[Task]:
+    return [quick_task(size, sweep.device, seed) for seed in range(2)]
+
+
+def _rotating(method: Callable[[Task], Run], tasks: list[Task]) -> Run:
+    turns = itertools.cycle([method(task) for task in tasks])
+    return lambda: next(turns)()
+
+
+def _three_products(task: Task) -> Run:
+    """Logits, dH and dW of all tokens at once, in the dtype of the model: the limit of every method here."""
+    hidden, weight = task.hidden.detach(), task.weight.detach()
+
+    def run() -> None:
+        logits = hidden @ weight.t()
+        torch.mm(logits, weight)
+        torch.mm(logits.t(), hidden)
+
+    return run
+
+
+def _chunk_sizes(sweep: Sweep, shards: int) -> None:
+    tasks = _tasks(sweep, sweep.sizes(shards))
+    runs = {_BASE: _rotating(_three_products, tasks)}
+    for chunk in sweep.scale.chunks:
+        cut = [replace(task, chunk_tokens=chunk) for task in tasks]
+        runs[f"B, {chunk} tokens"] = _rotating(partial(runner, OURS_B), cut)
+        runs[f"A, {chunk} tokens"] = _rotating(partial(runner, OURS_A), cut)
+    sweep.compare(f"chunk size, V / {shards}", runs)
+
+
+def _peers(sweep: Sweep, shards: int, wheels: list[Method]) -> None:
+    tasks = _tasks(sweep, sweep.sizes(shards))
+    runs = {_BASE: _rotating(_three_products, tasks)}
+    for method in (*METHODS, *wheels):
+        name = method.name if method.ours or method in wheels else f"{method.name} (re-expressed)"
+        runs[name] = _rotating(partial(runner, method), tasks)
+    sweep.compare(f"peers, V / {shards}", runs)
+
+
+def _variants(sweep: Sweep, shards: int) -> None:
+    base = _tasks(sweep, sweep.sizes(shards))
+    runs = {_BASE: _rotating(_three_products, base)}
+    for topk in sweep.scale.topks:
+        tasks = _tasks(sweep, sweep.sizes(shards, topk))
+        runs[f"B, K = {topk}"] = _rotating(partial(runner, OURS_B), tasks)
+    runs["A"] = _rotating(partial(runner, OURS_A), base)
+    own = min(64, max(sweep.scale.topks))
+    with_topk = replace(OURS_A, forward=lambda task: loss_of(task, mode_a(task, topk=own)))
+    runs[f"A, own Top-{own}"] = _rotating(partial(runner, with_topk), base)
+    for share in sweep.scale.zero_shares:
+        tasks = _tasks(sweep, sweep.sizes(shards, share=share))
+        runs[f"B, {share:.0%} zero rows"] = _rotating(partial(runner, OURS_B), tasks)
+    bonus = _tasks(sweep, replace(sweep.sizes(shards), entropy_gradient=True))
+    runs["B, entropy bonus"] = _rotating(partial(runner, OURS_B), bonus)
+    sweep.compare(f"variants, V / {shards}", runs)
+
+
+def _lengths(sweep: Sweep) -> None:
+    for shards in (sweep.scale.shards[0], sweep.scale.shards[-1]):
+        for tokens in sweep.scale.lengths:
+            task = quick_task(replace(sweep.sizes(shards), tokens=tokens), sweep.device)
+            peaks = {method.name: sweep.peak(runner(method, task)) for method in (OURS_B, OURS_A)}
+            sweep.found.setdefault("peak", {})[f"N = {tokens}, V / {shards}"] = peaks
+            print(f"peak, N = {tokens}, V / {shards}: { {name: f'{p / 2**20:,.0f} MiB' for name, p in peaks.items()} }")
+            del task
+            sweep.release()
