@@ -21,7 +21,6 @@ from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs
 from megatron_dppo.parallel.head_gradient import HeadGradient, attach_gradient, checked_main_grad
 from megatron_dppo.parallel.head_rows import Head, RowTotals, check_ids, gather_shards, merge
 from megatron_dppo.parallel.head_sums import SlotSums, merge_narrow, narrow, reduce_slots
-from megatron_dppo.parallel.row_kernels import row_statistics
 from megatron_dppo.parallel.row_plan import Chunk, RowPlan, Rows, chunk_size
 from megatron_dppo.types import LossInputs, LossOutput, Metric, TokenTargets
 
@@ -85,7 +84,7 @@ def dppo_head_loss(
     main_grad = checked_main_grad(weight, accumulate_main_grad)
     needed = _needed(hidden), _needed(weight), _needed(bias)
     size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
-    gradient = HeadGradient(head, rows, hidden, needed, -(-rows.num_gradient // size), main_grad)
+    gradient = HeadGradient(head, rows, hidden, needed, size, main_grad)
     if head.group is None or targets.rollout_topk_ids is None:
         slot_sums = None
     run = _Run(head, rows, hidden.detach(), targets, loss, entropy_gradient, size, gradient, any(needed), slot_sums)
@@ -125,6 +124,11 @@ class _Run:
     """whether a gradient is wanted"""
     slot_sums: SlotSums | None
 
+    @property
+    def overwrites(self) -> bool:
+        """On the CPU exponentials cost more than memory, and without an entropy term the gradient needs no more."""
+        return self.differentiates and not self.entropy_gradient and not self.hidden.is_cuda
+
 
 @dataclass(frozen=True)
 class _Pending:
@@ -132,11 +136,10 @@ class _Pending:
 
     chunk: Chunk
     targets: TokenTargets
-    hidden: Tensor
     logits: Tensor
     local_labels: Tensor
     mine: Tensor
-    """this shard's row statistics"""
+    """this shard's row statistics; exponentials may have replaced the logits"""
     parts: Tensor
     work: dist.Work | None
 
@@ -166,9 +169,10 @@ def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
     ids, valid = _ids(targets)
     labels = head.local(targets.labels)
     logits = head.logits(hidden, buffer)
-    mine = row_statistics(logits, head.own, labels, None if ids is None else head.local(ids, valid), head.temperature)
+    local_ids = None if ids is None else head.local(ids, valid)
+    mine = head.statistics(logits, labels, local_ids, overwrite=run.overwrites)
     sent = mine if run.slot_sums is None or ids is None or valid is None else narrow(mine, targets.labels, ids, valid)
-    return _Pending(chunk, targets, hidden, logits, labels, mine, *gather_shards(sent, head.group))
+    return _Pending(chunk, targets, logits, labels, mine, *gather_shards(sent, head.group))
 
 
 @torch.no_grad()
@@ -190,8 +194,10 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
             totals.select(part),
             of_logprobs[part],
             None if of_entropy is None else of_entropy[part],
+            run.gradient.place(pending.logits[part]),
+            pending.mine[part, 0] if run.overwrites else None,
         )
-        run.gradient.add(pending.chunk.start, dlogits, pending.hidden[part])
+        run.gradient.add(dlogits)
     return output
 
 
