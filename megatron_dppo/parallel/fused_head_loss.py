@@ -62,9 +62,8 @@ def dppo_head_loss(
         accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward, as Megatron's
             ``gradient_accumulation_fusion`` does in backward; ``weight.grad`` then gets zeros. The gradient of
             ``loss_sum`` must then be exactly 1.
-        slot_sums: exchange these sums of the Top-K slots (``losses.topk_sums``) instead of the slots: 28 bytes a row in
-            two collectives a chunk, see ``head_sums``. The loss then gets ``topk_sums`` and no ``topk_logprobs``.
-            Without effect on one shard or without Top-K ids.
+        slot_sums: ``losses.topk_sums``: several shards exchange these sums instead of the Top-K slots (``head_sums``),
+            and the loss gets ``topk_sums`` in place of ``topk_logprobs``.
 
     Returns:
         The loss of all rows: sums over the chunks, ``keep_mask [T]`` (False in rows outside the plan), and metrics
@@ -85,8 +84,6 @@ def dppo_head_loss(
     needed = _needed(hidden), _needed(weight), _needed(bias)
     size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
     gradient = HeadGradient(head, rows, hidden, needed, size, main_grad)
-    if head.group is None or targets.rollout_topk_ids is None:
-        slot_sums = None
     run = _Run(head, rows, hidden.detach(), targets, loss, entropy_gradient, size, gradient, any(needed), slot_sums)
     output = _join([_finish(run, pending) for pending in _pending(run)], rows)
     if not run.differentiates:
@@ -123,6 +120,11 @@ class _Run:
     differentiates: bool
     """whether a gradient is wanted"""
     slot_sums: SlotSums | None
+
+    @property
+    def exchanges_sums(self) -> bool:
+        """One shard has all slots anyway."""
+        return self.slot_sums is not None and self.head.group is not None and self.targets.rollout_topk_ids is not None
 
     @property
     def overwrites(self) -> bool:
@@ -171,7 +173,9 @@ def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
     logits = head.logits(hidden, buffer)
     local_ids = None if ids is None else head.local(ids, valid)
     mine = head.statistics(logits, labels, local_ids, overwrite=run.overwrites)
-    sent = mine if run.slot_sums is None or ids is None or valid is None else narrow(mine, targets.labels, ids, valid)
+    sent = mine
+    if run.exchanges_sums and ids is not None and valid is not None:
+        sent = narrow(mine, targets.labels, ids, valid)
     return _Pending(chunk, targets, logits, labels, mine, *gather_shards(sent, head.group))
 
 
@@ -203,16 +207,16 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
 
 def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
     """The totals of the rows, and ``losses.topk_sums`` of all slots where those are exchanged in place of the slots."""
-    targets, head = pending.targets, run.head
+    targets, head, of_rollout = pending.targets, run.head, pending.targets.rollout_topk_logprobs
     ids, valid = _ids(targets)
-    if run.slot_sums is None or ids is None or head.group is None or targets.rollout_topk_logprobs is None:
+    if not run.exchanges_sums:
         return merge(pending.parts, targets.labels, ids, valid, head.temperature), None
-    totals = merge_narrow(pending.parts, head.temperature)
-    owned, of_rollout = head.local(ids, valid) >= 0, targets.rollout_topk_logprobs
+    assert ids is not None and of_rollout is not None and targets.rollout_topk_ids is not None
+    assert head.group is not None and run.slot_sums is not None
+    totals, owned = merge_narrow(pending.parts, head.temperature), head.local(ids, valid) >= 0
     sums, other = reduce_slots(
         pending.mine, owned, of_rollout[:, :-1], totals, head.temperature, head.group, run.slot_sums
     )
-    assert targets.rollout_topk_ids is not None
     last = run.slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], targets.rollout_topk_ids[:, -1:] >= 0)
     return totals._replace(other_logprob=other), sums + last.to(sums.dtype)
 
