@@ -46,16 +46,10 @@ def dppo_head_loss(
     """``loss`` of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group, with its gradients.
 
     Args:
-        hidden: ``[T, H]`` float32, float64 or bfloat16, the same on all ranks. Its gradient is this shard's part: the
-            region that brought it to all ranks sums it.
-        weight: ``[V_local, H]`` this rank's shard, in the dtype of ``hidden``.
+        hidden, weight, group, vocab_size, temperature, bias: as in ``vocab_parallel_head_stats``.
         targets: of the T rows, the same on all ranks, and without ``sequence_ids``.
         loss: a sum over tokens in which each token's term depends on that token alone. It is called on some rows at a
             time, with the same inputs on all ranks.
-        group: the vocabulary-parallel group; None = not sharded.
-        vocab_size: V without padding. Padded entries (global id >= V) never enter the softmax and get gradient 0.
-        temperature: divides the logits.
-        bias: ``[V_local]`` or None.
         entropy_gradient: whether the entropy that the loss gets carries a gradient.
         plan: the rows with loss; None = all. A row that it leaves out has no loss, whatever the mask says.
         chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,6 +27,14 @@ BOUND = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6}
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(row_kernels, "_BLOCK_BYTES", request.param)
     return request.param
+
+
+@pytest.fixture
+def ieee() -> Iterator[None]:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = before
 
 
 def chunk(dtype: torch.dtype, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,10 +164,9 @@ def test_exponentials_in_place_of_the_logits_give_the_same_gradient(dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gemms_add_up_in_fp32(dtype: torch.dtype) -> None:
+def test_the_gemms_add_up_in_fp32(dtype: torch.dtype, ieee: None) -> None:
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(n, 64, generator=generator, dtype=torch.float64).to(dtype) for n in (40, 300))
-    setting = torch.backends.mkldnn.matmul.fp32_precision
     out = torch.empty(40, 300, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     logits_into(hidden, weight, None, out)
     torch.testing.assert_close(out.double(), hidden.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
@@ -169,4 +177,4 @@ def test_the_gemms_add_up_in_fp32(dtype: torch.dtype) -> None:
         gradient.add(dlogits[part], hidden[part])
     assert gradient.result() is None
     torch.testing.assert_close(total.double(), 2.0 + dlogits.double().T @ hidden.double(), rtol=1e-5, atol=1e-5)
-    assert torch.backends.mkldnn.matmul.fp32_precision == setting
+    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
