@@ -24,13 +24,13 @@ from head_bench import report, tensor_parallel
 from head_bench.counters import counted, peak_bytes
 from head_bench.reference import Errors, errors_of, reference
 from head_bench.results import Check, Results, Row, gates, goals, methods_of
-from head_bench.tensor_parallel import runner
+from head_bench.tensor_parallel import runner, three_products
 from head_bench.timing import Ratio, cpu_seconds, keep_pages, paired_ratios, steadiest
 from head_peers.registry import METHODS, OURS_A, OURS_B, Method
 from head_peers.task import Size, Task, make_task, quick_task
 
 ZERO_SHARE = 0.4
-_ZERO_ROWS = "ours B, zero rows"
+_ZERO_ROWS, _LIMIT = "ours B, zero rows", "three products"
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Profile:
     errors: Size
     parallel: Size
     time: Size
+    peak: Size
     parallel_time: Size | None = None
-    peak: Size | None = None
 
 
 SHORT = Profile(
@@ -50,6 +50,7 @@ SHORT = Profile(
     errors=Size(192, 8192, 64, 16),
     parallel=Size(192, 8192, 64, 16),
     time=Size(256, 16384, 128, 16),
+    peak=Size(2048, 151936, 128, 64),
 )
 FULL = Profile(
     counts=Size(512, 32768, 256, 64),
@@ -111,9 +112,8 @@ def _measure(methods: list[Method], profile: Profile, options: argparse.Namespac
     if not options.gates_only:
         _say("times")
         _times(results, profile.time, options)
-    if profile.peak is not None:
-        _say("peaks")
-        _full_peaks(results, profile.peak)
+    _say("peaks")
+    _full_peaks([row for row in rows if options.full or row.method.ours], profile.peak)
     _say("two ranks")
     parallel_time = None if options.gates_only else profile.parallel_time
     found = tensor_parallel.measure(methods, profile.parallel, parallel_time, options.rounds, options.fresh_pages)
@@ -149,9 +149,9 @@ def _counts(method: Method, task: Task, size: Size, errors: dict[str, Errors]) -
     )
 
 
-def _full_peaks(results: Results, size: Size) -> None:
+def _full_peaks(rows: list[Row], size: Size) -> None:
     task = quick_task(size)
-    for row in results.rows:
+    for row in rows:
         fresh = task.fresh()
         row.full_peak = peak_bytes(lambda method=row.method, leaves=fresh: method.run(leaves))
 
@@ -159,7 +159,7 @@ def _full_peaks(results: Results, size: Size) -> None:
 def _times(results: Results, size: Size, options: argparse.Namespace) -> None:
     task, zero = quick_task(size), quick_task(replace(size, zero_share=ZERO_SHARE))
     runs = {row.method.name: runner(row.method, task) for row in results.rows}
-    runs[_ZERO_ROWS] = runner(OURS_B, zero)
+    runs |= {_ZERO_ROWS: runner(OURS_B, zero), _LIMIT: three_products(task)}
 
     def measure(attempt: int) -> dict[str, Ratio]:
         return paired_ratios(runs, OURS_B.name, options.rounds, clock=cpu_seconds, seed=attempt)
@@ -167,7 +167,7 @@ def _times(results: Results, size: Size, options: argparse.Namespace) -> None:
     found = steadiest(measure, options.attempts)
     for row in results.rows:
         row.time = found[row.method.name]
-    results.zero_time = found[_ZERO_ROWS]
+    results.zero_time, results.limit = found[_ZERO_ROWS], found[_LIMIT]
 
 
 def _say(part: str) -> None:
@@ -181,6 +181,7 @@ def _show(results: Results, checks: dict[str, list[Check]], out: Path) -> None:
         print(f"{name}: {size}")
     if results.zero_time is not None:
         print(f"ours B with {results.zero_share:.0%} zero advantages over none: {results.zero_time}")
+        print(f"three plain products alone over ours B: {results.limit}")
     for kind, found in checks.items():
         print(f"\n{kind}")
         for check in found:

@@ -22,7 +22,7 @@ from head_peers.task import Size, Task, loss_of, make_task, quick_task
 from head_bench.counters import peak_bytes
 from head_bench.reference import errors_of, reference
 from head_bench.report import environment
-from head_bench.tensor_parallel import runner
+from head_bench.tensor_parallel import runner, three_products
 from head_bench.timing import cpu_seconds, paired_ratios, steadiest
 from head_bench.wheels import installed
 
@@ -160,21 +160,9 @@ def _rotating(method: Callable[[Task], Run], tasks: list[Task]) -> Run:
     return lambda: next(turns)()
 
 
-def _three_products(task: Task) -> Run:
-    """Logits, dH and dW of all tokens at once, in the dtype of the model: the limit of every method here."""
-    hidden, weight = task.hidden.detach(), task.weight.detach()
-
-    def run() -> None:
-        logits = hidden @ weight.t()
-        torch.mm(logits, weight)
-        torch.mm(logits.t(), hidden)
-
-    return run
-
-
 def _chunk_sizes(sweep: Sweep, shards: int) -> None:
     tasks = _tasks(sweep, sweep.sizes(shards))
-    runs = {_BASE: _rotating(_three_products, tasks)}
+    runs = {_BASE: _rotating(three_products, tasks)}
     for chunk in sweep.scale.chunks:
         cut = [replace(task, chunk_tokens=chunk) for task in tasks]
         runs[f"B, {chunk} tokens"] = _rotating(partial(runner, OURS_B), cut)
@@ -184,7 +172,7 @@ def _chunk_sizes(sweep: Sweep, shards: int) -> None:
 
 def _peers(sweep: Sweep, shards: int, wheels: list[Method]) -> None:
     tasks = _tasks(sweep, sweep.sizes(shards))
-    runs = {_BASE: _rotating(_three_products, tasks)}
+    runs = {_BASE: _rotating(three_products, tasks)}
     for method in (*METHODS, *wheels):
         name = method.name if method.ours or method in wheels else f"{method.name} (re-expressed)"
         runs[name] = _rotating(partial(runner, method), tasks)
@@ -193,7 +181,7 @@ def _peers(sweep: Sweep, shards: int, wheels: list[Method]) -> None:
 
 def _variants(sweep: Sweep, shards: int) -> None:
     base = _tasks(sweep, sweep.sizes(shards))
-    runs = {_BASE: _rotating(_three_products, base)}
+    runs = {_BASE: _rotating(three_products, base)}
     for topk in sweep.scale.topks:
         tasks = _tasks(sweep, sweep.sizes(shards, topk))
         runs[f"B, K = {topk}"] = _rotating(partial(runner, OURS_B), tasks)

@@ -71,6 +71,7 @@ def write_json(path: Path, results: Results, checks: dict[str, list[Check]], abo
         "zero_share": results.zero_share,
         "zero_products": results.zero_gemms,
         "zero_time": None if results.zero_time is None else results.zero_time.as_dict(),
+        "three_products_time": None if results.limit is None else results.limit.as_dict(),
         "checks": {kind: [vars(check) | {"holds": check.holds} for check in found] for kind, found in checks.items()},
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
