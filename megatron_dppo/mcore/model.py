@@ -83,13 +83,15 @@ def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platf
 def _moe_fields(hf_config: Any) -> dict[str, Any]:
     if getattr(hf_config, "num_experts", None) is None:
         return {}
-    shared: dict[str, Any] = {}
-    if model_shape(hf_config).has_shared_expert:
-        shared = dict(
+    extra: dict[str, Any] = {}
+    shape = model_shape(hf_config)
+    if shape.has_shared_expert:
+        extra |= dict(
             moe_shared_expert_intermediate_size=hf_config.shared_expert_intermediate_size, moe_shared_expert_gate=True
         )
-    return shared | dict(
-        ffn_hidden_size=hf_config.moe_intermediate_size,
+    if shape.dense_layers:
+        extra["moe_layer_freq"] = [int(i not in shape.dense_layers) for i in range(shape.num_layers)]
+    return extra | dict(
         moe_ffn_hidden_size=hf_config.moe_intermediate_size,
         num_moe_experts=hf_config.num_experts,
         moe_router_topk=hf_config.num_experts_per_tok,
@@ -130,6 +132,7 @@ _OWNED = {
             "add_qkv_bias",
             "moe_shared_expert_intermediate_size",
             "moe_shared_expert_gate",
+            "moe_layer_freq",
         ],
         "it is the model's own, from config.json",
     ),
