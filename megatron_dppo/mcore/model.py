@@ -29,7 +29,9 @@ def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform) -> TransformerConfig:
+def transformer_config(
+    hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool = False
+) -> TransformerConfig:
     """Megatron's config; ``model.transformer`` overrides come last (see ``checked_overrides``)."""
     dtype, shape = DTYPES[model.dtype], model_shape(hf_config)
     values: dict[str, Any] = dict(
@@ -73,6 +75,7 @@ def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platf
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.sequence_parallel,
+        moe_enable_routing_replay=router_replay,
         overlap_p2p_comm=layout.overlap_p2p_comm,
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
@@ -107,6 +110,7 @@ _OWNED = {
     "calculate_per_token_loss": "the loss is always divided by one global token count",
     "variable_seq_lengths": "it follows from the pipeline size",
     "moe_grouped_gemm": "the mapping of the weights depends on it",
+    "moe_enable_routing_replay": "set train.router_replay",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set model.dtype"),
     **dict.fromkeys(
         (*ParallelConfig.model_fields, "batch_p2p_comm"), "set it in [parallel], where the layout is checked"
