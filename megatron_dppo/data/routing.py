@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -92,19 +93,34 @@ def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: s
             f"{request}: routed experts of {routes.shape[0]} tokens for {tokens} input tokens (prompt and response "
             "without the last token); every token that was read has one row"
         )
+    if not _rows_are_valid(routes, shape):
+        raise ValueError(_first_problem(routes, shape, request))
+    for layer in sorted(shape.dense_layers):
+        if not bool((absent := is_missing(routes[:, [layer]])).all()):
+            raise ValueError(_at(routes[:, [layer]], ~absent[..., None], shape, request, "dense layer", layer))
+
+
+def _rows_are_valid(routes: Tensor, shape: RoutingShape) -> bool:
+    """Whether every row is wholly missing or k different experts; columns are faster than a search for the place."""
+    columns = routes.reshape(-1, shape.topk).t().contiguous()
+    missing = (columns == MISSING_EXPERT[routes.dtype]).all(0)
+    inside = (columns >= 0).all(0) & (columns < shape.num_experts).all(0)
+    twice = torch.zeros_like(missing)
+    for left, right in combinations(columns, 2):
+        twice |= left == right
+    return bool((missing | (inside & ~twice)).all())
+
+
+def _first_problem(routes: Tensor, shape: RoutingShape, request: str) -> str:
     absent = routes == MISSING_EXPERT[routes.dtype]
     outside = ~absent & ((routes < 0) | (routes >= shape.num_experts))
     if bool(outside.any()):
-        raise ValueError(_at(routes, outside, shape, request, "an expert that does not exist"))
-    if bool((absent != absent[..., :1]).any()):
-        raise ValueError(_at(routes, absent & ~absent.all(-1, keepdim=True), shape, request, "a hole in a row"))
-    for shift in range(1, shape.topk // 2 + 1):  # every pair stands at one of these distances around the circle
-        twice = (routes == routes.roll(shift, -1)) & ~absent
-        if bool(twice.any()):
-            raise ValueError(_at(routes, twice, shape, request, "an expert that stands twice in its row"))
-    for layer in sorted(shape.dense_layers):
-        if not bool(absent[:, layer].all()):
-            raise ValueError(_at(routes[:, [layer]], ~absent[:, [layer]], shape, request, "dense layer", layer))
+        return _at(routes, outside, shape, request, "an expert that does not exist")
+    holes = absent & ~absent.all(-1, keepdim=True)
+    if bool(holes.any()):
+        return _at(routes, holes, shape, request, "a hole in a row")
+    twice = ((routes[..., :, None] == routes[..., None, :]).sum(-1) > 1) & ~absent
+    return _at(routes, twice, shape, request, "an expert that stands twice in its row")
 
 
 def _at(values: Tensor, wrong: Tensor, shape: RoutingShape, request: str, what: str, first_layer: int = 0) -> str:

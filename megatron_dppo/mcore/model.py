@@ -16,6 +16,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import model_shape, rope_theta
 from megatron_dppo.layout import Layout
 from megatron_dppo.mcore.moe import balance_coefficients
+from megatron_dppo.mcore.replay_checks import refuse_what_ignores_replay
 from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.platform import DTYPES, Platform
 
@@ -79,7 +80,7 @@ def transformer_config(
         overlap_p2p_comm=layout.overlap_p2p_comm,
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
-    overrides = checked_overrides(model.transformer)
+    overrides = checked_overrides(model.transformer, router_replay=router_replay)
     return TransformerConfig(**(values | _moe_fields(hf_config) | overrides | balance_coefficients(overrides, layout)))
 
 
@@ -144,12 +145,14 @@ _OWNED = {
 """Fields of TransformerConfig that are not for the user's table, and why."""
 
 
-def checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
+def checked_overrides(overrides: dict[str, Any], *, router_replay: bool) -> dict[str, Any]:
     """``model.transformer``, if TransformerConfig has every key of it and none is set elsewhere.
 
     Raises:
-        ConfigError: an unknown key, or one that another section owns.
+        ConfigError: an unknown key, one that another section owns, or one that makes router replay do nothing.
     """
+    if router_replay:
+        refuse_what_ignores_replay(overrides)
     known = {field.name for field in fields(TransformerConfig)}
     for key, value in overrides.items():
         if key in _OWNED:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from megatron.core.transformer import TransformerConfig
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_dppo.errors import ConfigError
 
-_AFTER_REPLAY = {
+_AGAINST_REPLAY = {
     "moe_router_fusion": (True, "the fused kernel chooses the experts by itself"),
     "moe_router_load_balancing_type": (
         {"sinkhorn", "quantile_balancing"},
@@ -23,14 +24,17 @@ _AFTER_REPLAY = {
 """Field of TransformerConfig -> values with which Megatron ignores or undoes replay (None = any value that is set)."""
 
 
-def refuse_what_ignores_replay(config: TransformerConfig) -> None:
+def refuse_what_ignores_replay(overrides: Mapping[str, Any]) -> None:
     """Stop before a run in which replay would silently do nothing, or not what it says.
+
+    Args:
+        overrides: fields of TransformerConfig that the user sets; the defaults of all of these obey replay.
 
     Raises:
         ConfigError: naming the field.
     """
-    for name, (values, reason) in _AFTER_REPLAY.items():
-        value = getattr(config, name, None)
+    for name, (values, reason) in _AGAINST_REPLAY.items():
+        value = overrides.get(name)
         if value is None or isinstance(value, list):
             continue
         if values is None or value in (values if isinstance(values, set) else {values}):

@@ -24,7 +24,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.mcore.replay_checks import refuse_what_ignores_replay
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import MISSING_EXPERT, Metric, MicroBatch, RoutingShape
 
@@ -117,7 +116,6 @@ class ReplayDriver:
         tp_group: ProcessGroup | None,
         cp_group: ProcessGroup | None,
     ) -> None:
-        refuse_what_ignores_replay(config)
         self._models, self._shape, self._missing = models, shape, MISSING_EXPERT[shape.dtype]
         self._tp_group, self._cp_group = tp_group, cp_group
         self._device = next(models[0].parameters()).device
