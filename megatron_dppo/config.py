@@ -5,9 +5,9 @@ Keys that exist in Megatron carry Megatron's own name, so that its command-line 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_dppo.config_data import DataConfig, RewardConfig, RolloutConfig
 from megatron_dppo.config_loss import LOSS_ALIASES, Aggregation, LossConfig, LossName
@@ -78,6 +78,15 @@ class ParallelConfig(_Section):
     """None = on exactly with an interleaved pipeline (required there)."""
 
 
+RouterReplay = Literal["off", "rollout", "recorded", "compare"]
+ROUTER_REPLAY_ALIASES = {"R3": "rollout", "R2": "recorded", "disabled": "off"}
+"""Their names in verl and the papers."""
+
+
+def _resolve_alias(value: Any) -> Any:
+    return ROUTER_REPLAY_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
 class TrainConfig(_Section):
     """How rollouts become optimizer updates."""
 
@@ -95,6 +104,10 @@ class TrainConfig(_Section):
     max_staleness: int = Field(0, ge=0)
     """Rollout steps that the weights which sampled a batch may be old; above 0 the next rollouts are sampled while the
     policy trains. 0 = on-policy."""
+    router_replay: Annotated[RouterReplay, BeforeValidator(_resolve_alias)] = "off"
+    """Which experts each token visits in training: ``off`` = the trainer's own choice; ``rollout`` = the rollout
+    engine's (R3); ``recorded`` = the trainer's choice at the start of the step, in all its updates (R2); ``compare`` =
+    as ``off``, and the engine's are only compared with it (``docs/router_replay.md``)."""
     max_skipped_updates: int = Field(5, ge=1)
     """Stop after this many updates in a row with a non-finite gradient."""
 
@@ -211,6 +224,11 @@ class Config(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
+    @property
+    def needs_engine_routing(self) -> bool:
+        """Whether the rollout engine has to report which experts it chose."""
+        return self.train.router_replay in ("rollout", "compare")
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
         if not self.rollout.return_logprobs:
@@ -229,6 +247,11 @@ class Config(_Section):
                 f"train.max_staleness = {self.train.max_staleness} with loss.name = {self.loss.name!r}, which needs "
                 "log-probabilities recomputed at the rollout's weights: those are gone when an older batch is trained "
                 "on. Set max_staleness = 0, or use a loss that is anchored on the rollout alone"
+            )
+        if self.train.router_replay == "recorded" and self.train.mini_batches * self.train.epochs == 1:
+            raise ValueError(
+                "train.router_replay = 'recorded' has no effect with one update a step: it replays the routing of the "
+                "step's start in its later updates. Set train.mini_batches or train.epochs above 1, or use 'rollout'"
             )
         self.reward.check_length(self.rollout.max_new_tokens)
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.layout import ModelShape
+from megatron_dppo.types import RoutingShape
 
 WeightStream = Iterable[tuple[str, Tensor]]
 _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
@@ -60,8 +61,6 @@ def model_shape(hf_config: Any) -> ModelShape:
         )
     unsupported = {
         "attention_bias": getattr(hf_config, "attention_bias", False),
-        "mlp_only_layers": getattr(hf_config, "mlp_only_layers", []),
-        "decoder_sparse_step": getattr(hf_config, "decoder_sparse_step", 1) != 1,
         "use_sliding_window": hf_config.use_sliding_window,
         "hidden_act": hf_config.hidden_act != "silu",
     }
@@ -78,6 +77,28 @@ def model_shape(hf_config: Any) -> ModelShape:
         has_qkv_bias=getattr(hf_config, "qkv_bias", False),
         has_qk_norm=hf_config.model_type != "qwen2_moe",
         has_shared_expert=hf_config.model_type == "qwen2_moe",
+        dense_layers=_dense_layers(hf_config),
+    )
+
+
+def _dense_layers(hf_config: Any) -> tuple[int, ...]:
+    """The layers of a mixture-of-experts model that have none, by transformers' rule."""
+    if getattr(hf_config, "num_experts", None) is None:
+        return ()
+    step, named = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
+    return tuple(i for i in range(hf_config.num_hidden_layers) if i in named or (i + 1) % step)
+
+
+def routing_shape(hf_config: Any) -> RoutingShape | None:
+    """The sizes of the routes of a mixture-of-experts model; None for a dense one."""
+    shape = model_shape(hf_config)
+    if shape.num_experts is None:
+        return None
+    return RoutingShape(
+        num_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+        topk=hf_config.num_experts_per_tok,
+        dense_layers=frozenset(shape.dense_layers),
     )
 
 

@@ -54,6 +54,11 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
             f"loss.topk = {config.loss.topk} is above the {hf_config.vocab_size} entries of the vocabulary of "
             f"{config.model.path!r}; use at most that"
         )
+    if config.train.router_replay != "off" and model_shape(hf_config).num_experts is None:
+        raise ConfigError(
+            f"train.router_replay = {config.train.router_replay!r}, but {config.model.path!r} is a dense model, which "
+            "has no routers; set it to 'off'"
+        )
     if config.model.reference_path is not None:
         _check_reference(config.model.reference_path, hf_config)
     tokenizer = load_tokenizer(config.model.path)

@@ -23,6 +23,8 @@ class ModelShape:
     has_qk_norm: bool = True
     has_shared_expert: bool = False
     """One expert more that every token visits, behind a gate of its own (Qwen2-MoE)."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers without experts in a mixture-of-experts model, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

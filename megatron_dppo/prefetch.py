@@ -141,6 +141,8 @@ def why_unusable(described: Mapping[str, Any], was: Mapping[str, Any], config: C
         return f"the data-parallel size was {described['dp']} and is {dp}"
     if any(batch["step"] - batch["sampled_at"] > config.train.max_staleness for batch in described["batches"]):
         return f"they are older than train.max_staleness = {config.train.max_staleness} allows"
+    if config.needs_engine_routing and was["train"].get("router_replay") not in ("rollout", "compare"):
+        return "they were sampled without the experts that train.router_replay needs"
     now = config.model_dump(mode="json")
     changed = [name for name in ("data", "rollout", "reward") if was[name] != now[name]]
     return f"the section [{changed[0]}] has changed" if changed else ""

@@ -130,6 +130,7 @@ def _params(session: Session, step: int, attempt: int) -> SamplingParams:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         topk_logprobs=session.config.loss.topk if session.config.loss.is_topk else 0,
+        routed_experts=session.config.needs_engine_routing,
         seed=sampling_seed(session, f"rollout {attempt}", step),
     )
 

@@ -104,7 +104,7 @@ def open_session(config: Config) -> Iterator[Session]:
     apply_shims(platform)
     from megatron_dppo.mcore import model, setup
 
-    model.checked_overrides(config.model.transformer)
+    model.checked_overrides(config.model.transformer, router_replay=config.train.router_replay != "off")
     setup.start_process_group(platform, config.run.timeout_minutes)
     console = Console(enabled=rank == 0 and config.log.progress)
     session = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
-from megatron_dppo.hf import model_shape
+from megatron_dppo.hf import model_shape, routing_shape
 from megatron_dppo.layout import Layout
 from megatron_dppo.losses import BatchTotals, Objective
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
@@ -25,6 +25,7 @@ from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.moe import BalanceLosses
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
 from megatron_dppo.mcore.reference import ReferenceWeights
+from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode
 from megatron_dppo.metrics import reduce_metrics
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
@@ -75,6 +76,7 @@ class PolicyTrainer:
         dp_rank: this rank's index among ranks with different samples.
         optimizer: the optimizer; ``optimizer.set_step`` sets the learning rate.
         row_shape: what packed rows have to be padded to.
+        routing_shape: the sizes of ``routed_experts``; None for a dense model.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class PolicyTrainer:
     ) -> None:
         self.layout, self.groups, self.dp_rank = layout, groups, dist.get_rank(groups.dp)
         self.policy_version = 0
-        megatron_config = transformer_config(hf_config, config.model, layout, platform)
+        replay = config.train.router_replay
+        megatron_config = transformer_config(hf_config, config.model, layout, platform, router_replay=replay != "off")
         self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         self.bridge = Bridge(self.models, model_shape(hf_config), tied=hf_config.tie_word_embeddings, groups=groups)
         self._reference = None
@@ -109,6 +112,12 @@ class PolicyTrainer:
         # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
         self._needs_equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._balance_losses = BalanceLosses(megatron_config)
+        self.routing_shape = routing_shape(hf_config)
+        self._replay_mode: ReplayMode = "compare" if replay == "compare" else "replay"
+        self._replay = None
+        if replay != "off" and self.routing_shape is not None:
+            tp_group = groups.tp if layout.sequence_parallel else None
+            self._replay = ReplayDriver(self.models, megatron_config, self.routing_shape, tp_group, self._cp_group)
 
     def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
         """One optimizer update from this rank's micro-batches (equally many on every rank)."""
@@ -120,9 +129,26 @@ class PolicyTrainer:
         for chunk in self._chunks:
             chunk.train()
         self.optimizer.zero_grad()
-        local = forward_backward(self._chunks, batches, self._head, objective, self._cp_group)
-        metrics = reduce_metrics(local, self.groups.world, contributes=dist.get_rank(self.groups.tp) == 0)
-        return metrics | self._balance_losses(len(batches))
+        with self._routing(batches, self._replay_mode) as plain:
+            local = forward_backward(self._chunks, plain, self._head, objective, self._cp_group)
+        first = dist.get_rank(self.groups.tp) == 0
+        metrics = reduce_metrics(local, self.groups.world, contributes=first)
+        first = first and dist.get_rank(self.groups.cp) == 0
+        return metrics | self._balance_losses(len(batches)) | self._routing_metrics(batches, is_first=first)
+
+    def _routing(
+        self, batches: Sequence[MicroBatch], mode: ReplayMode | None
+    ) -> AbstractContextManager[Sequence[MicroBatch]]:
+        """Router replay around one run of the schedule, if these micro-batches have routes or are to get them."""
+        if self._replay is None or mode is None or (mode != "record" and batches[0].routed_experts is None):
+            return nullcontext([replace(batch, routed_experts=None) for batch in batches])
+        return self._replay.running(batches, mode)
+
+    def _routing_metrics(self, batches: Sequence[MicroBatch], *, is_first: bool) -> dict[str, float]:
+        if self._replay is None or batches[0].routed_experts is None:
+            return {}
+        # Sequence parallelism is on wherever experts meet tensor parallelism, so every rank has tokens of its own.
+        return reduce_metrics([self._replay.metrics(is_first=is_first)], self.groups.world)
 
     def apply(self, metrics: dict[str, float]) -> StepResult:
         """Step with the accumulated gradients; skipped when their norm is not finite."""
@@ -145,8 +171,23 @@ class PolicyTrainer:
         if reference and self._reference is None:
             raise RuntimeError("this trainer has no reference policy: pass reference= when it is built")
         self.optimizer.finish_overlapped_gather()
-        with self._reference.swapped_in() if reference and self._reference else nullcontext():
-            return forward_logprobs(self._chunks, batches, self._head, self._cp_group)
+        mode: ReplayMode | None = "replay" if self._replay_mode == "replay" and not reference else None
+        with (
+            self._reference.swapped_in() if reference and self._reference else nullcontext(),
+            self._routing(batches, mode) as plain,
+        ):
+            return forward_logprobs(self._chunks, plain, self._head, self._cp_group)
+
+    def record_routing(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
+        """``logprobs`` with the live routers, and their choices: the routes ``[T, L, k]`` of each micro-batch.
+
+        Routes are known only for the layers of this pipeline stage, whose routers they are meant for.
+        """
+        assert self._replay is not None
+        self.optimizer.finish_overlapped_gather()
+        with self._routing(batches, "record") as plain:
+            found = forward_logprobs(self._chunks, plain, self._head, self._cp_group)
+        return found, self._replay.recorded(batches)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full weights by Hugging Face name (a collective; see ``Bridge.export``).

@@ -21,6 +21,26 @@ import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+MISSING_EXPERT: Mapping[torch.dtype, int] = {torch.uint8: 255, torch.int16: -1}
+"""What stands in ``routed_experts`` where a router's choice is not known, by dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingShape:
+    """The sizes of a mixture-of-experts model that routes ``[tokens, L, k]`` have to fit."""
+
+    num_layers: int
+    """L, dense layers included"""
+    num_experts: int
+    topk: int
+    """k, experts a token"""
+    dense_layers: frozenset[int] = frozenset()
+    """layers without a router, from 0; their rows are missing"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest one that holds every expert and the missing value."""
+        return torch.uint8 if self.num_experts <= MISSING_EXPERT[torch.uint8] else torch.int16
 
 
 class VersionSpan(NamedTuple):
@@ -59,6 +79,8 @@ class SamplingParams:
     seed: int = 0
     topk_logprobs: int = 0
     """K: also report the K most probable tokens of every position; 0 = none."""
+    routed_experts: bool = False
+    """Also report which experts the routers chose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +103,7 @@ class Completion:
     """[R, K+1] float32, their log-probabilities; -inf = never sampled (a filter), which is a valid value"""
     routed_experts: Tensor | None = field(default=None, compare=False)
     """[P + R - 1, L, k] uint8 or int16: the experts that the engine's routers chose for each token of prompt and
-    response but the last, in each of the model's L layers; k = experts a token. -1 (255) = not known."""
+    response but the last, in each of the model's L layers; k = experts a token. See ``MISSING_EXPERT``."""
     policy_versions: tuple[VersionSpan, ...] = ()
     """Which weights sampled which tokens; empty = all of them ``policy_version``."""
 
@@ -145,6 +167,8 @@ class TrainingSample(TokenFields):
 
     tokens: Tensor
     """[T] int64, input ids"""
+    routed_experts: Tensor | None = None
+    """[T, L, k] uint8 or int16, the experts that are replayed: row t belongs to the input token t"""
 
     @property
     def num_tokens(self) -> int:
@@ -174,6 +198,10 @@ class MicroBatch(TokenTargets):
 
     tokens: Tensor
     """[T] int64"""
+    routed_experts: Tensor | None = None
+    """[T, L, k] uint8 or int16, missing on padding"""
+    num_padding: int = 0
+    """how many of the T positions are padding"""
     position_ids: Tensor
     """[T] int64, starting from 0 in each sequence"""
     sequence_ids: Tensor

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_dppo.clock import Clock
 from megatron_dppo.config import LossConfig, TrainConfig
 from megatron_dppo.data.balance import balanced_owners
+from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
 from megatron_dppo.parallel.objects import exchange
 from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
@@ -61,23 +62,38 @@ class Updater:
 
         Only the last pipeline stage gets them; the others compute no loss.
         """
-        result = list(samples)
+        result, shape = list(samples), self._trainer.routing_shape
+        if shape is not None and self._train.router_replay in ("rollout", "compare"):
+            result = with_all_routes(result, shape)
+        records = self._train.router_replay == "recorded"
         for field in ("anchor_logprobs", "reference_logprobs"):
-            if field in self._loss.required_inputs:
+            needed = field in self._loss.required_inputs
+            # The anchor's pass computes what recording needs; without it recording has a pass of its own.
+            with_routes = records and field == "anchor_logprobs"
+            if needed or with_routes:
                 with clock.part("recompute"):
-                    result = self._recompute(result, field)
+                    result = self._recompute(result, field if needed else None, with_routes=with_routes)
         return result
 
-    def _recompute(self, samples: list[TrainingSample], field: str) -> list[TrainingSample]:
+    def _recompute(
+        self, samples: list[TrainingSample], field: str | None, *, with_routes: bool
+    ) -> list[TrainingSample]:
+        """The samples with what a pass over all of them gives: log-probabilities in ``field``, and routes."""
         trainer, budget = self._trainer, self._train.micro_batch_tokens
         packed = trainer.pack(samples, budget)
-        rows = trainer.logprobs(packed.batches, reference=field == "reference_logprobs")
-        for part, batch, row in zip(packed.bins, packed.batches, rows, strict=False):  # no rows but on the last stage
-            values, starts = row.float().cpu(), batch.cu_seqlens.tolist()
-            for i, start in zip(part, starts, strict=False):  # a padding sequence may follow
-                own = values[start : start + samples[i].num_tokens].clone()
-                changes: dict[str, torch.Tensor] = {field: own}
-                samples[i] = replace(samples[i], **changes)
+        columns: dict[str, list[torch.Tensor]] = {}  # no log-probabilities but on the last stage
+        if with_routes:
+            rows, columns["routed_experts"] = trainer.record_routing(packed.batches)
+        else:
+            rows = trainer.logprobs(packed.batches, reference=field == "reference_logprobs")
+        if field is not None:
+            columns[field] = [row.float().cpu() for row in rows]
+        for name, values in columns.items():
+            for part, batch, row in zip(packed.bins, packed.batches, values, strict=False):
+                for i, start in zip(part, batch.cu_seqlens.tolist(), strict=False):  # a padding sequence may follow
+                    own = row[start : start + samples[i].num_tokens].clone()
+                    changes: dict[str, torch.Tensor] = {name: own}
+                    samples[i] = replace(samples[i], **changes)
         return samples
 
     def plan(self, samples: list[TrainingSample]) -> list[MicroBatch]:

@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from megatron_dppo.types import MicroBatch, TrainingSample
+from megatron_dppo.types import MISSING_EXPERT, MicroBatch, TrainingSample
 
-_FILL = {
+_FILL: dict[str, float | dict[torch.dtype, int]] = {
     "rollout_logprobs": 0.0,
     "rollout_topk_ids": -1,
     "rollout_topk_logprobs": 0.0,
     "anchor_logprobs": 0.0,
     "reference_logprobs": 0.0,
+    "routed_experts": dict(MISSING_EXPERT),
 }
-"""Per-token fields that may be None, and what stands in them on padding (which is outside the loss)."""
+"""Per-token fields that may be None, and what stands in them on padding (which is outside the loss), by dtype where
+that makes a difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ def pack(
         sequence_ids=torch.repeat_interleave(torch.arange(len(rows)), lengths),
         cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
         max_seqlen=int(lengths.max()),
+        num_padding=int(ends[-1]) - sum(sample.num_tokens for sample in samples),
         **{name: _joined(rows, name) for name in _FILL},
     )
 
@@ -93,7 +96,8 @@ def _pad(sample: TrainingSample, count: int) -> TrainingSample:
     }
     for name, fill in _FILL.items():
         if (value := getattr(sample, name)) is not None:
-            values[name] = torch.cat([value, value.new_full((count, *value.shape[1:]), fill)])
+            number = fill[value.dtype] if isinstance(fill, dict) else fill
+            values[name] = torch.cat([value, value.new_full((count, *value.shape[1:]), number)])
     return replace(sample, **values)
 
 

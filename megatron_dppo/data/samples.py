@@ -16,6 +16,7 @@ def to_training_sample(
     rollout_logprobs: Sequence[float] | None,
     advantage: float,
     topk: tuple[torch.Tensor, torch.Tensor] | None = None,
+    routed_experts: torch.Tensor | None = None,
 ) -> TrainingSample:
     """Align a prompt and its response to the labels.
 
@@ -28,9 +29,10 @@ def to_training_sample(
         rollout_logprobs: R natural log-probabilities; None for supervised samples.
         advantage: one value for the whole response.
         topk: the rollout's Top-K ids and log-probabilities, ``[R, K+1]`` each (see ``Completion``).
+        routed_experts: ``[P + R - 1, L, k]``, one row for each token of the sequence but the last.
 
     Raises:
-        ValueError: an empty prompt or response, or log-probabilities of another length.
+        ValueError: an empty prompt or response, or log-probabilities or routed experts of another length.
     """
     if not prompt_ids or not response_ids:
         raise ValueError(f"a sample needs tokens, got {len(prompt_ids)} prompt and {len(response_ids)} response tokens")
@@ -46,6 +48,11 @@ def to_training_sample(
         finite = [math.isfinite(x) for x in rollout_logprobs]
         loss_mask[first:] = torch.tensor(finite)
         aligned[first:] = torch.tensor([x if ok else 0.0 for x, ok in zip(rollout_logprobs, finite, strict=True)])
+    if routed_experts is not None and len(routed_experts) != length:
+        raise ValueError(
+            f"routed experts of {len(routed_experts)} tokens for a sequence of {len(prompt_ids)} prompt and "
+            f"{len(response_ids)} response tokens; expected {length} rows, one for each token but the last"
+        )
     topk_ids, topk_logprobs = (None, None) if topk is None else _align_topk(*topk, first, len(response_ids))
     return TrainingSample(
         tokens=sequence[:-1],
@@ -55,6 +62,7 @@ def to_training_sample(
         rollout_logprobs=aligned,
         rollout_topk_ids=topk_ids,
         rollout_topk_logprobs=topk_logprobs,
+        routed_experts=routed_experts,
     )
 
 

@@ -149,9 +149,9 @@ def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]
     """Every ``(rule, layer, expert)`` of a model, in the order of the network; tied output weights are left out."""
     yield EMBEDDING, 0, 0
     rules = ATTENTION_RULES + QKV_BIAS_RULES * shape.has_qkv_bias + QK_NORM_RULES * shape.has_qk_norm
-    rules += MOE_RULES + SHARED_EXPERT_RULES * shape.has_shared_expert if shape.num_experts else DENSE_RULES
+    experts = MOE_RULES + SHARED_EXPERT_RULES * shape.has_shared_expert
     for layer in range(shape.num_layers):
-        for rule in rules:
+        for rule in rules + (experts if shape.num_experts and layer not in shape.dense_layers else DENSE_RULES):
             for expert in range(shape.num_experts or 1) if rule.is_expert else (0,):
                 yield rule, layer, expert
     yield FINAL_NORM, 0, 0

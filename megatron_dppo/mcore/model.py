@@ -17,6 +17,7 @@ from megatron_dppo.hf import model_shape, rope_theta
 from megatron_dppo.layout import Layout
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.moe import balance_coefficients
+from megatron_dppo.mcore.replay_checks import refuse_what_ignores_replay
 from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.platform import DTYPES, Platform
 
@@ -30,7 +31,9 @@ def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform) -> TransformerConfig:
+def transformer_config(
+    hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool = False
+) -> TransformerConfig:
     """Megatron's config; ``model.transformer`` overrides come last (see ``checked_overrides``)."""
     dtype, shape = DTYPES[model.dtype], model_shape(hf_config)
     values: dict[str, Any] = dict(
@@ -74,23 +77,26 @@ def transformer_config(hf_config: Any, model: ModelConfig, layout: Layout, platf
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.sequence_parallel,
+        moe_enable_routing_replay=router_replay,
         overlap_p2p_comm=layout.overlap_p2p_comm,
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
-    overrides = checked_overrides(model.transformer)
+    overrides = checked_overrides(model.transformer, router_replay=router_replay)
     return TransformerConfig(**(values | _moe_fields(hf_config) | overrides | balance_coefficients(overrides, layout)))
 
 
 def _moe_fields(hf_config: Any) -> dict[str, Any]:
     if getattr(hf_config, "num_experts", None) is None:
         return {}
-    shared: dict[str, Any] = {}
-    if model_shape(hf_config).has_shared_expert:
-        shared = dict(
+    extra: dict[str, Any] = {}
+    shape = model_shape(hf_config)
+    if shape.has_shared_expert:
+        extra |= dict(
             moe_shared_expert_intermediate_size=hf_config.shared_expert_intermediate_size, moe_shared_expert_gate=True
         )
-    return shared | dict(
-        ffn_hidden_size=hf_config.moe_intermediate_size,
+    if shape.dense_layers:
+        extra["moe_layer_freq"] = [int(i not in shape.dense_layers) for i in range(shape.num_layers)]
+    return extra | dict(
         moe_ffn_hidden_size=hf_config.moe_intermediate_size,
         num_moe_experts=hf_config.num_experts,
         moe_router_topk=hf_config.num_experts_per_tok,
@@ -106,6 +112,7 @@ _OWNED = {
     "calculate_per_token_loss": "the loss is always divided by one global token count",
     "variable_seq_lengths": "it follows from the pipeline size",
     "moe_grouped_gemm": "the mapping of the weights depends on it",
+    "moe_enable_routing_replay": "set train.router_replay",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set model.dtype"),
     **dict.fromkeys(
         (*ParallelConfig.model_fields, "batch_p2p_comm"), "set it in [parallel], where the layout is checked"
@@ -131,6 +138,7 @@ _OWNED = {
             "add_qkv_bias",
             "moe_shared_expert_intermediate_size",
             "moe_shared_expert_gate",
+            "moe_layer_freq",
         ],
         "it is the model's own, from config.json",
     ),
@@ -138,12 +146,14 @@ _OWNED = {
 """Fields of TransformerConfig that are not for the user's table, and why."""
 
 
-def checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
+def checked_overrides(overrides: dict[str, Any], *, router_replay: bool) -> dict[str, Any]:
     """``model.transformer``, if TransformerConfig has every key of it and none is set elsewhere.
 
     Raises:
-        ConfigError: an unknown key, or one that another section owns.
+        ConfigError: an unknown key, one that another section owns, or one that makes router replay do nothing.
     """
+    if router_replay:
+        refuse_what_ignores_replay(overrides)
     known = {field.name for field in fields(TransformerConfig)}
     for key, value in overrides.items():
         if key in _OWNED:

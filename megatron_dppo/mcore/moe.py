@@ -40,6 +40,8 @@ class BalanceLosses:
         used = config.num_moe_experts is not None and bool(config.moe_aux_loss_coeff)
         self._names = _tracked(kinds) if used else []
         self._num_layers = config.num_layers
+        frequency = config.moe_layer_freq
+        self._num_routers = sum(frequency) if isinstance(frequency, list) else config.num_layers
 
     def __call__(self, num_micro_batches: int) -> dict[str, float]:
         """Each loss by name, without its coefficient, as the mean over layers, micro-batches and ranks; a collective.
@@ -53,7 +55,7 @@ class BalanceLosses:
         for name in self._names:
             tracker.setdefault(name, {"values": torch.zeros(self._num_layers, device=device)})
         moe_utils.reduce_aux_losses_tracker_across_ranks(self._names)
-        count = self._num_layers * num_micro_batches
+        count = self._num_routers * num_micro_batches
         values = {name: float(tracker[name]["values"].sum()) / count for name in self._names}
         moe_utils.clear_aux_losses_tracker()
         return values

@@ -16,7 +16,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from megatron_dppo.mcore.attention import SDPACoreAttention
 from megatron_dppo.mcore.layers import (
@@ -38,12 +42,14 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    layers = [_layer_spec(config)] * get_num_layers_to_build(config, vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = [_layer_spec(config, first + i) for i in range(get_num_layers_to_build(config, vp_stage))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    is_moe = config.num_moe_experts is not None
+def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
+    frequency = config.moe_layer_freq
+    is_moe = config.num_moe_experts is not None and (not isinstance(frequency, list) or bool(frequency[layer]))
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

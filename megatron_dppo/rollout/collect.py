@@ -66,7 +66,9 @@ def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Trai
     topk = None
     if completion.topk_token_ids is not None and completion.topk_logprobs is not None:
         topk = (completion.topk_token_ids, completion.topk_logprobs)
-    return to_training_sample(prompt.token_ids, completion.token_ids, completion.logprobs, advantage, topk)
+    return to_training_sample(
+        prompt.token_ids, completion.token_ids, completion.logprobs, advantage, topk, completion.routed_experts
+    )
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> dict[str, Metric]:

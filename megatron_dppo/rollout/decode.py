@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_dppo.rollout.route_recorder import RouteRecorder
 from megatron_dppo.types import SamplingParams
 
 _KEEP_WHILE = 0.9
@@ -27,6 +28,23 @@ class Decoded:
     """int32 ``[B, steps, K+1]`` (see ``Completion``); None for K = 0"""
     topk_logprobs: Tensor | None
     """fp32 ``[B, steps, K+1]``"""
+    prompt_routes: list[Tensor] | None = None
+    """for each row ``[P, L, k]``, the experts of its prompt's tokens; None = not recorded"""
+    step_routes: Tensor | None = None
+    """``[B, steps - 1, L, k]``, those of the response's tokens but the last one, which was never read"""
+
+    def cpu(self) -> Decoded:
+        """The same in host memory."""
+        moved: dict[str, Any] = {n: v.cpu() for n, v in vars(self).items() if isinstance(v, Tensor)}
+        if self.prompt_routes is not None:
+            moved["prompt_routes"] = [routes.cpu() for routes in self.prompt_routes]
+        return replace(self, **moved)
+
+    def routes(self, row: int, length: int) -> Tensor | None:
+        """The routes ``[P + length - 1, L, k]`` of a row whose response has ``length`` tokens."""
+        if self.prompt_routes is None or self.step_routes is None:
+            return None
+        return torch.cat([self.prompt_routes[row], self.step_routes[row, : length - 1]])
 
 
 class Sampler:
@@ -78,8 +96,12 @@ class Sampler:
 class _Record:
     """The responses while they grow."""
 
-    def __init__(self, batch: int, steps: int, topk: int, device: torch.device) -> None:
-        self._k = topk
+    def __init__(
+        self, batch: int, steps: int, topk: int, device: torch.device, prompt_routes: list[Tensor] | None
+    ) -> None:
+        self._k, self._prompt_routes, self._step_routes = topk, prompt_routes, None
+        if prompt_routes is not None:
+            self._step_routes = prompt_routes[0].new_zeros(batch, steps - 1, *prompt_routes[0].shape[1:])
         self.tokens = torch.zeros(batch, steps, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(batch, steps, device=device)
         self.topk_ids = torch.full((batch, steps, topk + 1), -1, dtype=torch.int32, device=device)
@@ -97,12 +119,21 @@ class _Record:
             self.topk_ids[rows, step] = ids.int()
             self.topk_logprobs[rows, step] = torch.cat([top_logprobs, torch.where(outside, logprobs, 0.0)], -1)
 
+    def add_routes(self, step: int, rows: Tensor, routes: Tensor) -> None:
+        """The experts ``[b, 1, L, k]`` of the tokens of ``step``, now that they have been read."""
+        if self._step_routes is not None:
+            self._step_routes[rows, step] = routes[:, 0]
+
     def result(self, steps: int) -> Decoded:
         """The first ``steps`` tokens."""
-        tokens, logprobs = self.tokens[:, :steps], self.logprobs[:, :steps]
-        if not self._k:
-            return Decoded(tokens, logprobs, None, None)
-        return Decoded(tokens, logprobs, self.topk_ids[:, :steps], self.topk_logprobs[:, :steps])
+        return Decoded(
+            self.tokens[:, :steps],
+            self.logprobs[:, :steps],
+            self.topk_ids[:, :steps] if self._k else None,
+            self.topk_logprobs[:, :steps] if self._k else None,
+            self._prompt_routes,
+            None if self._step_routes is None else self._step_routes[:, : steps - 1],
+        )
 
 
 @torch.no_grad()
@@ -115,6 +146,7 @@ def decode(
     end: set[int],
     pad: int,
     topk: int = 0,
+    recorder: RouteRecorder | None = None,
 ) -> Decoded:
     """Continue every prompt to one of the ``end`` tokens, or to ``max_new_tokens`` tokens.
 
@@ -126,15 +158,16 @@ def decode(
         end: tokens after which a response is complete.
         pad: any valid token; fills prompts on the left.
         topk: K, see ``SamplingParams.topk_logprobs``.
+        recorder: watches the routers of the model; None = routes are not wanted.
     """
     device = next(model.parameters()).device
-    logits, cache, mask = _read_prompts(model, prompts, pad, device)
+    logits, cache, mask, routes = _read_prompts(model, prompts, pad, device, recorder)
     positions = mask.sum(1)
     padded = not bool(mask.all())
     rows = torch.arange(len(prompts), device=device)
     alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
     ends = torch.tensor(sorted(end), device=device)
-    record = _Record(len(prompts), max_new_tokens, topk, device)
+    record = _Record(len(prompts), max_new_tokens, topk, device, routes)
     for step in range(max_new_tokens):
         chosen, distribution = sampler(logits, rows)
         record.add(step, rows, chosen, distribution)
@@ -155,13 +188,16 @@ def decode(
             use_cache=True,
         )
         logits, cache, positions = output.logits[:, -1], output.past_key_values, positions + 1
+        if recorder is not None:
+            record.add_routes(step, rows, recorder.take(len(rows)))
     raise ValueError(f"max_new_tokens must be above 0, got {max_new_tokens}")
 
 
 def _read_prompts(
-    model: Any, prompts: Sequence[Sequence[int]], pad: int, device: torch.device
-) -> tuple[Tensor, Any, Tensor]:
-    """Last logits ``[B, V]``, the cache and the mask ``[B, width]`` after one pass over the distinct prompts."""
+    model: Any, prompts: Sequence[Sequence[int]], pad: int, device: torch.device, recorder: RouteRecorder | None
+) -> tuple[Tensor, Any, Tensor, list[Tensor] | None]:
+    """Last logits ``[B, V]``, the cache, the mask ``[B, width]`` and the routes of each row after one pass over the
+    distinct prompts."""
     distinct = {tuple(p): i for i, p in enumerate(dict.fromkeys(tuple(p) for p in prompts))}
     width = max(len(p) for p in distinct)
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in distinct], device=device)
@@ -175,4 +211,8 @@ def _read_prompts(
     )
     index = torch.tensor([distinct[tuple(p)] for p in prompts], device=device)
     output.past_key_values.batch_select_indices(index)
-    return output.logits[index, -1], output.past_key_values, mask[index]
+    routes = None
+    if recorder is not None:
+        read = recorder.take(len(distinct))
+        routes = [read[distinct[tuple(p)], width - len(p) :] for p in prompts]
+    return output.logits[index, -1], output.past_key_values, mask[index], routes

@@ -67,7 +67,7 @@ class Reference:
 
 def model_of(case: Case) -> Any:
     """The transformers model with a sharper output layer."""
-    model = hf_reference(case.tied, case.dense, case.shared)
+    model = hf_reference(case.tied, case.dense, case.shared, case.mixed)
     with torch.no_grad():
         model.lm_head.weight.mul_(SHARPNESS)
     return model

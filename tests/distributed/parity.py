@@ -35,12 +35,14 @@ class Case:
     dense: bool = False
     shared: bool = False
     """Qwen2-MoE: a shared expert behind a gate, biases of q, k and v, no norms of q and k"""
+    mixed: bool = False
+    """a dense layer, the third, between those with experts"""
     transformer: dict[str, Any] = field(default_factory=dict)
     micro_batch_tokens: int = 24
     fused_head: bool = True
 
 
-def hf_config(tied: bool, dense: bool = False, shared: bool = False) -> Any:
+def hf_config(tied: bool, dense: bool = False, shared: bool = False, mixed: bool = False) -> Any:
     """A small Qwen3-MoE, Qwen3 or Qwen2-MoE with grouped queries and a vocabulary that is no multiple of anything."""
     from transformers import Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -51,6 +53,7 @@ def hf_config(tied: bool, dense: bool = False, shared: bool = False) -> Any:
         norm_topk_prob=True,
         decoder_sparse_step=1,
         router_aux_loss_coef=0.0,
+        mlp_only_layers=[2] if mixed else [],
     )
     if shared:
         experts |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": False, "qkv_bias": True}
@@ -71,9 +74,9 @@ def hf_config(tied: bool, dense: bool = False, shared: bool = False) -> Any:
     )
 
 
-def hf_reference(tied: bool, dense: bool = False, shared: bool = False) -> Any:
+def hf_reference(tied: bool, dense: bool = False, shared: bool = False, mixed: bool = False) -> Any:
     """The transformers model, with norms that are not all one and biases that are not all zero."""
-    model = build_hf_model(hf_config(tied, dense, shared), torch.float32, seed=0)
+    model = build_hf_model(hf_config(tied, dense, shared, mixed), torch.float32, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -98,7 +101,7 @@ class HFSide:
     """The same objective in plain transformers, one sequence at a time, divided by the token count."""
 
     def __init__(self, case: Case, rounded: bool = False) -> None:
-        self.model = hf_reference(case.tied, case.dense, case.shared)
+        self.model = hf_reference(case.tied, case.dense, case.shared, case.mixed)
         if rounded:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.bfloat16().float()

@@ -97,3 +97,17 @@ def test_dry_run_prints_the_resolved_configuration(capsys: pytest.CaptureFixture
     output = capsys.readouterr().out
     assert "lr = 0.0001" in output and "16 prompts x 16 samples = 256 samples a step" in output
     assert output[: len(output) // 2] == output[len(output) // 2 :], "both entry points are one program"
+
+
+def test_router_replay_of_a_dense_model_and_of_routers_that_would_ignore_it(refused, tmp_path: Path) -> None:
+    dense = tmp_path / "dense"
+    shutil.copytree(MODEL, dense)
+    values = json.loads((dense / "config.json").read_text())
+    kept = {k: v for k, v in values.items() if "expert" not in k and k not in ("norm_topk_prob", "mlp_only_layers")}
+    (dense / "config.json").write_text(
+        json.dumps(kept | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_experts": None})
+    )
+    message = refused("--train.router_replay", "R3", "--model.path", str(dense))
+    assert "train.router_replay = 'rollout'" in message and "dense model" in message
+    message = refused("--train.router_replay", "R3", "--model.transformer.moe_router_fusion", "true")
+    assert "moe_router_fusion = True cannot go with train.router_replay" in message

@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "platform": ({"errors"}, {"torch"}),
     "config_io": ({"config", "errors"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "layout": ({"config", "errors"}, set()),
-    "hf": ({"errors", "layout"}, {"torch", "safetensors", "transformers"}),
+    "hf": ({"errors", "layout", "types"}, {"torch", "safetensors", "transformers"}),
     "metrics": ({"errors", "types"}, {"torch", "wandb"}),
     "losses": ({"types", "config"}, {"torch"}),
     "parallel": ({"types"}, {"torch", "triton"}),

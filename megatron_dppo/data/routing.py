@@ -1,0 +1,177 @@
+"""Which experts a mixture-of-experts model chose: compact integers, checks, and growth by parts.
+
+Routes are ``[N, L, k]``: for each of N input tokens and L layers (dense ones included) the k experts that its router
+chose. A row, the k numbers of one token and layer, is either k different experts or wholly missing. A router's choice
+belongs to an *input* token, so the routes of a sequence of S tokens have T = S - 1 rows: the last token is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.types import MISSING_EXPERT, RoutingShape, TrainingSample
+
+
+def missing_rows(count: int, shape: RoutingShape) -> Tensor:
+    """Routes ``[count, L, k]`` of tokens of which nothing is known."""
+    return torch.full((count, shape.num_layers, shape.topk), MISSING_EXPERT[shape.dtype], dtype=shape.dtype)
+
+
+def is_missing(routes: Tensor) -> Tensor:
+    """``[N, L]`` bool: True where the choice of that token and layer is not known."""
+    return routes[..., 0] == MISSING_EXPERT[routes.dtype]
+
+
+def compact_routes(values: Tensor, shape: RoutingShape, *, tokens: int, request: str) -> Tensor:
+    """What an engine sent as checked routes ``[tokens, L, k]`` of the smallest dtype, dense layers marked missing.
+
+    Args:
+        values: integers ``[tokens, L, k]``, or without the dense layers; -1 = missing. Engines write anything for
+            dense layers, so what stands there is not looked at.
+        shape: of the model.
+        tokens: rows that there must be.
+        request: a name for error messages.
+
+    Raises:
+        ValueError: as ``check_routes``.
+    """
+    if values.dtype != shape.dtype:
+        values = _narrowed(values, shape, request)
+    routers = [layer for layer in range(shape.num_layers) if layer not in shape.dense_layers]
+    if shape.dense_layers and values.dim() == 3:
+        if values.shape[1] == shape.num_layers:
+            values = values[:, routers]
+        if values.shape[1] == len(routers):
+            spread = missing_rows(values.shape[0], replace(shape, topk=values.shape[2]))
+            spread[:, routers] = values
+            values = spread
+    check_routes(values, shape, tokens=tokens, request=request)
+    return values
+
+
+def _narrowed(values: Tensor, shape: RoutingShape, request: str) -> Tensor:
+    """Wide integers in the dtype of the routes; what does not fit is named before it could wrap around."""
+    if values.dtype.is_floating_point or values.dtype == torch.bool:
+        raise ValueError(f"{request}: routed experts of type {values.dtype}, expected integers")
+    values = values.long()
+    outside = (values < -1) | (values >= shape.num_experts)
+    if shape.dense_layers and values.dim() == 3 and values.shape[1] == shape.num_layers:
+        outside[:, sorted(shape.dense_layers)] = False
+    if bool(outside.any()):
+        raise ValueError(_at(values, outside, shape, request, "an expert that does not exist"))
+    missing = MISSING_EXPERT[shape.dtype]
+    return torch.where(outside | (values == -1), missing, values).to(shape.dtype)
+
+
+def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: str) -> None:
+    """Whether routes can be replayed on a model.
+
+    Args:
+        routes: ``[tokens, L, k]``.
+        shape: of the model.
+        tokens: how many input tokens there are.
+        request: a name for the error message.
+
+    Raises:
+        ValueError: another dtype, number of rows, layers or experts a token; an expert that does not exist; an expert
+            that stands twice in a row; a row that is missing in part; with the place and the value.
+    """
+    if routes.dtype != shape.dtype:
+        raise ValueError(f"{request}: routed experts of type {routes.dtype}, expected {shape.dtype}")
+    if routes.dim() != 3 or tuple(routes.shape[1:]) != (shape.num_layers, shape.topk):
+        raise ValueError(
+            f"{request}: routed experts of shape {tuple(routes.shape)}, expected [{tokens}, {shape.num_layers} layers, "
+            f"{shape.topk} experts a token]; is the engine serving another model?"
+        )
+    if routes.shape[0] != tokens:
+        raise ValueError(
+            f"{request}: routed experts of {routes.shape[0]} tokens for {tokens} input tokens (prompt and response "
+            "without the last token); every token that was read has one row"
+        )
+    if not _rows_are_valid(routes, shape):
+        raise ValueError(_first_problem(routes, shape, request))
+    for layer in sorted(shape.dense_layers):
+        if not bool((absent := is_missing(routes[:, [layer]])).all()):
+            raise ValueError(_at(routes[:, [layer]], ~absent[..., None], shape, request, "dense layer", layer))
+
+
+def _rows_are_valid(routes: Tensor, shape: RoutingShape) -> bool:
+    """Whether every row is wholly missing or k different experts; columns are faster than a search for the place."""
+    columns = routes.reshape(-1, shape.topk).t().contiguous()
+    missing = (columns == MISSING_EXPERT[routes.dtype]).all(0)
+    inside = (columns >= 0).all(0) & (columns < shape.num_experts).all(0)
+    twice = torch.zeros_like(missing)
+    for left, right in combinations(columns, 2):
+        twice |= left == right
+    return bool((missing | (inside & ~twice)).all())
+
+
+def _first_problem(routes: Tensor, shape: RoutingShape, request: str) -> str:
+    absent = routes == MISSING_EXPERT[routes.dtype]
+    outside = ~absent & ((routes < 0) | (routes >= shape.num_experts))
+    if bool(outside.any()):
+        return _at(routes, outside, shape, request, "an expert that does not exist")
+    holes = absent & ~absent.all(-1, keepdim=True)
+    if bool(holes.any()):
+        return _at(routes, holes, shape, request, "a hole in a row")
+    twice = ((routes[..., :, None] == routes[..., None, :]).sum(-1) > 1) & ~absent
+    return _at(routes, twice, shape, request, "an expert that stands twice in its row")
+
+
+def _at(values: Tensor, wrong: Tensor, shape: RoutingShape, request: str, what: str, first_layer: int = 0) -> str:
+    row, layer, slot = (int(i) for i in wrong.nonzero()[0])
+    return (
+        f"{request}: routed experts, row {row}, layer {layer + first_layer}: {what}: {int(values[row, layer, slot])} "
+        f"in {values[row, layer].tolist()}; expected {shape.topk} different experts of 0 to {shape.num_experts - 1}, "
+        f"or the whole row missing ({MISSING_EXPERT[shape.dtype]})"
+    )
+
+
+def append_routes(before: Tensor, new: Tensor, start: int) -> Tensor:
+    """The routes of a sequence that grew: what is known of a token stays as it was.
+
+    A partial rollout or a further turn reads the whole sequence again, perhaps under newer weights; the tokens that
+    were sampled before were sampled under the old routes. Rows between the two parts that nobody reported are missing.
+
+    Args:
+        before: ``[N, L, k]`` of the first N tokens.
+        new: ``[M, L, k]`` of the M tokens from ``start`` on.
+        start: index in the whole sequence of the first row of ``new``.
+
+    Raises:
+        ValueError: parts of two models, or a negative start.
+    """
+    if before.shape[1:] != new.shape[1:] or before.dtype != new.dtype or start < 0:
+        raise ValueError(
+            f"routed experts {tuple(before.shape)} {before.dtype} cannot go on with {tuple(new.shape)} {new.dtype} "
+            f"from token {start}; expected the same layers, experts a token and dtype, and a start of 0 or more"
+        )
+    gap = before.new_full((max(0, start - len(before)), *before.shape[1:]), MISSING_EXPERT[before.dtype])
+    return torch.cat([before, gap, new[max(0, len(before) - start) :]])
+
+
+def with_all_routes(samples: Sequence[TrainingSample], shape: RoutingShape) -> list[TrainingSample]:
+    """Checked samples that all have routes; those whose engine gave none (a lost request) get missing rows.
+
+    Raises:
+        ValueError: not one sample has routes, or some are wrong.
+    """
+    if samples and all(sample.routed_experts is None for sample in samples):
+        raise ValueError(
+            f"train.router_replay needs the experts that the rollout engine chose, but none of {len(samples)} samples "
+            "has them; let the engine return them (SGLang: --enable-return-routed-experts, vLLM: "
+            "--enable-return-routed-experts), or set train.router_replay = 'off'"
+        )
+    result = []
+    for i, sample in enumerate(samples):
+        if sample.routed_experts is None:
+            sample = replace(sample, routed_experts=missing_rows(sample.num_tokens, shape))
+        else:
+            check_routes(sample.routed_experts, shape, tokens=sample.num_tokens, request=f"sample {i}")
+        result.append(sample)
+    return result

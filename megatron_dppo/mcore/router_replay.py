@@ -1,0 +1,274 @@
+"""Router replay: given experts drive Megatron Core's own ``RouterReplay``, per micro-batch and model chunk.
+
+Only *which* experts a token visits is replayed. Their weights come from the router's present logits, so gradients reach
+the router as always. Rows that are missing keep the live router's choice.
+
+Megatron's object for a router holds the experts of one micro-batch, and a first-in-first-out list for recomputation in
+the backward pass. The pipeline schedules run the micro-batches of one chunk in the same order forward and backward, so
+both are right if they are set as each chunk begins a forward pass, which hooks on the chunks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.parallel.context import ContextShard
+from megatron_dppo.types import MISSING_EXPERT, Metric, MicroBatch, RoutingShape
+
+ReplayMode = Literal["replay", "compare", "record"]
+"""``replay``: use the given experts; ``compare``: use the live ones and count where the given ones differ; ``record``:
+use the live ones and keep them."""
+_Topk = tuple[Tensor, Tensor]
+
+
+class LayerReplay(RouterReplay):
+    """Megatron's object for one router, which can also fall back to the live choice row by row, and counts.
+
+    Args:
+        layer: number in the whole model, from 0.
+        dtype: of the routes.
+        remembers: whether the backward pass may run this router again.
+        counts: int64 ``[3]``, shared by all routers: rows given, where the live choice differs, where the used does.
+    """
+
+    def __init__(self, layer: int, dtype: torch.dtype, *, remembers: bool, counts: Tensor) -> None:
+        super().__init__()
+        RouterReplay.global_router_replay_instances.remove(self)  # ours are found through the model
+        self.layer = layer
+        self.given: Tensor | None = None
+        """``[local tokens, k]`` of the current micro-batch"""
+        self.num_recomputed = 0
+        self._dtype, self._missing = dtype, MISSING_EXPERT[dtype]
+        self._remembers, self._counts = remembers, counts
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., _Topk] | None = None,
+    ) -> _Topk:
+        """What Megatron's router asks for: the scores and indices ``[local tokens, k]`` of the experts to use."""
+        assert default_compute_topk is not None
+        action, given = self.router_replay_action, self.given
+        if given is not None and len(given) != len(scores) and action != RouterReplayAction.REPLAY_BACKWARD:
+            raise ValueError(f"router of layer {self.layer}: {len(scores)} tokens, but {len(given)} rows of experts")
+        live = None
+        if action == RouterReplayAction.REPLAY_FORWARD and given is not None:
+            _, live = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
+            self.target_topk_idx = torch.where(given == self._missing, live, given.long())
+        elif action == RouterReplayAction.REPLAY_BACKWARD:
+            if not self.replay_backward_list:
+                raise RuntimeError(
+                    f"router of layer {self.layer} ran again in a backward pass that was not expected to"
+                )
+            self.replay_backward_list[0] = self.replay_backward_list[0].long()
+            self.num_recomputed += 1
+        probs, used = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        if action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.RECORD):
+            if self._remembers:
+                self.replay_backward_list.append(used.to(self._dtype))
+            if given is not None:
+                self._count(given, used if live is None else live, used)
+        return probs, used
+
+    def _count(self, given: Tensor, live: Tensor, used: Tensor) -> None:
+        known = given[:, 0] != self._missing
+        given = given.long()
+        differs = [known & ~_same_sets(given, chosen) for chosen in (live, used)]
+        self._counts += torch.stack([known, *differs]).sum(1)
+
+
+def _same_sets(left: Tensor, right: Tensor) -> Tensor:
+    """``[N]`` bool: whether two ``[N, k]`` of distinct numbers have the same ones in each row."""
+    return (left[:, :, None] == right[:, None, :]).any(-1).all(-1)
+
+
+class ReplayDriver:
+    """Router replay of one model.
+
+    Args:
+        models: the unwrapped chunks of this rank.
+        config: theirs.
+        shape: of the routes.
+        tp_group: ranks that split rows among them, if sequence parallelism does; else None.
+        cp_group: ranks that split sequences among them; None = no context parallelism.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[GPTModel],
+        config: TransformerConfig,
+        shape: RoutingShape,
+        tp_group: ProcessGroup | None,
+        cp_group: ProcessGroup | None,
+    ) -> None:
+        self._models, self._shape, self._missing = models, shape, MISSING_EXPERT[shape.dtype]
+        self._tp_group, self._cp_group = tp_group, cp_group
+        self._device = next(models[0].parameters()).device
+        self._counts = torch.zeros(3, dtype=torch.int64, device=self._device)
+        self._num_rows = self._num_missing = 0
+        modules = config.recompute_modules or []
+        selective = config.recompute_granularity == "selective" and "moe" in modules
+        remembers = selective or config.recompute_granularity == "full"
+        self._chunks = [self._attach(model, remembers) for model in models]
+        self._routers = [router for chunk in self._chunks for router in chunk]
+        self._begun: list[int] = []
+        self._recorded: list[dict[int, Tensor]] = []
+        self._shards: list[ContextShard] = []
+
+    def _attach(self, model: GPTModel, remembers: bool) -> list[LayerReplay]:
+        found = []
+        for layer in model.decoder.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is None:
+                continue
+            number = layer.layer_number - 1
+            if number in self._shape.dense_layers:
+                raise ValueError(f"layer {number} has a router, but the routes take it for a dense one")
+            replay = LayerReplay(number, self._shape.dtype, remembers=remembers, counts=self._counts)
+            if router.router_replay in RouterReplay.global_router_replay_instances:
+                RouterReplay.global_router_replay_instances.remove(router.router_replay)
+            router.router_replay = replay
+            found.append(replay)
+        return found
+
+    @contextmanager
+    def running(self, batches: Sequence[MicroBatch], mode: ReplayMode) -> Iterator[list[MicroBatch]]:
+        """One run of Megatron's schedule over ``batches``; yields them without their routes, which stay on the host.
+
+        Raises:
+            ValueError: micro-batches without routes, or rows that do not fit the tokens of a router.
+            RuntimeError: a chunk did not run every micro-batch once, or a router's recomputation missed some.
+        """
+        if mode != "record" and any(batch.routed_experts is None for batch in batches):
+            raise ValueError(f"router replay in mode {mode!r} needs routed_experts in every micro-batch")
+        self._reset()
+        self._begun = [0] * len(self._models)
+        self._recorded = [{} for _ in batches]
+        if self._cp_group is not None:
+            self._shards = [ContextShard.of(batch.cu_seqlens, self._cp_group) for batch in batches]
+        if mode != "record":
+            self._count_missing(batches)
+        handles = []
+        for chunk, model in enumerate(self._models):
+            handles.append(model.register_forward_pre_hook(partial(self._begin, chunk, batches, mode)))
+            handles.append(model.register_forward_hook(partial(self._end, chunk, mode)))
+        try:
+            yield [replace(batch, routed_experts=None) for batch in batches]
+            self._check_all_used(len(batches))
+        finally:
+            for handle in handles:
+                handle.remove()
+            for router in self._routers:
+                router.given = None
+                router.clear_indices()
+                router.clear_router_replay_action()
+
+    def _reset(self) -> None:
+        self._counts.zero_()
+        self._num_rows = self._num_missing = 0
+        for router in self._routers:
+            router.num_recomputed = 0
+
+    def _count_missing(self, batches: Sequence[MicroBatch]) -> None:
+        """Rows of tokens that are not padding; the same on all ranks of tensor and context parallelism."""
+        layers = [router.layer for router in self._routers]
+        for batch in batches:
+            assert batch.routed_experts is not None
+            absent = int((batch.routed_experts[:, layers, 0] == self._missing).sum())
+            self._num_missing += absent - batch.num_padding * len(layers)
+            self._num_rows += (len(batch.tokens) - batch.num_padding) * len(layers)
+
+    def _begin(self, chunk: int, batches: Sequence[MicroBatch], mode: ReplayMode, *_: Any) -> None:
+        routers, number = self._chunks[chunk], self._begun[chunk]
+        action = RouterReplayAction.REPLAY_FORWARD if mode == "replay" else RouterReplayAction.RECORD
+        if mode != "record" and routers:
+            given = self._local(batches, number, [router.layer for router in routers])
+            for router, rows in zip(routers, given, strict=True):
+                router.given = rows
+        for router in routers:
+            router.set_router_replay_action(action)
+
+    def _end(self, chunk: int, mode: ReplayMode, *_: Any) -> None:
+        for router in self._chunks[chunk]:
+            if mode == "record":
+                experts = router.get_recorded_indices()
+                assert experts is not None
+                self._recorded[self._begun[chunk]][router.layer] = experts.to(self._shape.dtype)
+            router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        self._begun[chunk] += 1
+
+    def _local(self, batches: Sequence[MicroBatch], number: int, layers: Sequence[int]) -> Tensor:
+        """``[layers, local tokens, k]`` on the device: what this rank's routers see of a micro-batch."""
+        whole = batches[number].routed_experts
+        assert whole is not None
+        routes = whole[:, layers]
+        if self._cp_group is not None:
+            routes = self._shards[number].split(routes)
+        if self._tp_group is not None:
+            routes = routes.chunk(self._tp_group.size())[self._tp_group.rank()]
+        return routes.transpose(0, 1).contiguous().to(self._device, non_blocking=True)
+
+    def _check_all_used(self, num_batches: int) -> None:
+        for chunk, begun in enumerate(self._begun):
+            if begun != num_batches:
+                raise RuntimeError(
+                    f"model chunk {chunk} ran {begun} of {num_batches} micro-batches under router replay"
+                )
+        for router in self._routers:
+            if router.num_recomputed not in (0, num_batches):
+                raise RuntimeError(
+                    f"router of layer {router.layer} ran again for {router.num_recomputed} of {num_batches} "
+                    "micro-batches, expected all or none"
+                )
+
+    def recorded(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The routes ``[T, L, k]`` of each micro-batch of the last run in mode ``record``; missing but on the layers of
+        this pipeline stage. A collective over tensor and context parallelism."""
+        found = []
+        for number, (batch, by_layer) in enumerate(zip(batches, self._recorded, strict=True)):
+            size = (len(batch.tokens), self._shape.num_layers, self._shape.topk)
+            routes = torch.full(size, self._missing, dtype=self._shape.dtype)
+            if by_layer:
+                layers = sorted(by_layer)
+                routes[:, layers] = self._whole(torch.stack([by_layer[i] for i in layers], 1), number).cpu()
+            found.append(routes)
+        return found
+
+    def _whole(self, routes: Tensor, number: int) -> Tensor:
+        raw = routes.view(torch.uint8)  # NCCL has no int16
+        if self._tp_group is not None:
+            parts = [torch.empty_like(raw) for _ in range(self._tp_group.size())]
+            dist.all_gather(parts, raw, group=self._tp_group)
+            raw = torch.cat(parts)
+        if self._cp_group is not None:
+            raw = self._shards[number].to(raw.device).gather(raw)
+        return raw.view(routes.dtype)
+
+    def metrics(self, *, is_first: bool) -> dict[str, Metric]:
+        """What the last run counted on this rank, as shares of tokens times layers.
+
+        Args:
+            is_first: whether this is the first rank of tensor and context parallelism; what those ranks have in common
+                counts once.
+        """
+        known, live, used = self._counts.tolist()
+        return {
+            "router_disagreement": Metric(used, known),
+            "router_live_disagreement": Metric(live, known),
+            "router_missing": Metric(self._num_missing * is_first, self._num_rows * is_first),
+        }

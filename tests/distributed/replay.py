@@ -1,0 +1,244 @@
+"""Router replay on Megatron against transformers in float64, whose routers are forced to the same experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.clock import Clock
+from megatron_dppo.config import TrainConfig
+from megatron_dppo.data.routing import compact_routes, is_missing, missing_rows
+from megatron_dppo.hf import build_hf_model, routing_shape, stream_model
+from megatron_dppo.losses import policy_loss
+from megatron_dppo.platform import Platform
+from megatron_dppo.types import TrainingSample
+from megatron_dppo.update import Updater
+from tests.distributed.objective import in_float64
+from tests.distributed.parity import (
+    LOSS,
+    Case,
+    build_trainer,
+    config_for,
+    gradient_reader,
+    hf_reference,
+    on_cpu,
+    samples,
+)
+
+TOLERANCE = 2e-5
+MODELS = (Case(), Case(shared=True), Case(mixed=True), Case(tied=True))
+
+
+@dataclass
+class Reference:
+    """What the trainer must find with the routes of ``samples``."""
+
+    samples: list[TrainingSample]
+    loss: float
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    missing: float = 0.0
+    """share of tokens times layers with experts whose routes are missing"""
+    live: float = 0.0
+    """share of the given rows where the live router would choose other experts, replay before it"""
+    unreplayed: float = 0.0
+    """the same without replay anywhere"""
+
+
+def model_of(case: Case) -> Any:
+    """The model that both sides start from."""
+    return hf_reference(case.tied, case.dense, case.shared, case.mixed)
+
+
+def foreign_routes(sample: TrainingSample, model: Any, seed: int) -> Tensor:
+    """Random experts in random order; every eleventh row missing, and all layers of one token."""
+    shape = routing_shape(model.config)
+    assert shape is not None
+    generator = torch.Generator().manual_seed(seed)
+    size = (sample.num_tokens, shape.num_layers)
+    values = torch.rand(*size, shape.num_experts, generator=generator).argsort(-1)[..., : shape.topk]
+    values[torch.arange(size[0] * size[1]).view(size) % 11 == seed % 11] = -1
+    values[seed % sample.num_tokens] = -1
+    return compact_routes(values, shape, tokens=sample.num_tokens, request=f"sample {seed}")
+
+
+class ForcedRouters:
+    """Puts given experts into the routers of a transformers model, where they are not missing."""
+
+    def __init__(self, model: Any) -> None:
+        self._routes: Tensor | None = None
+        self.live: dict[int, Tensor] = {}
+        """by layer, ``[tokens, k]`` that each router would have chosen"""
+        for i, layer in enumerate(model.model.layers):
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.forward = lambda x, m=layer.mlp.gate, i=i: self._route(m, i, x)
+
+    @contextmanager
+    def using(self, routes: Tensor | None) -> Iterator[None]:
+        """These experts inside; None = the live ones."""
+        self._routes = routes
+        yield
+        self._routes = None
+
+    def _route(self, module: Any, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = x.reshape(-1, module.hidden_dim) @ module.weight.T
+        weights = logits.softmax(-1)
+        chosen = self.live[layer] = weights.topk(module.top_k, dim=-1).indices
+        if self._routes is not None:
+            given = self._routes[:, layer]
+            chosen = torch.where(is_missing(self._routes)[:, [layer]], chosen, given.long())
+        found = weights.gather(1, chosen)
+        return logits, found / found.sum(-1, keepdim=True) if module.norm_topk_prob else found, chosen
+
+    def differing(self, routes: Tensor) -> tuple[int, int]:
+        """(given rows where the latest live choice is another set, given rows)."""
+        known = ~is_missing(routes)
+        different = 0
+        for layer, chosen in self.live.items():
+            pairs = zip(chosen.tolist(), routes[:, layer].tolist(), known[:, layer].tolist(), strict=True)
+            different += sum(is_known and set(a) != set(b) for a, b, is_known in pairs)
+        return different, int(known.sum())
+
+
+def make_reference(case: Case) -> Reference:
+    """The loss ``-sum(w A log pi) / tokens`` of all samples, in float64, one sequence at a time."""
+    model = in_float64(model_of(case))
+    forced = ForcedRouters(model)
+    batch = [replace(s, routed_experts=foreign_routes(s, model, i)) for i, s in enumerate(samples())]
+    tokens, num_layers = sum(int(s.loss_mask.sum()) for s in batch), len(forced.live)
+    total, found, free = torch.zeros((), dtype=torch.float64), [0, 0], [0, 0]
+    for sample in batch:
+        routes = sample.routed_experts
+        assert routes is not None and sample.rollout_logprobs is not None
+        with torch.no_grad():
+            model(sample.tokens[None])
+        free = [a + b for a, b in zip(free, forced.differing(routes), strict=True)]
+        with forced.using(routes):
+            logits = model(sample.tokens[None]).logits[0]
+        found = [a + b for a, b in zip(found, forced.differing(routes), strict=True)]
+        logprobs = logits.log_softmax(-1).gather(1, sample.labels[:, None])[:, 0]
+        weight = (logprobs.detach() - sample.rollout_logprobs).exp()
+        total = total - (weight * sample.advantages * logprobs)[sample.loss_mask].sum() / tokens
+    total.backward()
+    num_layers = len(forced.live)
+    rows = sum(s.num_tokens for s in batch) * num_layers
+    holder = build_hf_model(model.config, torch.float64)
+    for target, source in zip(holder.parameters(), model.parameters(), strict=True):
+        target.data = torch.zeros_like(source) if source.grad is None else source.grad.clone()
+    return Reference(
+        samples=batch,
+        loss=float(total.detach()),
+        gradients={name: value.clone() for name, value in stream_model(holder)},
+        missing=1 - found[1] / rows,
+        live=found[0] / found[1],
+        unreplayed=free[0] / free[1],
+    )
+
+
+def _file(folder: Path, case: Case) -> Path:
+    return folder / f"tied={case.tied} shared={case.shared} mixed={case.mixed}.pt"
+
+
+def write_references(folder: Path) -> Path:
+    """The reference of each model, for the workers to read; returns the folder."""
+    for case in MODELS:
+        torch.save(make_reference(case), _file(folder, case))
+    return folder
+
+
+def read_reference(folder: Path, case: Case) -> Reference:
+    """What ``write_references`` made for the model of ``case``."""
+    with torch.serialization.safe_globals([Reference, TrainingSample]):
+        found: Reference = torch.load(_file(folder, case), weights_only=True)
+    return found
+
+
+class Side:
+    """The trainer of one layout, and what it computes of some samples."""
+
+    def __init__(self, case: Case, platform: Platform, mode: str) -> None:
+        self.trainer = build_trainer(case, model_of(case), platform, "fp32", train={"router_replay": mode})
+        self._train = config_for(case).train
+
+    def mine(self, all_samples: list[TrainingSample]) -> list[TrainingSample]:
+        """This rank's share."""
+        return all_samples[self.trainer.dp_rank :: self.trainer.layout.dp]
+
+    def updater(self, **train: Any) -> Updater:
+        """Of the loss under test."""
+        return Updater(self.trainer, TrainConfig(**(self._train.model_dump() | train)), LOSS)
+
+    def gradients(self, mine: list[TrainingSample]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Full gradients by Hugging Face name, and the metrics."""
+        batches = self.updater().plan(mine)
+        assert len(batches) * self.trainer.layout.dp >= 4
+        metrics = self.trainer.accumulate(batches, lambda inputs: policy_loss(inputs, LOSS))
+        return on_cpu(self.trainer.bridge.export(gradient_reader(self.trainer))), metrics
+
+
+def check_foreign(side: Side, reference: Reference, where: str) -> None:
+    """Another model's routing: gradients of the reference, nothing differs afterwards, all rows counted."""
+    found, metrics = side.gradients(side.mine(reference.samples))
+    expected = reference.gradients
+    assert found.keys() == expected.keys()
+    typical = sum(float(g.norm()) for g in expected.values()) / len(expected)
+    error = max(float((found[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())
+    assert error < TOLERANCE, f"{where}: gradient off by {error:.1e}"
+    assert abs(metrics["loss"] - reference.loss) < TOLERANCE, where
+    assert all(float(g.norm()) > 0.01 * typical for n, g in found.items() if n.endswith("mlp.gate.weight")), where
+    assert metrics["router_disagreement"] == 0.0, where
+    assert metrics["router_live_disagreement"] == reference.live > 0.5, (where, metrics, reference.live)
+    assert abs(metrics["router_missing"] - reference.missing) < 1e-12 and 0.1 < reference.missing < 0.4, where
+
+
+def check_own(side: Side, where: str) -> None:
+    """The trainer's own routing, and no known routing at all: bit for bit what it computes without replay."""
+    plain = side.mine(samples())
+    without, metrics = side.gradients(plain)
+    assert not [name for name in metrics if name.startswith("router_")], where
+    recorded = side.updater(router_replay="recorded", epochs=2).add_recomputed(plain, Clock())
+    shape = side.trainer.routing_shape
+    nothing = [replace(s, routed_experts=missing_rows(s.num_tokens, shape)) for s in plain]
+    for name, with_routes, missing in (("recorded", recorded, 0.0), ("missing", nothing, 1.0)):
+        replayed, metrics = side.gradients(with_routes)
+        different = [n for n, gradient in without.items() if not torch.equal(gradient, replayed[n])]
+        assert not different, f"{where}, {name}: {len(different)} gradients differ, {different[:3]}"
+        assert metrics["router_missing"] == missing, (where, name, metrics)
+        assert metrics["router_disagreement"] == metrics["router_live_disagreement"] == 0.0, (where, name, metrics)
+
+
+def check_compared(side: Side, reference: Reference, where: str) -> None:
+    """Routes that are only compared: bit for bit the computation without them, and the reference's disagreement."""
+    without, _ = side.gradients(side.mine(samples()))
+    found, metrics = side.gradients(side.mine(reference.samples))
+    assert all(torch.equal(gradient, found[name]) for name, gradient in without.items()), where
+    assert metrics["router_disagreement"] == metrics["router_live_disagreement"] == reference.unreplayed, where
+
+
+def run(rank: int, world_size: int, cases: list[Case], references: Path, mode: str) -> None:
+    """Every check of ``mode`` on every layout."""
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    for case in cases:
+        reference, where = read_reference(references, case), f"{case}, rank {rank}"
+        side = Side(case, platform, mode)
+        assert not RouterReplay.global_router_replay_instances, "nothing stays in Megatron's global list"
+        if mode == "compare":
+            check_compared(side, reference, where)
+        else:
+            check_foreign(side, reference, where)
+            check_own(side, where)
+            check_foreign(side, reference, f"{where}, again")
+        dist.barrier()
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,67 @@
+"""Router replay on every layout: foreign routing equals a reference, own routing changes nothing, rows are counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.layouts import ALLGATHER, CP, EP, EP4, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
+from tests.distributed.parity import Case
+from tests.distributed.replay import run, write_references
+from tests.distributed.spawn import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+LAYOUTS = {
+    1: [
+        Case(),
+        Case(shared=True),
+        Case(mixed=True),
+        Case(transformer=FULL),
+        Case(transformer=MOE, mixed=True),
+        Case(transformer=BLOCK),
+        Case(micro_batch_tokens=8),
+    ],
+    2: [
+        Case(TP),
+        Case(TP, transformer=FULL, shared=True),
+        Case(CP),
+        Case(CP, transformer=MOE),
+        Case(PP, transformer=FULL, tied=True),
+        Case(PP, mixed=True),
+        Case(VPP),
+        Case(VPP, transformer=FULL, micro_batch_tokens=16),
+        Case(VPP, transformer=MOE, mixed=True),
+        Case(EP),
+        Case(EP, transformer=ALLGATHER | FULL),
+        Case({}, transformer=SELECTIVE),
+    ],
+    4: [
+        Case({**TP, **CP}, transformer=FULL),
+        Case({**CP, **VPP}, transformer=FULL, mixed=True),
+        Case({**CP, **EP4}),
+        Case({**TP, **ETP, **OVERLAP}, transformer=SELECTIVE),
+        Case({**TP, **PP}, transformer=BLOCK),
+        Case({**PP, **EP}, transformer=MOE, micro_batch_tokens=16),
+    ],
+}
+COMPARED = {1: [Case(mixed=True)], 2: [Case(TP), Case(CP, transformer=FULL), Case(VPP, mixed=True)]}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the reference of each model."""
+    return write_references(tmp_path_factory.mktemp("references"))
+
+
+@pytest.mark.parametrize("processes", sorted(LAYOUTS))
+def test_replay_on_every_layout(processes: int, references: Path) -> None:
+    run_distributed(run, processes, LAYOUTS[processes], references, "rollout", timeout=600.0)
+
+
+@pytest.mark.parametrize("processes", sorted(COMPARED))
+def test_routes_that_are_compared_change_nothing(processes: int, references: Path) -> None:
+    run_distributed(run, processes, COMPARED[processes], references, "compare", timeout=300.0)
