@@ -16,7 +16,7 @@ from megatron_dppo.clock import Clock
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.data.routing import compact_routes, is_missing, missing_rows
 from megatron_dppo.hf import build_hf_model, routing_shape, stream_model
-from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.types import TrainingSample
 from megatron_dppo.update import Updater
@@ -178,7 +178,7 @@ class Side:
         """Full gradients by Hugging Face name, and the metrics."""
         batches = self.updater().plan(mine)
         assert len(batches) * self.trainer.layout.dp >= 4
-        metrics = self.trainer.accumulate(batches, lambda inputs: policy_loss(inputs, LOSS))
+        metrics = self.trainer.accumulate(batches, policy_objective(LOSS))
         return on_cpu(self.trainer.bridge.export(gradient_reader(self.trainer))), metrics
 
 
