@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.parallel.head_gradient import HeadGradient, checked_main_grad, mark_added
 from megatron_dppo.parallel.head_rows import Head, RowTotals, check_ids, gather_shards, merge
 from megatron_dppo.parallel.head_topk import candidates, merge_candidates
-from megatron_dppo.parallel.row_kernels import row_statistics
 from megatron_dppo.parallel.row_plan import RowPlan, Rows, chunk_size
 from megatron_dppo.types import LossInputs, TokenTargets
 
@@ -189,31 +188,27 @@ class _HeadStatistics(torch.autograd.Function):
         of_logprobs, of_entropy = (None if x is None else rows.take(x, 0, stop) for x in (grad_logprobs, grad_entropy))
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(total[:stop])
-        chunks = list(rows.chunks(call.chunk, stop))
         needed = ctx.needs_input_grad[:3]
-        gradient = HeadGradient(head, rows, hidden, needed, len(chunks), call.main_grad)
+        gradient = HeadGradient(head, rows, hidden, needed, call.chunk, call.main_grad)
         buffer = head.new_logits(min(call.chunk, stop))
         totals = RowTotals(maximum, total, total, entropy, None, None)
         local = head.local(labels)
-        for chunk in chunks:
+        for chunk in rows.chunks(call.chunk, stop):
             part = slice(chunk.start, chunk.stop)
-            some = rows.take(hidden, chunk.start, chunk.stop)
+            logits = head.logits(rows.take(hidden, chunk.start, chunk.stop), buffer)
             dlogits = head.gradient(
-                head.logits(some, buffer),
+                logits,
                 local[part],
                 totals.select(part),
                 of_logprobs[part],
                 None if of_entropy is None else of_entropy[part],
+                gradient.place(logits),
             )
-            gradient.add(chunk.start, dlogits, some)
-        of_hidden = gradient.hidden()
-        added = needed[1] and call.main_grad is not None
-        return (
-            None if of_hidden is None else rows.spread(of_hidden),
-            mark_added(call.weight) if added else gradient.weight(),
-            gradient.bias(),
-            *(None,) * 4,
-        )
+            gradient.add(dlogits)
+        of_hidden, of_weight, of_bias = gradient.result()
+        if gradient.in_main_grad:
+            of_weight = mark_added(call.weight)
+        return None if of_hidden is None else rows.spread(of_hidden), of_weight, of_bias, *(None,) * 4
 
 
 def _shard_rows(hidden: Tensor, labels: Tensor, ids: Tensor | None, valid: Tensor | None, call: _Call) -> Tensor:
@@ -226,9 +221,8 @@ def _shard_rows(hidden: Tensor, labels: Tensor, ids: Tensor | None, valid: Tenso
     for chunk in call.rows.chunks(call.chunk):
         part = slice(chunk.start, chunk.stop)
         logits = head.logits(call.rows.take(hidden, chunk.start, chunk.stop), buffer)
-        mine[part, :slots] = row_statistics(
-            logits, head.own, local_labels[part], None if local_ids is None else local_ids[part], head.temperature
-        )
+        some_ids = None if local_ids is None else local_ids[part]
+        mine[part, :slots] = head.statistics(logits, local_labels[part], some_ids)
         if width:
             mine[part, slots:] = candidates(logits[:, : head.own], width, head.first)
     return mine

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs
 from megatron_dppo.parallel.head_gradient import HeadGradient, attach_gradient, checked_main_grad
 from megatron_dppo.parallel.head_rows import Head, RowTotals, check_ids, gather_shards, merge
-from megatron_dppo.parallel.row_kernels import row_statistics
 from megatron_dppo.parallel.row_plan import Chunk, RowPlan, Rows, chunk_size
 from megatron_dppo.types import LossInputs, LossOutput, Metric, TokenTargets
 
@@ -80,7 +79,7 @@ def dppo_head_loss(
     main_grad = checked_main_grad(weight, accumulate_main_grad)
     needed = _needed(hidden), _needed(weight), _needed(bias)
     size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
-    gradient = HeadGradient(head, rows, hidden, needed, -(-rows.num_gradient // size), main_grad)
+    gradient = HeadGradient(head, rows, hidden, needed, size, main_grad)
     run = _Run(head, rows, hidden.detach(), targets, loss, entropy_gradient, size, gradient, any(needed))
     output = _join([_finish(run, pending) for pending in _pending(run)], rows)
     if not run.differentiates:
@@ -117,6 +116,11 @@ class _Run:
     differentiates: bool
     """whether a gradient is wanted"""
 
+    @property
+    def overwrites(self) -> bool:
+        """On the CPU exponentials cost more than memory, and without an entropy term the gradient needs no more."""
+        return self.differentiates and not self.entropy_gradient and not self.hidden.is_cuda
+
 
 @dataclass(frozen=True)
 class _Pending:
@@ -124,8 +128,9 @@ class _Pending:
 
     chunk: Chunk
     targets: TokenTargets
-    hidden: Tensor
     logits: Tensor
+    overwritten: Tensor | None
+    """the shard's maximum of each row, if exponentials have replaced the logits"""
     local_labels: Tensor
     parts: Tensor
     work: dist.Work | None
@@ -156,8 +161,11 @@ def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
     ids, valid = _ids(targets)
     labels = head.local(targets.labels)
     logits = head.logits(hidden, buffer)
-    mine = row_statistics(logits, head.own, labels, None if ids is None else head.local(ids, valid), head.temperature)
-    return _Pending(chunk, targets, hidden, logits, labels, *gather_shards(mine, head.group))
+    local_ids = None if ids is None else head.local(ids, valid)
+    mine = head.statistics(logits, labels, local_ids, overwrite=run.overwrites)
+    return _Pending(
+        chunk, targets, logits, mine[:, 0] if run.overwrites else None, labels, *gather_shards(mine, head.group)
+    )
 
 
 @torch.no_grad()
@@ -180,8 +188,10 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
             totals.select(part),
             of_logprobs[part],
             None if of_entropy is None else of_entropy[part],
+            run.gradient.place(pending.logits[part]),
+            None if pending.overwritten is None else pending.overwritten[part],
         )
-        run.gradient.add(pending.chunk.start, dlogits, pending.hidden[part])
+        run.gradient.add(dlogits)
     return output
 
 

@@ -11,18 +11,21 @@ from torch.autograd.function import once_differentiable
 
 from megatron_dppo.parallel.head_rows import Head
 from megatron_dppo.parallel.mixed_gemm import WeightGradient
-from megatron_dppo.parallel.row_plan import Rows
+from megatron_dppo.parallel.row_plan import Rows, gradient_rows
 
 
 class HeadGradient:
     """Takes the gradient of the logits chunk by chunk.
+
+    On the CPU the bf16 gradients of several chunks are put together, because the product with the hidden states, and
+    the sum that it is added to, cost less for many rows at a time. Otherwise that of a chunk overwrites its logits.
 
     Args:
         head: the layer.
         rows: the rows of the call.
         hidden: ``[T, H]``
         needed: whether hidden, weight and bias need a gradient.
-        chunks: how many chunks with a gradient there will be.
+        chunk: rows in a chunk.
         main_grad: add the weight's gradient to this fp32 tensor; None = keep it here.
     """
 
@@ -32,34 +35,59 @@ class HeadGradient:
         rows: Rows,
         hidden: Tensor,
         needed: tuple[bool, bool, bool],
-        chunks: int,
+        chunk: int,
         main_grad: Tensor | None,
     ) -> None:
-        self._head, self.rows, self.in_main_grad = head, rows, needed[1] and main_grad is not None
-        self._hidden = hidden.new_empty(rows.num_gradient, hidden.shape[1]) if needed[0] else None
-        self._weight = WeightGradient(head.weight, chunks, main_grad) if needed[1] else None
-        self._bias = head.weight.new_zeros(len(head.weight), dtype=head.dtype) if needed[2] else None
+        self._head, self.rows, self._source = head, rows, hidden.detach()
+        self.in_main_grad = needed[1] and main_grad is not None
+        count, weight = rows.num_gradient, head.weight
+        in_place = weight.is_cuda or weight.dtype != torch.bfloat16 or not any(needed)
+        at_a_time = chunk if in_place else gradient_rows(count, chunk, len(weight))
+        self._room = None if in_place else weight.new_empty(min(at_a_time, count), len(weight))
+        self._hidden = hidden.new_empty(count, hidden.shape[1]) if needed[0] else None
+        self._weight = WeightGradient(weight, -(-count // at_a_time), main_grad) if needed[1] else None
+        self._bias = weight.new_zeros(len(weight), dtype=head.dtype) if needed[2] else None
+        self._first = self._last = 0
 
-    def add(self, start: int, dlogits: Tensor, hidden: Tensor) -> None:
-        """``dlogits [n, W]`` of the plan's rows from ``start`` on, and their ``hidden [n, H]``."""
+    def place(self, logits: Tensor) -> Tensor:
+        """Where the gradient of the next ``logits [n, W]`` goes; then call ``add`` with it."""
+        if self._room is None:
+            # A bf16 row fills the first half of the fp32 row that it replaces.
+            return logits.view(self._head.weight.dtype)[:, : logits.shape[1]]
+        if self._last - self._first + len(logits) > len(self._room):
+            self._multiply(self._room)
+        start = self._last - self._first
+        return self._room[start : start + len(logits)]
+
+    def add(self, dlogits: Tensor) -> None:
+        """``dlogits [n, W]`` of the next rows of the plan."""
+        self._last += len(dlogits)
+        if self._room is None:
+            self._multiply(dlogits)
+
+    def _multiply(self, dlogits: Tensor) -> None:
+        first, last = self._first, self._last
+        if first == last:
+            return
+        dlogits, self._first = dlogits[: last - first], last
         if self._hidden is not None:
-            torch.mm(dlogits, self._head.weight, out=self._hidden[start : start + len(dlogits)])
+            torch.mm(dlogits, self._head.weight, out=self._hidden[first:last])
         if self._weight is not None:
-            self._weight.add(dlogits, hidden)
+            self._weight.add(dlogits, self.rows.take(self._source, first, last))
         if self._bias is not None:
             self._bias += dlogits.sum(0, dtype=self._bias.dtype)
 
-    def hidden(self) -> Tensor | None:
-        """``[n, H]`` of the rows with a gradient, this shard's part of it; None where it is not needed."""
-        return self._hidden
-
-    def weight(self) -> Tensor | None:
-        """``[W, H]``; None where it is not needed, or went to ``main_grad``."""
-        return None if self._weight is None else self._weight.result()
-
-    def bias(self) -> Tensor | None:
-        """``[W]``; None where it is not needed."""
-        return None if self._bias is None else self._bias.to(self._head.weight.dtype)
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """This shard's part of the gradient of hidden ``[n, H]`` in the rows with one, of weight ``[W, H]`` and bias
+        ``[W]``; None for what is not needed, and for a weight whose gradient went to ``main_grad``."""
+        if self._room is not None:
+            self._multiply(self._room)
+            self._room = None
+        return (
+            self._hidden,
+            None if self._weight is None else self._weight.result(),
+            None if self._bias is None else self._bias.to(self._head.weight.dtype),
+        )
 
 
 def checked_main_grad(weight: Tensor, accumulate: bool) -> Tensor | None:
@@ -106,7 +134,7 @@ class _AttachGradient(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss_sum: Tensor, gradient: HeadGradient
     ) -> Tensor:
-        ctx.gradients = (gradient.hidden(), gradient.weight(), gradient.bias())
+        ctx.gradients = gradient.result()
         ctx.rows, ctx.added_to = gradient.rows, weight if gradient.in_main_grad else None
         return loss_sum.clone()
 

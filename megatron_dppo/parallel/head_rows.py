@@ -21,7 +21,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.parallel.mixed_gemm import accumulation_dtype, logits_into
-from megatron_dppo.parallel.row_kernels import row_gradient
+from megatron_dppo.parallel.row_kernels import (
+    gradient_of_exponentials,
+    row_gradient,
+    row_statistics,
+    row_statistics_torch,
+)
 
 
 class RowTotals(NamedTuple):
@@ -112,6 +117,12 @@ class Head:
         """``[n, W]`` logits before the temperature, in the first n rows of ``out``."""
         return logits_into(hidden, self.weight, self.bias, out[: len(hidden)])
 
+    def statistics(self, logits: Tensor, labels: Tensor, ids: Tensor | None, *, overwrite: bool = False) -> Tensor:
+        """``[n, 4 + K]`` of ``row_kernels.row_statistics``; with ``overwrite``, exponentials replace the logits."""
+        if overwrite:
+            return row_statistics_torch(logits, self.own, labels, ids, self.temperature, overwrite=True)
+        return row_statistics(logits, self.own, labels, ids, self.temperature)
+
     def gradient(
         self,
         logits: Tensor,
@@ -119,14 +130,21 @@ class Head:
         totals: RowTotals,
         grad_logprobs: Tensor,
         grad_entropy: Tensor | None,
+        out: Tensor,
+        overwritten: Tensor | None = None,
     ) -> Tensor:
-        """``[n, W]`` gradient of the logits in the dtype of the weight, in the memory of the logits."""
-        # A bf16 row fills the first half of the fp32 row that it replaces.
-        out = logits.view(self.weight.dtype)[:, : logits.shape[1]]
+        """``[n, W]`` gradient of the logits, written to ``out``.
+
+        ``overwritten`` is the shard's maximum ``[n]`` if ``statistics`` has replaced the logits.
+        """
+        maximum, total, entropy = totals.maximum, totals.total, totals.entropy
+        if overwritten is not None:
+            return gradient_of_exponentials(
+                logits, self.own, labels, overwritten, maximum, total, grad_logprobs, self.temperature, out
+            )
         return row_gradient(
-            logits, self.own, labels, totals.maximum, totals.total, grad_logprobs, grad_entropy,
-            totals.entropy, self.temperature, out,
-        )  # fmt: skip
+            logits, self.own, labels, maximum, total, grad_logprobs, grad_entropy, entropy, self.temperature, out
+        )
 
 
 def gather_shards(mine: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:

@@ -6,8 +6,10 @@ installed. On the CPU it goes through a few rows at a time, so that every pass b
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -86,8 +88,14 @@ def row_gradient(
     return function(logits, own, labels, maximum, total, grad_logprobs, grad_entropy, entropy, temperature, out)
 
 
-def row_statistics_torch(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float) -> Tensor:
-    """``row_statistics`` in plain torch."""
+def row_statistics_torch(
+    logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float, *, overwrite: bool = False
+) -> Tensor:
+    """``row_statistics`` in plain torch.
+
+    With ``overwrite``, for logits in the dtype of the statistics, exp((logit - m) / temperature) takes the place of the
+    first ``own`` logits, for ``gradient_of_exponentials``.
+    """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     chosen = labels[:, None] if ids is None else torch.cat([labels[:, None], ids], 1)
     out = torch.zeros(len(logits), 3 + chosen.shape[1], dtype=dtype, device=logits.device)
@@ -96,23 +104,39 @@ def row_statistics_torch(logits: Tensor, own: int, labels: Tensor, ids: Tensor |
         maximum.fill_(-torch.inf)
         values.fill_(-torch.inf)
         return out
-    of_shard = chosen >= 0
-    # One column more than there are entries: what is not of this shard is struck out there.
-    struck = torch.where(of_shard, chosen, own)
-    difference, exponential = _scratch(logits, own, dtype), _scratch(logits, own + 1, dtype)
+    of_shard, struck = chosen >= 0, _struck(chosen)
+    values.copy_(logits.gather(1, chosen.clamp(min=0)))
+    difference = _scratch(logits, own, dtype)
+    exponential = None if overwrite else torch.empty_like(difference)
     for rows in _row_blocks(logits, own):
-        z, exp = difference[: rows.stop - rows.start], exponential[: rows.stop - rows.start]
-        block = logits[rows, :own]
-        torch.amax(block, 1, out=maximum[rows]) if logits.dtype == dtype else maximum[rows].copy_(block.amax(1))
-        _shifted(block, maximum[rows], temperature, z)
-        torch.exp(z, out=exp[:, :own])
-        z.clamp_(min=_UNDERFLOW)
-        weighted[rows] = torch.linalg.vecdot(z, exp[:, :own])
-        exp.scatter_(1, struck[rows], 0.0)
-        torch.sum(exp[:, :own], 1, out=others[rows])
-    at_ids = logits.gather(1, chosen.clamp(min=0)).to(dtype)
-    values.copy_(torch.where(of_shard, (at_ids - _finite(maximum)[:, None]) / temperature, -torch.inf))
+        block, z = logits[rows, :own], difference[: rows.stop - rows.start]
+        exp = block if exponential is None else exponential[: len(z)]
+        maximum[rows] = block.amax(1)
+        _bits(block, maximum[rows], temperature, z)
+        torch.exp2(z, out=exp)
+        # A -inf has to give 0 times something finite.
+        weighted[rows] = z.clamp_(min=_UNDERFLOW).mul_(exp).sum(1)
+        others[rows] = _sum_without(exp, struck[rows], of_shard[rows], overwrite)
+    weighted *= math.log(2)
+    at_ids = (values - _finite(maximum)[:, None]) / temperature
+    values.copy_(torch.where(of_shard, at_ids, -torch.inf))
     return out
+
+
+def _struck(chosen: Tensor) -> Tensor:
+    """``[n, S]`` indices to strike out: in place of -1 another of the row, or 0 where there is none."""
+    return torch.where(chosen >= 0, chosen, chosen.amax(1, keepdim=True).clamp(min=0))
+
+
+def _sum_without(exp: Tensor, struck: Tensor, of_shard: Tensor, restore: bool) -> Tensor:
+    """``[n]`` sums over the entries that are not struck out."""
+    before = exp.gather(1, struck)
+    # Where nothing is of this shard, entry 0 stays what it is.
+    exp.scatter_(1, struck, torch.where(of_shard.any(1, keepdim=True), 0.0, before))
+    total = exp.sum(1)
+    if restore:
+        exp.scatter_(1, struck, before)
+    return total
 
 
 def row_gradient_torch(
@@ -139,30 +163,71 @@ def row_gradient_torch(
     at_label = (logits.gather(1, index[:, None]).squeeze(1).to(maximum.dtype) - maximum) / temperature
     factor = base if slope is None else base + slope * at_label.clamp(min=_UNDERFLOW)
     at_label = at_label.exp() * factor + grad_logprobs / temperature
-    width, scratch = logits.shape[1], _scratch(logits, own, maximum.dtype)
+    scratch = _scratch(logits, own, maximum.dtype)
     exponential = None if slope is None else torch.empty_like(scratch)
     for rows in _row_blocks(logits, own):
         z = scratch[: rows.stop - rows.start]
-        _shifted(logits[rows, :own], maximum[rows], temperature, z)
+        _bits(logits[rows, :own], maximum[rows], temperature, z)
         if slope is None or exponential is None:
-            z.exp_().mul_(base[rows, None])
+            z.exp2_().mul_(base[rows, None])
         else:
-            exp = torch.exp(z, out=exponential[: len(z)])
-            z.clamp_(min=_UNDERFLOW).mul_(slope[rows, None]).add_(base[rows, None]).mul_(exp)
+            exp = torch.exp2(z, out=exponential[: len(z)])
+            z.clamp_(min=_UNDERFLOW).mul_(math.log(2) * slope[rows, None]).add_(base[rows, None]).mul_(exp)
         out[rows, :own] = z
-    if own < width:
+    return _finished(out, own, labels, at_label)
+
+
+def gradient_of_exponentials(
+    exponentials: Tensor,
+    own: int,
+    labels: Tensor,
+    shard_maximum: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    grad_logprobs: Tensor,
+    temperature: float,
+    out: Tensor,
+) -> Tensor:
+    """``row_gradient`` without an entropy term from what ``row_statistics_torch`` left behind, which it overwrites.
+
+    Args:
+        exponentials: ``[n, W]``
+        shard_maximum: ``[n]`` the largest logit of this shard, before the temperature.
+        own: as in ``row_gradient``, like the other arguments.
+        labels: the same.
+        maximum: the same.
+        total: the same.
+        grad_logprobs: the same.
+        temperature: the same.
+        out: ``[n, W]`` ``exponentials`` itself, or memory of its own.
+    """
+    if own == 0 or len(exponentials) == 0:
+        return out.zero_()
+    factor = -grad_logprobs / (total * temperature) * ((shard_maximum - maximum) / temperature).exp()
+    at_label = exponentials.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) * factor + grad_logprobs / temperature
+    for rows in _row_blocks(exponentials, own):
+        product = exponentials[rows, :own].mul_(factor[rows, None])
+        if out.data_ptr() != exponentials.data_ptr() or out.dtype != exponentials.dtype:
+            out[rows, :own] = product
+    return _finished(out, own, labels, at_label)
+
+
+def _finished(out: Tensor, own: int, labels: Tensor, at_label: Tensor) -> Tensor:
+    """Padding is 0, and at the label stands the sum of both terms, rounded once."""
+    if own < out.shape[1]:
         out[:, own:] = 0.0
-    # The sum of both terms at the label is rounded once; a row whose label is elsewhere gets back what it has.
     row = torch.arange(len(out), device=out.device)
-    out[row, index] = torch.where(labels >= 0, at_label.to(out.dtype), out[:, 0])
+    # A row whose label is elsewhere gets back what it has.
+    out[row, labels.clamp(min=0)] = torch.where(labels >= 0, at_label.to(out.dtype), out[:, 0])
     return out
 
 
-def _shifted(block: Tensor, maximum: Tensor, temperature: float, out: Tensor) -> None:
-    """(logit - maximum) / temperature; the difference first, so that large logits lose nothing."""
-    torch.sub(block, _finite(maximum)[:, None], out=out)
-    if temperature != 1.0:
-        out.div_(temperature)
+def _bits(block: Tensor, maximum: Tensor, temperature: float, out: Tensor) -> None:
+    """(logit - maximum) / temperature in units of log 2, as exp2 takes a third of the time of exp on the CPU.
+
+    The difference comes first, so that large logits lose nothing.
+    """
+    torch.sub(block, _finite(maximum)[:, None], out=out).mul_(1 / (temperature * math.log(2)))
 
 
 def _finite(maximum: Tensor) -> Tensor:
@@ -182,13 +247,18 @@ def _scratch(logits: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _row_blocks(logits: Tensor, own: int) -> Iterator[slice]:
-    step = _rows_at_a_time(logits, own + 1)
+    step = _rows_at_a_time(logits, own)
     for start in range(0, len(logits), step):
         yield slice(start, min(start + step, len(logits)))
 
 
 def _triton_kernels(logits: Tensor) -> ModuleType | None:
     """The Triton version for fp32 and bf16 logits on CUDA, where it is installed."""
-    if not logits.is_cuda or logits.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+    return _imported_triton_kernels() if logits.is_cuda and logits.dtype != torch.float64 else None
+
+
+@functools.cache
+def _imported_triton_kernels() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("megatron_dppo.parallel.row_kernels_triton")

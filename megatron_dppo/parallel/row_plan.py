@@ -12,10 +12,14 @@ _CUDA_CHUNK_BYTES = 2_500_000_000
 """Of logits in float32. With it a chunk has 4096 rows at a vocabulary of 151,936, where the GEMMs are at full speed and
 adding to the fp32 gradient of the weight costs 5 % of them; a shard of the vocabulary needs less."""
 _CUDA_CHUNK_ROWS = 4096
-_CPU_CHUNK_BYTES = 32_000_000
-"""Close to the size of the last cache, and below what malloc gives back to the system after each use."""
-_CPU_CHUNK_ROWS = (128, 512)
-"""Fewer rows would leave the GEMMs waiting for the weight and its gradient; more bring nothing."""
+_CPU_CHUNK_BYTES = 24_000_000
+"""Of logits in float32: in the last cache, and below what malloc gives back to the system after each use."""
+_CPU_CHUNK_ROWS = (64, 512)
+"""Fewer rows would leave the GEMM waiting for the weight; more bring nothing."""
+_CPU_GRADIENT_BYTES = 64_000_000
+"""Of bf16 gradients of logits that go through the other two GEMMs together."""
+_CPU_GRADIENT_ROWS = 128
+"""Fewer would leave those GEMMs waiting for the weight and its gradient."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +156,8 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
     Args:
         rows: how many there are.
         width: V_local, entries of the shard.
-        device: decides on the budget: 2.5 GB of float32 logits on CUDA, 32 MB on the CPU (more where the shard is so
-            wide that a chunk would be too short for fast GEMMs).
+        device: decides on the budget: 2.5 GB of float32 logits on CUDA, 24 MB on the CPU (more where the shard is so
+            wide that a chunk would be too short for a fast GEMM).
         in_flight: chunks whose logits are in memory at the same time.
     """
     if device.type == "cuda":
@@ -163,3 +167,10 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
         most = min(max(_CPU_CHUNK_BYTES // (4 * width * in_flight), least), limit)
     number = max(1, -(-rows // most))
     return max(1, -(-rows // number))
+
+
+def gradient_rows(rows: int, chunk: int, width: int) -> int:
+    """Rows whose bf16 gradients of ``width`` logits are together in memory on the CPU: whole chunks, about 64 MB."""
+    most = max(_CPU_GRADIENT_BYTES // (2 * width), _CPU_GRADIENT_ROWS, chunk)
+    times = max(1, -(-rows // most))
+    return -(-max(1, -(-rows // times)) // chunk) * chunk
