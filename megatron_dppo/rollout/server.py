@@ -104,7 +104,12 @@ class InferenceServer(Protocol):
         """Stop one request, or all; they return what they have, as ``abort``."""
 
     async def pause(self) -> None:
-        """Stop generating; running requests are kept and go on, under recomputed KV caches, after ``resume``."""
+        """Stop generating; new requests wait for ``resume``.
+
+        Running requests are kept and go on after ``resume`` with caches that are computed again, or, where the engine
+        cannot do that, return what they have as ``abort``. Of a kept request the routers' choices come from the new
+        computation too: who wants those of the weights that sampled each token calls ``abort`` first.
+        """
 
     async def resume(self) -> None:
         """Generate again."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo.rollout.sglang.weights import WeightUpdates
-from megatron_dppo.rollout.sglang.wire import decode_generation, generate_body, policy_version, wire_id
+from megatron_dppo.rollout.sglang.wire import decode_generation, generate_body, policy_version, version_parts, wire_id
 
 _FLAT_TOPK = (0, 5, 22)
 """The first version that sends the Top-K of responses as base64 instead of nested lists."""
@@ -42,7 +41,6 @@ class SGLangServer(WeightUpdates):
         # Connections of their own: control must not wait behind hundreds of responses.
         self._admin = HttpClient(url, api_key=admin_api_key or api_key, connections=8, connect_timeout=connect)
         self.url = self._http.url
-        self._flat_topk: bool | None = None
 
     async def health(self) -> bool:
         """Whether one token can be generated; for a paused server, whether it answers.
@@ -58,13 +56,13 @@ class SGLangServer(WeightUpdates):
 
     async def info(self) -> ServerInfo:
         """What it is."""
-        server = self._object(await self._admin.get("/server_info", timeout=self._deadlines.control), "/server_info")
+        server = await self._server_info()
         model = self._object(await self._admin.get("/model_info", timeout=self._deadlines.control), "/model_info")
-        version = str(server.get("version"))
-        self._flat_topk = _parts(version) >= _FLAT_TOPK
+        # A server that came back may be another one.
+        self._known_version = version_parts(server["version"])
         return ServerInfo(
             engine="sglang",
-            engine_version=version,
+            engine_version=str(server["version"]),
             model=str(model.get("model_path")),
             policy_version=policy_version(model.get("weight_version")),
             max_context=_max_context(server),
@@ -95,9 +93,8 @@ class SGLangServer(WeightUpdates):
             ServerError: no answer, a refusal, or an answer that lacks what was asked for.
             ConfigError: top-p or top-k sampling.
         """
-        if self._flat_topk is None and request.params.topk_logprobs:
-            await self.info()
-        body = generate_body(request, flat=bool(self._flat_topk))
+        flat = request.params.topk_logprobs > 0 and await self._version() >= _FLAT_TOPK
+        body = generate_body(request, flat=flat)
         answer = await self._http.post("/generate", body, timeout=self._deadlines.generate)
         return decode_generation(answer, request, self.url + "/generate")
 
@@ -110,12 +107,6 @@ class SGLangServer(WeightUpdates):
         """Free connections."""
         await self._http.close()
         await self._admin.close()
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    """``0.5.15.post1`` as (0, 5, 15)."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return tuple(int(part) for part in match.groups()) if match else (0,)
 
 
 def _max_context(server: dict[str, Any]) -> int:

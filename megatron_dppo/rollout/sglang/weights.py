@@ -1,7 +1,7 @@
 """New weights for an SGLang server: from disk, by value, by broadcast; both generations of its update protocol.
 
 Since 0.5.21 tensors are only taken between ``/begin_weight_update`` and ``/end_weight_update``; before, those do not
-exist (404). No call here lets the server flush its caches or set its version on the way: both happen once, at the end.
+exist. No call here lets the server flush its caches or set its version on the way: both happen once, at the end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import Tensor
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.server import transfer_group_name
-from megatron_dppo.rollout.sglang.wire import checked_success, version_name
+from megatron_dppo.rollout.sglang.wire import checked_success, version_name, version_parts
 
+_SESSIONS = (0, 5, 21)
+"""The first version with begin_weight_update, and that flushes its caches while retracted requests wait."""
 _INCOMPLETE = "incomplete"
 """The version while an update is under way. If the trainer dies now, nobody takes the weights for good ones."""
 _UNTOUCHED = "weights iterator"
@@ -33,13 +35,28 @@ class WeightUpdates:
     _admin: HttpClient
     _deadlines: Deadlines
     _paused = False
-    _sessions: bool | None = None
-    """whether the server has begin_weight_update; None = not known"""
     _group: str | None = None
+    _known_version: tuple[int, ...] | None = None
+
+    async def _version(self) -> tuple[int, ...]:
+        """Of SGLang, asked once."""
+        if self._known_version is None:
+            self._known_version = version_parts((await self._server_info()).get("version"))
+        return self._known_version
+
+    async def _server_info(self) -> dict[str, Any]:
+        answer = await self._admin.get("/server_info", timeout=self._deadlines.control)
+        if not isinstance(answer, dict) or "version" not in answer:
+            raise ServerError(f"{self.url}/server_info", f"expected an SGLang server's, got {str(answer)[:200]!r}")
+        return answer
 
     async def pause(self) -> None:
-        """Stop generating. Running requests go back to the queue: their caches can be dropped and are recomputed."""
-        await self._control("/pause_generation", {"mode": "retract"}, repeat=True)
+        """See ``InferenceServer``: since 0.5.21 running requests are kept.
+
+        Before, SGLang flushes no cache while a request waits, so all of them return as ``abort``.
+        """
+        mode = "retract" if await self._version() >= _SESSIONS else "abort"
+        await self._control("/pause_generation", {"mode": mode}, repeat=True)
         self._paused = True
 
     async def resume(self) -> None:
@@ -89,17 +106,15 @@ class WeightUpdates:
         if not self._paused:
             raise RuntimeError(f"{self.url}: begin_update without pause")
         await self._set_version(_INCOMPLETE)
+        if await self._version() < _SESSIONS:
+            return
         try:
             await self._update("/begin_weight_update", {})
         except ServerError as error:
-            if error.status == 404:
-                self._sessions = False
-                return
             if "already open" not in error.detail:
                 raise
             await self._update("/end_weight_update", {})
             await self._update("/begin_weight_update", {})
-        self._sessions = True
 
     async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Take weights by value. The server reads a pickle of plain CPU tensors; nothing is ever unpickled here."""
@@ -144,7 +159,7 @@ class WeightUpdates:
 
     async def end_update(self, version: int) -> None:
         """See ``InferenceServer``."""
-        if self._sessions:
+        if await self._version() >= _SESSIONS:
             await self._update("/end_weight_update", {})
         await self._finish(version)
 
@@ -173,7 +188,7 @@ class WeightUpdates:
         await self._control("/update_weight_version", {"new_version": name, "abort_all_requests": False}, repeat=True)
 
     async def _ranks(self) -> int:
-        info = await self._admin.get("/server_info", timeout=self._deadlines.control)
+        info = await self._server_info()
         for key, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
             if info.get(key, 1) > 1:
                 raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -38,6 +39,12 @@ def version_name(version: int) -> str:
 def policy_version(name: Any) -> int:
     """The policy version of a name; -1 for ``default`` and everything else that is not one of ours."""
     return int(name) if isinstance(name, str) and name.isdigit() else -1
+
+
+def version_parts(version: Any) -> tuple[int, ...]:
+    """SGLang's own version: ``0.5.15.post1`` as (0, 5, 15)."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
+    return tuple(int(part) for part in match.groups()) if match else (0,)
 
 
 def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -99,14 +106,17 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
         ServerError: a field that was asked for is missing, or its content does not fit the request; the field is named.
     """
     reader = _Reader(answer, request, url)
+    reason = reader.finish_reason()
+    if reason == "abort" and not reader.complete():
+        return Generation(token_ids=(), logprobs=(), finish_reason="abort", versions=())
     tokens = tuple(int(token) for token in reader.answer_field("output_ids"))
     if not tokens:
-        return Generation(token_ids=(), logprobs=(), finish_reason=reader.finish_reason(), versions=())
+        return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=())
     topk = reader.topk(tokens)
     return Generation(
         token_ids=tokens,
         logprobs=reader.logprobs(tokens),
-        finish_reason=reader.finish_reason(),
+        finish_reason=reason,
         versions=reader.versions(len(tokens)),
         topk_token_ids=None if topk is None else topk[0],
         topk_logprobs=None if topk is None else topk[1],
@@ -137,6 +147,12 @@ class _Reader:
         if self._meta.get(name) is None:
             self._refuse(f"the answer has no meta_info.{name}: {cause}")
         return self._meta[name]
+
+    def complete(self) -> bool:
+        """Whether all that was asked for is there. SGLang sends less of a request that it aborts in its queue."""
+        wanted = ["output_token_logprobs", "weight_versions"]
+        wanted += ["routed_experts"] if self._request.routing is not None else []
+        return all(self._meta.get(name) is not None for name in wanted)
 
     def finish_reason(self) -> Any:
         """``stop``, ``length`` or ``abort``."""

@@ -11,7 +11,7 @@ Two things are done, nothing else:
 1. Packages of ``STANDINS`` that are not installed become importable. What they hold can be named, decorated with and
    inherited from; launching a kernel raises. ``importlib.util.find_spec`` goes on to answer None for them, so that
    torch and transformers do not believe that they are there.
-2. The buffer of the routed experts is plain memory (``_FIXES``).
+2. Two functions that call CUDA on any device do not (``_FIXES``).
 """
 
 from __future__ import annotations
@@ -187,7 +187,18 @@ def _plain_host_buffer(module: Any) -> None:
     module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
-_FIXES: dict[str, Callable[[Any], None]] = {"sglang.srt.mem_cache.pool_host.common": _plain_host_buffer}
+def _no_synchronize(module: Any) -> None:
+    """Reason: the checksums of the weights wait for CUDA whatever the device is, and fail.
+
+    Affected: 0.5.20. Delete when: 0.5.20 is no longer tested.
+    """
+    module.torch.cuda.synchronize = lambda *_: None
+
+
+_FIXES: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.mem_cache.pool_host.common": _plain_host_buffer,
+    "sglang.srt.utils.weight_checker": _no_synchronize,
+}
 
 
 class _Fixer:
