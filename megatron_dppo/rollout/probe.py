@@ -42,8 +42,8 @@ TOLERANCES = {
     "bf16": Tolerance(mean=0.05, largest=3.0),
     "fp16": Tolerance(mean=0.02, largest=3.0),
 }
-"""By the coarser dtype of server and trainer. In half precision a probe cannot tell the weights of one step from those of
-the next: that is what versions and checksums are for."""
+"""By the coarser dtype of server and trainer. In half precision a probe cannot tell the weights of one step from those
+of the next: that is what versions and checksums are for."""
 
 _RAW = {
     "sglang": "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment",
@@ -62,7 +62,7 @@ class Expectation:
     prompt: str
     """text of the request; long enough to fill pages of the prefix cache, so that stale ones show"""
     prompt_token_ids: tuple[int, ...]
-    """the trainer's tokens of it"""
+    """the trainer's tokens of it, no special ones added"""
     vocab_size: int
     """of the trainer's model"""
     temperature: float
@@ -193,8 +193,8 @@ def _diagnose(
     topk = answer.generation.topk_logprobs
     if _renormalised(difference, tolerance) or (topk is not None and bool((topk == float("-inf")).any())):
         return (
-            f"filtered distribution: every token is at least as probable as in training, as after top-p, top-k or min-p "
-            f"({numbers}). {_FILTERED[info.engine]}"
+            "filtered distribution: every token is at least as probable as in training, as after top-p, top-k or "
+            f"min-p ({numbers}). {_FILTERED[info.engine]}"
         )
     cause = (
         f"wrong weights: {numbers}. The server serves {info.model!r}, version {info.policy_version}; compare it with "

@@ -101,7 +101,11 @@ class InferenceServer(Protocol):
         """Continue a sequence."""
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Stop one request, or all; they return what they have, as ``abort``."""
+        """Stop one request, or all; they return what they have, as ``abort``.
+
+        Only what the engine already has: requests that came while it was paused wait before it and go on after
+        ``resume``. Cancel the ``generate`` of those.
+        """
 
     async def pause(self) -> None:
         """Stop generating; new requests wait for ``resume``.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.errors import ServerError
+from megatron_dppo.errors import CheckpointError, ServerError
 from megatron_dppo.parallel.transfer_group import (
     broadcast_bucket,
     close_transfer_group,
@@ -198,12 +198,29 @@ def test_the_trainer_vanishing_from_the_group_leaves_a_server_that_can_be_update
         await asyncio.sleep(0.3)
         trainer.kill()
         trainer.wait()
-        with pytest.raises(ServerError, match="Failed to (receive|update)"):
+        with pytest.raises(ServerError, match=r"Failed to (receive|update)"):
             await received
         assert (await server.info()).policy_version == -1
         await by_broadcast(server, new_model, 5)
         await server.resume()
         answer = await server.generate(ask(SHORT, 20))
         assert answer.versions[0].policy_version == 5 and off(new_model, answer, SHORT) < 1e-5
+
+    call(sglang, use)
+
+
+def test_an_incomplete_folder_is_refused_before_the_server_is_asked(
+    sglang: Engine, old_model: Reference, new_model: Reference, tmp_path: Path
+) -> None:
+    """SGLang 0.5.23 dies of such a folder."""
+    for file in new_model.folder.iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+
+    async def use(server: SGLangServer) -> None:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file"):
+            await server.update_from_disk(str(tmp_path), 1)
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 0 and off(old_model, answer, SHORT) < 1e-5
 
     call(sglang, use)

@@ -7,15 +7,18 @@ exist. No call here lets the server flush its caches or set its version on the w
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import pickle
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.errors import CheckpointError, ConfigError, ServerError
 from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.server import transfer_group_name
 from megatron_dppo.rollout.sglang.wire import checked_success, version_name, version_parts
@@ -68,15 +71,21 @@ class WeightUpdates:
         """See ``InferenceServer``.
 
         Raises:
+            CheckpointError: the folder is on this machine too, and incomplete; the server was not asked.
             ServerError: not loaded; the message says whether the old weights are still there.
         """
+        _check_folder(Path(folder))
         if self._paused:
             return await self._load_folder(folder, version)
         await self.pause()
         try:
             await self._load_folder(folder, version)
-        finally:
-            await self.resume()
+        except ServerError:
+            # When this fails too, the first error is the one to tell.
+            with contextlib.suppress(ServerError):
+                await self.resume()
+            raise
+        await self.resume()
 
     async def _load_folder(self, folder: str, version: int) -> None:
         before = str((await self._admin.get("/model_info", timeout=self._deadlines.control))["weight_version"])
@@ -204,6 +213,25 @@ class WeightUpdates:
     async def _update(self, path: str, body: dict[str, Any]) -> None:
         answer = await self._admin.post(path, body, timeout=self._deadlines.update)
         checked_success(answer, self.url + path)
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse weights that SGLang would make damage with.
+
+    Of a file that breaks off it dies: its way back reads the same folder again. Missing files it does not notice.
+    """
+    if not folder.is_dir():
+        return  # a path of the server's machine: it says itself that there is nothing
+    index = folder / "model.safetensors.index.json"
+    files = set(folder.glob("*.safetensors"))
+    if index.is_file():
+        files |= {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+    for file in sorted(files):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
 
 
 def _owned(tensor: Tensor) -> Tensor:

@@ -112,10 +112,11 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     tokens = tuple(int(token) for token in reader.answer_field("output_ids"))
     if not tokens:
         return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=())
-    topk = reader.topk(tokens)
+    logprobs = reader.logprobs(tokens)
+    topk = reader.topk(tokens, logprobs)
     return Generation(
         token_ids=tokens,
-        logprobs=reader.logprobs(tokens),
+        logprobs=logprobs,
         finish_reason=reason,
         versions=reader.versions(len(tokens)),
         topk_token_ids=None if topk is None else topk[0],
@@ -181,7 +182,7 @@ class _Reader:
             self._refuse(f"meta_info.weight_versions {spans} does not cover the {length} tokens of the response")
         return tuple(result)
 
-    def topk(self, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
+    def topk(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> tuple[Tensor, Tensor] | None:
         """Ids int32 and log-probabilities float32, both [R, K+1] (see ``Completion``)."""
         k = self._request.params.topk_logprobs
         if not k:
@@ -195,7 +196,7 @@ class _Reader:
         if ids.shape != (len(tokens), k) or values.shape != ids.shape:
             self._refuse(f"meta_info.output_top_logprobs has shape {list(ids.shape)}, expected [{len(tokens)}, {k}]")
         values = np.where(values <= _NEVER, np.float32("-inf"), values)
-        return _with_sampled(ids, values, tokens, self.logprobs(tokens))
+        return _with_sampled(ids, values, tokens, logprobs)
 
     def _flat_topk(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         name = "output_top_logprobs"
