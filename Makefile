@@ -3,6 +3,8 @@
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour)
 # make bench-head    the head against other stacks' methods: counts and gates
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
+# make test-engines   the tests with real inference servers (SGLang), which get environments of their own outside of this
+#                     folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
 # Inside an environment that already has torch and Megatron nothing is installed over them (tools/setup_env.sh).
 
 SHELL := /bin/bash
@@ -14,7 +16,7 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo test test-matrix test-gym bench-head lint setup clean
+.PHONY: demo test test-engines test-matrix test-gym bench-head lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
@@ -26,6 +28,10 @@ test:
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
 		$$python -m pytest tests/unit/test_reasoning_gym.py $(ARGS)
+
+test-engines:
+	@tools/engines/sglang.sh install 0.5.23 >/dev/null && tools/engines/sglang.sh install 0.5.20 >/dev/null
+	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/engines --durations 10 $(ARGS)
 
 test-matrix:
 	@tools/run_matrix.sh $(PYTHON312)

@@ -24,6 +24,8 @@ setup(
         "safetensors>=0.4.3",
         "numpy",
         "pydantic>=2.10",
+        # the HTTP client of the rollout engines: its parser is compiled, hundreds of requests in flight cost little
+        "aiohttp>=3.10",
         "tomli-w",
         "tqdm",
         "math-verify>=0.8",

@@ -30,6 +30,27 @@ class RewardError(UserError):
     on_every_rank = False
 
 
+class ServerError(UserError):
+    """An inference server that cannot be reached, is too slow, refuses, or answers something unusable.
+
+    Args:
+        url: what was called; never holds a key.
+        detail: what went wrong, the server's own message in it.
+        status: the HTTP status; None when there was no answer.
+    """
+
+    on_every_rank = False
+
+    def __init__(self, url: str, detail: str, status: int | None = None) -> None:
+        super().__init__(f"{url}: {detail}" if status is None else f"{url}: HTTP {status}: {detail}")
+        self.url, self.detail, self.status = url, detail, status
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the server may be dead: no answer, or one that says that it cannot work now."""
+        return self.status is None or self.status >= 500
+
+
 class TrainingStopped(UserError):
     """Training cannot go on (non-finite gradients n times in a row). Exit code 3."""
 

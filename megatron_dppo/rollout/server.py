@@ -12,16 +12,31 @@ from megatron_dppo.types import SamplingParams, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutingShape:
+    """What the routers' choices look like: compared with what a server sends, which says nothing of its shape."""
+
+    num_layers: int
+    """all layers of the model, dense ones too"""
+    experts_per_token: int
+    num_experts: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """Tokens to continue."""
 
     request_id: str
+    """unique among the running requests of a server"""
     token_ids: tuple[int, ...]
     """[P] the prompt, and what was generated before when a partial rollout goes on"""
     params: SamplingParams
-    """``max_new_tokens`` is what is left of it"""
-    routed_experts: bool = False
-    """also report the routers' choices"""
+    """``max_new_tokens`` is what is left of it; ``seed`` belongs to this request: siblings need different ones"""
+    stop_token_ids: tuple[int, ...] = ()
+    """tokens after which the response is complete, besides those that the server takes from its model folder"""
+    routing: RoutingShape | None = None
+    """also report the routers' choices, which have this shape; None = not wanted"""
+    routing_start: int = 0
+    """the first position whose choices are wanted: those before it are known when a partial rollout goes on"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +49,14 @@ class Generation:
     finish_reason: Literal["stop", "length", "abort"]
     """``abort``: stopped from outside; the tokens so far are good"""
     versions: tuple[VersionSpan, ...]
-    """which weights sampled which of the R tokens, without gaps"""
+    """which weights sampled which of the R tokens, without gaps; version -1 = weights that are not one of ours"""
     topk_token_ids: Tensor | None = field(default=None, compare=False)
     """[R, K+1] int32, as in ``Completion``"""
     topk_logprobs: Tensor | None = field(default=None, compare=False)
     """[R, K+1] float32"""
     routed_experts: Tensor | None = field(default=None, compare=False)
-    """[P + R - 1, L, k] uint8 or int16, as in ``Completion``"""
+    """[P + R - 1 - routing_start, L, k] uint8 or int16, as in ``Completion``: row i belongs to position
+    ``routing_start + i`` of prompt and response; None when not wanted, or when no token was generated"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,46 +67,76 @@ class ServerInfo:
     engine_version: str
     model: str
     policy_version: int
-    """-1 = not one of ours (the weights that the server started with)"""
+    """-1 = not one of ours: the weights that the server started with, or an update that was begun and never ended"""
     max_context: int
     world_size: int
-    """ranks that take part in a weight transfer (tensor times data parallel size)"""
+    """ranks that take part in a weight transfer"""
+
+
+def transfer_group_name(host: str, port: int) -> str:
+    """Name of the process group of a weight transfer whose store is at ``host:port``."""
+    return f"megatron_dppo:{host}:{port}"
 
 
 class InferenceServer(Protocol):
-    """Every call has a deadline and raises ``ServerError`` (unreachable, too slow, refused) with the URL in it."""
+    """Every call has a deadline and raises ``ServerError`` (unreachable, too slow, refused) with the URL in it.
+
+    One update of the weights, by the caller: ``pause``; ``begin_update``; ``receive_tensors`` or ``receive_broadcast``
+    for each bucket; ``end_update``; ``resume``. From ``begin_update`` to ``end_update`` the server reports version -1,
+    so that a caller which dies in between never leaves half-updated weights under a good version.
+    """
 
     url: str
 
     async def health(self) -> bool:
-        """Whether it answers and can generate."""
+        """Whether it answers and, unless this client paused it, can generate; never raises."""
 
     async def info(self) -> ServerInfo:
         """What it is."""
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        """The server's own tokens of a text, no special ones added; None = it has no tokenizer."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Continue a sequence."""
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Stop one request, or all; they return what they have, as ``abort``."""
+        """Stop one request, or all; they return what they have, as ``abort``.
+
+        Only what the engine already has: requests that came while it was paused wait before it and go on after
+        ``resume``. Cancel the ``generate`` of those.
+        """
 
     async def pause(self) -> None:
-        """Stop generating; running requests are kept and go on, under recomputed KV caches, after ``resume``."""
+        """Stop generating; new requests wait for ``resume``.
+
+        Running requests are kept and go on after ``resume`` with caches that are computed again, or, where the engine
+        cannot do that, return what they have as ``abort``. Of a kept request the routers' choices come from the new
+        computation too: who wants those of the weights that sampled each token calls ``abort`` first.
+        """
 
     async def resume(self) -> None:
         """Generate again."""
 
     async def update_from_disk(self, folder: str, version: int) -> None:
-        """Load a Hugging Face folder that the server can read; no stale KV or prefix cache is left."""
+        """Load a Hugging Face folder that the server can read; no stale KV or prefix cache is left.
+
+        Pauses and resumes by itself where the caller has not paused. When the folder cannot be read at all, the old
+        weights go on to be served under the old version.
+        """
 
     async def begin_update(self) -> None:
-        """Open a series of ``receive_*`` calls."""
+        """Open a series of ``receive_*`` calls, after ``pause``; one that was left open before is closed first."""
 
     async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Take some weights by value, full tensors by Hugging Face name (same host)."""
 
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
-        """Join the trainer's broadcast group as ranks from ``rank_offset``; returns when all have joined."""
+        """Join the trainer's broadcast group as ranks from ``rank_offset``; returns when all have joined.
+
+        Trainer and servers use ``transfer_group_name(host, port)`` as the group's name: a port that was not used
+        before makes a group that no earlier, broken one can be mixed up with.
+        """
 
     async def receive_broadcast(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
@@ -104,7 +150,7 @@ class InferenceServer(Protocol):
         """Leave the broadcast group."""
 
     async def checksum(self) -> str:
-        """A digest of the weights in use: equal servers with equal weights give the same."""
+        """A digest of the weights in use, equal for equal weights on servers of one engine version and layout."""
 
     async def close(self) -> None:
         """Free connections (the server goes on)."""

@@ -43,7 +43,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "parallel": ({"types"}, {"torch", "triton"}),
     "data": ({"errors", "types"}, {"torch", "numpy", "transformers", "pyarrow", "datasets", "reasoning_gym"}),
     "rewards": ({"config", "errors", "types"}, {"numpy", "math_verify", "reasoning_gym"}),
-    "rollout": ({"types", "errors", "data", "rewards", "hf"}, {"torch", "transformers", "safetensors"}),
+    "rollout": (
+        {"types", "errors", "data", "rewards", "hf"},
+        {"aiohttp", "numpy", "torch", "transformers", "safetensors"},
+    ),
     "report": ({"metrics"}, {"matplotlib", "tqdm"}),
     "mcore": (_LOWER | {"losses"}, {"torch", "megatron", "transformer_engine"}),
     "trainer": (_LOWER | {"data", "losses", "mcore", "metrics"}, {"torch"}),

@@ -1,0 +1,240 @@
+"""New weights for an SGLang server: from disk, by value, by broadcast; both generations of its update protocol.
+
+Since 0.5.21 tensors are only taken between ``/begin_weight_update`` and ``/end_weight_update``; before, those do not
+exist. No call here lets the server flush its caches or set its version on the way: both happen once, at the end.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_dppo.errors import CheckpointError, ConfigError, ServerError
+from megatron_dppo.rollout.http import Deadlines, HttpClient
+from megatron_dppo.rollout.server import transfer_group_name
+from megatron_dppo.rollout.sglang.wire import checked_success, version_name, version_parts
+
+_SESSIONS = (0, 5, 21)
+"""The first version with begin_weight_update, and that flushes its caches while retracted requests wait."""
+_INCOMPLETE = "incomplete"
+"""The version while an update is under way. If the trainer dies now, nobody takes the weights for good ones."""
+_UNTOUCHED = "weights iterator"
+"""Stands in SGLang's message when it could not even list the folder's weights, so that it changed none."""
+
+
+class WeightUpdates:
+    """The part of ``SGLangServer`` that changes weights."""
+
+    url: str
+    _admin: HttpClient
+    _deadlines: Deadlines
+    _paused = False
+    _group: str | None = None
+    _known_version: tuple[int, ...] | None = None
+
+    async def _version(self) -> tuple[int, ...]:
+        """Of SGLang, asked once."""
+        if self._known_version is None:
+            self._known_version = version_parts((await self._server_info()).get("version"))
+        return self._known_version
+
+    async def _server_info(self) -> dict[str, Any]:
+        answer = await self._admin.get("/server_info", timeout=self._deadlines.control)
+        if not isinstance(answer, dict) or "version" not in answer:
+            raise ServerError(f"{self.url}/server_info", f"expected an SGLang server's, got {str(answer)[:200]!r}")
+        return answer
+
+    async def pause(self) -> None:
+        """See ``InferenceServer``: since 0.5.21 running requests are kept.
+
+        Before, SGLang flushes no cache while a request waits, so all of them return as ``abort``.
+        """
+        mode = "retract" if await self._version() >= _SESSIONS else "abort"
+        await self._control("/pause_generation", {"mode": mode}, repeat=True)
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Generate again."""
+        await self._control("/continue_generation", {}, repeat=True)
+        self._paused = False
+
+    async def update_from_disk(self, folder: str, version: int) -> None:
+        """See ``InferenceServer``.
+
+        Raises:
+            CheckpointError: the folder is on this machine too, and incomplete; the server was not asked.
+            ServerError: not loaded; the message says whether the old weights are still there.
+        """
+        _check_folder(Path(folder))
+        if self._paused:
+            return await self._load_folder(folder, version)
+        await self.pause()
+        try:
+            await self._load_folder(folder, version)
+        except ServerError:
+            # When this fails too, the first error is the one to tell.
+            with contextlib.suppress(ServerError):
+                await self.resume()
+            raise
+        await self.resume()
+
+    async def _load_folder(self, folder: str, version: int) -> None:
+        before = str((await self._admin.get("/model_info", timeout=self._deadlines.control))["weight_version"])
+        await self._set_version(_INCOMPLETE)
+        # The format is named because the server would otherwise repeat that of its start, which may be "dummy".
+        body = {"model_path": folder, "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
+        try:
+            await self._update("/update_weights_from_disk", body)
+        except ServerError as error:
+            untouched = _UNTOUCHED in error.detail
+            if untouched:
+                await self._set_version(before)
+            state = (
+                f"the old weights, version {before!r}, are still served"
+                if untouched
+                else "its weights may be half old and half new: update it again or restart it"
+            )
+            raise ServerError(self.url, f"cannot load {folder!r}: {error.detail}; {state}", error.status) from error
+        await self._finish(version)
+
+    async def begin_update(self) -> None:
+        """See ``InferenceServer``.
+
+        Raises:
+            RuntimeError: not paused: requests would be answered with half of the new weights.
+        """
+        if not self._paused:
+            raise RuntimeError(f"{self.url}: begin_update without pause")
+        await self._set_version(_INCOMPLETE)
+        if await self._version() < _SESSIONS:
+            return
+        try:
+            await self._update("/begin_weight_update", {})
+        except ServerError as error:
+            if "already open" not in error.detail:
+                raise
+            await self._update("/end_weight_update", {})
+            await self._update("/begin_weight_update", {})
+
+    async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Take weights by value. The server reads a pickle of plain CPU tensors; nothing is ever unpickled here."""
+        payload = base64.b64encode(pickle.dumps([(name, _owned(tensor)) for name, tensor in tensors])).decode()
+        body = {"serialized_named_tensors": [payload] * await self._ranks(), "load_format": None}
+        await self._update("/update_weights_from_tensor", body | {"flush_cache": False, "abort_all_requests": False})
+
+    async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
+        """See ``InferenceServer``.
+
+        Raises:
+            ConfigError: a server with data or pipeline parallelism, whose ranks SGLang cannot tell apart here.
+        """
+        await self._ranks()
+        name = transfer_group_name(host, port)
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        await self._update("/init_weights_update_group", body)
+        self._group = name
+
+    async def receive_broadcast(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> None:
+        """Receive the bytes of the named tensors, one after the other, from rank 0 of the group."""
+        if self._group is None:
+            raise RuntimeError(f"{self.url}: receive_broadcast without join_group")
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": self._group,
+            "load_format": "flattened_bucket",
+        }
+        body |= {"flush_cache": False, "abort_all_requests": False}
+        await self._update("/update_weights_from_distributed", body)
+
+    async def end_update(self, version: int) -> None:
+        """See ``InferenceServer``."""
+        if await self._version() >= _SESSIONS:
+            await self._update("/end_weight_update", {})
+        await self._finish(version)
+
+    async def leave_group(self) -> None:
+        """Leave the broadcast group; nothing to do when there is none."""
+        group, self._group = self._group, None
+        if group is not None:
+            await self._update("/destroy_weights_update_group", {"group_name": group})
+
+    async def checksum(self) -> str:
+        """See ``InferenceServer``; over the checksums of all ranks of the server."""
+        answer = await self._control("/weights_checker", {"action": "checksum"}, repeat=True)
+        ranks = answer.get("ranks")
+        if not ranks:
+            raise ServerError(self.url, f"/weights_checker gave no checksums: {str(answer)[:200]}")
+        lines = sorted(json.dumps(rank["checksums"], sort_keys=True) for rank in ranks)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    async def _finish(self, version: int) -> None:
+        """Drop what the old weights cached, then, and only then, carry the new version."""
+        await self._control("/flush_cache", {}, repeat=True)
+        await self._set_version(version_name(version))
+
+    async def _set_version(self, name: str) -> None:
+        # By default this call aborts all requests.
+        await self._control("/update_weight_version", {"new_version": name, "abort_all_requests": False}, repeat=True)
+
+    async def _ranks(self) -> int:
+        info = await self._server_info()
+        for key, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
+            if info.get(key, 1) > 1:
+                raise ConfigError(
+                    f"{self.url} runs with {flag} {info[key]}: SGLang takes weights by broadcast or by value only "
+                    f"without it. Start one server a replica, or use the weight sync method disk"
+                )
+        return int(info.get("tp_size", 1))
+
+    async def _control(self, path: str, body: dict[str, Any], *, repeat: bool = False) -> Any:
+        answer = await self._admin.post(path, body, timeout=self._deadlines.control, repeat=repeat)
+        return checked_success(answer, self.url + path)
+
+    async def _update(self, path: str, body: dict[str, Any]) -> None:
+        answer = await self._admin.post(path, body, timeout=self._deadlines.update)
+        checked_success(answer, self.url + path)
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse weights that SGLang would make damage with.
+
+    Of a file that breaks off it dies: its way back reads the same folder again. Missing files it does not notice.
+    """
+    if not folder.is_dir():
+        return  # a path of the server's machine: it says itself that there is nothing
+    index = folder / "model.safetensors.index.json"
+    files = set(folder.glob("*.safetensors"))
+    if index.is_file():
+        files |= {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+    for file in sorted(files):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """A CPU tensor with a storage of its own: pickling a view would send all that it is a view of."""
+    result = tensor.detach().cpu().contiguous()
+    return result.clone() if result.untyped_storage().nbytes() > result.nbytes else result

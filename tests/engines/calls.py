@@ -1,0 +1,56 @@
+"""Requests that several tests send, and a loop to send them in."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from megatron_dppo.rollout.http import Deadlines
+from megatron_dppo.rollout.server import GenerateRequest, RoutingShape
+from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.types import SamplingParams
+from tests.engines.servers import Engine
+
+T = TypeVar("T")
+_ids = itertools.count()
+
+SHORT = tuple(range(10, 27))
+LONG = tuple((7 * i) % 250 + 3 for i in range(300))
+"""A prompt that fills pages of the prefix cache."""
+
+
+def call(engine: Engine, use: Callable[[SGLangServer], Awaitable[T]]) -> T:
+    """Run ``use`` with a client of the server."""
+
+    async def run() -> T:
+        server = SGLangServer(engine.url, deadlines=Deadlines(control=60, update=120, generate=120))
+        try:
+            return await use(server)
+        finally:
+            await server.close()
+
+    return asyncio.run(run())
+
+
+def ask(
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    topk: int = 0,
+    routing: RoutingShape | None = None,
+    routing_start: int = 0,
+    stop: tuple[int, ...] = (),
+    name: str = "",
+) -> GenerateRequest:
+    """A request with an id that no other has."""
+    return GenerateRequest(
+        request_id=f"{name or 'test'}-{next(_ids)}",
+        token_ids=tuple(prompt),
+        params=SamplingParams(max_new_tokens=tokens, temperature=temperature, topk_logprobs=topk),
+        stop_token_ids=stop,
+        routing=routing,
+        routing_start=routing_start,
+    )

@@ -1,0 +1,46 @@
+"""Models and servers that the tests share; a server is started once, by the first test that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+from tests.engines.tiny import Reference, make_tiny
+
+_HERE = Path(__file__).parent
+SGLANG_VERSIONS = ("0.5.23", "0.5.20")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder needs real servers."""
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker("engines")
+
+
+@pytest.fixture(scope="session")
+def old_model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The weights that servers start with."""
+    return Reference(make_tiny(tmp_path_factory.mktemp("models") / "old", seed=0))
+
+
+@pytest.fixture(scope="session")
+def new_model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The weights that servers get."""
+    return Reference(make_tiny(tmp_path_factory.mktemp("models") / "new", seed=1))
+
+
+@pytest.fixture(scope="session", params=SGLANG_VERSIONS)
+def sglang(
+    request: pytest.FixtureRequest, old_model: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """A server of each supported version of SGLang."""
+    log = tmp_path_factory.mktemp("sglang") / "log"
+    engine = start_sglang(old_model.folder, log, "--enable-return-routed-experts", version=request.param)
+    try:
+        yield wait_ready(engine)
+    finally:
+        stop_engine(engine)

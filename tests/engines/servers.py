@@ -1,0 +1,80 @@
+"""Starting and stopping real inference servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOLS = Path(__file__).parents[2] / "tools" / "engines"
+_START_SECONDS = 300
+
+
+@dataclass
+class Engine:
+    """A running server. Its output is in ``log``: a pipe would be kept open by what it leaves behind."""
+
+    url: str
+    process: subprocess.Popen
+    log: Path
+
+
+def free_port() -> int:
+    """A port of the loopback address that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_engine(command: Sequence[str], port: int, log: Path, env: Mapping[str, str] | None = None) -> Engine:
+    """Start a server and return at once; ``wait_ready`` waits."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True
+        )
+    return Engine(f"http://127.0.0.1:{port}", process, log)
+
+
+def wait_ready(engine: Engine) -> Engine:
+    """Wait for /health.
+
+    Raises:
+        RuntimeError: it ended, or did not answer in time; with the end of its log.
+    """
+    end = time.monotonic() + _START_SECONDS
+    while time.monotonic() < end and engine.process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(engine.url + "/health", timeout=30) as answer:
+            if answer.status == 200:
+                return engine
+        time.sleep(0.5)
+    stop_engine(engine)
+    raise RuntimeError(f"{engine.url} did not start:\n" + engine.log.read_text(errors="replace")[-4000:])
+
+
+def stop_engine(engine: Engine) -> None:
+    """SIGINT to the launcher, whose children go with it; SIGKILL to its session when it does not obey."""
+    if engine.process.poll() is None:
+        engine.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            engine.process.wait(20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(engine.process.pid, signal.SIGKILL)
+    engine.process.wait()
+
+
+def start_sglang(
+    model: Path, log: Path, *options: str, version: str = "0.5.23", env: Mapping[str, str] | None = None
+) -> Engine:
+    """A real SGLang server on the CPU."""
+    port = free_port()
+    command = [str(TOOLS / "sglang.sh"), "serve", version, "--model-path", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--context-length", "2048"]
+    command += ["--max-running-requests", "64", "--log-level", "warning", *options]
+    return start_engine(command, port, log, env)

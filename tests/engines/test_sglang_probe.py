@@ -1,0 +1,107 @@
+"""The probe lets a right server pass and names what is wrong with a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.probe import Expectation, ProbeError, ProbeResult, Recompute, probe
+from megatron_dppo.rollout.sglang import SGLangServer
+from tests.engines.calls import call
+from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+from tests.engines.tiny import ROUTING, SPECIAL, Reference, byte_tokenizer
+
+TEXT = "One request before the run starts. " * 6
+
+
+@pytest.fixture(scope="module")
+def wrong(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Raw log-probabilities, no routed experts, a top-p of its own."""
+    engine = start_sglang(
+        old_model.folder,
+        tmp_path_factory.mktemp("wrong") / "log",
+        "--preferred-sampling-params",
+        '{"top_p": 0.3, "repetition_penalty": 1.5}',
+        env={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"},
+    )
+    try:
+        yield wait_ready(engine)
+    finally:
+        stop_engine(engine)
+
+
+def expectation(**changes: object) -> Expectation:
+    ids = tuple(byte_tokenizer(SPECIAL).encode(TEXT))
+    base = Expectation(
+        prompt=TEXT, prompt_token_ids=ids, vocab_size=512, temperature=0.7, dtype="fp32", topk_logprobs=4
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def trainer(model: Reference) -> Recompute:
+    async def recompute(prompt: Sequence[int], response: Sequence[int], temperature: float) -> list[float]:
+        return model.logprobs(prompt, response, temperature).tolist()
+
+    return recompute
+
+
+def run(engine: Engine, expected: Expectation, model: Reference) -> ProbeResult:
+    async def use(server: SGLangServer) -> ProbeResult:
+        return await probe(server, expected, trainer(model))
+
+    return call(engine, use)
+
+
+@pytest.fixture(autouse=True)
+def starts_with_the_old_weights(request: pytest.FixtureRequest, old_model: Reference) -> None:
+    if "sglang" in request.fixturenames:
+        engine = request.getfixturevalue("sglang")
+        call(engine, lambda server: server.update_from_disk(str(old_model.folder), 0))
+
+
+def test_a_right_server_passes(sglang: Engine, old_model: Reference) -> None:
+    result = run(sglang, expectation(routing=ROUTING, policy_version=0), old_model)
+    assert result.largest_difference < 1e-5
+
+
+def test_other_weights_are_named(sglang: Engine, new_model: Reference) -> None:
+    with pytest.raises(ProbeError, match=r"wrong weights: .*compare it with model\.path"):
+        run(sglang, expectation(), new_model)
+
+
+def test_another_version_is_named(sglang: Engine, old_model: Reference) -> None:
+    with pytest.raises(ProbeError, match=r"come from version \[0\], expected 3"):
+        run(sglang, expectation(policy_version=3), old_model)
+
+
+def test_another_tokenizer_is_named(sglang: Engine, old_model: Reference) -> None:
+    other = tuple(byte_tokenizer([*SPECIAL, "<extra>"]).encode(TEXT))
+    with pytest.raises(ProbeError, match=r"wrong tokenizer: .*--tokenizer-path"):
+        run(sglang, expectation(prompt_token_ids=other), old_model)
+
+
+def test_a_larger_vocabulary_is_named(sglang: Engine, old_model: Reference) -> None:
+    with pytest.raises(ProbeError, match=r"token \d+, and the trainer's vocabulary has 259 tokens"):
+        run(sglang, expectation(vocab_size=259), old_model)
+
+
+def test_raw_logprobs_are_named_with_the_setting_and_the_servers_own_sampling_defaults_do_not_matter(
+    wrong: Engine, old_model: Reference
+) -> None:
+    with pytest.raises(ProbeError, match=r"raw log-probabilities: .*SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        run(wrong, expectation(), old_model)
+    # At temperature 1 both mean the same; top-p and penalties of the server are overruled by the request.
+    assert run(wrong, expectation(temperature=1.0, max_new_tokens=200), old_model).largest_difference < 1e-4
+
+
+def test_a_server_without_routed_experts_is_named_with_its_flag(wrong: Engine, old_model: Reference) -> None:
+    with pytest.raises(ServerError, match=r"routed_experts.*--enable-return-routed-experts"):
+        run(wrong, expectation(routing=ROUTING), old_model)
+
+
+def test_a_model_with_other_layers_is_named(sglang: Engine, old_model: Reference) -> None:
+    with pytest.raises(ServerError, match=r"expected \d+ positions x 3 layers x 2 experts .*another model"):
+        run(sglang, expectation(routing=replace(ROUTING, num_layers=3)), old_model)

@@ -1,0 +1,226 @@
+"""Each way of giving a server new weights, on both generations of its protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dppo.errors import CheckpointError, ServerError
+from megatron_dppo.parallel.transfer_group import (
+    broadcast_bucket,
+    close_transfer_group,
+    flatten_bucket,
+    open_transfer_group,
+)
+from megatron_dppo.rollout.server import Generation, transfer_group_name
+from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.types import VersionSpan
+from tests.engines.calls import LONG, SHORT, ask, call
+from tests.engines.servers import Engine, free_port
+from tests.engines.tiny import Reference
+
+Update = Callable[[SGLangServer, Reference, int], Awaitable[None]]
+
+
+async def from_disk(server: SGLangServer, model: Reference, version: int) -> None:
+    await server.update_from_disk(str(model.folder), version)
+
+
+async def by_value(server: SGLangServer, model: Reference, version: int) -> None:
+    weights = list(model.weights())
+    await server.begin_update()
+    for start in range(0, len(weights), 7):
+        await server.receive_tensors(weights[start : start + 7])
+    await server.end_update(version)
+
+
+async def by_broadcast(server: SGLangServer, model: Reference, version: int) -> None:
+    port = free_port()
+    name = transfer_group_name("127.0.0.1", port)
+    joined = asyncio.create_task(server.join_group("127.0.0.1", port, 1, 2, "gloo"))
+    group = await asyncio.to_thread(
+        open_transfer_group, "127.0.0.1", port, name=name, rank=0, world_size=2, backend="gloo", timeout=60
+    )
+    await joined
+    weights = list(model.weights())
+    # Two types in one bucket: each tensor must start at a multiple of its item size.
+    weights = [(n, w.half() if "layernorm" in n else w) for n, w in weights]
+    await server.begin_update()
+    for start in range(0, len(weights), 11):
+        bucket = flatten_bucket(weights[start : start + 11])
+        received = asyncio.create_task(server.receive_broadcast(bucket.names, bucket.dtypes, bucket.shapes))
+        await asyncio.to_thread(broadcast_bucket, bucket, group)
+        await received
+    await server.end_update(version)
+    await server.leave_group()
+    close_transfer_group(group)
+
+
+def off(model: Reference, answer: Generation, prompt: tuple[int, ...]) -> float:
+    """How far an answer is from what a model says of it."""
+    expected = model.logprobs(prompt, answer.token_ids, 1.0)
+    return float((torch.tensor(answer.logprobs) - expected).abs().max())
+
+
+@pytest.fixture(autouse=True)
+def starts_with_the_old_weights(sglang: Engine, old_model: Reference) -> None:
+    call(sglang, lambda server: server.update_from_disk(str(old_model.folder), 0))
+
+
+@pytest.mark.parametrize("update", [from_disk, by_value, by_broadcast])
+def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_cached(
+    sglang: Engine, old_model: Reference, new_model: Reference, update: Update
+) -> None:
+    async def use(server: SGLangServer) -> None:
+        before = await server.generate(ask(LONG, 30))
+        assert off(old_model, before, LONG) < 1e-5 < 0.1 < off(new_model, before, LONG)
+        old_sum = await server.checksum()
+        await server.pause()
+        await update(server, new_model, 7)
+        await server.resume()
+        after = await server.generate(ask(LONG, 30))
+        assert off(new_model, after, LONG) < 1e-5
+        assert after.versions == (VersionSpan(7, 0, len(after.token_ids)),)
+        assert (await server.info()).policy_version == 7
+        assert await server.checksum() != old_sum
+        await server.update_from_disk(str(old_model.folder), 8)
+        assert await server.checksum() == old_sum
+
+    call(sglang, use)
+
+
+def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_it(
+    sglang: Engine, old_model: Reference, new_model: Reference
+) -> None:
+    aborts = call(sglang, lambda server: server.info()).engine_version == "0.5.20"
+
+    async def use(server: SGLangServer) -> Generation:
+        running = asyncio.create_task(server.generate(ask(SHORT, 400)))
+        await asyncio.sleep(0.1)
+        await server.pause()
+        await by_value(server, new_model, 1)
+        await server.resume()
+        return await running
+
+    for _ in range(8):  # a random response may end by itself
+        answer = call(sglang, use)
+        if len(answer.versions) == 2 or answer.finish_reason == "abort":
+            break
+        call(sglang, lambda server: server.update_from_disk(str(old_model.folder), 0))
+    length = len(answer.token_ids)
+    if aborts:  # it cannot drop its caches while a request waits
+        edge = length
+        assert answer.finish_reason == "abort" and answer.versions == (VersionSpan(0, 0, length),)
+    else:
+        edge = answer.versions[0].end
+        assert answer.versions == (VersionSpan(0, 0, edge), VersionSpan(1, edge, length))
+    logprobs = torch.tensor(answer.logprobs)
+    old, new = (m.logprobs(SHORT, answer.token_ids, 1.0) for m in (old_model, new_model))
+    torch.testing.assert_close(logprobs[:edge], old[:edge], atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs[edge:], new[edge:], atol=1e-5, rtol=0)
+
+
+def test_a_folder_that_is_not_there_is_an_error_and_the_old_weights_stay(
+    sglang: Engine, old_model: Reference, tmp_path: Path
+) -> None:
+    async def use(server: SGLangServer) -> None:
+        with pytest.raises(ServerError, match=r"cannot load .*nowhere.*version '0', are still served"):
+            await server.update_from_disk(str(tmp_path / "nowhere"), 1)
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 0
+        assert off(old_model, answer, SHORT) < 1e-5
+
+    call(sglang, use)
+
+
+def test_an_update_that_was_never_ended_leaves_no_good_version_and_can_be_begun_again(
+    sglang: Engine, new_model: Reference
+) -> None:
+    async def dies(server: SGLangServer) -> None:
+        await server.pause()
+        await server.begin_update()
+        await server.receive_tensors(list(new_model.weights())[:5])
+
+    async def comes_back(server: SGLangServer) -> None:
+        assert (await server.info()).policy_version == -1
+        await server.pause()
+        assert await server.health()
+        await by_value(server, new_model, 3)
+        await server.resume()
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 3 and off(new_model, answer, SHORT) < 1e-5
+
+    call(sglang, dies)
+    call(sglang, comes_back)
+
+
+def test_an_update_without_a_pause_is_refused(sglang: Engine) -> None:
+    with pytest.raises(RuntimeError, match="begin_update without pause"):
+        call(sglang, lambda server: server.begin_update())
+
+
+def test_a_paused_request_can_be_aborted(sglang: Engine, old_model: Reference) -> None:
+    async def use(server: SGLangServer) -> Generation:
+        running = asyncio.create_task(server.generate(ask(SHORT, 1000)))
+        await asyncio.sleep(0.5)
+        await server.pause()
+        await server.abort()
+        await server.resume()
+        return await running
+
+    answer = call(sglang, use)
+    assert answer.finish_reason in ("abort", "stop", "length")
+    assert not answer.token_ids or off(old_model, answer, SHORT) < 1e-5
+
+
+def test_the_trainer_vanishing_from_the_group_leaves_a_server_that_can_be_updated(
+    sglang: Engine, new_model: Reference
+) -> None:
+    async def use(server: SGLangServer) -> None:
+        port = free_port()
+        joined = asyncio.create_task(server.join_group("127.0.0.1", port, 1, 2, "gloo"))
+        program = (
+            "import sys; from megatron_dppo.parallel.transfer_group import open_transfer_group as g; "
+            f"g('127.0.0.1', {port}, name={transfer_group_name('127.0.0.1', port)!r}, rank=0, world_size=2, "
+            "backend='gloo'); print('in'); sys.stdin.read()"
+        )
+        trainer = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        await joined
+        await server.pause()
+        await server.begin_update()
+        received = asyncio.create_task(server.receive_broadcast(["model.norm.weight"], ["float32"], [[64]]))
+        await asyncio.sleep(0.3)
+        trainer.kill()
+        trainer.wait()
+        with pytest.raises(ServerError, match=r"Failed to (receive|update)"):
+            await received
+        assert (await server.info()).policy_version == -1
+        await by_broadcast(server, new_model, 5)
+        await server.resume()
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 5 and off(new_model, answer, SHORT) < 1e-5
+
+    call(sglang, use)
+
+
+def test_an_incomplete_folder_is_refused_before_the_server_is_asked(
+    sglang: Engine, old_model: Reference, new_model: Reference, tmp_path: Path
+) -> None:
+    """SGLang 0.5.23 dies of such a folder."""
+    for file in new_model.folder.iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+
+    async def use(server: SGLangServer) -> None:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file"):
+            await server.update_from_disk(str(tmp_path), 1)
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 0 and off(old_model, answer, SHORT) < 1e-5
+
+    call(sglang, use)

@@ -1,0 +1,95 @@
+"""A tiny Qwen3-MoE on disk, and transformers as the reference for what a server says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_dppo.hf import WeightStream, stream_model
+from megatron_dppo.rollout.server import RoutingShape
+
+VOCAB, LAYERS, EXPERTS, TOP_K = 512, 2, 8, 2
+ROUTING = RoutingShape(num_layers=LAYERS, experts_per_token=TOP_K, num_experts=EXPERTS)
+END = 2
+SPECIAL = ["<pad>", "<s>", "</s>"]
+
+
+def make_tiny(folder: Path, seed: int, *, vocab_size: int = VOCAB) -> Path:
+    """Random float32 weights, large enough that log-probabilities differ; a tokenizer of bytes.
+
+    Args:
+        folder: is made.
+        seed: of the weights.
+        vocab_size: rows of the embedding; the tokenizer has 259 entries.
+    """
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=END,
+        pad_token_id=0,
+        initializer_range=0.1,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer(SPECIAL).save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer(special: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token a byte, after the special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    pad, start, end = special[:3]
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=start, eos_token=end, pad_token=pad)
+
+
+@dataclass
+class Reference:
+    """transformers, on the weights of a folder."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.model = Qwen3MoeForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def distributions(self, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
+        """[R, V] log-probabilities at each response token."""
+        logits = self.model(torch.tensor([[*prompt, *response]])).logits[0]
+        return (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+
+    def logprobs(self, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
+        """[R]"""
+        return self.distributions(prompt, response, temperature).gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+    @torch.no_grad()
+    def experts(self, tokens: Sequence[int]) -> Tensor:
+        """[S, L, k], the most probable first."""
+        output = self.model(torch.tensor([tokens]), output_router_logits=True)
+        return torch.stack([layer.topk(TOP_K, -1).indices for layer in output.router_logits], 1)
+
+    def weights(self) -> WeightStream:
+        """By Hugging Face name, an entry an expert."""
+        return stream_model(self.model)

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# SGLang in an environment of its own, on a machine without GPU (tests, the demo).
+#
+#   tools/engines/sglang.sh install [VERSION]          # prints the folder of the environment
+#   tools/engines/sglang.sh serve VERSION ARGS...      # becomes the server: python -m sglang.launch_server ARGS...
+#
+# All versions share the packages that they need; a version itself is a folder beside them. Both are made once, below
+# $MEGATRON_DPPO_ENGINES (default ~/.cache/megatron_dppo/engines). PYTHON names the interpreter (default python3).
+# With a GPU use SGLang's own installation: this one has no kernels.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+command=${1:?install or serve}
+version=${2:-0.5.23}
+root=${MEGATRON_DPPO_ENGINES:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron_dppo/engines}
+say() { echo "$@" >&2; }
+
+# The stamp names what is inside, so that another list of packages or another Python makes another environment.
+stamp=$({ cat "$here/sglang_requirements.txt"; "${PYTHON:-python3}" -c 'import sys; print(sys.version_info[:2])'; } | sha256sum | head -c 12)
+base=$root/sglang-$stamp
+package=$base/sglang-$version
+
+install() {
+    mkdir -p "$root"
+    # Two test runs may start at once.
+    exec 9>"$root/.lock"
+    flock 9
+    local pip=("$base/bin/python" -m pip install -q --disable-pip-version-check)
+    if [ ! -e "$base/.complete" ]; then
+        say "installing what SGLang needs into $base (1.4 GB, about a minute)"
+        "${PYTHON:-python3}" -m venv --clear "$base"
+        "${pip[@]}" -r "$here/sglang_requirements.txt" 2> >(grep -v '^WARNING: Location' >&2)
+        touch "$base/.complete"
+    fi
+    if [ ! -e "$package/.complete" ]; then
+        say "installing SGLang $version"
+        rm -rf "$package"
+        # Without what they ask for: that is gigabytes of CUDA libraries.
+        "${pip[@]}" --no-deps --target "$package" "sglang==$version" xgrammar==0.2.7 apache-tvm-ffi==0.1.11 2> >(grep -v '^WARNING: Location' >&2)
+        touch "$package/.complete"
+    fi
+    exec 9>&-
+}
+
+case $command in
+install)
+    install
+    echo "$base"
+    ;;
+serve)
+    install
+    # One thread: the kernels are tiny, more threads make a token ten times slower.
+    export OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
+    export PYTHONPATH=$here/sglang_shim:$package
+    exec "$base/bin/python" -m sglang.launch_server --device cpu --attention-backend torch_native \
+        --mem-fraction-static 0.1 --max-total-tokens 32768 --sleep-on-idle "${@:3}"
+    ;;
+*)
+    say "unknown command $command: install or serve"
+    exit 2
+    ;;
+esac
