@@ -6,6 +6,7 @@ installed. On the CPU it goes through a few rows at a time, so that every pass b
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import math
@@ -253,6 +254,11 @@ def _row_blocks(logits: Tensor, own: int) -> Iterator[slice]:
 
 def _triton_kernels(logits: Tensor) -> ModuleType | None:
     """The Triton version for logits on CUDA, where it is installed."""
-    if not logits.is_cuda or importlib.util.find_spec("triton") is None:
+    return _imported_triton_kernels() if logits.is_cuda else None
+
+
+@functools.cache
+def _imported_triton_kernels() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("megatron_dppo.parallel.row_kernels_triton")
