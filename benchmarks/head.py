@@ -20,17 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from head_bench import report, tensor_parallel
+from head_bench import one_process, report, tensor_parallel
 from head_bench.counters import counted, peak_bytes
 from head_bench.reference import Errors, errors_of, reference
 from head_bench.results import Check, Results, Row, gates, goals, methods_of
-from head_bench.tensor_parallel import runner, three_products
-from head_bench.timing import Ratio, cpu_seconds, keep_pages, paired_ratios, steadiest
+from head_bench.timing import PAGES
 from head_peers.registry import METHODS, OURS_A, OURS_B, Method
 from head_peers.task import Size, Task, make_task, quick_task
 
 ZERO_SHARE = 0.4
-_ZERO_ROWS, _LIMIT = "ours B, zero rows", "three products"
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from head_bench import cuda
 
         return cuda.main(options.out, "cuda" if options.device == "cuda" else "cpu", options.rounds)
-    if not options.fresh_pages:
-        keep_pages()
     profile = FULL if options.full else SHORT
     methods = methods_of(options.methods, METHODS)
     results = _measure(methods, profile, options)
-    checks = {"gates": gates(results), "goals": goals(results)}
+    checks = {"gates": gates(results)} | ({"goals": goals(results)} if options.full else {})
     _show(results, checks, options.out)
     return 0 if all(check.holds for check in checks["gates"]) else 1
 
@@ -88,7 +84,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--attempts", type=int, default=3, help="repeat a timing whose spread is above 15 %%")
     parser.add_argument("--entropy-gradient", action="store_true", help="an entropy bonus; leaves TRL out")
-    parser.add_argument("--fresh-pages", action="store_true", help="every large tensor costs page faults in the times")
     parser.add_argument("--methods", nargs="+", help="only these, ours and Stable-RL")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_head"))
     parser.add_argument("--rehearse-cuda", action="store_true", help="the code of --device cuda, tiny, on the CPU")
@@ -111,12 +106,11 @@ def _measure(methods: list[Method], profile: Profile, options: argparse.Namespac
     results = Results(rows, {k: v for k, v in vars(profile).items() if v is not None}, ZERO_SHARE, zero_gemms)
     if not options.gates_only:
         _say("times")
-        _times(results, profile.time, options)
+        _times(results, profile, options)
     _say("peaks")
     _full_peaks([row for row in rows if options.full or row.method.ours], profile.peak)
     _say("two ranks")
-    parallel_time = None if options.gates_only else profile.parallel_time
-    found = tensor_parallel.measure(methods, profile.parallel, parallel_time, options.rounds, options.fresh_pages)
+    found = tensor_parallel.measure(methods, profile.parallel)
     for row in rows:
         row.parallel = found.get(row.method.name)
     return results
@@ -156,18 +150,17 @@ def _full_peaks(rows: list[Row], size: Size) -> None:
         row.full_peak = peak_bytes(lambda method=row.method, leaves=fresh: method.run(leaves))
 
 
-def _times(results: Results, size: Size, options: argparse.Namespace) -> None:
-    task, zero = quick_task(size), quick_task(replace(size, zero_share=ZERO_SHARE))
-    runs = {row.method.name: runner(row.method, task) for row in results.rows}
-    runs |= {_ZERO_ROWS: runner(OURS_B, zero), _LIMIT: three_products(task)}
-
-    def measure(attempt: int) -> dict[str, Ratio]:
-        return paired_ratios(runs, OURS_B.name, options.rounds, clock=cpu_seconds, seed=attempt)
-
-    found = steadiest(measure, options.attempts)
-    for row in results.rows:
-        row.time = found[row.method.name]
-    results.zero_time, results.limit = found[_ZERO_ROWS], found[_LIMIT]
+def _times(results: Results, profile: Profile, options: argparse.Namespace) -> None:
+    methods = [row.method for row in results.rows]
+    for pages in PAGES:
+        found = one_process.measure(methods, profile.time, ZERO_SHARE, pages, options.rounds, options.attempts)
+        results.zero_times[pages], results.limits[pages] = found[one_process.ZERO_ROWS], found[one_process.LIMIT]
+        for row in results.rows:
+            row.times[pages] = found[row.method.name]
+        if profile.parallel_time is None:
+            continue
+        for name, ratio in tensor_parallel.measure_times(methods, profile.parallel_time, pages, options.rounds).items():
+            results.row(name).parallel_times[pages] = ratio
 
 
 def _say(part: str) -> None:
@@ -179,9 +172,9 @@ def _show(results: Results, checks: dict[str, list[Check]], out: Path) -> None:
     print(report.table(results))
     for name, size in results.sizes.items():
         print(f"{name}: {size}")
-    if results.zero_time is not None:
-        print(f"ours B with {results.zero_share:.0%} zero advantages over none: {results.zero_time}")
-        print(f"three plain products alone over ours B: {results.limit}")
+    for pages, ratio in results.zero_times.items():
+        print(f"{pages} pages: ours B with {results.zero_share:.0%} zero advantages over none: {ratio}")
+        print(f"{pages} pages: three plain products alone over ours B: {results.limits[pages]}")
     for kind, found in checks.items():
         print(f"\n{kind}")
         for check in found:

@@ -20,9 +20,9 @@ from head_peers.registry import METHODS, OURS_A, OURS_B, Method
 from head_peers.task import Size, Task, loss_of, make_task, quick_task
 
 from head_bench.counters import peak_bytes
+from head_bench.one_process import runner, three_products
 from head_bench.reference import errors_of, reference
 from head_bench.report import environment
-from head_bench.tensor_parallel import runner, three_products
 from head_bench.timing import cpu_seconds, paired_ratios, steadiest
 from head_bench.wheels import installed
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from head_bench.results import Check, Results, Row
+from head_bench.timing import PAGES
 
 _MIB = 2**20
 
@@ -18,17 +19,18 @@ def table(results: Results) -> str:
     """One line a method, in Markdown. ``*`` marks those that do the whole task."""
     head = ["method", "gives", "gradient of", "products", "traffic B/logit (large)", "peak B/logit"]
     head += ["collectives", "B/token", "log p error", "dH", "dW"]
-    timed = any(row.time is not None for row in results.rows)
     full = any(row.full_peak is not None for row in results.rows)
-    shared = any(row.parallel and "time" in row.parallel for row in results.rows)
-    head += ["peak MiB"] * full + ["time"] * timed + ["time, TP = 2"] * shared
+    head += ["peak MiB"] * full
+    timed = [pages for pages in PAGES if results.limits]
+    shared = [pages for pages in PAGES if any(row.parallel_times for row in results.rows)]
+    head += [f"time, {pages} pages" for pages in timed] + [f"TP = 2, {pages}" for pages in shared]
     lines = [head, ["---"] * len(head)]
-    lines += [_cells(row, results, timed, full, shared) for row in results.rows]
+    lines += [_cells(row, results, full, timed, shared) for row in results.rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
-def _cells(row: Row, results: Results, timed: bool, full: bool, shared: bool) -> list[str]:
+def _cells(row: Row, results: Results, full: bool, timed: list[str], shared: list[str]) -> list[str]:
     counts, parallel = results.sizes["counts"], row.parallel
     logits = counts.tokens * counts.vocab
     errors = row.errors["bfloat16"]
@@ -43,11 +45,8 @@ def _cells(row: Row, results: Results, timed: bool, full: bool, shared: bool) ->
     cells += [calls, payload, f"{errors.logprobs:.1e}", f"{errors.grad_hidden:.1e}", f"{errors.grad_weight:.1e}"]
     if full:
         cells.append("" if row.full_peak is None else f"{row.full_peak / _MIB:,.0f}")
-    if timed:
-        cells.append("" if row.time is None else str(row.time))
-    if shared:
-        time = (parallel or {}).get("time")
-        cells.append("" if time is None else f"{time['median']:.2f} ({time['least']:.2f}..{time['most']:.2f})")
+    cells += [str(row.times.get(pages, "")) for pages in timed]
+    cells += [str(row.parallel_times.get(pages, "")) for pages in shared]
     return cells
 
 
@@ -70,8 +69,8 @@ def write_json(path: Path, results: Results, checks: dict[str, list[Check]], abo
         "methods": [row.as_dict() for row in results.rows],
         "zero_share": results.zero_share,
         "zero_products": results.zero_gemms,
-        "zero_time": None if results.zero_time is None else results.zero_time.as_dict(),
-        "three_products_time": None if results.limit is None else results.limit.as_dict(),
+        "zero_times": {pages: ratio.as_dict() for pages, ratio in results.zero_times.items()},
+        "three_products_times": {pages: ratio.as_dict() for pages, ratio in results.limits.items()},
         "checks": {kind: [vars(check) | {"holds": check.holds} for check in found] for kind, found in checks.items()},
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
@@ -86,7 +85,7 @@ def plot(path: Path, results: Results) -> None:
     from matplotlib.ticker import NullFormatter
 
     rows = list(reversed(results.rows))
-    timed = [row for row in rows if row.time is not None]
+    timed = [row for row in rows if row.times]
     full = all(row.full_peak is not None for row in rows)
     peaks = [(row.full_peak if full else row.peak) or 0 for row in rows]
     figure, panels = pyplot.subplots(1, 1 + bool(timed), figsize=(5 * (1 + bool(timed)), 3.6), squeeze=False)
@@ -109,13 +108,16 @@ def plot(path: Path, results: Results) -> None:
 
 
 def _plot_times(panel: Any, rows: list[Row], title: str) -> None:
-    times = [row.time for row in rows if row.time is not None]
-    medians = [time.median for time in times]
-    reach = [[t.median - t.least for t in times], [t.most - t.median for t in times]]
-    bars = panel.barh([r.method.name for r in rows], medians, xerr=reach, color=[_shade(r) for r in rows])
-    panel.bar_label(bars, fmt="{:.2f}", padding=6, fontsize=8)
-    panel.margins(x=0.15)
-    panel.set_xlabel("CPU time over ours B (median, range)")
+    for shift, pages in ((0.2, "fresh"), (-0.2, "kept")):
+        times = [row.times[pages] for row in rows]
+        reach = [[t.median - t.least for t in times], [t.most - t.median for t in times]]
+        places = [place + shift for place in range(len(rows))]
+        colors, alpha = [_shade(row) for row in rows], 1.0 if pages == "kept" else 0.45
+        bars = panel.barh(places, [t.median for t in times], height=0.38, xerr=reach, color=colors, alpha=alpha)
+        panel.bar_label(bars, [f"{t.median:.2f} {pages}" for t in times], padding=6, fontsize=7)
+    panel.set_yticks(range(len(rows)), [row.method.name for row in rows])
+    panel.margins(x=0.2)
+    panel.set_xlabel("CPU time over ours B (median, range); memory pages fresh or kept")
     panel.set_title(title, fontsize=9)
 
 

@@ -17,8 +17,9 @@ from head_peers.registry import OURS_B, Method, by_name
 from head_peers.task import Size, Task, make_task, quick_task
 
 from head_bench.counters import counted, peak_bytes
+from head_bench.one_process import runner
 from head_bench.reference import Reference, errors_of, reference
-from head_bench.timing import Ratio, cpu_seconds, keep_pages, paired_ratios, steadiest
+from head_bench.timing import Ratio, cpu_seconds, paired_ratios, steadiest, use_pages
 from megatron_dppo.types import LossInputs
 
 RANKS = 2
@@ -27,38 +28,51 @@ CHUNKS = 3
 _MINUTES = 30
 
 
-def measure(
-    methods: Sequence[Method], counts: Size, time_size: Size | None, rounds: int, fresh_pages: bool
-) -> dict[str, Any]:
-    """Per method: what ``_counts`` returns and, with a size for it, ``time``."""
+def measure(methods: Sequence[Method], counts: Size) -> dict[str, Any]:
+    """Per method what ``_counts`` returns."""
+    return _spawn(_count_child, methods, counts)
+
+
+def measure_times(methods: Sequence[Method], size: Size, pages: str, rounds: int) -> dict[str, Ratio]:
+    """CPU seconds of both ranks of each method over those of ours B; ``pages`` as in ``timing.use_pages``."""
+    found = _spawn(_time_child, methods, size, pages, rounds)
+    return {name: Ratio(**ratio) for name, ratio in found.items()}
+
+
+def _spawn(child: Callable[..., dict[str, Any]], methods: Sequence[Method], *arguments: Any) -> dict[str, Any]:
     names = [m.name for m in methods if m.tensor_parallel]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_child, (folder, names, counts, time_size, rounds, fresh_pages), nprocs=RANKS, join=True)
+        mp.spawn(_rank, (folder, child, names, *arguments), nprocs=RANKS, join=True)
         return json.loads((Path(folder) / "result.json").read_text())
 
 
-def _child(
-    rank: int, folder: str, names: Sequence[str], counts: Size, time_size: Size | None, rounds: int, fresh_pages: bool
-) -> None:
+def _rank(rank: int, folder: str, child: Callable[..., dict[str, Any]], *arguments: Any) -> None:
     torch.set_num_threads(1)
-    if not fresh_pages:
-        keep_pages()
     store = dist.FileStore(str(Path(folder) / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=_MINUTES))
     try:
-        group = dist.group.WORLD
-        whole = make_task(counts)
-        exact = {with_ids: reference(whole, with_ids) for with_ids in (False, True)}
-        task = whole.shard(group)
-        found = {name: _counts(by_name(name), task, exact) for name in names}
-        if time_size is not None:
-            ratios = _times([by_name(name) for name in names], quick_task(time_size).shard(group), rounds)
-            for name, ratio in ratios.items():
-                found[name]["time"] = ratio.as_dict()
+        found = child(*arguments)
         if rank == 0:
             (Path(folder) / "result.json").write_text(json.dumps(found))
     finally:
         dist.destroy_process_group()
+
+
+def _count_child(names: Sequence[str], size: Size) -> dict[str, Any]:
+    whole = make_task(size)
+    exact = {with_ids: reference(whole, with_ids) for with_ids in (False, True)}
+    task = whole.shard(dist.group.WORLD)
+    return {name: _counts(by_name(name), task, exact) for name in names}
+
+
+def _time_child(names: Sequence[str], size: Size, pages: str, rounds: int) -> dict[str, Any]:
+    use_pages(pages)
+    task = quick_task(size).shard(dist.group.WORLD)
+    runs = {name: runner(by_name(name), task) for name in names}
+    found = steadiest(
+        lambda attempt: paired_ratios(runs, OURS_B.name, rounds, clock=_both_ranks, seed=attempt), attempts=2
+    )
+    return {name: asdict(ratio) for name, ratio in found.items()}
 
 
 def _counts(method: Method, task: Task, exact: dict[bool, Reference]) -> dict[str, Any]:
@@ -81,35 +95,6 @@ def _counts(method: Method, task: Task, exact: dict[bool, Reference]) -> dict[st
         "peak": peak_bytes(lambda: method.run(ready)),
         "errors": asdict(errors),
     }
-
-
-def _times(methods: Sequence[Method], task: Task, rounds: int) -> dict[str, Ratio]:
-    runs: dict[str, Callable[[], None]] = {m.name: runner(m, task) for m in methods}
-    return steadiest(
-        lambda attempt: paired_ratios(runs, OURS_B.name, rounds, clock=_both_ranks, seed=attempt), attempts=2
-    )
-
-
-def runner(method: Method, task: Task) -> Callable[[], None]:
-    """One forward and backward pass on leaves that start without gradients."""
-
-    def run() -> None:
-        task.hidden.grad = task.weight.grad = None
-        method.run(task)
-
-    return run
-
-
-def three_products(task: Task) -> Callable[[], None]:
-    """Logits, dH and dW of all tokens at once, in the dtype of the model: the limit of every method here."""
-    hidden, weight = task.hidden.detach(), task.weight.detach()
-
-    def run() -> None:
-        logits = hidden @ weight.t()
-        torch.mm(logits, weight)
-        torch.mm(logits.t(), hidden)
-
-    return run
 
 
 def _both_ranks(run: Callable[[], None]) -> float:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 MAX_SPREAD = 0.15
+PAGES = ("fresh", "kept")
+"""see ``use_pages``"""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
@@ -100,13 +102,13 @@ def cpu_seconds(run: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
-def keep_pages() -> None:
-    """Let glibc keep freed memory in this process, as CUDA's caching allocator does.
+def use_pages(pages: str) -> None:
+    """Choose how this process gets memory: ``fresh``, as it comes, or ``kept``.
 
-    Otherwise every large tensor is fresh memory from the system, and its page faults are a third to three quarters of
-    the time of a method with many of them; how much depends on the huge pages that the machine has left at the moment.
+    Kept: glibc never gives freed memory back, as CUDA's caching allocator does not. Fresh: every tensor above 32 MiB is
+    new memory from the system, and its page faults can be most of the time of a method with many of them.
     """
-    if sys.platform == "linux":
+    if pages == "kept" and sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, -1)

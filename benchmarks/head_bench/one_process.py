@@ -1,0 +1,61 @@
+"""Times of all methods in one new process, so that nothing that ran before has touched its memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import torch
+from head_peers.registry import OURS_B, Method, by_name
+from head_peers.task import Size, Task, quick_task
+
+from head_bench.timing import Ratio, cpu_seconds, paired_ratios, steadiest, use_pages
+
+ZERO_ROWS, LIMIT = "ours B, zero rows", "three products"
+"""names of two more runs: a share of zero advantages; the products alone"""
+
+
+def measure(
+    methods: Sequence[Method], size: Size, zero_share: float, pages: str, rounds: int, attempts: int
+) -> dict[str, Ratio]:
+    """CPU time of each method, of ``ZERO_ROWS`` and of ``LIMIT`` over ours B's; ``pages`` as in ``use_pages``."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        names = [method.name for method in methods]
+        return pool.submit(_child, names, size, zero_share, pages, rounds, attempts).result()
+
+
+def _child(
+    names: Sequence[str], size: Size, zero_share: float, pages: str, rounds: int, attempts: int
+) -> dict[str, Ratio]:
+    torch.set_num_threads(1)
+    use_pages(pages)
+    task, zero = quick_task(size), quick_task(replace(size, zero_share=zero_share))
+    runs = {name: runner(by_name(name), task) for name in names}
+    runs |= {ZERO_ROWS: runner(OURS_B, zero), LIMIT: three_products(task)}
+    return steadiest(
+        lambda attempt: paired_ratios(runs, OURS_B.name, rounds, clock=cpu_seconds, seed=attempt), attempts
+    )
+
+
+def runner(method: Method, task: Task) -> Callable[[], None]:
+    """One forward and backward pass on leaves that start without gradients."""
+
+    def run() -> None:
+        task.hidden.grad = task.weight.grad = None
+        method.run(task)
+
+    return run
+
+
+def three_products(task: Task) -> Callable[[], None]:
+    """Logits, dH and dW of all tokens at once, in the dtype of the model: the limit of every method here."""
+    hidden, weight = task.hidden.detach(), task.weight.detach()
+
+    def run() -> None:
+        logits = hidden @ weight.t()
+        torch.mm(logits, weight)
+        torch.mm(logits.t(), hidden)
+
+    return run
