@@ -103,9 +103,9 @@ class InferenceServer(Protocol):
     async def abort(self, request_id: str | None = None) -> None:
         """Stop one request, or all; they return what they have, as ``abort``.
 
-        Before ``pause``, not after: of requests that it has put back into its queue a paused engine returns less than
-        was sampled, often nothing. And only what the engine already has: requests that came while it was paused wait before it and go on after
-        ``resume``. Cancel the ``generate`` of those.
+        Call it before ``pause``, not after: of requests that it has put back into its queue a paused engine returns
+        less than was sampled, often nothing. And it reaches only what the engine already has: requests that came while
+        it was paused wait before it and go on after ``resume``. Cancel the ``generate`` of those.
         """
 
     async def pause(self) -> None:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.http import HttpClient
@@ -63,6 +64,16 @@ def test_a_call_ends_at_its_deadline() -> None:
     with pytest.raises(ServerError, match=r"/x: no answer within 0\.3 seconds") as caught:
         post(Stub({"/x": slow}), "/x", timeout=0.3)
     assert time.monotonic() - start < 3 and caught.value.unanswered
+
+
+def test_a_redirect_is_not_followed_since_it_would_carry_the_key_along() -> None:
+    async def elsewhere(call: Call) -> Any:
+        raise web.HTTPFound("/other")
+
+    stub = Stub({"/x": elsewhere, "/other": {}})
+    with pytest.raises(ServerError, match="HTTP 302"):
+        post(stub, "/x")
+    assert stub.paths == ["/x"]
 
 
 def test_nobody_listening_is_an_error_that_names_the_address() -> None:

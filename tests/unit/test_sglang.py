@@ -58,6 +58,16 @@ def test_an_answer_becomes_a_generation(version: str) -> None:
     assert result.routed_experts.shape == (len(request.token_ids) + 5, 2, 2)
 
 
+def test_a_sampled_token_that_is_one_of_the_k_leaves_the_last_slot_unused() -> None:
+    request, answer = recorded("0.5.20")
+    first = answer["output_ids"][0]
+    answer["meta_info"]["output_top_logprobs"][0][1][1] = first
+    result = decode(request, answer)
+    assert result.topk_token_ids is not None and result.topk_logprobs is not None
+    assert result.topk_token_ids[0, 1] == first and result.topk_token_ids[0, 3] == -1
+    assert result.topk_logprobs[0, 3] == 0
+
+
 def test_both_encodings_of_the_top_k_mean_the_same() -> None:
     request, answer = recorded("0.5.20")
     nested = decode(request, answer)
@@ -84,9 +94,15 @@ def test_an_aborted_request_keeps_its_tokens(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_of_a_request_that_was_aborted_in_the_queue_nothing_incomplete_is_taken(version: str) -> None:
+    nothing = Generation(token_ids=(), logprobs=(), finish_reason="abort", versions=())
     request, answer = recorded(version, "aborted_in_queue")
     assert answer["meta_info"].get("routed_experts") is None
-    assert decode(request, answer) == Generation(token_ids=(), logprobs=(), finish_reason="abort", versions=())
+    assert decode(request, answer) == nothing
+    # Of one that had run before, the first tokens come back, without what was asked for of them.
+    request, answer = recorded(version, "aborted")
+    del answer["meta_info"]["routed_experts"]
+    assert decode(request, answer) == nothing
+    assert decode(replace(request, routing=None), answer).token_ids == tuple(answer["output_ids"])
 
 
 @pytest.mark.parametrize(
