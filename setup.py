@@ -44,8 +44,9 @@ setup(
         # einops: mbridge imports it without asking for it
         "dev": [
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
-            # A CUDA build of torch brings its own; its interpreter and its compiler need no GPU.
-            "triton>=3.6; platform_system == 'Linux' and platform_machine == 'x86_64'",
+            # A CUDA build of torch brings its own; the interpreter and the compiler need no GPU. The interpreter of 3.6
+            # does not work with numpy 2.4.
+            "triton>=3.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
         ],
     },
     entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.cli.main:main"]},
