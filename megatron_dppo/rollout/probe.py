@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer, RoutingShape, ServerInfo
-from megatron_dppo.types import SamplingParams
+from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer, ServerInfo
+from megatron_dppo.types import RoutingShape, SamplingParams
 
 Recompute = Callable[[Sequence[int], Sequence[int], float], Awaitable[Sequence[float]]]
 """(prompt, response, temperature) -> [R] log-probabilities of the response under the trainer's weights"""

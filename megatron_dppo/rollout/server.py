@@ -8,17 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from megatron_dppo.types import SamplingParams, VersionSpan
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingShape:
-    """What the routers' choices look like: compared with what a server sends, which says nothing of its shape."""
-
-    num_layers: int
-    """all layers of the model, dense ones too"""
-    experts_per_token: int
-    num_experts: int
+from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from megatron_dppo.rollout.http import Deadlines
-from megatron_dppo.rollout.server import GenerateRequest, RoutingShape
+from megatron_dppo.rollout.server import GenerateRequest
 from megatron_dppo.rollout.sglang import SGLangServer
-from megatron_dppo.types import SamplingParams
+from megatron_dppo.types import RoutingShape, SamplingParams
 from tests.engines.servers import Engine
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_dppo.hf import WeightStream, stream_model
-from megatron_dppo.rollout.server import RoutingShape
+from megatron_dppo.types import RoutingShape
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 512, 2, 8, 2
-ROUTING = RoutingShape(num_layers=LAYERS, experts_per_token=TOP_K, num_experts=EXPERTS)
+ROUTING = RoutingShape(num_layers=LAYERS, num_experts=EXPERTS, topk=TOP_K)
 END = 2
 SPECIAL = ["<pad>", "<s>", "</s>"]
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from megatron_dppo.errors import ConfigError, ServerError
-from megatron_dppo.rollout.server import GenerateRequest, Generation, RoutingShape
+from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.sglang import SGLangServer, wire
-from megatron_dppo.types import SamplingParams, VersionSpan
+from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
 from tests.unit.http_stub import Stub, with_stub
 
 VERSIONS = ("0.5.23", "0.5.20")
-ROUTING = RoutingShape(num_layers=2, experts_per_token=2, num_experts=8)
+ROUTING = RoutingShape(num_layers=2, num_experts=8, topk=2)
 RECORDED = {v: json.loads((Path(__file__).parents[1] / "data" / "sglang" / f"{v}.json").read_text()) for v in VERSIONS}
 
 

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_dppo.data.routing import compact_routes
 from megatron_dppo.errors import ConfigError, ServerError
-from megatron_dppo.rollout.server import GenerateRequest, Generation, RoutingShape
+from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import SamplingParams, VersionSpan
 
 _NEVER = float(np.finfo(np.float32).min) / 2
@@ -217,7 +218,7 @@ class _Reader:
             self._refuse(f"meta_info.{name} is not base64 of {dtype} numbers: {error}")
 
     def routed_experts(self, response: int) -> Tensor | None:
-        """[P + R - 1 - start, L, k] uint8, or int16 where the ids need it."""
+        """[P + R - 1 - start, L, k] in the dtype of routes, dense layers marked missing."""
         shape = self._request.routing
         if shape is None:
             return None
@@ -226,17 +227,21 @@ class _Reader:
         )
         flat = self._numbers("routed_experts", "<i4")
         rows = len(self._request.token_ids) + response - 1 - self._request.routing_start
-        if flat.size != rows * shape.num_layers * shape.experts_per_token:
+        if flat.size != rows * shape.num_layers * shape.topk:
             self._refuse(
                 f"meta_info.routed_experts holds {flat.size} numbers, expected {rows} positions x {shape.num_layers} "
-                f"layers x {shape.experts_per_token} experts a token: the server runs another model, or drops positions"
+                f"layers x {shape.topk} experts a token: the server runs another model, or drops positions"
             )
         if flat.size and not 0 <= flat.min() <= flat.max() < shape.num_experts:
             self._refuse(
                 f"meta_info.routed_experts names experts {flat.min()} to {flat.max()}; "
                 f"the model has {shape.num_experts}, counted from 0"
             )
-        return _compact(flat.reshape(rows, shape.num_layers, shape.experts_per_token), shape)
+        routes = torch.from_numpy(flat.reshape(rows, shape.num_layers, shape.topk).copy())
+        try:
+            return compact_routes(routes, shape, tokens=rows, request="meta_info.routed_experts")
+        except ValueError as error:
+            self._refuse(str(error))
 
 
 def _with_sampled(
@@ -251,11 +256,6 @@ def _with_sampled(
         torch.from_numpy(np.concatenate([ids, last_id], 1)),
         torch.from_numpy(np.concatenate([values, last_value], 1)),
     )
-
-
-def _compact(experts: NDArray[np.int32], shape: RoutingShape) -> Tensor:
-    """The smallest type that keeps one value for *not known* (255 or -1)."""
-    return torch.from_numpy(experts.astype(np.uint8 if shape.num_experts <= 255 else np.int16))
 
 
 def checked_success(answer: Any, url: str) -> Mapping[str, Any]:
