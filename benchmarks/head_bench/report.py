@@ -117,7 +117,7 @@ def _plot_times(panel: Any, rows: list[Row], title: str) -> None:
         panel.bar_label(bars, [f"{t.median:.2f} {pages}" for t in times], padding=6, fontsize=7)
     panel.set_yticks(range(len(rows)), [row.method.name for row in rows])
     panel.margins(x=0.2)
-    panel.set_xlabel("CPU time over ours B (median, range); memory pages fresh or kept")
+    panel.set_xlabel("CPU time over ours B (median, range)")
     panel.set_title(title, fontsize=9)
 
 

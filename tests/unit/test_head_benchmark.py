@@ -23,11 +23,22 @@ def _benchmarks_on_the_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_every_method_gives_the_loss_and_gradients_of_float64(entropy_gradient: bool) -> None:
+def test_every_method_gives_the_loss_and_gradients_of_float64(
+    entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from head_bench.reference import errors_of, reference
+    from head_peers import liger, nemo, trl, verl_fused
     from head_peers.registry import METHODS
     from head_peers.task import Size, make_task
 
+    for module, name, several in (
+        (liger, "CHUNK_TOKENS", 32),
+        (nemo, "CHUNK_TOKENS", 32),
+        (trl, "CHUNK_VOCAB", 128),
+        (verl_fused, "FORWARD_VOCAB", 64),
+        (verl_fused, "BACKWARD_VOCAB", 160),
+    ):
+        monkeypatch.setattr(module, name, several)
     size = Size(72, 600, 32, 8, torch.float32, zero_share=0.3, entropy_gradient=entropy_gradient)
     task = replace(make_task(size), temperature=0.7)
     exact = {with_ids: reference(task, with_ids) for with_ids in (False, True)}
