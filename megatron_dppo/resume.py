@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import CheckpointError
@@ -24,12 +25,13 @@ class ResumePoint:
 def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     """What a checkpoint must agree with, on any layout."""
     hf_config = inputs.hf_config
-    return {
+    identity = {
         "model": {**vars(model_shape(hf_config)), "tied": bool(hf_config.tie_word_embeddings)},
         "seed": config.run.seed,
         "data": config.data.train,
         "prompts": inputs.train_prompts.fingerprint(),
     }
+    return cast(dict[str, Any], json.loads(json.dumps(identity)))  # as it reads back: JSON has no tuples
 
 
 def layout_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
