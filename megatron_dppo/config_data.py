@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config_section import DType, Section
+from megatron_dppo.config_servers import ServersConfig, WeightSyncConfig
 
 
 class DataConfig(Section):
@@ -59,8 +60,14 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """How samples are drawn."""
 
-    engine: Literal["local"] = "local"
-    """``local``: a transformers copy of the policy in the trainer's processes."""
+    engine: Literal["local", "sglang", "vllm"] = "local"
+    """``local``: a transformers copy of the policy in the trainer's processes; the others: servers over HTTP."""
+    servers: ServersConfig = ServersConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of each SGLang server that ``megatron-dppo serve`` starts, e.g. ``tp-size = 2``."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of each vLLM server, likewise."""
     prompts_per_step: int = Field(gt=0)
     """Prompts of one step, over all ranks."""
     samples_per_prompt: int = Field(gt=1)
@@ -74,7 +81,7 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(gt=0)
     """Longest response, the end-of-sequence token included."""
     dtype: DType = "bf16"
-    """Dtype of the local engine's copy of the weights."""
+    """Dtype of the engine's copy of the weights."""
     return_logprobs: bool = True
     """Rollout log-probabilities: the anchor of every loss."""
     dynamic_sampling: bool = False
@@ -84,6 +91,25 @@ class RolloutConfig(Section):
     oversample: float = Field(1.0, ge=1)
     """Draw this many times the prompts that are needed (rounded up on each rank, also in rounds of replacement), and
     train on the first groups that carry signal."""
+
+    @model_validator(mode="after")
+    def _sections_belong_to_the_engine(self) -> RolloutConfig:
+        for section, engines in _ENGINES_OF_SECTIONS.items():
+            default = type(self).model_fields[section].get_default(call_default_factory=True)
+            if self.engine not in engines and getattr(self, section) != default:
+                raise ValueError(
+                    f"[rollout.{section}] has no effect with rollout.engine = {self.engine!r}; set it to "
+                    f"{' or '.join(map(repr, engines))}, or remove the section"
+                )
+        return self
+
+
+_ENGINES_OF_SECTIONS = {
+    "servers": ("sglang", "vllm"),
+    "weight_sync": ("sglang", "vllm"),
+    "sglang": ("sglang",),
+    "vllm": ("vllm",),
+}
 
 
 class RewardConfig(Section):
