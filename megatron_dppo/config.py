@@ -13,8 +13,9 @@ from megatron_dppo.config_data import DataConfig, RewardConfig, RolloutConfig
 from megatron_dppo.config_loss import LOSS_ALIASES, Aggregation, LossConfig, LossName
 from megatron_dppo.config_section import DType
 from megatron_dppo.config_section import Section as _Section
+from megatron_dppo.config_servers import ServersConfig, WeightSyncConfig
 
-__all__ = ["LOSS_ALIASES", "Aggregation", "Config", "LossConfig", "LossName"]
+__all__ = ["LOSS_ALIASES", "Aggregation", "Config", "LossConfig", "LossName", "ServersConfig", "WeightSyncConfig"]
 
 
 class RunConfig(_Section):

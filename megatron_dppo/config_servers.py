@@ -63,6 +63,8 @@ class WeightSyncConfig(Section):
     """Syncs between comparisons of the servers' checksums with each other; 0 = never."""
     probe_every: int = Field(1, ge=0)
     """Syncs between probes, in which the trainer recomputes a response's log-probabilities; 0 = only the first one."""
+    timeout_seconds: float = Field(300.0, gt=0)
+    """Limit of one call that moves weights, and of the wait for all servers to join."""
     attempts: int = Field(3, ge=1)
     """Tries of one sync before the run stops."""
 

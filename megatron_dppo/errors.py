@@ -51,6 +51,10 @@ class ServerError(UserError):
         return self.status is None or self.status >= 500
 
 
+class PublishError(UserError):
+    """The rollout engine could not be given the current weights, or does not show them."""
+
+
 class TrainingStopped(UserError):
     """Training cannot go on (non-finite gradients n times in a row). Exit code 3."""
 

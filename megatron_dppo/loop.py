@@ -11,7 +11,6 @@ from megatron_dppo.clock import Clock
 from megatron_dppo.config import Config
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.evaluation import evaluate
-from megatron_dppo.hf import drain
 from megatron_dppo.logbook import finish, log, step_metrics
 from megatron_dppo.losses import group_relative_advantages
 from megatron_dppo.rollout.collect import to_samples
@@ -83,11 +82,8 @@ def update_policy(session: Session, samples: list[TrainingSample], clock: Clock)
 
 def publish(session: Session) -> None:
     """Give the current weights to the engine; every rank takes part in gathering them."""
-    weights = session.trainer.export_weights()
-    if session.engine is not None:
-        session.engine.update_weights(weights, session.trainer.policy_version)
-    else:
-        drain(weights)
+    for note in session.publisher.publish():
+        session.console.say(f"servers  {note}")
 
 
 def save_due(session: Session) -> bool:

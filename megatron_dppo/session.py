@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.config_io import dump_toml
+from megatron_dppo.engines import build_engine, build_publisher
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import (
     FolderWeights,
@@ -29,18 +30,18 @@ from megatron_dppo.inputs import Inputs, read_inputs
 from megatron_dppo.layout import describe
 from megatron_dppo.metrics import MetricsWriter
 from megatron_dppo.parallel.objects import is_leader
-from megatron_dppo.platform import DTYPES, Platform, pin_threads
+from megatron_dppo.platform import Platform, pin_threads
 from megatron_dppo.prefetch import Prefetch, describe_batches, load_batches, save_batches, why_unusable
 from megatron_dppo.report.console import Console
 from megatron_dppo.resume import ResumePoint, find_resume_point, layout_identity, run_identity
 from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.warmup import is_warm, mark_warm, run_warmup
 
 if TYPE_CHECKING:
     from megatron_dppo.parallel.groups import ParallelGroups
+    from megatron_dppo.publish import Publisher
     from megatron_dppo.trainer import PolicyTrainer
 
 
@@ -54,6 +55,7 @@ class Session:
     groups: ParallelGroups
     engine: RolloutEngine | None
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
+    publisher: Publisher
     scorer: RewardScorer
     prefetch: Prefetch
     console: Console
@@ -116,9 +118,10 @@ def open_session(config: Config) -> Iterator[Session]:
             inputs.layout, platform, seed=config.run.seed, timeout_minutes=config.run.timeout_minutes
         )
         trainer = _build_policy(config, inputs, groups, platform, console)
-        engine = _build_engine(config, inputs, groups, platform)
+        engine = build_engine(config, inputs, trainer, platform)
+        publisher = build_publisher(config, inputs, trainer, engine, platform)
         prefetch = Prefetch(config.train.max_staleness, platform.device)
-        session = Session(config, inputs, trainer, groups, engine, scorer, prefetch, console, None, started)
+        session = Session(config, inputs, trainer, groups, engine, publisher, scorer, prefetch, console, None, started)
         if point is not None:
             _restore(session, point)
         if rank == 0:
@@ -128,6 +131,9 @@ def open_session(config: Config) -> Iterator[Session]:
         console.finish()
         if session is not None:
             session.prefetch.close()  # before the scorer, which it may still use
+            if session.engine is not None:
+                session.engine.close()
+            session.publisher.close()
             if session.writer is not None:
                 session.writer.close()
         scorer.close()
@@ -222,13 +228,6 @@ def export_hf(trainer: PolicyTrainer, config: Config, target: Path, dtype: torch
     else:
         drain(weights)
     dist.barrier()
-
-
-def _build_engine(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform) -> RolloutEngine | None:
-    if not is_leader(groups.replica):
-        return None
-    dtype = DTYPES[config.rollout.dtype]
-    return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=platform.device)
 
 
 def _open_writer(session: Session) -> MetricsWriter:

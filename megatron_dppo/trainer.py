@@ -162,8 +162,15 @@ class PolicyTrainer:
             metrics=metrics,
         )
 
-    def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:
+    def logprobs(
+        self, batches: Sequence[MicroBatch], *, reference: bool = False, temperature: float | None = None
+    ) -> list[Tensor]:
         """Log-probabilities ``[T]`` of the labels of each micro-batch; empty but on the last pipeline stage.
+
+        Args:
+            batches: this rank's.
+            reference: of the reference policy.
+            temperature: None = the rollout's.
 
         Raises:
             RuntimeError: ``reference`` without reference weights.
@@ -176,7 +183,8 @@ class PolicyTrainer:
             self._reference.swapped_in() if reference and self._reference else nullcontext(),
             self._routing(batches, mode) as plain,
         ):
-            return forward_logprobs(self._chunks, plain, self._head, self._cp_group)
+            head = self._head if temperature is None else self._head.at_temperature(temperature)
+            return forward_logprobs(self._chunks, plain, head, self._cp_group)
 
     def record_routing(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
         """``logprobs`` with the live routers, and their choices: the routes ``[T, L, k]`` of each micro-batch.

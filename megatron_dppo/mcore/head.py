@@ -100,6 +100,11 @@ class Head:
         self._group = tp_group
         self._common: dict[str, Any] = {"group": tp_group, "vocab_size": vocab_size, "temperature": temperature}
 
+    def at_temperature(self, temperature: float) -> Head:
+        """The same output layer at another temperature."""
+        vocab_size = self._common["vocab_size"]
+        return Head(self._model, self._group, vocab_size, temperature, fused=self._fused)
+
     def loss(self, hidden: Tensor, row: Row, objective: Objective) -> LossOutput:
         """The loss of this rank's ``hidden [1, T, H]``.
 

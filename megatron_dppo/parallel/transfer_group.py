@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -31,10 +32,13 @@ def open_transfer_group(
         timeout: seconds to wait for the others, and of each broadcast.
 
     Raises:
+        OSError: rank 0 cannot listen there.
         torch.distributed.DistStoreError: somebody did not come in time.
     """
     limit = timedelta(seconds=timeout)
-    store = TCPStore(host, port, world_size, rank == 0, timeout=limit)
+    # Given a socket, the store listens on this address alone; by itself it would on all of them.
+    listening = socket.create_server((host, port)).detach() if rank == 0 else None
+    store = TCPStore(host, port, world_size, rank == 0, timeout=limit, master_listen_fd=listening)
     # The public new_group wants all members in one default group. SGLang, slime and verl use this function likewise.
     group, _ = _new_process_group_helper(
         world_size,

@@ -25,6 +25,9 @@ _TORCH_DISTRIBUTED = {
     "conversion",
     "sampling",
     "update",
+    "weight_sync",
+    "publish",
+    "engines",
 }
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere)
@@ -34,7 +37,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "config_loss": ({"config_section"}, {"pydantic"}),
     "config_servers": ({"config_section"}, {"pydantic"}),
     "config_data": ({"config_section", "config_servers"}, {"pydantic"}),
-    "config": ({"config_data", "config_loss", "config_section"}, {"pydantic"}),
+    "config": ({"config_data", "config_loss", "config_section", "config_servers"}, {"pydantic"}),
     "platform": ({"errors"}, {"torch"}),
     "config_io": ({"config", "errors"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "layout": ({"config", "errors"}, set()),
@@ -55,9 +58,18 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "warmup": ({"config", "data", "losses", "trainer"}, set()),
     "inputs": ({"config", "data", "errors", "hf", "layout", "metrics"}, set()),
     "prefetch": ({"clock", "config", "rollout", "types"}, {"torch"}),
+    "weight_sync": ({"config", "errors", "hf", "parallel", "rollout"}, {"torch"}),
+    "publish": (
+        {"config", "data", "errors", "hf", "inputs", "parallel", "rollout", "trainer", "types", "weight_sync"},
+        {"torch"},
+    ),
+    "engines": (
+        {"config", "errors", "inputs", "parallel", "platform", "publish", "rollout", "trainer", "weight_sync"},
+        {"torch"},
+    ),
     "session": (
         _LOWER
-        | {"config_io", "inputs", "mcore", "metrics", "prefetch", "report", "resume"}
+        | {"config_io", "engines", "inputs", "mcore", "metrics", "prefetch", "publish", "report", "resume"}
         | {"rewards", "rollout", "trainer", "warmup"},
         {"torch"},
     ),

@@ -1,0 +1,94 @@
+"""The rollout engine of a run and what keeps its weights current, by the configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.inputs import Inputs
+from megatron_dppo.parallel.objects import is_leader
+from megatron_dppo.platform import DTYPES, Platform
+from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.http import Deadlines
+from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.rollout.server import InferenceServer
+from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.rollout.vllm import VLLMServer
+from megatron_dppo.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from megatron_dppo.publish import Publisher
+    from megatron_dppo.trainer import PolicyTrainer
+
+
+def connect_servers(config: Config) -> list[InferenceServer]:
+    """A client of each server of the run; nothing is sent yet.
+
+    Raises:
+        ConfigError: an API key is asked for and not there, or a URL is none.
+    """
+    servers, sync = config.rollout.servers, config.rollout.weight_sync
+    deadlines = Deadlines(generate=servers.timeout_seconds, update=sync.timeout_seconds)
+    key = _secret("api_key_env", servers.api_key_env)
+    admin = _secret("admin_api_key_env", servers.admin_api_key_env)
+    if config.rollout.engine == "vllm":
+        return [VLLMServer(url, api_key=key, deadlines=deadlines) for url in servers.resolved_urls]
+    return [SGLangServer(url, api_key=key, admin_api_key=admin, deadlines=deadlines) for url in servers.resolved_urls]
+
+
+def _secret(option: str, variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(
+            f"rollout.servers.{option} = {variable!r}, but this environment variable is not set; set it to the key"
+        )
+    return os.environ[variable]
+
+
+def build_engine(config: Config, inputs: Inputs, trainer: PolicyTrainer, platform: Platform) -> RolloutEngine | None:
+    """What samples for this rank; None on ranks that get their rollouts from the leader of their replica."""
+    if not is_leader(trainer.groups.replica):
+        return None
+    if config.rollout.engine == "local":
+        dtype = DTYPES[config.rollout.dtype]
+        return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=platform.device)
+    servers = config.rollout.servers
+    return ServerEngine(
+        connect_servers(config),
+        inputs.tokenizer,
+        inputs.hf_config,
+        max_in_flight=servers.max_in_flight,
+        health_seconds=servers.health_seconds,
+        first=trainer.dp_rank,
+    )
+
+
+def build_publisher(
+    config: Config, inputs: Inputs, trainer: PolicyTrainer, engine: RolloutEngine | None, platform: Platform
+) -> Publisher:
+    """What gives new weights to the engines of all ranks."""
+    from megatron_dppo.publish import LocalPublisher, ServerPublisher
+
+    if config.rollout.engine == "local":
+        assert engine is None or isinstance(engine, LocalEngine)
+        return LocalPublisher(trainer, engine)
+    assert engine is None or isinstance(engine, ServerEngine)
+    sync = None
+    if dist.get_rank() == 0:
+        settings = config.rollout.weight_sync
+        sync = WeightSync(
+            connect_servers(config),
+            settings,
+            model_folder=Path(config.model.path),
+            weights_folder=Path(settings.folder or Path(config.run.output_dir) / "weights"),
+            dtype=DTYPES[config.rollout.dtype],
+            device=platform.device,
+        )
+    return ServerPublisher(trainer, engine, sync, config, inputs)

@@ -1,0 +1,81 @@
+"""One update of several inference servers, some of which may fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.server import InferenceServer, ServerInfo
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """What became of one attempt."""
+
+    version: int
+    good: dict[str, ServerInfo]
+    """by URL: the servers that have exactly this version, and generate"""
+    failed: dict[str, str] = field(default_factory=dict)
+    """by URL: those that were there and did not get it, and why"""
+    absent: dict[str, str] = field(default_factory=dict)
+    """by URL: those that did not answer at all"""
+
+
+class Attempt:
+    """An update of several servers at once, step by step: which of them are still good.
+
+    Args:
+        version: of the weights that they are to get.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.infos: dict[str, ServerInfo] = {}
+        self.failed: dict[str, str] = {}
+        self.absent: dict[str, str] = {}
+
+    def left(self, servers: Sequence[InferenceServer]) -> list[InferenceServer]:
+        """Those that have not failed."""
+        return [s for s in servers if s.url not in self.failed and s.url not in self.absent]
+
+    async def each(
+        self,
+        servers: Sequence[InferenceServer],
+        call: Callable[[InferenceServer], Awaitable[object]],
+        *,
+        absent: bool = False,
+    ) -> None:
+        """Call all of them at once; note who fails, and what they say of themselves.
+
+        Args:
+            servers: whom.
+            call: what.
+            absent: whether a failure means that nobody is there.
+        """
+        answers = await asyncio.gather(*(caught(call(server)) for server in servers))
+        for server, answer in zip(servers, answers, strict=True):
+            if isinstance(answer, ServerError):
+                (self.absent if absent else self.failed).setdefault(server.url, str(answer))
+            elif isinstance(answer, ServerInfo):
+                self.infos[server.url] = answer
+
+    def fail_all(self, servers: Sequence[InferenceServer], reason: str) -> None:
+        """Note the same reason for each that has none yet."""
+        for server in servers:
+            self.failed.setdefault(server.url, reason)
+
+    def result(self) -> SyncResult:
+        """What became of it."""
+        gone = self.failed.keys() | self.absent.keys()
+        good = {url: info for url, info in self.infos.items() if url not in gone}
+        return SyncResult(self.version, good, self.failed, self.absent)
+
+
+async def caught(call: Awaitable[object]) -> object:
+    """The call's result; a ``ServerError`` is returned, not raised."""
+    try:
+        return await call
+    except ServerError as error:
+        return error

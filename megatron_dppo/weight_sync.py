@@ -1,0 +1,247 @@
+"""New weights for inference servers, from rank 0: who is there, pause, send, end, compare, resume.
+
+One call of ``WeightSync.send`` is one attempt. It never leaves a server that generates with half of the new weights:
+one that fails in between stays paused or under version -1, and is not in the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.config import WeightSyncConfig
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.hf import drain, save_hf_folder
+from megatron_dppo.parallel.transfer_group import (
+    broadcast_bucket,
+    close_transfer_group,
+    flatten_bucket,
+    open_transfer_group,
+)
+from megatron_dppo.rollout.attempt import Attempt, SyncResult, caught
+from megatron_dppo.rollout.server import InferenceServer, ServerInfo, transfer_group_name
+
+Weights = Iterator[tuple[str, Tensor]]
+_KEPT_FOLDERS = 2
+"""Versions on disk: a server that still reads the last one must not lose it."""
+
+
+class WeightSync:
+    """Sends the trainer's weights to all servers.
+
+    Args:
+        servers: clients of their own, used by nothing else.
+        config: method and sizes.
+        model_folder: whose config and tokenizer go with the weights to ``disk``.
+        weights_folder: where ``disk`` writes.
+        dtype: that the weights are sent in.
+        device: of the buckets; a CUDA device makes the group an NCCL one.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[InferenceServer],
+        config: WeightSyncConfig,
+        *,
+        model_folder: Path,
+        weights_folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._servers, self._config = list(servers), config
+        self._model_folder, self._folder, self._dtype, self._device = model_folder, weights_folder, dtype, device
+        self._runner = asyncio.Runner()
+        self._group: ProcessGroup | None = None
+        self._members: tuple[str, ...] = ()
+        self._syncs = 0
+
+    def send(self, weights: Weights, version: int) -> SyncResult:
+        """One attempt; always takes the stream to its end, since the other ranks run it too.
+
+        Args:
+            weights: full tensors by Hugging Face name.
+            version: of these weights.
+        """
+        attempt = Attempt(version)
+        try:
+            self._runner.run(self._send(weights, attempt))
+        finally:
+            drain(weights)
+        self._syncs += 1
+        return attempt.result()
+
+    def ask(self, call: Callable[[InferenceServer], Awaitable[object]], urls: Iterable[str]) -> dict[str, object]:
+        """What a call of each of these servers gives; a ``ServerError`` is in its place, not raised."""
+
+        async def every() -> dict[str, object]:
+            chosen = [server for server in self._servers if server.url in set(urls)]
+            answers = await asyncio.gather(*(caught(call(server)) for server in chosen))
+            return {server.url: answer for server, answer in zip(chosen, answers, strict=True)}
+
+        return self._runner.run(every())
+
+    def close(self) -> None:
+        """Leave the servers as they are."""
+        self._runner.run(self._close())
+        self._runner.close()
+
+    async def _close(self) -> None:
+        await self._leave()
+        for server in self._servers:
+            await server.close()
+
+    async def _send(self, weights: Weights, attempt: Attempt) -> None:
+        await attempt.each(self._servers, _info, absent=True)
+        # A server whose trainer died in a sync is paused: it answers, but its health check fails.
+        await attempt.each(attempt.left(self._servers), lambda server: server.pause())
+        if self._config.method == "disk":
+            await self._through_disk(weights, attempt)
+        else:
+            await self._in_buckets(weights, attempt)
+        if self._config.checksum_every and self._syncs % self._config.checksum_every == 0:
+            await self._compare(attempt)
+        await attempt.each(attempt.left(self._servers), lambda server: server.resume())
+
+    async def _through_disk(self, weights: Weights, attempt: Attempt) -> None:
+        folder = self._folder / f"version_{attempt.version:06d}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_hf_folder(folder, self._model_folder, weights, self._dtype)
+        except OSError as error:
+            return attempt.fail_all(self._servers, f"the weights could not be written to {folder}: {error}")
+        await attempt.each(
+            attempt.left(self._servers),
+            lambda server: server.update_from_disk(str(folder.resolve()), attempt.version),
+        )
+        for old in sorted(self._folder.glob("version_*"))[:-_KEPT_FOLDERS]:
+            shutil.rmtree(old)
+
+    async def _in_buckets(self, weights: Weights, attempt: Attempt) -> None:
+        if self._config.method == "distributed":
+            await self._join(attempt)
+        await attempt.each(attempt.left(self._servers), lambda server: server.begin_update())
+        for tensors in _buckets(weights, self._dtype, self._config.bucket_megabytes * 2**20):
+            servers = attempt.left(self._servers)
+            if not servers:
+                return
+            if self._config.method == "tensor":
+                await attempt.each(servers, lambda server, sent=tensors: server.receive_tensors(sent))  # type: ignore[misc]
+            else:
+                await self._broadcast(tensors, servers, attempt)
+        await attempt.each(attempt.left(self._servers), lambda server: server.end_update(attempt.version))
+
+    async def _join(self, attempt: Attempt) -> None:
+        """A group of rank 0 and the servers that are there; kept as long as they are the same ones."""
+        servers = attempt.left(self._servers)
+        if self._group is not None and self._members == tuple(server.url for server in servers):
+            return
+        await self._leave()
+        if not servers:
+            return
+        host, port = self._config.host, _free_port(self._config.host)
+        sizes = [attempt.infos[server.url].world_size for server in servers]
+        offsets = {server.url: 1 + sum(sizes[:i]) for i, server in enumerate(servers)}
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        size = 1 + sum(sizes)
+        ours = asyncio.create_task(
+            asyncio.to_thread(
+                open_transfer_group,
+                host,
+                port,
+                name=transfer_group_name(host, port),
+                rank=0,
+                world_size=size,
+                backend=backend,
+                timeout=self._config.timeout_seconds,
+            )
+        )
+        await attempt.each(servers, lambda server: server.join_group(host, port, offsets[server.url], size, backend))
+        try:
+            self._group = await ours
+        except (RuntimeError, ValueError) as error:
+            attempt.fail_all(servers, f"the group for the weights at {host}:{port} was not complete: {error}")
+            return
+        self._members = tuple(server.url for server in servers)
+
+    async def _broadcast(
+        self, tensors: Sequence[tuple[str, Tensor]], servers: Sequence[InferenceServer], attempt: Attempt
+    ) -> None:
+        assert self._group is not None
+        bucket = flatten_bucket(tensors)
+        ours = asyncio.create_task(asyncio.to_thread(broadcast_bucket, bucket, self._group))
+        await attempt.each(servers, lambda server: server.receive_broadcast(bucket.names, bucket.dtypes, bucket.shapes))
+        try:
+            await ours
+        except RuntimeError as error:
+            attempt.fail_all(servers, f"the broadcast broke off: {error}")
+        if attempt.failed.keys() & {server.url for server in servers}:
+            # One member less: whoever is left has to meet in a new group, from the first tensor on.
+            attempt.fail_all(servers, "another server of the broadcast failed")
+            await self._leave()
+
+    async def _leave(self) -> None:
+        group, self._group, members, self._members = self._group, None, self._members, ()
+        if group is None:
+            return
+        await asyncio.gather(*(caught(s.leave_group()) for s in self._servers if s.url in members))
+        close_transfer_group(group)
+
+    async def _compare(self, attempt: Attempt) -> None:
+        """Servers of one kind and layout must have the same bytes."""
+        sums: dict[str, str] = {}
+
+        async def note(server: InferenceServer) -> None:
+            sums[server.url] = await server.checksum()
+
+        await attempt.each(attempt.left(self._servers), note)
+        for kind in {_kind(attempt.infos[url]) for url in sums}:
+            alike = {url: digest for url, digest in sums.items() if _kind(attempt.infos[url]) == kind}
+            (common, _), *others = Counter(alike.values()).most_common()
+            for url, digest in alike.items():
+                if others and (digest != common or len(alike) == 2):
+                    attempt.failed[url] = f"its weights differ from those of the other servers (checksum {digest[:12]})"
+
+
+async def _info(server: InferenceServer) -> ServerInfo:
+    return await server.info()
+
+
+def _kind(info: ServerInfo) -> tuple[str, str, int]:
+    return info.engine, info.engine_version, info.world_size
+
+
+def _buckets(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Tensors in the order of the stream, up to ``limit`` bytes together; at most one bucket is held."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        # The stream may go on in the same memory.
+        sent = tensor.detach().to(dtype, copy=True)
+        if bucket and size + sent.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, sent))
+        size += sent.nbytes
+    if bucket:
+        yield bucket
+
+
+def _free_port(host: str) -> int:
+    try:
+        with socket.create_server((host, 0)) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(
+            f"rollout.weight_sync.host = {host!r} is no address of this machine, where rank 0 runs ({error}); set it "
+            "to the one that the servers reach"
+        ) from error
