@@ -1,0 +1,206 @@
+"""Weights from a trainer to a real inference server: bytes, seconds and peak memory by method and bucket size.
+
+    python benchmarks/weight_sync.py [--ranks 2] [--rounds 3] [--json FILE]
+
+Starts SGLang on this machine (tools/engines/sglang.sh) with a random model that has the shape of Qwen3-30B-A3B at a
+smaller scale, and a trainer of ``--ranks`` processes that holds its experts in shards. A round sends all weights once
+with each method and bucket size, in a new random order; the medians are of the rounds. *gather* is the same stream of
+weights sent nowhere: what Megatron's shards cost. *memory* is by how much the sending rank's resident memory grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+REPOSITORY = Path(__file__).parents[1]
+SHAPE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 32768,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "moe_intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "rope_theta": 1000000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Qwen3-30B-A3B is 48 layers, 128 experts, hidden size 2048, vocabulary 151,936."""
+FULL_BYTES = 30.53e9 * 2
+"""Qwen3-30B-A3B in bf16"""
+WAYS = [("disk", 512), ("tensor", 16), ("tensor", 128), ("distributed", 16), ("distributed", 64), ("distributed", 512)]
+
+
+def peak_growth(work: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, and bytes by which the resident memory of this process was larger than before at its peak."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what an earlier way has freed would serve this one unseen
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _status("VmRSS")
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start, _status("VmHWM") - before
+
+
+def _status(field: str) -> float:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return float(lines[field].split()[0]) * 1024
+
+
+def build_bridge(folder: Path, ranks: int) -> Any:
+    """The policy on this rank's shards: experts over all ranks."""
+    from megatron_dppo.config import ModelConfig, ParallelConfig
+    from megatron_dppo.hf import model_shape, read_hf_config
+    from megatron_dppo.layout import resolve_parallel
+    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.platform import Platform
+
+    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    apply_shims(platform)
+    from megatron_dppo.mcore.bridge import Bridge
+    from megatron_dppo.mcore.model import build_model, transformer_config
+    from megatron_dppo.mcore.setup import initialize_megatron, start_process_group
+
+    hf_config = read_hf_config(str(folder))
+    layout = resolve_parallel(ParallelConfig(expert_model_parallel_size=ranks), ranks, model_shape(hf_config))
+    start_process_group(platform, 10.0)
+    groups = initialize_megatron(layout, platform, seed=0, timeout_minutes=10.0)
+    config = transformer_config(hf_config, ModelConfig(path=str(folder), dtype="bf16"), layout, platform)
+    models = build_model(config, hf_config, dist.get_rank(groups.pp), platform.device)
+    return Bridge(models, model_shape(hf_config), tied=False, groups=groups)
+
+
+def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
+    """One rank: send by every way, in the same order on all ranks."""
+    from megatron_dppo.config import WeightSyncConfig
+    from megatron_dppo.hf import drain
+    from megatron_dppo.rollout.sglang import SGLangServer
+    from megatron_dppo.weight_sync import WeightSync
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    bridge = build_bridge(folder, ranks)
+    sender = dist.get_rank() == 0
+    syncs: dict[tuple[str, int], Any] = {}
+    for method, megabytes in WAYS if sender else []:
+        config = WeightSyncConfig(method=method, bucket_megabytes=megabytes, checksum_every=0)  # type: ignore[arg-type]
+        syncs[method, megabytes] = WeightSync(
+            [SGLangServer(url)],
+            config,
+            model_folder=folder,
+            weights_folder=out.parent / "weights",
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
+    found: dict[str, list[tuple[float, float]]] = {}
+    order = random.Random(0)
+    for version in range(rounds + 1):
+        for way in order.sample([*WAYS, ("gather", 0)], len(WAYS) + 1):
+
+            def send(way: tuple[str, int] = way, version: int = version) -> None:
+                if not sender or way[0] == "gather":
+                    return drain(bridge.export())
+                result = syncs[way].send(bridge.export(), version)
+                assert result.good, result
+
+            dist.barrier()
+            measured = peak_growth(send)
+            if version:  # the first round opens groups and warms up
+                found.setdefault(f"{way[0]} {way[1]}", []).append(measured)
+    if sender:
+        size = sum(t.numel() for _, t in bridge.export()) * 2
+        out.write_text(json.dumps({"bytes": size, "ways": found}))
+        for sync in syncs.values():
+            sync.close()
+    else:
+        drain(bridge.export())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(result: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """Print the table; the rows."""
+    size = result["bytes"]
+    gather = statistics.median(seconds for seconds, _ in result["ways"]["gather 0"])
+    print(f"{size / 2**20:.0f} MiB in bf16 from {ranks} ranks; Qwen3-30B-A3B has {FULL_BYTES / size:.0f} times that")
+    print(f"{'method':<12} {'bucket MiB':>10} {'seconds':>16} {'of gather':>9} {'MiB/s':>7} {'memory MiB':>11}")
+    rows = []
+    for way, measured in sorted(result["ways"].items()):
+        method, megabytes = way.split()
+        seconds = sorted(s for s, _ in measured)
+        middle, memory = statistics.median(seconds), statistics.median(m for _, m in measured)
+        spread = f"{middle:.2f} ({seconds[0]:.2f}..{seconds[-1]:.2f})"
+        rows.append({"method": method, "bucket_mib": int(megabytes), "seconds": middle, "memory_bytes": memory})
+        print(
+            f"{method:<12} {megabytes if int(megabytes) else '':>10} {spread:>16} {middle / gather:>9.2f} "
+            f"{size / 2**20 / middle:>7.0f} {memory / 2**20:>11.0f}"
+        )
+    return rows
+
+
+def main() -> int:
+    """Start the server and the trainer; print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--worker", nargs=3, metavar=("FOLDER", "URL", "OUT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        folder, url, out = options.worker
+        worker(Path(folder), url, options.rounds, Path(out))
+        return 0
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.engines.servers import start_sglang, stop_engine, wait_ready
+
+    with tempfile.TemporaryDirectory() as place:
+        folder, out = Path(place) / "model", Path(place) / "result.json"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(SHAPE))
+        flags = ["--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16"]
+        server = start_sglang(folder, Path(place) / "server.log", *flags)
+        try:
+            wait_ready(server)
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            command += [str(options.ranks), __file__, "--rounds", str(options.rounds), "--worker"]
+            environment = {
+                **os.environ,
+                "PYTHONPATH": str(REPOSITORY),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONWARNINGS": "ignore",
+            }
+            subprocess.run([*command, str(folder), server.url, str(out)], check=True, env=environment)
+        finally:
+            stop_engine(server)
+        result = json.loads(out.read_text())
+    rows = report(result, options.ranks)
+    if options.json:
+        options.json.write_text(json.dumps({"bytes": result["bytes"], "ranks": options.ranks, "rows": rows}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Whole training runs against real SGLang servers, and what becomes of them when something is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_dppo.rollout.server import ServerInfo
+from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.rollout.sglang.wire import policy_version
+from tests.e2e.runs import CONFIG, command, environment, flags, records, train
+from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+
+MODEL = CONFIG.parent / "model"
+GROUPS, SAMPLES = 8, 8
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[Engine]]:
+    """Two servers with weights that nobody trained."""
+    options = ("--load-format", "dummy", "--enable-return-routed-experts", "--context-length", "256")
+    engines = [start_sglang(MODEL, tmp_path / f"server{i}.log", *options) for i in range(2)]
+    try:
+        yield [wait_ready(engine) for engine in engines]
+    finally:
+        for engine in engines:
+            stop_engine(engine)
+
+
+def arguments(pair: list[Engine], folder: Path, **more: Any) -> list[str]:
+    """A small fp32 run with both servers, from a short warm-up."""
+    values: dict[str, Any] = dict(
+        run__output_dir=folder,
+        run__num_steps=4,
+        warmup__num_steps=100,
+        rollout__engine="sglang",
+        rollout__servers__urls=json.dumps([engine.url for engine in pair]),
+        rollout__dtype="fp32",
+        rollout__prompts_per_step=GROUPS,
+        rollout__samples_per_prompt=SAMPLES,
+        train__router_replay="rollout",
+        eval__every=4,
+        eval__max_prompts=8,
+        log__tensorboard="false",
+    )
+    return flags(**{**values, **more})
+
+
+def ask(engine: Engine) -> tuple[ServerInfo, str]:
+    """What a server says of itself, and the digest of its weights."""
+
+    async def both() -> tuple[ServerInfo, str]:
+        server = SGLangServer(engine.url)
+        try:
+            return await server.info(), await server.checksum()
+        finally:
+            await server.close()
+
+    return asyncio.run(both())
+
+
+def test_server_and_trainer_agree_on_every_token_and_every_expert(pair: list[Engine], tmp_path: Path) -> None:
+    more = {"loss__name": "dppo_topk_tv", "loss__topk": 4, "rollout__temperature": 0.7, "train__mini_batches": 1}
+    for method in ("distributed", "disk"):
+        folder = tmp_path / method
+        result = train(arguments(pair, folder, rollout__weight_sync__method=method, **more), processes=2)
+        assert result.returncode == 0, result.stdout + result.stderr
+        steps = records(folder)[1:]
+        assert len(steps) == 4
+        for step in steps:
+            # One update a step: the policy is the one that sampled, and only the two programs differ.
+            assert step["train/abs_prob_diff"] < 1e-5
+            assert step["train/router_disagreement"] == 0 == step["train/router_missing"]
+            assert step["rollout/policy_age"] == 0
+        assert all(ask(engine)[0].policy_version == 4 for engine in pair)
+        assert ask(pair[0])[1] == ask(pair[1])[1]
+
+
+def test_a_server_that_is_killed_in_mid_rollout_costs_no_sample(pair: list[Engine], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = subprocess.Popen(
+        command(arguments(pair, folder, run__num_steps=8, rollout__max_new_tokens=100), processes=2),
+        env=environment(),
+        stdout=(tmp_path / "out").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+    wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(records(folder)) > 2, run, tmp_path / "out")
+    time.sleep(0.5)  # a step is little else than its rollout
+    kill(pair[0].process)
+    assert run.wait(300) == 0, (tmp_path / "out").read_text()
+    steps = records(folder)[1:]
+    assert len(steps) == 8
+    for step in steps:
+        assert step["rollout/policy_age_max"] == 0
+        assert step["train/abs_prob_diff_first"] < 1e-5
+        assert step["train/router_missing"] == 0
+    assert ask(pair[1])[0].policy_version == 16
+    assert pair[0].url in (tmp_path / "out").read_text()
+
+
+def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_can_be_started_again(
+    pair: list[Engine], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    more = {"run__num_steps": 30, "checkpoint__save_every": 1, "rollout__weight_sync__method": "tensor"}
+    run = subprocess.Popen(
+        command(arguments(pair, folder, **more), processes=2),
+        env=environment(),
+        stdout=(tmp_path / "out").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+    wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(records(folder)) > 3, run, tmp_path / "out")
+    killed_in_sync(run, pair)
+    assert -1 in {ask(engine)[0].policy_version for engine in pair}
+    done = len(records(folder)) - 1
+    again = train(arguments(pair, folder, **{**more, "run__num_steps": done + 2}), processes=2)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed" in again.stdout
+    assert [step["step"] for step in records(folder)[1:]] == list(range(1, done + 3))
+    assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in records(folder)[1:])
+    (first, one), (second, other) = map(ask, pair)
+    assert first.policy_version == second.policy_version > 0 and one == other
+
+
+def killed_in_sync(run: subprocess.Popen, pair: list[Engine]) -> None:
+    """SIGKILL to all of the trainer while a server has half of the weights."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end and run.poll() is None:
+        if version(pair[0]) == -1:
+            kill(run)
+            run.wait(30)
+            return
+    pytest.fail("no sync was seen")
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to a process and all below it."""
+    program = psutil.Process(process.pid)
+    for member in [program, *program.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+
+
+def version(engine: Engine) -> int:
+    """The policy version that a server reports."""
+    with urllib.request.urlopen(engine.url + "/model_info", timeout=30) as answer:
+        return policy_version(json.load(answer)["weight_version"])
+
+
+def wait_for(condition: Any, run: subprocess.Popen, out: Path) -> None:
+    """Until the condition holds; the run must go on."""
+    end = time.monotonic() + 240
+    while not condition():
+        assert run.poll() is None and time.monotonic() < end, out.read_text()
+        time.sleep(0.05)
