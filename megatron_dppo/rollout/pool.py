@@ -122,6 +122,10 @@ class ServerPool:
                 self._sent.pop(request.request_id, None)
                 self._leave()
 
+    def was_sent(self, request_id: str) -> bool:
+        """Whether a server has the request now; False while it waits its turn, and afterwards."""
+        return request_id in self._sent
+
     async def abort(self, request_ids: Iterable[str]) -> None:
         """Stop some requests that were sent: their ``generate`` returns what they have. Others are left alone.
 

@@ -14,8 +14,8 @@ from megatron_dppo.types import RoutingShape, VersionSpan
 
 SHAPE = RoutingShape(num_layers=2, num_experts=8, topk=2)
 END = 2
-Sample = Callable[[int, int], int]
-"""(position in the whole sequence, policy version) -> token"""
+Sample = Callable[[GenerateRequest, int], int]
+"""(request, position in the whole sequence) -> token"""
 
 
 def logprob(position: int, token: int, version: int) -> float:
@@ -37,7 +37,7 @@ class FakeServer:
 
     def __init__(self, url: str, *, token_seconds: float = 0.0, sample: Sample | None = None) -> None:
         self.url, self.token_seconds = url, token_seconds
-        self.sample: Sample = sample or (lambda position, version: 5 + position % 3)
+        self.sample: Sample = sample or (lambda request, position: 5 + position % 3)
         self.version, self.reported = -1, None
         self.dead = self.hung = False
         self.refuses: set[str] = set()
@@ -97,7 +97,7 @@ class FakeServer:
                 reason = "abort"
                 break
             versions.append(self.version)
-            tokens.append(self.sample(len(request.token_ids) + len(tokens), self.version))
+            tokens.append(self.sample(request, len(request.token_ids) + len(tokens)))
             if tokens[-1] in (END, *request.stop_token_ids):
                 reason = "stop"
                 break
@@ -120,7 +120,7 @@ class FakeServer:
             versions=tuple(spans),
             topk_token_ids=torch.tensor(tokens).int()[:, None].expand(rows, k + 1).clone() if k and rows else None,
             topk_logprobs=torch.zeros(rows, k + 1) if k and rows else None,
-            routed_experts=routes(request.routing_start, first + rows - 1, self.version) if wanted else None,
+            routed_experts=routes(request.routing_start, first + rows - 1, versions[-1]) if wanted else None,
         )
 
     async def close(self) -> None:
