@@ -249,6 +249,11 @@ class Config(_Section):
                 "log-probabilities recomputed at the rollout's weights: those are gone when an older batch is trained "
                 "on. Set max_staleness = 0, or use a loss that is anchored on the rollout alone"
             )
+        if self.rollout.abort_slowest and self.train.max_staleness:
+            raise ValueError(
+                f"rollout.abort_slowest = true with train.max_staleness = {self.train.max_staleness} is not supported: "
+                "a batch that is sampled ahead is sampled whole. Set max_staleness = 0, or abort_slowest = false"
+            )
         if self.train.router_replay == "recorded" and self.train.mini_batches * self.train.epochs == 1:
             raise ValueError(
                 "train.router_replay = 'recorded' has no effect with one update a step: it replays the routing of the "

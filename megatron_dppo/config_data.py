@@ -91,6 +91,37 @@ class RolloutConfig(Section):
     oversample: float = Field(1.0, ge=1)
     """Draw this many times the prompts that are needed (rounded up on each rank, also in rounds of replacement), and
     train on the first groups that carry signal."""
+    abort_slowest: bool = False
+    """With oversample: stop the responses that are not complete when enough groups are (only with servers)."""
+    partial_rollouts: int = Field(0, ge=0)
+    """Rollout steps that a group which was stopped so is carried on, with new weights; 0 = it is thrown away."""
+    generate: str | None = None
+    """``module:function`` or ``path/to/file.py:function`` that makes a response of several turns, as with tools
+    (``docs/engines.md``); None = one turn."""
+
+    @model_validator(mode="after")
+    def _needs_of_servers_and_oversampling(self) -> RolloutConfig:
+        for key, value in (("abort_slowest", self.abort_slowest), ("generate", self.generate)):
+            if value and self.engine == "local":
+                raise ValueError(
+                    f"{key} = {value!r} needs inference servers: set engine to 'sglang' or 'vllm' (the local engine "
+                    "samples whole batches)"
+                )
+        if self.abort_slowest and self.oversample == 1:
+            raise ValueError(
+                "abort_slowest = true has no effect with oversample = 1: every group is needed. Set oversample above 1"
+            )
+        if self.partial_rollouts and not self.abort_slowest:
+            raise ValueError(
+                f"partial_rollouts = {self.partial_rollouts} has no effect without abort_slowest = true: no response "
+                "is stopped"
+            )
+        if self.abort_slowest and self.generate:
+            raise ValueError(
+                f"abort_slowest = true with generate = {self.generate!r}: a function of your own cannot be stopped and "
+                "continued; choose one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sections_belong_to_the_engine(self) -> RolloutConfig:

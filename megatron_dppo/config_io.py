@@ -23,7 +23,14 @@ _ALIASES: dict[str, tuple[str, str, Any]] = {
 }
 """Megatron's flags that live in another section here: name -> (section, key, value or None = takes one)."""
 
-_PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("warmup", "data"), ("reward", "function"))
+_PATHS = (
+    ("model", "path"),
+    ("data", "train"),
+    ("data", "eval"),
+    ("warmup", "data"),
+    ("reward", "function"),
+    ("rollout", "generate"),
+)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -30,6 +30,12 @@ class RewardError(UserError):
     on_every_rank = False
 
 
+class GenerateError(UserError):
+    """A function of ``rollout.generate`` that cannot be loaded, raises, or returns something else than a response."""
+
+    on_every_rank = False
+
+
 class ServerError(UserError):
     """An inference server that cannot be reached, is too slow, refuses, or answers something unusable.
 

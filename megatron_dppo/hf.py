@@ -102,6 +102,13 @@ def routing_shape(hf_config: Any) -> RoutingShape | None:
     )
 
 
+def end_tokens(hf_config: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens after which a response is complete: the tokenizer's, and those of config.json."""
+    configured = hf_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return frozenset({tokenizer.eos_token_id} | {token for token in several if token is not None})
+
+
 def rope_theta(hf_config: Any) -> float:
     """The base of the rotary embedding, wherever the transformers version keeps it."""
     parameters = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}

@@ -93,7 +93,7 @@ class Completion:
     """[R] log-probability of each token under the policy that sampled it, at the sampling temperature."""
     finish_reason: FinishReason
     policy_version: int
-    """Version of the weights that produced the tokens."""
+    """Version of the weights that produced the tokens; the newest one where there were several."""
     text: str
     """Decoded response without special tokens."""
     topk_token_ids: Tensor | None = field(default=None, compare=False)
@@ -105,7 +105,12 @@ class Completion:
     """[P + R - 1, L, k] uint8 or int16: the experts that the engine's routers chose for each token of prompt and
     response but the last, in each of the model's L layers; k = experts a token. See ``MISSING_EXPERT``."""
     policy_versions: tuple[VersionSpan, ...] = ()
-    """Which weights sampled which tokens; empty = all of them ``policy_version``."""
+    """Which weights sampled which tokens; empty = all of them ``policy_version``. Given tokens are in no span."""
+    loss_mask: tuple[bool, ...] | None = None
+    """[R] False on tokens that were given, not sampled (a tool's, a user's); None = all were sampled. At a given token
+    ``logprobs`` holds 0.0 and the Top-K only unused slots: neither means anything."""
+    reward: float | None = None
+    """What ``rollout.generate`` gave; None = the reward function is asked"""
 
 
 @dataclass(frozen=True, kw_only=True)

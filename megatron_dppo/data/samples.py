@@ -17,11 +17,13 @@ def to_training_sample(
     advantage: float,
     topk: tuple[torch.Tensor, torch.Tensor] | None = None,
     routed_experts: torch.Tensor | None = None,
+    sampled: Sequence[bool] | None = None,
 ) -> TrainingSample:
     """Align a prompt and its response to the labels.
 
     Position ``t`` predicts ``labels[t] = sequence[t + 1]``, so the response's first token sits at ``len(prompt) - 1``.
-    A response token whose rollout log-probability is not finite leaves the loss mask (and so every denominator).
+    A response token that was not sampled, or whose rollout log-probability is not finite, is outside of the loss mask
+    (and so of every denominator).
 
     Args:
         prompt_ids: at least one token.
@@ -30,24 +32,27 @@ def to_training_sample(
         advantage: one value for the whole response.
         topk: the rollout's Top-K ids and log-probabilities, ``[R, K+1]`` each (see ``Completion``).
         routed_experts: ``[P + R - 1, L, k]``, one row for each token of the sequence but the last.
+        sampled: [R] False on tokens that were given to the policy, such as a tool's; None = it sampled all of them.
 
     Raises:
-        ValueError: an empty prompt or response, or log-probabilities or routed experts of another length.
+        ValueError: an empty prompt or response, or log-probabilities, routed experts or ``sampled`` of another length.
     """
     if not prompt_ids or not response_ids:
         raise ValueError(f"a sample needs tokens, got {len(prompt_ids)} prompt and {len(response_ids)} response tokens")
     if rollout_logprobs is not None and len(rollout_logprobs) != len(response_ids):
         raise ValueError(f"{len(rollout_logprobs)} rollout log-probabilities for {len(response_ids)} response tokens")
+    if sampled is not None and len(sampled) != len(response_ids):
+        raise ValueError(f"a loss mask of {len(sampled)} tokens for {len(response_ids)} response tokens")
     sequence = torch.tensor([*prompt_ids, *response_ids], dtype=torch.int64)
     length, first = sequence.numel() - 1, len(prompt_ids) - 1
     loss_mask = torch.zeros(length, dtype=torch.bool)
-    loss_mask[first:] = True
+    loss_mask[first:] = True if sampled is None else torch.tensor(sampled)
     aligned = None
     if rollout_logprobs is not None:
         aligned = torch.zeros(length, dtype=torch.float32)
-        finite = [math.isfinite(x) for x in rollout_logprobs]
-        loss_mask[first:] = torch.tensor(finite)
-        aligned[first:] = torch.tensor([x if ok else 0.0 for x, ok in zip(rollout_logprobs, finite, strict=True)])
+        loss_mask[first:] &= torch.tensor([math.isfinite(x) for x in rollout_logprobs])
+        aligned[first:] = torch.tensor(rollout_logprobs, dtype=torch.float32)
+        aligned = torch.where(loss_mask, aligned, 0.0)
     if routed_experts is not None and len(routed_experts) != length:
         raise ValueError(
             f"routed experts of {len(routed_experts)} tokens for a sequence of {len(prompt_ids)} prompt and "

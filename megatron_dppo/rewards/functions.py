@@ -56,17 +56,22 @@ def load(spec: FunctionSpec) -> RewardFunction:
     return RewardFunction(function, recognise(spec.name, function, spec.signature), is_async(function))
 
 
-def load_function(name: str) -> Callable[..., Any]:
+def load_function(name: str, setting: str = "reward.function") -> Callable[..., Any]:
     """The function of ``module:function`` or ``path/to/file.py:function``.
+
+    Args:
+        name: of the function.
+        setting: what named it, for error messages.
 
     Raises:
         RewardError: see ``load``.
     """
     module_name, _, function_name = name.rpartition(":")
     if not module_name or not function_name:
+        built_in = "'math', 'reasoning_gym', " if setting == "reward.function" else ""
         raise RewardError(
-            f"reward.function = {name!r}; expected 'math', 'reasoning_gym', 'module:function' or "
-            "'path/to/file.py:function', e.g. 'my_rewards:score'"
+            f"{setting} = {name!r}; expected {built_in}'module:function' or 'path/to/file.py:function', e.g. "
+            "'my_functions:one'"
         )
     is_file = module_name.endswith(".py")
     try:
@@ -74,11 +79,9 @@ def load_function(name: str) -> Callable[..., Any]:
         function = getattr(module, function_name)
     except Exception as error:
         fix = "The path is relative to the configuration or to the working directory" if is_file else _ON_PATH
-        raise RewardError(
-            f"reward.function = {name!r} cannot be imported: {type(error).__name__}: {error}. {fix}"
-        ) from error
+        raise RewardError(f"{setting} = {name!r} cannot be imported: {type(error).__name__}: {error}. {fix}") from error
     if not callable(function):
-        raise RewardError(f"reward.function = {name!r} is not callable, but {type(function).__name__}")
+        raise RewardError(f"{setting} = {name!r} is not callable, but {type(function).__name__}")
     return function
 
 
@@ -90,7 +93,7 @@ def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     # Named by its whole path: two files may have the same last name.
-    name = f"reward_file_{zlib.crc32(str(path).encode()):08x}_{path.stem}"
+    name = f"user_file_{zlib.crc32(str(path).encode()):08x}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

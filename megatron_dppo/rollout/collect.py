@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.types import Completion, Metric, Prompt, Rollout, RolloutGroup, SamplingParams, TrainingSample
@@ -21,7 +21,10 @@ def sample_completions(
 def score_completions(
     scorer: RewardScorer, prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> list[RolloutGroup]:
-    """The scored group of each prompt; ``completions`` as ``sample_completions`` gives them."""
+    """The scored group of each prompt; ``completions`` as ``sample_completions`` gives them.
+
+    A completion that has a reward keeps it; the reward function and its shaping are for the others.
+    """
     n = len(completions) // max(1, len(prompts))
     repeated = [prompt for prompt in prompts for _ in range(n)]
     items = [
@@ -34,7 +37,10 @@ def score_completions(
             messages=prompt.messages,
         )
         for prompt, completion in zip(repeated, completions, strict=True)
+        if completion.reward is None
     ]
+    scored = iter(scorer.score(items))
+    results = [next(scored) if c.reward is None else RewardResult(reward=c.reward) for c in completions]
     rollouts = [
         Rollout(
             prompt=prompt,
@@ -43,7 +49,7 @@ def score_completions(
             reward_failed=result.failed,
             reward_parts=result.parts,
         )
-        for prompt, completion, result in zip(repeated, completions, scorer.score(items), strict=True)
+        for prompt, completion, result in zip(repeated, completions, results, strict=True)
     ]
     return [RolloutGroup(prompt=p, rollouts=tuple(rollouts[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
 
@@ -67,7 +73,13 @@ def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Trai
     if completion.topk_token_ids is not None and completion.topk_logprobs is not None:
         topk = (completion.topk_token_ids, completion.topk_logprobs)
     return to_training_sample(
-        prompt.token_ids, completion.token_ids, completion.logprobs, advantage, topk, completion.routed_experts
+        prompt.token_ids,
+        completion.token_ids,
+        completion.logprobs,
+        advantage,
+        topk,
+        completion.routed_experts,
+        completion.loss_mask,
     )
 
 
@@ -77,6 +89,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
     scored = [r for r in rollouts if not r.reward_failed]
     lengths = [len(r.completion.token_ids) for r in rollouts]
     flat = [len({r.reward for r in group.rollouts if not r.reward_failed}) < 2 for group in groups]
+    sampled = sum(sum(r.completion.loss_mask or [True] * len(r.completion.token_ids)) for r in rollouts)
     kept = sum(int(s.loss_mask.sum()) for s in samples)
     return {
         "reward": Metric(sum(r.reward for r in scored), len(scored)),
@@ -86,7 +99,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
         "response_length_max": Metric(max(lengths, default=0), kind="max"),
         "truncated_fraction": Metric(sum(r.completion.finish_reason == "length" for r in rollouts), len(rollouts)),
         "groups_without_signal": Metric(sum(flat), len(groups)),
-        "dropped_token_fraction": Metric(sum(lengths) - kept, sum(lengths)),
+        "dropped_token_fraction": Metric(sampled - kept, sampled),
+        "given_token_fraction": Metric(sum(lengths) - sampled, sum(lengths)),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,7 +143,7 @@ def decode(
     sampler: Sampler,
     *,
     max_new_tokens: int,
-    end: set[int],
+    end: Set[int],
     pad: int,
     topk: int = 0,
     recorder: RouteRecorder | None = None,

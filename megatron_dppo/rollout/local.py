@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.hf import build_hf_model, copy_into_model, routing_shape
+from megatron_dppo.hf import build_hf_model, copy_into_model, end_tokens, routing_shape
 from megatron_dppo.rollout.decode import Decoded, Sampler, decode
 from megatron_dppo.rollout.route_recorder import RouteRecorder
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
@@ -32,7 +32,7 @@ class LocalEngine:
         self.policy_version = -1
         self._tokenizer, self._max_batch, self._device = tokenizer, max_batch, device
         self._model = build_hf_model(hf_config, dtype).to(device)
-        self._eos = _end_tokens(hf_config, tokenizer)
+        self._eos = end_tokens(hf_config, tokenizer)
         routing = routing_shape(hf_config)
         self._recorder = None if routing is None else RouteRecorder(self._model, routing)
 
@@ -96,9 +96,3 @@ class LocalEngine:
     def close(self) -> None:
         """Free the copy of the weights."""
         del self._model
-
-
-def _end_tokens(hf_config: Any, tokenizer: Any) -> set[int]:
-    configured = hf_config.eos_token_id
-    several = configured if isinstance(configured, list) else [configured]
-    return {tokenizer.eos_token_id} | {token for token in several if token is not None}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, VersionSpan
 
 _CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (Completion, Rollout, RolloutGroup)}
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -74,6 +74,8 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
         }
     if isinstance(value, Tensor):
         return {"tensor": _keep(value.detach().cpu().contiguous(), tensors)}
+    if isinstance(value, VersionSpan):
+        return {"span": list(value)}
     if isinstance(value, tuple):
         numbers = _as_tensor(value)
         if numbers is not None:
@@ -96,6 +98,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor], prompt: Prompt) -> Any:
         return cls(**known, **{key: _decode(item, tensors, prompt) for key, item in value["fields"].items()})
     if kind == "tensor":
         return tensors[content]
+    if kind == "span":
+        return VersionSpan(*content)
     if kind == "tuple":
         rows = tensors[content].tolist()
         return tuple(tuple(row) if isinstance(row, list) else row for row in rows)
@@ -113,7 +117,7 @@ def _keep(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
 def _as_tensor(value: tuple[Any, ...]) -> Tensor | None:
     """``[R]``, or ``[R, K]`` of equally long rows, when all are numbers of one type; else None."""
     numbers = value
-    if value and all(isinstance(row, tuple) and row for row in value):
+    if value and all(type(row) is tuple and row for row in value):
         if len({len(row) for row in value}) > 1:
             return None
         numbers = tuple(number for row in value for number in row)

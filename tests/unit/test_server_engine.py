@@ -1,0 +1,238 @@
+"""Responses from servers as the trainer gets them: whole, in order, each token with the weights that sampled it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.loop_thread import LoopThread
+from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
+from tests.unit.fake_servers import END, FakeServer, logprob, routes
+
+CONFIG = SimpleNamespace(eos_token_id=[END, 4])
+
+
+class FakeTokenizer:
+    eos_token_id = END
+
+    def decode(self, tokens: Any, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return ",".join(map(str, tokens))
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+def prompt(i: int) -> Prompt:
+    return Prompt(prompt_id=f"row:{i}", text="", token_ids=(100 + i, 7, 8), label="")
+
+
+@pytest.fixture
+def servers() -> list[FakeServer]:
+    return [FakeServer(f"http://s:{i}", token_seconds=0.003) for i in range(2)]
+
+
+@pytest.fixture
+def engine(servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
+    import megatron_dppo.rollout.server_engine as module
+    from tests.unit.fake_servers import SHAPE
+
+    monkeypatch.setattr(module, "routing_shape", lambda config: SHAPE)
+    found = ServerEngine(servers, FakeTokenizer(), CONFIG, max_in_flight=32, health_seconds=0.05)  # type: ignore
+    publish(found, servers, 1)
+    yield found
+    found.close()
+
+
+def publish(engine: ServerEngine, servers: list[FakeServer], version: int) -> None:
+    for server in servers:
+        server.version = version
+    engine.use_version(version, [server.url for server in servers])
+
+
+def params(tokens: int = 6, **settings: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, seed=11, **settings)
+
+
+def check(completion: Completion, first: int, versions: list[int]) -> None:
+    """Every part of a completion by token, from the rules of the fake servers."""
+    tokens = completion.token_ids
+    assert len(versions) == len(tokens)
+    assert completion.logprobs == tuple(
+        logprob(first + i, token, version) for i, (token, version) in enumerate(zip(tokens, versions, strict=True))
+    )
+    assert [span.policy_version for span in completion.policy_versions for _ in range(span.start, span.end)] == versions
+    assert completion.policy_version == max(versions)
+    assert completion.loss_mask is None and completion.text == ",".join(map(str, tokens))
+
+
+def test_completions_come_in_the_order_of_the_prompts_with_all_their_parts(
+    engine: ServerEngine, servers: list[FakeServer]
+) -> None:
+    for server in servers:
+        server.sample = lambda request, position: END if position == 6 else 5
+    prompts = [prompt(i // 4) for i in range(12)]
+    found = engine.generate(prompts, params(topk_logprobs=2, routed_experts=True))
+    assert len(found) == 12
+    for completion in found:
+        check(completion, 3, [1] * 4)
+        assert completion.finish_reason == "stop" and completion.token_ids == (5, 5, 5, END)
+        assert completion.topk_token_ids is not None and completion.topk_token_ids.shape == (4, 3)
+        assert torch.equal(completion.routed_experts, routes(0, 6, 1))  # type: ignore[arg-type]
+    requests = [request for server in servers for request in server.requests]
+    assert len({request.params.seed for request in requests}) == 12, "siblings differ"
+    assert len({request.request_id for request in requests}) == 12
+    assert {request.stop_token_ids for request in requests} == {(2, 4)}
+    assert engine.generate([prompt(0)], params(3))[0].finish_reason == "length"
+    assert engine.policy_version == 1
+
+
+def test_a_response_that_was_stopped_from_outside_goes_on_under_the_new_weights(
+    engine: ServerEngine, servers: list[FakeServer]
+) -> None:
+    found: list[Completion] = []
+    wanted = params(40, topk_logprobs=1, routed_experts=True)
+    thread = threading.Thread(target=lambda: found.extend(engine.generate([prompt(0), prompt(1)], wanted)))
+    thread.start()
+    time.sleep(0.05)
+
+    async def update() -> None:
+        await asyncio.gather(*(server.abort() for server in servers))
+        for server in servers:
+            server.version = 2
+        engine._pool.use_version(2, [server.url for server in servers])
+
+    engine.run(update())
+    thread.join(10)
+    for completion in found:
+        edge = completion.policy_versions[0].end
+        assert 0 < edge < 40
+        assert completion.policy_versions == (VersionSpan(1, 0, edge), VersionSpan(2, edge, 40))
+        check(completion, 3, [1] * edge + [2] * (40 - edge))
+        assert completion.topk_token_ids is not None and completion.topk_token_ids.shape == (40, 2)
+        expected = torch.cat([routes(0, 3 + edge - 1, 1), routes(3 + edge - 1, 42, 2)])
+        assert torch.equal(completion.routed_experts, expected)  # type: ignore[arg-type]
+    last = [server.requests[-1] for server in servers]
+    assert all(request.params.max_new_tokens < 40 for request in last), "what is left of it"
+
+
+def test_a_request_that_is_always_stopped_at_once_is_an_error(
+    engine: ServerEngine, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_dppo.rollout.server_engine._EMPTY_ANSWERS", 2)
+    stopping = True
+
+    async def always() -> None:
+        while stopping:
+            await asyncio.gather(*(server.abort() for server in servers))
+            await asyncio.sleep(0.001)
+
+    thread = threading.Thread(target=lambda: engine.run(always()))
+    thread.start()
+    with pytest.raises(ServerError, match="stopped from outside 3 times"):
+        engine.generate([prompt(0)], params())
+    stopping = False
+    thread.join(5)
+
+
+def slow_groups(servers: list[FakeServer], slow: set[int], end: int = 9) -> None:
+    """The responses of some prompts never end by themselves; prompts are told by their first token."""
+    for server in servers:
+        server.sample = lambda request, position: (
+            END if position == end and request.token_ids[0] - 100 not in slow else 5
+        )
+
+
+def test_the_slowest_groups_are_stopped_and_continued_later(engine: ServerEngine, servers: list[FakeServer]) -> None:
+    slow_groups(servers, {1})
+    three = [prompt(i) for i in range(3)]
+    first = engine.generate_first(three, [10, 11, 12], 2, params(60), enough=2, keep={10, 11, 12})
+    assert first[1] is None and all(len(c.token_ids) == 7 for i in (0, 2) for c in first[i] or [])
+    assert all(server.running == 0 for server in servers)
+    publish(engine, servers, 5)
+    slow_groups(servers, set(), end=40)
+    (again,) = engine.generate_first([three[1]], [11], 2, params(60), enough=1, keep=())
+    assert again is not None
+    for completion in again:
+        assert completion.finish_reason == "stop" and len(completion.token_ids) == 38
+        edge = completion.policy_versions[0].end
+        assert 0 < edge < 38
+        assert completion.policy_versions == (VersionSpan(1, 0, edge), VersionSpan(5, edge, 38))
+        check(completion, 3, [1] * edge + [5] * (38 - edge))
+    requests = [r for server in servers for r in server.requests]
+    assert len({r.request_id for r in requests}) == len(requests)
+    assert not engine._unfinished
+
+
+def test_what_is_not_kept_begins_anew(engine: ServerEngine, servers: list[FakeServer]) -> None:
+    slow_groups(servers, {1})
+    first = engine.generate_first([prompt(0), prompt(1)], [0, 1], 2, params(60), enough=1, keep=())
+    assert first[1] is None
+    publish(engine, servers, 5)
+    slow_groups(servers, set())
+    (again,) = engine.generate_first([prompt(1)], [1], 2, params(60), enough=1, keep=())
+    assert again is not None and {c.policy_versions for c in again} == {(VersionSpan(5, 0, 7),)}
+
+
+def test_requests_that_were_never_sent_do_not_begin_when_others_are_stopped(servers: list[FakeServer]) -> None:
+    dense = SimpleNamespace(eos_token_id=END)
+    import megatron_dppo.rollout.server_engine as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "routing_shape", lambda config: None)
+        engine = ServerEngine(servers, FakeTokenizer(), dense, max_in_flight=2, health_seconds=1)  # type: ignore
+    publish(engine, servers, 1)
+    slow_groups(servers, {1, 2, 3})
+    groups = engine.generate_first(
+        [prompt(i) for i in range(4)], [0, 1, 2, 3], 1, params(500), enough=1, keep={1, 2, 3}
+    )
+    assert [group is None for group in groups] == [False, True, True, True]
+    asked = {request.token_ids[0] - 100 for server in servers for request in server.requests}
+    assert 3 not in asked and {0, 1} <= asked
+    assert set(engine._unfinished) == {1, 2, 3}
+    with pytest.raises(ValueError, match="no experts"):
+        engine.generate([prompt(0)], params(routed_experts=True))
+    engine.close()
+
+
+def test_when_one_request_fails_the_others_have_ended(engine: ServerEngine, servers: list[FakeServer]) -> None:
+    async def refuse(request: Any, stop: Any) -> Any:
+        await asyncio.sleep(0.01)
+        if request.token_ids[0] == 101:
+            raise ServerError("http://s", "too long", 400)
+        await asyncio.sleep(60)
+
+    for server in servers:
+        server._sample = refuse  # type: ignore[method-assign]
+    with pytest.raises(ServerError, match="HTTP 400: too long"):
+        engine.generate([prompt(i) for i in range(3)], params())
+    time.sleep(0.02)
+    assert all(server.running == 0 for server in servers)
+
+
+def test_the_loop_thread_passes_results_and_errors_on_and_ends() -> None:
+    thread = LoopThread("test")
+
+    async def double(x: int) -> int:
+        await asyncio.sleep(0)
+        return 2 * x
+
+    async def fail() -> None:
+        raise KeyError("k")
+
+    assert thread.run(double(4)) == 8
+    with pytest.raises(KeyError):
+        thread.run(fail())
+    thread.close()
+    thread.close()
+    assert not [t for t in threading.enumerate() if t.name == "test"]
