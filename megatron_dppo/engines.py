@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.rollout.sglang import SGLangServer
-from megatron_dppo.rollout.vllm import VLLMServer
+from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -28,16 +29,20 @@ if TYPE_CHECKING:
 
 
 def connect_servers(config: Config) -> list[InferenceServer]:
-    """A client of each server of the run; nothing is sent yet.
+    """A client of each server of the run, none for the local engine; nothing is sent yet.
 
     Raises:
         ConfigError: an API key is asked for and not there, or a URL is none.
     """
+    if config.rollout.engine == "local":
+        return []
     servers, sync = config.rollout.servers, config.rollout.weight_sync
     deadlines = Deadlines(generate=servers.timeout_seconds, update=sync.timeout_seconds)
     key = _secret("api_key_env", servers.api_key_env)
     admin = _secret("admin_api_key_env", servers.admin_api_key_env)
     if config.rollout.engine == "vllm":
+        from megatron_dppo.rollout.vllm import VLLMServer
+
         return [VLLMServer(url, api_key=key, deadlines=deadlines) for url in servers.resolved_urls]
     return [SGLangServer(url, api_key=key, admin_api_key=admin, deadlines=deadlines) for url in servers.resolved_urls]
 
@@ -52,21 +57,46 @@ def _secret(option: str, variable: str | None) -> str | None:
     return os.environ[variable]
 
 
-def build_engine(config: Config, inputs: Inputs, trainer: PolicyTrainer, platform: Platform) -> RolloutEngine | None:
-    """What samples for this rank; None on ranks that get their rollouts from the leader of their replica."""
+def generate_function(config: Config) -> GenerateFunction | None:
+    """The user's ``rollout.generate``.
+
+    Raises:
+        GenerateError: it cannot be used.
+    """
+    return None if config.rollout.generate is None else load_generate(config.rollout.generate)
+
+
+def build_engine(
+    config: Config,
+    inputs: Inputs,
+    trainer: PolicyTrainer,
+    platform: Platform,
+    servers: Sequence[InferenceServer],
+    function: GenerateFunction | None,
+) -> RolloutEngine | None:
+    """What samples for this rank; None on ranks that get their rollouts from the leader of their replica.
+
+    Args:
+        config: the whole configuration.
+        inputs: tokenizer and sizes.
+        trainer: whose rollouts these are.
+        platform: where the local engine computes.
+        servers: what ``connect_servers`` gave.
+        function: what ``generate_function`` gave.
+    """
     if not is_leader(trainer.groups.replica):
         return None
     if config.rollout.engine == "local":
         dtype = DTYPES[config.rollout.dtype]
         return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=platform.device)
-    servers = config.rollout.servers
     return ServerEngine(
-        connect_servers(config),
+        servers,
         inputs.tokenizer,
         inputs.hf_config,
-        max_in_flight=servers.max_in_flight,
-        health_seconds=servers.health_seconds,
+        max_in_flight=config.rollout.servers.max_in_flight,
+        health_seconds=config.rollout.servers.health_seconds,
         first=trainer.dp_rank,
+        function=function,
     )
 
 
@@ -90,5 +120,6 @@ def build_publisher(
             weights_folder=Path(settings.folder or Path(config.run.output_dir) / "weights"),
             dtype=DTYPES[config.rollout.dtype],
             device=platform.device,
+            tied=inputs.hf_config.tie_word_embeddings,
         )
     return ServerPublisher(trainer, engine, sync, config, inputs)

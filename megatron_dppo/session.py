@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.config_io import dump_toml
-from megatron_dppo.engines import build_engine, build_publisher
+from megatron_dppo.engines import build_engine, build_publisher, connect_servers, generate_function
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import (
     FolderWeights,
@@ -96,6 +96,7 @@ def open_session(config: Config) -> Iterator[Session]:
     started = time.time()
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     inputs = read_inputs(config, world_size)
+    servers, function = connect_servers(config), generate_function(config)
     scorer = build_scorer(config)
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -118,7 +119,7 @@ def open_session(config: Config) -> Iterator[Session]:
             inputs.layout, platform, seed=config.run.seed, timeout_minutes=config.run.timeout_minutes
         )
         trainer = _build_policy(config, inputs, groups, platform, console)
-        engine = build_engine(config, inputs, trainer, platform)
+        engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform)
         prefetch = Prefetch(config.train.max_staleness, platform.device)
         session = Session(config, inputs, trainer, groups, engine, publisher, scorer, prefetch, console, None, started)

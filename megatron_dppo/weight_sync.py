@@ -44,6 +44,8 @@ class WeightSync:
         weights_folder: where ``disk`` writes.
         dtype: that the weights are sent in.
         device: of the buckets; a CUDA device makes the group an NCCL one.
+        tied: the output layer is the embedding. It is sent under both names: SGLang has an output layer of its own for
+            a tied Qwen3-MoE, which a tied model's weights alone never fill.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class WeightSync:
         weights_folder: Path,
         dtype: torch.dtype,
         device: torch.device,
+        tied: bool = False,
     ) -> None:
-        self._servers, self._config = list(servers), config
+        self._servers, self._config, self._tied = list(servers), config, tied
         self._model_folder, self._folder, self._dtype, self._device = model_folder, weights_folder, dtype, device
         self._runner = asyncio.Runner()
         self._group: ProcessGroup | None = None
@@ -72,7 +75,7 @@ class WeightSync:
         """
         attempt = Attempt(version)
         try:
-            self._runner.run(self._send(weights, attempt))
+            self._runner.run(self._send(_with_output_layer(weights) if self._tied else weights, attempt))
         finally:
             drain(weights)
         self._syncs += 1
@@ -216,6 +219,13 @@ async def _info(server: InferenceServer) -> ServerInfo:
 
 def _kind(info: ServerInfo) -> tuple[str, str, int]:
     return info.engine, info.engine_version, info.world_size
+
+
+def _with_output_layer(weights: Weights) -> Weights:
+    for name, tensor in weights:
+        yield name, tensor
+        if name == "model.embed_tokens.weight":
+            yield "lm_head.weight", tensor
 
 
 def _buckets(

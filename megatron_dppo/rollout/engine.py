@@ -11,8 +11,9 @@ from megatron_dppo.types import Completion, Prompt, SamplingParams
 class RolloutEngine(Protocol):
     """Samples responses with known weights."""
 
-    policy_version: int
-    """Version of the weights that the next ``generate`` uses; -1 before it was given any."""
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the next ``generate`` uses; -1 before it was given any."""
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """One completion a prompt, in order; repeat a prompt for several samples."""

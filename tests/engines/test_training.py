@@ -25,11 +25,12 @@ MODEL = CONFIG.parent / "model"
 GROUPS, SAMPLES = 8, 8
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[list[Engine]]:
-    """Two servers with weights that nobody trained."""
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    """Two servers with weights that nobody trained; the last test kills one of them."""
     options = ("--load-format", "dummy", "--enable-return-routed-experts", "--context-length", "256")
-    engines = [start_sglang(MODEL, tmp_path / f"server{i}.log", *options) for i in range(2)]
+    logs = tmp_path_factory.mktemp("servers")
+    engines = [start_sglang(MODEL, logs / f"{i}.log", *options) for i in range(2)]
     try:
         yield [wait_ready(engine) for engine in engines]
     finally:
@@ -86,28 +87,6 @@ def test_server_and_trainer_agree_on_every_token_and_every_expert(pair: list[Eng
         assert ask(pair[0])[1] == ask(pair[1])[1]
 
 
-def test_a_server_that_is_killed_in_mid_rollout_costs_no_sample(pair: list[Engine], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = subprocess.Popen(
-        command(arguments(pair, folder, run__num_steps=8, rollout__max_new_tokens=100), processes=2),
-        env=environment(),
-        stdout=(tmp_path / "out").open("w"),
-        stderr=subprocess.STDOUT,
-    )
-    wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(records(folder)) > 2, run, tmp_path / "out")
-    time.sleep(0.5)  # a step is little else than its rollout
-    kill(pair[0].process)
-    assert run.wait(300) == 0, (tmp_path / "out").read_text()
-    steps = records(folder)[1:]
-    assert len(steps) == 8
-    for step in steps:
-        assert step["rollout/policy_age_max"] == 0
-        assert step["train/abs_prob_diff_first"] < 1e-5
-        assert step["train/router_missing"] == 0
-    assert ask(pair[1])[0].policy_version == 16
-    assert pair[0].url in (tmp_path / "out").read_text()
-
-
 def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_can_be_started_again(
     pair: list[Engine], tmp_path: Path
 ) -> None:
@@ -130,6 +109,28 @@ def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_
     assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in records(folder)[1:])
     (first, one), (second, other) = map(ask, pair)
     assert first.policy_version == second.policy_version > 0 and one == other
+
+
+def test_a_server_that_is_killed_in_mid_rollout_costs_no_sample(pair: list[Engine], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = subprocess.Popen(
+        command(arguments(pair, folder, run__num_steps=8, rollout__max_new_tokens=100), processes=2),
+        env=environment(),
+        stdout=(tmp_path / "out").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+    wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(records(folder)) > 2, run, tmp_path / "out")
+    time.sleep(0.5)  # a step is little else than its rollout
+    kill(pair[0].process)
+    assert run.wait(300) == 0, (tmp_path / "out").read_text()
+    steps = records(folder)[1:]
+    assert len(steps) == 8
+    for step in steps:
+        assert step["rollout/policy_age_max"] == 0
+        assert step["train/abs_prob_diff_first"] < 1e-5
+        assert step["train/router_missing"] == 0
+    assert ask(pair[1])[0].policy_version == 16
+    assert pair[0].url in (tmp_path / "out").read_text()
 
 
 def killed_in_sync(run: subprocess.Popen, pair: list[Engine]) -> None:

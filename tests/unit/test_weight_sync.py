@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_dppo.config import WeightSyncConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.weight_sync import WeightSync
-from tests.unit.fake_server import FakeServer
+from tests.unit.weight_server import FakeServer
 
 CPU = torch.device("cpu")
 
@@ -147,3 +147,19 @@ def test_a_disk_that_cannot_be_written_is_a_failure_that_names_the_folder(
 def test_an_address_of_another_machine_is_named(pair: list[FakeServer], model_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"weight_sync.host = '192.0.2.1' is no address of this machine"):
         make(pair, model_folder, method="distributed", host="192.0.2.1").send(iter(weights(0).items()), 0)
+
+
+def test_a_tied_output_layer_is_sent_under_its_own_name_too(pair: list[FakeServer], model_folder: Path) -> None:
+    tied = {"model.embed_tokens.weight": torch.randn(8, 4), "model.norm.weight": torch.randn(4)}
+    config = WeightSyncConfig(method="tensor")
+    sync = WeightSync(
+        pair,  # type: ignore[arg-type]
+        config,
+        model_folder=model_folder,
+        weights_folder=model_folder.parent,
+        dtype=torch.float32,
+        device=CPU,
+        tied=True,
+    )
+    sync.send(iter(tied.items()), 0)
+    assert pair[0].holds({**tied, "lm_head.weight": tied["model.embed_tokens.weight"]})
