@@ -23,7 +23,6 @@ _TORCH_DISTRIBUTED = {
     "evaluation",
     "stop_signal",
     "conversion",
-    "sampling",
     "update",
 }
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
@@ -55,9 +54,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "warmup": ({"config", "data", "losses", "trainer"}, set()),
     "inputs": ({"config", "data", "errors", "hf", "layout", "metrics"}, set()),
     "prefetch": ({"clock", "config", "rollout", "types"}, {"torch"}),
+    "carried": ({"types"}, set()),
+    "fastest": ({"carried", "clock", "parallel", "rollout", "session", "types"}, set()),
     "session": (
         _LOWER
-        | {"config_io", "inputs", "mcore", "metrics", "prefetch", "report", "resume"}
+        | {"carried", "config_io", "inputs", "mcore", "metrics", "prefetch", "report", "resume"}
         | {"rewards", "rollout", "trainer", "warmup"},
         {"torch"},
     ),
@@ -65,7 +66,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "stop_signal": (set(), {"torch"}),
     "clock": (set(), set()),
     "evaluation": ({"clock", "metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
-    "sampling": ({"clock", "evaluation", "parallel", "prefetch", "session", "types"}, {"torch"}),
+    "sampling": ({"carried", "clock", "evaluation", "fastest", "parallel", "prefetch", "session", "types"}, set()),
     "logbook": ({"clock", "evaluation", "platform", "report", "rollout", "sampling", "session", "types"}, set()),
     "loop": (
         {"config", "data", "errors", "hf", "losses", "rollout", "types"}
