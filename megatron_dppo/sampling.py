@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch.distributed as dist
-
+from megatron_dppo.carried import tokens_by_version
 from megatron_dppo.clock import Clock
 from megatron_dppo.evaluation import generate_groups, sample_and_score
-from megatron_dppo.parallel.objects import from_leader
+from megatron_dppo.fastest import sample_fastest
+from megatron_dppo.parallel.objects import from_each, from_leader
 from megatron_dppo.prefetch import Batch
 from megatron_dppo.session import Session
 from megatron_dppo.types import Metric, RolloutGroup, SamplingParams
@@ -24,17 +25,24 @@ class Collected:
 
     groups: list[RolloutGroup]
     ages: list[int]
-    """for each group, rollout steps between its weights and the ones that train on it"""
+    """for each group, rollout steps between the oldest weights that sampled it and the ones that train on it"""
     num_dropped: int
     """groups that were sampled and scored, and are not trained on"""
+    token_ages: dict[int, int]
+    """tokens by age"""
+    num_carried: int = 0
+    """groups that were stopped and go on in the next step"""
 
     def metrics(self, dp: int) -> dict[str, Metric]:
         """How old the rollouts are, and how many were left out (a sum over the ``dp`` ranks)."""
         return {
-            "policy_age": Metric(sum(self.ages), len(self.ages)),
+            "policy_age": Metric(
+                sum(age * tokens for age, tokens in self.token_ages.items()), sum(self.token_ages.values())
+            ),
             "policy_age_max": Metric(max(self.ages, default=0), kind="max"),
             "stale_fraction": Metric(sum(age > 0 for age in self.ages), len(self.ages)),
             "oversampled_dropped": Metric(self.num_dropped, 1 / dp),
+            "carried_groups": Metric(self.num_carried, 1 / dp),
         }
 
 
@@ -48,7 +56,10 @@ def collect_rollouts(session: Session, clock: Clock) -> Collected:
     rollout, layout = session.config.rollout, session.inputs.layout
     share = rollout.prompts_per_step // layout.dp
     batch = session.prefetch.take(session.step)
-    if batch is None:
+    if rollout.abort_slowest:
+        session.carry.begin_step(session.step, session.trainer.policy_version, rollout.partial_rollouts)
+        drawn = [(group, 0) for group in _refill(session, [share] * layout.dp, 0, clock)]
+    elif batch is None:
         first = _reserve(session, session.step)
         drawn = [(group, 0) for group in _sample(session, first.positions(session.trainer.dp_rank), 0, clock)]
     else:
@@ -56,13 +67,30 @@ def collect_rollouts(session: Session, clock: Clock) -> Collected:
         found = batch.groups
         drawn = [(group, age) for group in from_leader(lambda: found, session.groups.replica)]
     for attempt in range(1, rollout.max_refills + 1 if rollout.dynamic_sampling else 1):
-        lacking = _of_all_ranks(max(0, share - sum(has_signal(group) for group, _ in drawn)), session)
+        lacking = from_each(max(0, share - sum(has_signal(group) for group, _ in drawn)), session.groups.dp)
         if not any(lacking):
             break
         drawn += [(group, 0) for group in _refill(session, lacking, attempt, clock)]
     _sample_ahead(session)
     chosen = [drawn[i] for i in choose([has_signal(group) for group, _ in drawn], share)]
-    return Collected([group for group, _ in chosen], [age for _, age in chosen], len(drawn) - share)
+    by_age = [_tokens_by_age(session, group, age) for group, age in chosen]
+    return Collected(
+        groups=[group for group, _ in chosen],
+        ages=[max(tokens, default=0) for tokens in by_age],
+        num_dropped=len(drawn) - share,
+        token_ages=dict(sum((Counter(tokens) for tokens in by_age), Counter())),
+        num_carried=len(session.carry.groups[session.trainer.dp_rank]) if rollout.abort_slowest else 0,
+    )
+
+
+def _tokens_by_age(session: Session, group: RolloutGroup, age: int) -> dict[int, int]:
+    """A group's tokens by age: ``age``, but where its versions are known better."""
+    tokens: dict[int, int] = {}
+    for version, count in tokens_by_version(group).items():
+        known = session.carry.version_steps.get(version) if session.config.rollout.abort_slowest else None
+        tokens_age = age if known is None else session.step - known
+        tokens[tokens_age] = tokens.get(tokens_age, 0) + count
+    return tokens
 
 
 def has_signal(group: RolloutGroup) -> bool:
@@ -97,6 +125,8 @@ def _reserve(session: Session, step: int) -> Batch:
 def _refill(session: Session, lacking: Sequence[int], attempt: int, clock: Clock) -> list[RolloutGroup]:
     """New groups from consecutive prompts of the stream: for each rank what it lacks, times the oversampling."""
     counts = [oversampled(count, session.config.rollout.oversample) for count in lacking]
+    if session.config.rollout.abort_slowest:
+        return sample_fastest(session, lacking, counts, _params(session, session.step, attempt), clock)
     rank = session.trainer.dp_rank
     first = session.cursor + sum(counts[:rank])
     session.cursor += sum(counts)
@@ -133,14 +163,6 @@ def _params(session: Session, step: int, attempt: int) -> SamplingParams:
         routed_experts=session.config.needs_engine_routing,
         seed=sampling_seed(session, f"rollout {attempt}", step),
     )
-
-
-def _of_all_ranks(value: int, session: Session) -> list[int]:
-    if session.inputs.layout.dp == 1:
-        return [value]
-    values = [0] * session.inputs.layout.dp
-    dist.all_gather_object(values, value, group=session.groups.dp)
-    return values
 
 
 def sampling_seed(session: Session, purpose: str, step: int | None = None) -> int:

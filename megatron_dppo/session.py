@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.carried import Carry
 from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.config_io import dump_toml
 from megatron_dppo.engines import build_engine, build_publisher, connect_servers, generate_function
@@ -69,6 +70,8 @@ class Session:
     """prompts taken from the stream"""
     skipped_in_a_row: int = 0
     answers_before: list[dict[str, Any]] = field(default_factory=list)
+    carry: Carry = field(default_factory=Carry)
+    """groups that were stopped and go on in the next step"""
     best: tuple[float, int] | None = None
     """highest evaluation accuracy after training began, and its step"""
 
@@ -253,6 +256,9 @@ def _restore(session: Session, point: ResumePoint) -> None:
     if not point.same_layout:
         session.console.say("         on another layout: the same curve up to rounding, not bit for bit")
     _restore_prefetch(session, state, point.checkpoint)
+    carried = session.carry.restore(state.get("carried", []), session.inputs.layout.dp)
+    if carried and not session.config.rollout.abort_slowest:
+        session.console.say(f"         {carried} carried prompts are given up: rollout.abort_slowest is off now")
 
 
 def _restore_prefetch(session: Session, state: dict[str, Any], checkpoint: Path) -> None:
@@ -279,6 +285,7 @@ def save_session(session: Session) -> Path:
         "skipped_in_a_row": session.skipped_in_a_row,
         "answers_before": session.answers_before,
         "best": session.best,
+        "carried": session.carry.groups,
         "prefetch": describe_batches(batches, session.inputs.layout.dp),
         "identity": run_identity(session.config, session.inputs),
         "layout": layout_identity(session.config, session.inputs),

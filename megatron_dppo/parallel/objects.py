@@ -27,6 +27,16 @@ def from_leader(make: Callable[[], T], group: ProcessGroup | None) -> T:
     return box[0]  # type: ignore[return-value]
 
 
+def from_each(value: T, group: ProcessGroup | None) -> list[T]:
+    """The values of all ranks of the group, in their order (pickled, between our own ranks)."""
+    size = 1 if group is None else dist.get_world_size(group)
+    if size == 1:
+        return [value]
+    values: list[T | None] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values  # type: ignore[return-value]
+
+
 def exchange(outgoing: Sequence[Sequence[T]], group: ProcessGroup, device: torch.device) -> list[T]:
     """Send ``outgoing[r]`` to rank r of the group; returns what came in, in the order of the senders.
 

@@ -122,15 +122,7 @@ class ServerEngine:
         enough: int,
         keep: Collection[int],
     ) -> list[list[Completion] | None]:
-        """Groups of completions, until ``enough`` groups are complete; the others are stopped, and come back as None.
-
-        Args:
-            prompts: one a group.
-            keys: the identity of each; a group that an earlier call kept under its key is continued.
-            siblings: completions of a group.
-            params: of all of them.
-            enough: complete groups that are wanted; a few more may come.
-            keep: keys of groups whose tokens are kept when they are stopped; what others have so far is dropped.
+        """See ``StoppingEngine.generate_first``.
 
         Raises:
             ServerError: see ``ServerPool.generate``.
@@ -143,9 +135,8 @@ class ServerEngine:
             for i, key in enumerate(keys):
                 groups[i] = _continued(self._unfinished.pop(key, groups[i]), groups[i])
             await self._until(groups, enough)
-            for key, group in zip(keys, groups, strict=True):
-                if key in keep and any(sample.reason is None for sample in group):
-                    self._unfinished[key] = group
+            stopped = {k: g for k, g in zip(keys, groups, strict=True) if any(s.reason is None for s in g)}
+            self._unfinished = {k: g for k, g in (self._unfinished | stopped).items() if k in keep}
             return [self._group(group) for group in groups]
 
         return self.run(run())

@@ -23,7 +23,6 @@ _TORCH_DISTRIBUTED = {
     "evaluation",
     "stop_signal",
     "conversion",
-    "sampling",
     "update",
     "weight_sync",
     "publish",
@@ -67,9 +66,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"config", "errors", "inputs", "parallel", "platform", "publish", "rollout", "trainer", "weight_sync"},
         {"torch"},
     ),
+    "carried": ({"types"}, set()),
+    "fastest": ({"carried", "clock", "parallel", "rollout", "session", "types"}, set()),
     "session": (
         _LOWER
-        | {"config_io", "engines", "inputs", "mcore", "metrics", "prefetch", "publish", "report", "resume"}
+        | {"carried", "config_io", "engines", "inputs", "mcore", "metrics", "prefetch", "publish", "report", "resume"}
         | {"rewards", "rollout", "trainer", "warmup"},
         {"torch"},
     ),
@@ -77,7 +78,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "stop_signal": (set(), {"torch"}),
     "clock": (set(), set()),
     "evaluation": ({"clock", "metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
-    "sampling": ({"clock", "evaluation", "parallel", "prefetch", "session", "types"}, {"torch"}),
+    "sampling": ({"carried", "clock", "evaluation", "fastest", "parallel", "prefetch", "session", "types"}, set()),
     "logbook": ({"clock", "evaluation", "platform", "report", "rollout", "sampling", "session", "types"}, set()),
     "loop": (
         {"config", "data", "errors", "hf", "losses", "rollout", "types"}

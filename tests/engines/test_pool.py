@@ -1,0 +1,268 @@
+"""Several real servers as one engine: one dies, all get new weights in mid-rollout, a tool answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from megatron_dppo.rollout.http import Deadlines
+from megatron_dppo.rollout.server import GenerateRequest, Generation
+from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.types import Completion, Prompt, SamplingParams
+from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+from tests.engines.tiny import SPECIAL, Reference, byte_tokenizer
+
+TOKENIZER = byte_tokenizer(SPECIAL)
+PARAMS = SamplingParams(max_new_tokens=200, topk_logprobs=3, routed_experts=True)
+
+
+class Watched(SGLangServer):
+    """A client that counts the answers that came whole."""
+
+    answered: Counter[str]
+    asked: int
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.asked += 1
+        answer = await super().generate(request)
+        self.answered[request.request_id.split("~")[0]] += 1
+        return answer
+
+
+@pytest.fixture(scope="module")
+def two(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    """Two servers of the newest version; the last test kills one of them."""
+    logs = tmp_path_factory.mktemp("pool")
+    started = [start_sglang(old_model.folder, logs / f"log{i}", "--enable-return-routed-experts") for i in range(2)]
+    try:
+        yield [wait_ready(engine) for engine in started]
+    finally:
+        for engine in started:
+            stop_engine(engine)
+
+
+def engine_over(
+    two: list[Engine], model: Reference, version: int, function: Any = None, health: float = 30
+) -> tuple[Any, ServerEngine]:
+    clients = []
+    limits = Deadlines(connect=2, health=health, control=60, update=120, generate=120)
+    for engine in two:
+        client = Watched(engine.url, deadlines=limits)
+        client.answered, client.asked = Counter(), 0
+        clients.append(client)
+    found = ServerEngine(
+        clients,
+        TOKENIZER,
+        AutoConfig.from_pretrained(model.folder),
+        max_in_flight=32,
+        health_seconds=1,
+        function=function,
+    )
+    update(found, clients, model, version)
+    return clients, found
+
+
+def update(engine: ServerEngine, clients: Any, model: Reference, version: int) -> None:
+    """A weight sync as the trainer does it: what runs is stopped first, so that routes stay those that sampled."""
+
+    async def run() -> None:
+        for client in clients:
+            await client.abort()
+            await client.pause()
+        for client in clients:
+            await client.update_from_disk(str(model.folder), version)
+            await client.resume()
+        engine._pool.use_version(version, [client.url for client in clients])
+
+    engine.run(run())
+
+
+def prompts(count: int, siblings: int) -> list[Prompt]:
+    return [
+        Prompt(prompt_id=f"p{i // siblings}", text="", token_ids=tuple(range(10 + i // siblings, 40)), label="")
+        for i in range(count)
+    ]
+
+
+def check(prompt: Prompt, completion: Completion, models: dict[int, Reference]) -> None:
+    """Every span equals transformers with the weights of its version: log-probabilities, Top-K, routes."""
+    assert completion.logprobs is not None and completion.topk_token_ids is not None
+    assert completion.topk_logprobs is not None and completion.routed_experts is not None
+    length, first = len(completion.token_ids), len(prompt.token_ids)
+    assert len(completion.logprobs) == length and completion.topk_token_ids.shape == (length, 4)
+    assert completion.routed_experts.shape[0] == first + length - 1
+    read = 0
+    for version, start, end in completion.policy_versions:
+        model = models[version]
+        tokens = torch.tensor(completion.token_ids[start:end])
+        expected = model.distributions(prompt.token_ids, completion.token_ids, 1.0)[start:end]
+        sampled = expected.gather(1, tokens[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(completion.logprobs[start:end]), sampled, atol=1e-5, rtol=0)
+        top = expected.topk(3).values
+        torch.testing.assert_close(completion.topk_logprobs[start:end, :3], top, atol=1e-5, rtol=0)
+        # A row belongs to the token that was read: those of this span end before its last token.
+        rows = model.experts([*prompt.token_ids, *completion.token_ids])[read : first + end - 1]
+        assert torch.equal(completion.routed_experts[read : first + end - 1].long(), rows)
+        read = first + end - 1
+
+
+def test_responses_of_two_servers_are_those_of_the_model_and_siblings_share_a_server(
+    two: list[Engine], old_model: Reference
+) -> None:
+    clients, engine = engine_over(two, old_model, 3)
+    try:
+        asked = prompts(16, siblings=4)
+        found = engine.generate(asked, PARAMS)
+        for prompt, completion in zip(asked, found, strict=True):
+            check(prompt, completion, {3: old_model})
+        assert [client.asked for client in clients] == [8, 8]
+        assert len({completion.token_ids for completion in found[:4]}) == 4
+    finally:
+        engine.close()
+
+
+def test_what_new_weights_interrupt_goes_on_under_them_and_each_span_is_of_its_own_weights(
+    two: list[Engine], old_model: Reference, new_model: Reference
+) -> None:
+    clients, engine = engine_over(two, old_model, 0)
+    try:
+        asked, found = prompts(12, siblings=3), list[Completion]()
+        thread = threading.Thread(target=lambda: found.extend(engine.generate(asked, PARAMS)))
+        thread.start()
+        time.sleep(0.4)
+        update(engine, clients, new_model, 1)
+        thread.join(120)
+        assert len(found) == len(asked)
+        assert sum(len(completion.policy_versions) == 2 for completion in found) >= 3
+        for prompt, completion in zip(asked, found, strict=True):
+            check(prompt, completion, {0: old_model, 1: new_model})
+    finally:
+        engine.close()
+
+
+def test_the_slowest_are_stopped_and_continued_under_the_next_weights(
+    two: list[Engine], old_model: Reference, new_model: Reference
+) -> None:
+    clients, engine = engine_over(two, old_model, 0)
+    try:
+        asked = prompts(8, siblings=1)
+        first = engine.generate_first(asked, range(8), 3, PARAMS, enough=3, keep=range(8))
+        left = [i for i, group in enumerate(first) if group is None]
+        assert 3 <= 8 - len(left) < 8 and set(engine._unfinished) == set(left)
+        update(engine, clients, new_model, 1)
+        rest = engine.generate_first([asked[i] for i in left], left, 3, PARAMS, enough=len(left), keep=())
+        for prompt, group in zip(asked, first, strict=True):
+            for completion in group or []:
+                check(prompt, completion, {0: old_model})
+        both = 0
+        for i, group in zip(left, rest, strict=True):
+            assert group is not None
+            for completion in group:
+                check(asked[i], completion, {0: old_model, 1: new_model})
+                both += len(completion.policy_versions) == 2
+        assert both
+    finally:
+        engine.close()
+
+
+def calculator() -> Any:
+    file = Path(__file__).parents[2] / "examples/calculator/generate.py"
+    spec = importlib.util.spec_from_file_location("calculator", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tokens_of_a_tool_are_masked_and_the_model_s_own_are_exact(two: list[Engine], old_model: Reference) -> None:
+    """Random weights never write a call, so each turn that stops is taken for one."""
+    module = calculator()
+    module._call = lambda turns, start: "6*7"
+    module._last_token = lambda tokenizer, text: 60
+    _, engine = engine_over(two, old_model, 5, module.generate)
+    try:
+        asked = prompts(16, siblings=2)
+        found = engine.generate(asked, PARAMS)
+        given = tuple(TOKENIZER.encode(" = 42\n", add_special_tokens=False))
+        turns = 0
+        for prompt, completion in zip(asked, found, strict=True):
+            assert len(completion.token_ids) <= 200 and completion.logprobs is not None
+            mask = completion.loss_mask or (True,) * len(completion.token_ids)
+            expected = old_model.logprobs(prompt.token_ids, completion.token_ids, 1.0)
+            own = torch.tensor(mask)
+            difference = (torch.tensor(completion.logprobs) - expected).abs()
+            assert difference[own].max() < 1e-5 and not torch.tensor(completion.logprobs)[~own].any()
+            covered = [i for _, start, end in completion.policy_versions for i in range(start, end)]
+            assert covered == own.nonzero().squeeze(1).tolist()
+            assert completion.topk_token_ids is not None and completion.topk_token_ids[~own].eq(-1).all()
+            tool = [token for token, is_own in zip(completion.token_ids, mask, strict=True) if not is_own]
+            assert tuple(tool) == (given * (len(tool) // len(given) + 1))[: len(tool)]
+            turns += len(tool) // len(given)
+            routes = completion.routed_experts
+            assert routes is not None and routes.shape[0] == len(prompt.token_ids) + len(mask) - 1
+            rows = old_model.experts([*prompt.token_ids, *completion.token_ids])[:-1]
+            known = len(prompt.token_ids) + covered[-1]
+            assert torch.equal(routes[:known].long(), rows[:known])
+        assert turns >= 3, "the case needs answers of the tool"
+    finally:
+        engine.close()
+
+
+def test_a_server_that_hangs_is_left_and_used_again_when_it_is_back_with_the_current_weights(
+    two: list[Engine], old_model: Reference
+) -> None:
+    clients, engine = engine_over(two, old_model, 0, health=3)
+    try:
+        asked, found = prompts(24, siblings=4), list[Completion]()
+        thread = threading.Thread(target=lambda: found.extend(engine.generate(asked, PARAMS)))
+        thread.start()
+        time.sleep(0.4)
+        os.killpg(two[1].process.pid, signal.SIGSTOP)
+        try:
+            thread.join(120)
+        finally:
+            os.killpg(two[1].process.pid, signal.SIGCONT)
+        assert len(found) == len(asked)
+        for prompt, completion in zip(asked, found, strict=True):
+            check(prompt, completion, {0: old_model})
+        assert engine.counts.servers_lost == 1
+        before = clients[1].asked
+        assert len(engine.generate(asked[:8], PARAMS)) == 8
+        assert clients[1].asked == before, "nobody asked yet whether it is back"
+        update(engine, clients, old_model, 1)
+        assert len(engine.generate(asked, PARAMS)) == 24
+        assert clients[1].asked > before
+    finally:
+        engine.close()
+
+
+def test_a_server_that_is_killed_in_mid_rollout_costs_nothing_but_time(two: list[Engine], old_model: Reference) -> None:
+    clients, engine = engine_over(two, old_model, 0)
+    try:
+        asked, found = prompts(24, siblings=4), list[Completion]()
+        thread = threading.Thread(target=lambda: found.extend(engine.generate(asked, PARAMS)))
+        thread.start()
+        time.sleep(0.4)
+        os.killpg(two[1].process.pid, signal.SIGKILL)
+        thread.join(180)
+        assert len(found) == len(asked)
+        for prompt, completion in zip(asked, found, strict=True):
+            check(prompt, completion, {0: old_model})
+        answered = clients[0].answered + clients[1].answered
+        assert len(answered) == 24 and set(answered.values()) == {1}, "each exactly once"
+        assert engine.counts.servers_lost == 1 and engine.counts.retries >= 1
+        assert len(engine.generate(asked[:4], PARAMS)) == 4
+    finally:
+        engine.close()
