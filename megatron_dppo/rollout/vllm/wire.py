@@ -184,8 +184,10 @@ class _Reader:
             f"start the server with --enable-return-routed-experts (needs a GPU). If it was started so, {_LOST}",
         )
         try:
-            routes = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-        except (binascii.Error, ValueError, TypeError, EOFError, OSError) as error:
+            file = io.BytesIO(base64.b64decode(text, validate=True))
+            # Not np.load, which also opens archives.
+            routes = np.lib.format.read_array(file, allow_pickle=False)
+        except (binascii.Error, ValueError, TypeError, EOFError) as error:
             self._refuse(f"choices[0].routed_experts is not base64 of a NumPy file: {error}")
         if routes.dtype.kind not in "iu":
             self._refuse(f"choices[0].routed_experts has type {routes.dtype}, expected integers")
