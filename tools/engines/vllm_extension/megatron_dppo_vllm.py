@@ -25,6 +25,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -133,9 +134,7 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
             dist.destroy_process_group(group)
 
 
-# A worker that is started twice in one process imports this once, but another copy of it may have been there before.
-if NAME not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(NAME, TorchGroupEngine)
+WeightTransferEngineFactory.register_engine(NAME, TorchGroupEngine)
 
 
 def experts(model: nn.Module) -> Iterator[Any]:
@@ -201,11 +200,12 @@ class WorkerExtension:
         weights = read_folder(folder)
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
-        prepare(model, runner.model_config, self.device)  # type: ignore[attr-defined]
-        try:
-            self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
-        finally:
-            close(model, runner.model_config)
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            prepare(model, runner.model_config, self.device)  # type: ignore[attr-defined]
+            try:
+                self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
+            finally:
+                close(model, runner.model_config)
 
     def megatron_dppo_checksums(self) -> dict[str, str]:
         """A digest a tensor; of those that a CPU has packed out of reach, of what they do to a fixed input."""
