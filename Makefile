@@ -3,8 +3,8 @@
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour)
 # make bench-head    the head against other stacks' methods: counts and gates
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
-# make test-engines   the tests with real inference servers (SGLang), which get environments of their own outside of this
-#                     folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
+# make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
+#                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
 # Inside an environment that already has torch and Megatron nothing is installed over them (tools/setup_env.sh).
 
 SHELL := /bin/bash
@@ -31,6 +31,7 @@ test-gym:
 
 test-engines:
 	@tools/engines/sglang.sh install 0.5.23 >/dev/null && tools/engines/sglang.sh install 0.5.20 >/dev/null
+	@tools/engines/vllm.sh install 0.32.0 >/dev/null
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/engines --durations 10 $(ARGS)
 
 test-matrix:

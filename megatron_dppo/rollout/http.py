@@ -48,13 +48,20 @@ class HttpClient:
         api_key: sent as ``Authorization: Bearer``; in no message and no representation.
         connections: requests in flight; more wait for a free connection, within their deadline.
         connect_timeout: seconds to open a connection.
+        keep_alive: use a connection again. A server may close one after an error without saying so in its answer.
 
     Raises:
         ConfigError: a URL of another form.
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, connections: int = 1024, connect_timeout: float = 5.0
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        connections: int = 1024,
+        connect_timeout: float = 5.0,
+        keep_alive: bool = True,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
@@ -63,7 +70,7 @@ class HttpClient:
             raise ConfigError(f"the URL of server {parts.hostname} holds a password; give it as the API key instead")
         self.url = url.rstrip("/")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._connections, self._connect_timeout = connections, connect_timeout
+        self._connections, self._connect_timeout, self._keep_alive = connections, connect_timeout, keep_alive
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, *, timeout: float) -> Any:
@@ -134,7 +141,8 @@ class HttpClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=_KEEP_ALIVE)
+            reuse: dict[str, Any] = {"keepalive_timeout": _KEEP_ALIVE} if self._keep_alive else {"force_close": True}
+            connector = aiohttp.TCPConnector(limit=self._connections, **reuse)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session
 

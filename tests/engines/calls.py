@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from megatron_dppo.rollout.http import Deadlines
-from megatron_dppo.rollout.server import GenerateRequest
+from megatron_dppo.rollout.server import GenerateRequest, InferenceServer
 from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.types import RoutingShape, SamplingParams
 from tests.engines.servers import Engine
 
@@ -21,11 +22,12 @@ LONG = tuple((7 * i) % 250 + 3 for i in range(300))
 """A prompt that fills pages of the prefix cache."""
 
 
-def call(engine: Engine, use: Callable[[SGLangServer], Awaitable[T]]) -> T:
+def call(engine: Engine, use: Callable[[InferenceServer], Awaitable[T]]) -> T:
     """Run ``use`` with a client of the server."""
 
     async def run() -> T:
-        server = SGLangServer(engine.url, deadlines=Deadlines(control=60, update=120, generate=120))
+        client = {"sglang": SGLangServer, "vllm": VLLMServer}[engine.kind]
+        server: InferenceServer = client(engine.url, deadlines=Deadlines(control=60, update=120, generate=120))
         try:
             return await use(server)
         finally:

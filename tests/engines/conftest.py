@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+from tests.engines.servers import Engine, start_sglang, start_vllm, stop_engine, wait_ready
 from tests.engines.tiny import Reference, make_tiny
 
 _HERE = Path(__file__).parent
@@ -40,6 +40,31 @@ def sglang(
     """A server of each supported version of SGLang."""
     log = tmp_path_factory.mktemp("sglang") / "log"
     engine = start_sglang(old_model.folder, log, "--enable-return-routed-experts", version=request.param)
+    try:
+        yield wait_ready(engine)
+    finally:
+        stop_engine(engine)
+
+
+@pytest.fixture(scope="session")
+def vllm(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A server as it should be started."""
+    engine = start_vllm(old_model.folder, tmp_path_factory.mktemp("vllm") / "log")
+    try:
+        yield wait_ready(engine)
+    finally:
+        stop_engine(engine)
+
+
+@pytest.fixture(scope="session")
+def plain_vllm(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Without our extension, and with vLLM's own kind of log-probabilities."""
+    engine = start_vllm(
+        old_model.folder,
+        tmp_path_factory.mktemp("vllm") / "plain",
+        *("--worker-extension-cls", "", "--weight-transfer-config", '{"backend": "nccl"}'),
+        *("--logprobs-mode", "raw_logprobs", "--max-logprobs", "20"),
+    )
     try:
         yield wait_ready(engine)
     finally:

@@ -24,6 +24,7 @@ class Engine:
     url: str
     process: subprocess.Popen
     log: Path
+    kind: str
 
 
 def free_port() -> int:
@@ -33,13 +34,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_engine(command: Sequence[str], port: int, log: Path, env: Mapping[str, str] | None = None) -> Engine:
+def start_engine(
+    kind: str, command: Sequence[str], port: int, log: Path, env: Mapping[str, str] | None = None
+) -> Engine:
     """Start a server and return at once; ``wait_ready`` waits."""
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True
         )
-    return Engine(f"http://127.0.0.1:{port}", process, log)
+    return Engine(f"http://127.0.0.1:{port}", process, log, kind)
 
 
 def wait_ready(engine: Engine) -> Engine:
@@ -77,4 +80,13 @@ def start_sglang(
     command = [str(TOOLS / "sglang.sh"), "serve", version, "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--context-length", "2048"]
     command += ["--max-running-requests", "64", "--log-level", "warning", *options]
-    return start_engine(command, port, log, env)
+    return start_engine("sglang", command, port, log, env)
+
+
+def start_vllm(model: Path, log: Path, *options: str, env: Mapping[str, str] | None = None) -> Engine:
+    """A real vLLM server on the CPU."""
+    port = free_port()
+    command = [str(TOOLS / "vllm.sh"), "serve", "0.32.0", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048"]
+    command += ["--max-num-seqs", "64", "--disable-uvicorn-access-log", *options]
+    return start_engine("vllm", command, port, log, env)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.probe import Expectation, ProbeError, ProbeResult, Recompute, probe
-from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.rollout.probe import ProbeError
 from tests.engines.calls import call
+from tests.engines.probes import TEXT, expectation, run
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
 from tests.engines.tiny import ROUTING, SPECIAL, Reference, byte_tokenizer
-
-TEXT = "One request before the run starts. " * 6
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +29,6 @@ def wrong(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield wait_ready(engine)
     finally:
         stop_engine(engine)
-
-
-def expectation(**changes: object) -> Expectation:
-    ids = tuple(byte_tokenizer(SPECIAL).encode(TEXT))
-    base = Expectation(
-        prompt=TEXT, prompt_token_ids=ids, vocab_size=512, temperature=0.7, dtype="fp32", topk_logprobs=4
-    )
-    return replace(base, **changes)  # type: ignore[arg-type]
-
-
-def trainer(model: Reference) -> Recompute:
-    async def recompute(prompt: Sequence[int], response: Sequence[int], temperature: float) -> list[float]:
-        return model.logprobs(prompt, response, temperature).tolist()
-
-    return recompute
-
-
-def run(engine: Engine, expected: Expectation, model: Reference) -> ProbeResult:
-    async def use(server: SGLangServer) -> ProbeResult:
-        return await probe(server, expected, trainer(model))
-
-    return call(engine, use)
 
 
 @pytest.fixture(autouse=True)

@@ -3,69 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dppo.errors import CheckpointError, ServerError
-from megatron_dppo.parallel.transfer_group import (
-    broadcast_bucket,
-    close_transfer_group,
-    flatten_bucket,
-    open_transfer_group,
-)
-from megatron_dppo.rollout.server import Generation, transfer_group_name
-from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
 from megatron_dppo.types import VersionSpan
 from tests.engines.calls import LONG, SHORT, ask, call
 from tests.engines.servers import Engine, free_port
 from tests.engines.tiny import Reference
-
-Update = Callable[[SGLangServer, Reference, int], Awaitable[None]]
-
-
-async def from_disk(server: SGLangServer, model: Reference, version: int) -> None:
-    await server.update_from_disk(str(model.folder), version)
-
-
-async def by_value(server: SGLangServer, model: Reference, version: int) -> None:
-    weights = list(model.weights())
-    await server.begin_update()
-    for start in range(0, len(weights), 7):
-        await server.receive_tensors(weights[start : start + 7])
-    await server.end_update(version)
-
-
-async def by_broadcast(server: SGLangServer, model: Reference, version: int) -> None:
-    port = free_port()
-    name = transfer_group_name("127.0.0.1", port)
-    joined = asyncio.create_task(server.join_group("127.0.0.1", port, 1, 2, "gloo"))
-    group = await asyncio.to_thread(
-        open_transfer_group, "127.0.0.1", port, name=name, rank=0, world_size=2, backend="gloo", timeout=60
-    )
-    await joined
-    weights = list(model.weights())
-    # Two types in one bucket: each tensor must start at a multiple of its item size.
-    weights = [(n, w.half() if "layernorm" in n else w) for n, w in weights]
-    await server.begin_update()
-    for start in range(0, len(weights), 11):
-        bucket = flatten_bucket(weights[start : start + 11])
-        received = asyncio.create_task(server.receive_broadcast(bucket.names, bucket.dtypes, bucket.shapes))
-        await asyncio.to_thread(broadcast_bucket, bucket, group)
-        await received
-    await server.end_update(version)
-    await server.leave_group()
-    close_transfer_group(group)
-
-
-def off(model: Reference, answer: Generation, prompt: tuple[int, ...]) -> float:
-    """How far an answer is from what a model says of it."""
-    expected = model.logprobs(prompt, answer.token_ids, 1.0)
-    return float((torch.tensor(answer.logprobs) - expected).abs().max())
+from tests.engines.updates import Update, by_broadcast, by_value, from_disk, off, vanishing_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +26,7 @@ def starts_with_the_old_weights(sglang: Engine, old_model: Reference) -> None:
 def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_cached(
     sglang: Engine, old_model: Reference, new_model: Reference, update: Update
 ) -> None:
-    async def use(server: SGLangServer) -> None:
+    async def use(server: InferenceServer) -> None:
         before = await server.generate(ask(LONG, 30))
         assert off(old_model, before, LONG) < 1e-5 < 0.1 < off(new_model, before, LONG)
         old_sum = await server.checksum()
@@ -100,7 +49,7 @@ def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_i
 ) -> None:
     aborts = call(sglang, lambda server: server.info()).engine_version == "0.5.20"
 
-    async def use(server: SGLangServer) -> Generation:
+    async def use(server: InferenceServer) -> Generation:
         running = asyncio.create_task(server.generate(ask(SHORT, 400)))
         await asyncio.sleep(0.1)
         await server.pause()
@@ -129,7 +78,7 @@ def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_i
 def test_a_folder_that_is_not_there_is_an_error_and_the_old_weights_stay(
     sglang: Engine, old_model: Reference, tmp_path: Path
 ) -> None:
-    async def use(server: SGLangServer) -> None:
+    async def use(server: InferenceServer) -> None:
         with pytest.raises(ServerError, match=r"cannot load .*nowhere.*version '0', are still served"):
             await server.update_from_disk(str(tmp_path / "nowhere"), 1)
         answer = await server.generate(ask(SHORT, 20))
@@ -142,12 +91,12 @@ def test_a_folder_that_is_not_there_is_an_error_and_the_old_weights_stay(
 def test_an_update_that_was_never_ended_leaves_no_good_version_and_can_be_begun_again(
     sglang: Engine, new_model: Reference
 ) -> None:
-    async def dies(server: SGLangServer) -> None:
+    async def dies(server: InferenceServer) -> None:
         await server.pause()
         await server.begin_update()
         await server.receive_tensors(list(new_model.weights())[:5])
 
-    async def comes_back(server: SGLangServer) -> None:
+    async def comes_back(server: InferenceServer) -> None:
         assert (await server.info()).policy_version == -1
         await server.pause()
         assert await server.health()
@@ -166,7 +115,7 @@ def test_an_update_without_a_pause_is_refused(sglang: Engine) -> None:
 
 
 def test_a_paused_request_can_be_aborted(sglang: Engine, old_model: Reference) -> None:
-    async def use(server: SGLangServer) -> Generation:
+    async def use(server: InferenceServer) -> Generation:
         running = asyncio.create_task(server.generate(ask(SHORT, 1000)))
         await asyncio.sleep(0.5)
         await server.pause()
@@ -182,15 +131,10 @@ def test_a_paused_request_can_be_aborted(sglang: Engine, old_model: Reference) -
 def test_the_trainer_vanishing_from_the_group_leaves_a_server_that_can_be_updated(
     sglang: Engine, new_model: Reference
 ) -> None:
-    async def use(server: SGLangServer) -> None:
+    async def use(server: InferenceServer) -> None:
         port = free_port()
         joined = asyncio.create_task(server.join_group("127.0.0.1", port, 1, 2, "gloo"))
-        program = (
-            "import sys; from megatron_dppo.parallel.transfer_group import open_transfer_group as g; "
-            f"g('127.0.0.1', {port}, name={transfer_group_name('127.0.0.1', port)!r}, rank=0, world_size=2, "
-            "backend='gloo'); print('in'); sys.stdin.read()"
-        )
-        trainer = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        trainer = vanishing_trainer("127.0.0.1", port, transfer_group_name("127.0.0.1", port))
         await joined
         await server.pause()
         await server.begin_update()
@@ -217,7 +161,7 @@ def test_an_incomplete_folder_is_refused_before_the_server_is_asked(
         content = file.read_bytes()
         (tmp_path / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
 
-    async def use(server: SGLangServer) -> None:
+    async def use(server: InferenceServer) -> None:
         with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file"):
             await server.update_from_disk(str(tmp_path), 1)
         answer = await server.generate(ask(SHORT, 20))

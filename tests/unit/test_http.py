@@ -154,3 +154,28 @@ def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError, match="holds a password") as caught:
         HttpClient("http://user:hunter2@host:1")
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("keep_alive", "connections"), [(True, 1), (False, 3)])
+def test_a_connection_is_used_again_unless_told_otherwise(keep_alive: bool, connections: int) -> None:
+    async def run() -> int:
+        peers = set()
+
+        async def answer(request: web.Request) -> web.Response:
+            assert request.transport is not None
+            peers.add(request.transport.get_extra_info("peername"))
+            return web.json_response({})
+
+        app = web.Application()
+        app.router.add_get("/a", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = HttpClient(f"http://127.0.0.1:{runner.addresses[0][1]}", keep_alive=keep_alive)
+        for _ in range(3):
+            await client.get("/a", timeout=5)
+        await client.close()
+        await runner.cleanup()
+        return len(peers)
+
+    assert asyncio.run(run()) == connections

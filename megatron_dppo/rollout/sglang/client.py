@@ -6,9 +6,10 @@ from typing import Any
 
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.http import Deadlines, HttpClient
+from megatron_dppo.rollout.replies import policy_version
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo.rollout.sglang.weights import WeightUpdates
-from megatron_dppo.rollout.sglang.wire import decode_generation, generate_body, policy_version, version_parts, wire_id
+from megatron_dppo.rollout.sglang.wire import decode_generation, generate_body, version_parts, wire_id
 
 _FLAT_TOPK = (0, 5, 22)
 """The first version that sends the Top-K of responses as base64 instead of nested lists."""

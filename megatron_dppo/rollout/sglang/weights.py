@@ -15,18 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_dppo.errors import CheckpointError, ConfigError, ServerError
+from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.http import Deadlines, HttpClient
+from megatron_dppo.rollout.replies import INCOMPLETE, checked_success, version_name
 from megatron_dppo.rollout.server import transfer_group_name
-from megatron_dppo.rollout.sglang.wire import checked_success, version_name, version_parts
+from megatron_dppo.rollout.sglang.wire import version_parts
+from megatron_dppo.rollout.weight_folder import check_weights
 
 _SESSIONS = (0, 5, 21)
 """The first version with begin_weight_update, and that flushes its caches while retracted requests wait."""
-_INCOMPLETE = "incomplete"
-"""The version while an update is under way. If the trainer dies now, nobody takes the weights for good ones."""
 _UNTOUCHED = "weights iterator"
 """Stands in SGLang's message when it could not even list the folder's weights, so that it changed none."""
 
@@ -74,7 +73,7 @@ class WeightUpdates:
             CheckpointError: the folder is on this machine too, and incomplete; the server was not asked.
             ServerError: not loaded; the message says whether the old weights are still there.
         """
-        _check_folder(Path(folder))
+        check_weights(Path(folder))
         if self._paused:
             return await self._load_folder(folder, version)
         await self.pause()
@@ -89,7 +88,7 @@ class WeightUpdates:
 
     async def _load_folder(self, folder: str, version: int) -> None:
         before = str((await self._admin.get("/model_info", timeout=self._deadlines.control))["weight_version"])
-        await self._set_version(_INCOMPLETE)
+        await self._set_version(INCOMPLETE)
         # The format is named because the server would otherwise repeat that of its start, which may be "dummy".
         body = {"model_path": folder, "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
         try:
@@ -114,7 +113,7 @@ class WeightUpdates:
         """
         if not self._paused:
             raise RuntimeError(f"{self.url}: begin_update without pause")
-        await self._set_version(_INCOMPLETE)
+        await self._set_version(INCOMPLETE)
         if await self._version() < _SESSIONS:
             return
         try:
@@ -213,25 +212,6 @@ class WeightUpdates:
     async def _update(self, path: str, body: dict[str, Any]) -> None:
         answer = await self._admin.post(path, body, timeout=self._deadlines.update)
         checked_success(answer, self.url + path)
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse weights that SGLang would make damage with.
-
-    Of a file that breaks off it dies: its way back reads the same folder again. Missing files it does not notice.
-    """
-    if not folder.is_dir():
-        return  # a path of the server's machine: it says itself that there is nothing
-    index = folder / "model.safetensors.index.json"
-    files = set(folder.glob("*.safetensors"))
-    if index.is_file():
-        files |= {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
-    for file in sorted(files):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
 
 
 def _owned(tensor: Tensor) -> Tensor:

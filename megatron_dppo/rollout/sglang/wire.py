@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.data.routing import compact_routes
-from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.replies import refuse_filters, version_spans, with_sampled
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import SamplingParams, VersionSpan
 
@@ -32,16 +33,6 @@ def wire_id(own: str) -> str:
     return f"{len(own)}:{own}"
 
 
-def version_name(version: int) -> str:
-    """A policy version as SGLang keeps it."""
-    return str(version)
-
-
-def policy_version(name: Any) -> int:
-    """The policy version of a name; -1 for ``default`` and everything else that is not one of ours."""
-    return int(name) if isinstance(name, str) and name.isdigit() else -1
-
-
 def version_parts(version: Any) -> tuple[int, ...]:
     """SGLang's own version: ``0.5.15.post1`` as (0, 5, 15)."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
@@ -54,11 +45,10 @@ def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> di
     Raises:
         ConfigError: top-p or top-k: SGLang's log-probabilities are those before the filter.
     """
-    if params.top_p < 1 or params.top_k > 0:
-        raise ConfigError(
-            f"rollout.top_p = {params.top_p}, rollout.top_k = {params.top_k}: SGLang reports log-probabilities before "
-            "these filters, so they would not be those of the policy that sampled. Use top_p = 1 and top_k = 0"
-        )
+    refuse_filters(
+        params,
+        "SGLang reports log-probabilities before these filters, so they would not be those of the policy that sampled",
+    )
     return {
         "max_new_tokens": params.max_new_tokens,
         "min_new_tokens": 0,
@@ -176,12 +166,10 @@ class _Reader:
         spans = self._field(
             "weight_versions", f"SGLang has it since 0.5.19; update the server. If it is newer, {_LOST}"
         )
-        result = [VersionSpan(policy_version(s["version"]), s["start"], s["end"]) for s in spans]
-        result = [span for span in result if span.end > span.start]
-        edges = [0, *(span.end for span in result)]
-        if [span.start for span in result] != edges[:-1] or edges[-1] != length:
-            self._refuse(f"meta_info.weight_versions {spans} does not cover the {length} tokens of the response")
-        return tuple(result)
+        try:
+            return version_spans(spans, length)
+        except ValueError as error:
+            self._refuse(f"meta_info.weight_versions {error}")
 
     def topk(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> tuple[Tensor, Tensor] | None:
         """Ids int32 and log-probabilities float32, both [R, K+1] (see ``Completion``)."""
@@ -197,7 +185,7 @@ class _Reader:
         if ids.shape != (len(tokens), k) or values.shape != ids.shape:
             self._refuse(f"meta_info.output_top_logprobs has shape {list(ids.shape)}, expected [{len(tokens)}, {k}]")
         values = np.where(values <= _NEVER, np.float32("-inf"), values)
-        return _with_sampled(ids, values, tokens, logprobs)
+        return with_sampled(ids, values, tokens, logprobs)
 
     def _flat_topk(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         name = "output_top_logprobs"
@@ -242,30 +230,3 @@ class _Reader:
             return compact_routes(routes, shape, tokens=rows, request="meta_info.routed_experts")
         except ValueError as error:
             self._refuse(str(error))
-
-
-def _with_sampled(
-    ids: NDArray[np.int32], values: NDArray[np.float32], tokens: Sequence[int], logprobs: Sequence[float]
-) -> tuple[Tensor, Tensor]:
-    """Put the sampled token in the last slot where it is not one of the K."""
-    sampled = np.array(tokens, dtype=np.int32)[:, None]
-    outside = ~(ids == sampled).any(1, keepdims=True)
-    last_id = np.where(outside, sampled, np.int32(-1))
-    last_value = np.where(outside, np.array(logprobs, dtype=np.float32)[:, None], np.float32(0))
-    return (
-        torch.from_numpy(np.concatenate([ids, last_id], 1)),
-        torch.from_numpy(np.concatenate([values, last_value], 1)),
-    )
-
-
-def checked_success(answer: Any, url: str) -> Mapping[str, Any]:
-    """The answer of a control call.
-
-    Raises:
-        ServerError: the server answers 200 and says that it failed.
-    """
-    if not isinstance(answer, dict):
-        return {}
-    if answer.get("success") is False:
-        raise ServerError(url, str(answer.get("message") or "the server says that it failed"))
-    return answer

@@ -1,0 +1,87 @@
+"""Parts of an inference server's answer that SGLang and vLLM have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.types import SamplingParams, VersionSpan
+
+INCOMPLETE = "incomplete"
+"""The version while an update is under way. If the trainer dies now, nobody takes the weights for good ones."""
+
+
+def version_name(version: int) -> str:
+    """A policy version as servers keep it."""
+    return str(version)
+
+
+def policy_version(name: Any) -> int:
+    """The policy version of a name; -1 for ``default`` and everything else that is not one of ours."""
+    return int(name) if isinstance(name, str) and name.isdigit() else -1
+
+
+def version_spans(spans: Sequence[Mapping[str, Any]], length: int) -> tuple[VersionSpan, ...]:
+    """Spans ``{version, start, end}`` that cover a response.
+
+    Raises:
+        ValueError: they do not.
+    """
+    result = [VersionSpan(policy_version(s["version"]), s["start"], s["end"]) for s in spans]
+    result = [span for span in result if span.end > span.start]
+    edges = [0, *(span.end for span in result)]
+    if [span.start for span in result] != edges[:-1] or edges[-1] != length:
+        raise ValueError(f"{spans} does not cover the {length} tokens of the response")
+    return tuple(result)
+
+
+def with_sampled(
+    ids: NDArray[np.int32], values: NDArray[np.float32], tokens: Sequence[int], logprobs: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """Put the sampled token in a last slot where it is not one of the K: both [R, K+1] (see ``Completion``).
+
+    Args:
+        ids: [R, K] the most probable tokens.
+        values: [R, K] their log-probabilities.
+        tokens: [R] the sampled ones.
+        logprobs: [R] theirs.
+    """
+    sampled = np.array(tokens, dtype=np.int32)[:, None]
+    outside = ~(ids == sampled).any(1, keepdims=True)
+    last_id = np.where(outside, sampled, np.int32(-1))
+    last_value = np.where(outside, np.array(logprobs, dtype=np.float32)[:, None], np.float32(0))
+    return (
+        torch.from_numpy(np.concatenate([ids, last_id], 1)),
+        torch.from_numpy(np.concatenate([values, last_value], 1)),
+    )
+
+
+def refuse_filters(params: SamplingParams, reason: str) -> None:
+    """Refuse top-p and top-k sampling.
+
+    Raises:
+        ConfigError: one of them is set; ``reason`` says why the engine's log-probabilities are of no use then.
+    """
+    if params.top_p < 1 or params.top_k > 0:
+        raise ConfigError(
+            f"rollout.top_p = {params.top_p}, rollout.top_k = {params.top_k}: {reason}. Use top_p = 1 and top_k = 0"
+        )
+
+
+def checked_success(answer: Any, url: str) -> Mapping[str, Any]:
+    """The answer of a control call.
+
+    Raises:
+        ServerError: the server answers 200 and says that it failed.
+    """
+    if not isinstance(answer, dict):
+        return {}
+    if answer.get("success") is False:
+        raise ServerError(url, str(answer.get("message") or "the server says that it failed"))
+    return answer

@@ -1,0 +1,238 @@
+"""New weights for a vLLM server: from disk, by value, by broadcast.
+
+The last two need ``tools/engines/vllm_extension`` in the server. vLLM's own NCCL backend waits at ``host:port`` for a
+pickled object of a vLLM class, and then calls NCCL outside of torch: a trainer's torch group cannot be its peer.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.rollout.http import Deadlines, HttpClient
+from megatron_dppo.rollout.replies import INCOMPLETE, checked_success, version_name
+from megatron_dppo.rollout.server import transfer_group_name
+from megatron_dppo.rollout.weight_folder import check_weights
+
+_EXTENSION, _BACKEND = "megatron_dppo_vllm.WorkerExtension", "megatron_dppo"
+_UNTOUCHED = "weights not touched"
+"""Stands in the extension's message when it could not open the folder, so that it changed nothing."""
+
+
+class WeightUpdates:
+    """The part of ``VLLMServer`` that changes weights."""
+
+    url: str
+    _admin: HttpClient
+    _deadlines: Deadlines
+    _paused = False
+    _joined = False
+    _known_config: dict[str, Any] | None = None
+
+    async def _config(self) -> dict[str, Any]:
+        """The server's configuration, asked once."""
+        if self._known_config is None:
+            path = "/server_info?config_format=json"
+            answer = await self._get(path)
+            config = answer.get("vllm_config")
+            if not isinstance(config, dict) or "model_config" not in config:
+                raise ServerError(self.url + path, f"expected a vLLM server's, got {str(answer)[:200]!r}")
+            self._known_config = config
+        return self._known_config
+
+    async def _extended(self) -> bool:
+        """Whether our worker extension is in the server."""
+        config = await self._config()
+        return (config.get("parallel_config") or {}).get("worker_extension_cls") == _EXTENSION
+
+    async def _require_transfer(self) -> None:
+        backend = ((await self._config()).get("weight_transfer_config") or {}).get("backend")
+        if backend != _BACKEND or not await self._extended():
+            raise ConfigError(
+                f"{self.url} takes no weights from a torch process group (its weight transfer backend is {backend!r}; "
+                "vLLM's own ones need vLLM in the trainer). Start it with tools/engines/vllm_extension in PYTHONPATH, "
+                f"--worker-extension-cls {_EXTENSION} and --weight-transfer-config "
+                f'\'{{"backend": "{_BACKEND}"}}\', or use the weight sync method disk'
+            )
+
+    async def pause(self) -> None:
+        """See ``InferenceServer``: running requests are kept, their caches dropped."""
+        await self._control("/pause?mode=keep&clear_cache=true", {}, repeat=True)
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Generate again. An update that was left open is closed: vLLM would die of the first request."""
+        if await self._weight_version() == INCOMPLETE and await self._extended():
+            await self._close_update()
+        await self._control("/resume", {}, repeat=True)
+        self._paused = False
+
+    async def update_from_disk(self, folder: str, version: int) -> None:
+        """See ``InferenceServer``.
+
+        Raises:
+            CheckpointError: the folder is on this machine too, and incomplete; the server was not asked.
+            ServerError: not loaded; the message says whether the old weights are still there.
+        """
+        check_weights(Path(folder))
+        if self._paused:
+            return await self._load_folder(folder, version)
+        await self.pause()
+        try:
+            await self._load_folder(folder, version)
+        except ServerError:
+            # When this fails too, the first error is the one to tell.
+            with contextlib.suppress(ServerError):
+                await self.resume()
+            raise
+        await self.resume()
+
+    async def _load_folder(self, folder: str, version: int) -> None:
+        before = await self._weight_version()
+        await self._set_version(INCOMPLETE)
+        body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        if await self._extended():
+            body = {"method": "megatron_dppo_load", "kwargs": {"folder": folder}}
+        try:
+            await self._update("/collective_rpc", body)
+        except ServerError as error:
+            untouched = _UNTOUCHED in error.detail
+            if untouched:
+                await self._set_version(before)
+            state = (
+                f"the old weights, version {before!r}, are still served"
+                if untouched
+                else "its weights may be half old and half new: update it again or restart it"
+            )
+            raise ServerError(self.url, f"cannot load {folder!r}: {error.detail}; {state}", error.status) from error
+        await self._finish(version)
+
+    async def begin_update(self) -> None:
+        """See ``InferenceServer``.
+
+        Raises:
+            RuntimeError: not paused: vLLM would compute with weights that are not there.
+            ConfigError: the server lacks our worker extension.
+        """
+        if not self._paused:
+            raise RuntimeError(f"{self.url}: begin_update without pause")
+        await self._require_transfer()
+        await self._set_version(INCOMPLETE)
+        await self._close_update()
+        await self._update("/start_weight_update", {})
+
+    async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Take weights by value, as a safetensors file in the request."""
+        # safetensors refuses views that share memory.
+        owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
+        body = {"update_info": {"safetensors": base64.b64encode(save(owned)).decode()}}
+        await self._update("/update_weights", body)
+
+    async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
+        """See ``InferenceServer``.
+
+        Raises:
+            ConfigError: the server lacks our worker extension.
+        """
+        await self._require_transfer()
+        info = {
+            "host": host,
+            "port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": transfer_group_name(host, port),
+            "backend": backend,
+            "timeout": self._deadlines.update,
+        }
+        await self._update("/init_weight_transfer_engine", {"init_info": info})
+        self._joined = True
+
+    async def receive_broadcast(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> None:
+        """Receive the bytes of the named tensors, one after the other, from rank 0 of the group."""
+        if not self._joined:
+            raise RuntimeError(f"{self.url}: receive_broadcast without join_group")
+        info = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
+        await self._update("/update_weights", {"update_info": info})
+
+    async def end_update(self, version: int) -> None:
+        """See ``InferenceServer``."""
+        await self._update("/finish_weight_update", {})
+        await self._finish(version)
+
+    async def leave_group(self) -> None:
+        """Leave the broadcast group; nothing to do when there is none."""
+        joined, self._joined = self._joined, False
+        if joined:
+            await self._control("/shutdown_weight_transfer_engine", {})
+
+    async def checksum(self) -> str:
+        """See ``InferenceServer``; over the tensors of all ranks of the server.
+
+        On a CPU vLLM's own checksum leaves out what it has packed; that of the worker extension does not.
+        """
+        if await self._extended():
+            body = {"method": "megatron_dppo_checksums"}
+            answer = await self._control("/collective_rpc", body, repeat=True)
+            sums = {name: digest for rank in answer.get("results") or () for name, digest in rank.items()}
+        else:
+            answer = await self._control("/weight_checker", {"action": "checksum"}, repeat=True)
+            sums = answer.get("checksums") or {}
+        if not sums:
+            raise ServerError(self.url, f"no checksums of the weights: {str(answer)[:200]}")
+        return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+    async def _finish(self, version: int) -> None:
+        """Drop what the old weights cached, then, and only then, carry the new version."""
+        await self._control("/reset_prefix_cache?reset_running_requests=true&reset_external=true", {}, repeat=True)
+        await self._set_version(version_name(version))
+
+    async def _close_update(self) -> None:
+        """End an update that was left open, by this client or one that died."""
+        await self._update("/collective_rpc", {"method": "megatron_dppo_close_update"})
+
+    async def _weight_version(self) -> str:
+        return str((await self._get("/weight_info"))["weight_version"])
+
+    async def _set_version(self, name: str) -> None:
+        await self._control("/update_weight_version", {"new_version": name}, repeat=True)
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        try:
+            answer = await self._admin.get(path, timeout=self._deadlines.control)
+        except ServerError as error:
+            raise _without_control(error) from error
+        if not isinstance(answer, dict):
+            raise ServerError(self.url + path, f"expected a vLLM server's, got {str(answer)[:200]!r}")
+        return answer
+
+    async def _control(self, path: str, body: dict[str, Any], *, repeat: bool = False) -> Any:
+        return await self._post(path, body, self._deadlines.control, repeat)
+
+    async def _update(self, path: str, body: dict[str, Any]) -> None:
+        await self._post(path, body, self._deadlines.update, False)
+
+    async def _post(self, path: str, body: dict[str, Any], timeout: float, repeat: bool) -> Any:
+        try:
+            answer = await self._admin.post(path, body, timeout=timeout, repeat=repeat)
+        except ServerError as error:
+            raise _without_control(error) from error
+        return checked_success(answer, self.url + path)
+
+
+def _without_control(error: ServerError) -> ServerError:
+    """Say what is missing where the control calls are."""
+    if error.status != 404:
+        return error
+    fix = "no such call: start vLLM (0.32 or later) with VLLM_SERVER_DEV_MODE=1 in its environment"
+    return ServerError(error.url, f"{error.detail}: {fix}", error.status)

@@ -1,0 +1,221 @@
+"""Each way of giving a vLLM server new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dppo.errors import CheckpointError, ServerError
+from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
+from megatron_dppo.types import VersionSpan
+from tests.engines.calls import LONG, SHORT, ask, call
+from tests.engines.servers import Engine, free_port
+from tests.engines.tiny import Reference
+from tests.engines.updates import Update, by_broadcast, by_value, from_disk, off, vanishing_trainer
+
+
+@pytest.fixture(autouse=True)
+def starts_with_the_old_weights(vllm: Engine, old_model: Reference) -> None:
+    call(vllm, lambda server: server.update_from_disk(str(old_model.folder), 0))
+
+
+@pytest.mark.parametrize("update", [from_disk, by_value, by_broadcast])
+def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_cached(
+    vllm: Engine, old_model: Reference, new_model: Reference, update: Update
+) -> None:
+    async def use(server: InferenceServer) -> None:
+        before = await server.generate(ask(LONG, 30))
+        assert off(old_model, before, LONG) < 1e-5 < 0.1 < off(new_model, before, LONG)
+        old_sum = await server.checksum()
+        await server.pause()
+        await update(server, new_model, 7)
+        await server.resume()
+        after = await server.generate(ask(LONG, 30))
+        assert off(new_model, after, LONG) < 1e-5
+        assert after.versions == (VersionSpan(7, 0, len(after.token_ids)),)
+        assert (await server.info()).policy_version == 7
+        assert await server.checksum() != old_sum
+        await server.update_from_disk(str(old_model.folder), 8)
+        assert await server.checksum() == old_sum
+
+    call(vllm, use)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.experts.3.up_proj.weight"]
+)
+def test_the_checksum_sees_a_change_of_one_tensor_that_the_server_keeps_packed(
+    vllm: Engine, old_model: Reference, name: str
+) -> None:
+    changed = {n: w.clone() for n, w in old_model.weights()}
+    changed[name][0, 0] += 0.01
+
+    async def use(server: InferenceServer) -> None:
+        before = await server.checksum()
+        await server.pause()
+        for version, weights in ((1, changed.items()), (2, old_model.weights())):
+            await server.begin_update()
+            await server.receive_tensors(list(weights))
+            await server.end_update(version)
+            assert (await server.checksum() == before) == (version == 2)
+        await server.resume()
+
+    call(vllm, use)
+
+
+def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_it(
+    vllm: Engine, old_model: Reference, new_model: Reference
+) -> None:
+    async def use(server: InferenceServer) -> Generation:
+        running = asyncio.create_task(server.generate(ask(SHORT, 400)))
+        await asyncio.sleep(0.1)
+        await server.pause()
+        await by_value(server, new_model, 1)
+        await server.resume()
+        return await running
+
+    for _ in range(8):  # a random response may end by itself
+        answer = call(vllm, use)
+        if len(answer.versions) == 2:
+            break
+        call(vllm, lambda server: server.update_from_disk(str(old_model.folder), 0))
+    length, edge = len(answer.token_ids), answer.versions[0].end
+    assert answer.versions == (VersionSpan(0, 0, edge), VersionSpan(1, edge, length))
+    logprobs = torch.tensor(answer.logprobs)
+    old, new = (m.logprobs(SHORT, answer.token_ids, 1.0) for m in (old_model, new_model))
+    torch.testing.assert_close(logprobs[:edge], old[:edge], atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs[edge:], new[edge:], atol=1e-5, rtol=0)
+
+
+def test_a_folder_that_is_not_there_is_an_error_and_the_old_weights_stay(
+    vllm: Engine, old_model: Reference, tmp_path: Path
+) -> None:
+    async def use(server: InferenceServer) -> None:
+        with pytest.raises(ServerError, match=r"cannot load .*nowhere.*version '0', are still served"):
+            await server.update_from_disk(str(tmp_path / "nowhere"), 1)
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 0
+        assert off(old_model, answer, SHORT) < 1e-5
+
+    call(vllm, use)
+
+
+def test_an_incomplete_folder_is_refused_before_the_server_is_asked(
+    vllm: Engine, old_model: Reference, new_model: Reference, tmp_path: Path
+) -> None:
+    for file in new_model.folder.iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+
+    async def use(server: InferenceServer) -> None:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file"):
+            await server.update_from_disk(str(tmp_path), 1)
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 0 and off(old_model, answer, SHORT) < 1e-5
+
+    call(vllm, use)
+
+
+def test_an_update_that_was_never_ended_leaves_no_good_version_and_can_be_begun_again(
+    vllm: Engine, new_model: Reference
+) -> None:
+    async def dies(server: InferenceServer) -> None:
+        await server.pause()
+        await server.begin_update()
+        await server.receive_tensors([(n, w * 0) for n, w in new_model.weights() if "o_proj" not in n][:20])
+
+    async def comes_back(server: InferenceServer) -> None:
+        assert (await server.info()).policy_version == -1
+        await server.pause()
+        assert await server.health()
+        await by_value(server, new_model, 3)
+        await server.resume()
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 3 and off(new_model, answer, SHORT) < 1e-5
+
+    call(vllm, dies)
+    call(vllm, comes_back)
+
+
+def test_a_server_that_is_resumed_in_the_middle_of_an_update_lives_and_its_tokens_have_no_good_version(
+    vllm: Engine, new_model: Reference
+) -> None:
+    async def use(server: InferenceServer) -> None:
+        await server.pause()
+        await server.begin_update()
+        await server.receive_tensors(list(new_model.weights())[:20])
+        await server.resume()
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == -1 and answer.token_ids
+
+    call(vllm, use)
+
+
+def test_a_tensor_that_the_model_does_not_have_is_an_error_after_which_the_update_can_be_begun_again(
+    vllm: Engine, new_model: Reference
+) -> None:
+    async def use(server: InferenceServer) -> None:
+        await server.pause()
+        await server.begin_update()
+        await server.receive_tensors(list(new_model.weights())[:20])
+        with pytest.raises(ServerError, match=r"update_weights: HTTP 500"):
+            await server.receive_tensors([("model.layers.0.self_attn.q_proj.weight", torch.zeros(3, 3))])
+        assert (await server.info()).policy_version == -1
+        await by_value(server, new_model, 6)
+        await server.resume()
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 6 and off(new_model, answer, SHORT) < 1e-5
+
+    call(vllm, use)
+
+
+def test_an_update_without_a_pause_is_refused(vllm: Engine) -> None:
+    with pytest.raises(RuntimeError, match="begin_update without pause"):
+        call(vllm, lambda server: server.begin_update())
+
+
+def test_requests_that_come_during_a_pause_wait_and_running_ones_can_be_aborted(
+    vllm: Engine, old_model: Reference
+) -> None:
+    async def use(server: InferenceServer) -> None:
+        request = ask(SHORT, 1000)
+        running = asyncio.create_task(server.generate(request))
+        await asyncio.sleep(0.2)
+        await server.pause()
+        late = asyncio.create_task(server.generate(ask(SHORT, 5)))
+        await asyncio.sleep(0.5)
+        assert not late.done() and await server.health()
+        await server.abort(request.request_id)
+        await server.resume()
+        for answer in await asyncio.gather(running, late):
+            assert not answer.token_ids or off(old_model, answer, SHORT) < 1e-5
+
+    call(vllm, use)
+
+
+def test_the_trainer_vanishing_from_the_group_leaves_a_server_that_can_be_updated(
+    vllm: Engine, new_model: Reference
+) -> None:
+    async def use(server: InferenceServer) -> None:
+        port = free_port()
+        joined = asyncio.create_task(server.join_group("127.0.0.1", port, 1, 2, "gloo"))
+        trainer = vanishing_trainer("127.0.0.1", port, transfer_group_name("127.0.0.1", port))
+        await joined
+        await server.pause()
+        await server.begin_update()
+        received = asyncio.create_task(server.receive_broadcast(["model.norm.weight"], ["float32"], [[64]]))
+        await asyncio.sleep(0.3)
+        trainer.kill()
+        trainer.wait()
+        with pytest.raises(ServerError, match=r"update_weights: HTTP 500"):
+            await received
+        assert (await server.info()).policy_version == -1
+        await by_broadcast(server, new_model, 5)
+        await server.resume()
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 5 and off(new_model, answer, SHORT) < 1e-5
+
+    call(vllm, use)

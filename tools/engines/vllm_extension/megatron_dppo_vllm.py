@@ -1,0 +1,227 @@
+"""What a vLLM server of our trainer loads into its workers; this file runs inside vLLM, nothing of ours imports it.
+
+    PYTHONPATH=tools/engines/vllm_extension ... --worker-extension-cls megatron_dppo_vllm.WorkerExtension
+        --weight-transfer-config '{"backend": "megatron_dppo"}'
+
+vLLM's own transfer backends broadcast over a communicator that only a trainer with vLLM installed can open, and none
+runs on a CPU. This one joins a plain torch group (gloo or NCCL) and speaks the same routes. vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+NAME = "megatron_dppo"
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """A torch process group whose store is at ``host:port``; the servers' ranks start at ``rank_offset``."""
+
+    host: str
+    port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+    timeout: float
+
+
+@dataclass
+class Weights(WeightTransferUpdateInfo):
+    """Some tensors: a broadcast bucket (names, dtypes, shapes), or base64 of a safetensors file."""
+
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    safetensors: str | None = None
+
+
+class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
+    """Weights by Hugging Face name, over a torch process group or by value."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = Weights
+    _group: Any = None
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        """Join; returns when all ranks are there."""
+        self.shutdown()
+        config = self.parallel_config
+        rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
+        limit = timedelta(seconds=init_info.timeout)
+        store = TCPStore(init_info.host, init_info.port, init_info.world_size, False, timeout=limit)
+        group, _ = _new_process_group_helper(
+            init_info.world_size,
+            rank,
+            [],
+            Backend(init_info.backend),
+            PrefixStore(init_info.group_name, store),
+            group_name=init_info.group_name,
+            timeout=limit,
+        )
+        _world.pg_group_ranks[group] = {i: i for i in range(init_info.world_size)}
+        self._group = group
+
+    def start_weight_update(self) -> None:
+        """Open an update; what a broken one left half-loaded is ended first: vLLM would go on with it."""
+        prepare(self.model, self.model_config, self.device)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive some tensors (the base class waits for an accelerator, which a CPU does not have)."""
+        info = self.parse_update_info(update_info)
+        try:
+            self.receive_weights(info)
+        except BaseException:
+            # vLLM ends the update here, and would be left with layers that have no weights.
+            close(self.model, self.model_config)
+            raise
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Weights) -> None:
+        """Load a bucket."""
+        if update_info.safetensors is not None:
+            tensors = load(base64.b64decode(update_info.safetensors)).items()
+            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+        else:
+            self.model.load_weights(self._broadcast(update_info))
+
+    def _broadcast(self, info: Weights) -> Iterator[tuple[str, Tensor]]:
+        if self._group is None:
+            raise RuntimeError("no process group: init_weight_transfer_engine was not called")
+        dtypes = [getattr(torch, name) for name in info.dtypes]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(info.shapes, dtypes, strict=True)]
+        # A new buffer each time: vLLM keeps views of it until a layer is complete.
+        data = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        dist.broadcast(data, group=self._group, group_src=0)
+        for name, part, dtype, shape in zip(info.names, data.split(sizes), dtypes, info.shapes, strict=True):
+            yield name, part.view(dtype).view(shape)
+
+    def finish_weight_update(self) -> None:
+        """Close the update."""
+        close(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+WeightTransferEngineFactory.register_engine(NAME, TorchGroupEngine)
+
+
+def experts(model: nn.Module) -> Iterator[Any]:
+    """What holds the kernel of each layer of experts."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            yield method
+
+
+def prepare(model: nn.Module, model_config: Any, device: torch.device) -> None:
+    """Make a model ready for new weights, whatever an update before left."""
+    close(model, model_config)
+    if device.type != "cpu":
+        return
+    # On a CPU vLLM packs the experts' weights only while a layer has no kernel: with one, a reload leaves them unpacked
+    # where packed ones are read, and the model is wrong without a word (unquantized_fused_moe_method.py).
+    for method in experts(model):
+        method.megatron_dppo_kernel, method.moe_kernel = method.moe_kernel, None
+
+
+def close(model: nn.Module, model_config: Any) -> None:
+    """End an update: layers that got no weights keep theirs, and their kernel."""
+    finalize_layerwise_reload(model, model_config)
+    for method in experts(model):
+        if method.moe_kernel is None:
+            method.moe_kernel = getattr(method, "megatron_dppo_kernel", None)
+        method.megatron_dppo_kernel = None
+
+
+def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a Hugging Face folder.
+
+    Raises:
+        ValueError: it has none, or a file is broken; nothing was read yet.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    try:
+        opened = [safe_open(file, framework="pt") for file in files]
+    except Exception as error:
+        raise ValueError(f"weights not touched: {error}") from error
+    if not opened:
+        raise ValueError("weights not touched: the folder has no safetensors files")
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for file in opened:
+            for name in file.keys():  # noqa: SIM118 (no dict)
+                yield name, file.get_tensor(name)
+
+    return tensors()
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; called through ``/collective_rpc``."""
+
+    def megatron_dppo_close_update(self) -> None:
+        """End an update that was left open; with none, nothing happens (vLLM's own call makes an error of that)."""
+        if self._weight_update_active:  # type: ignore[attr-defined]
+            self.finish_weight_update()  # type: ignore[attr-defined]
+
+    def megatron_dppo_load(self, folder: str) -> None:
+        """Load a Hugging Face folder."""
+        weights = read_folder(folder)
+        runner = self.model_runner  # type: ignore[attr-defined]
+        model = runner.get_model()
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            prepare(model, runner.model_config, self.device)  # type: ignore[attr-defined]
+            try:
+                self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
+            finally:
+                close(model, runner.model_config)
+
+    def megatron_dppo_checksums(self) -> dict[str, str]:
+        """A digest a tensor; of those that a CPU has packed out of reach, of what they do to a fixed input."""
+        result = dict(self.compute_weight_checksums())  # type: ignore[attr-defined]
+        prefix = self._weight_checksum_prefix()  # type: ignore[attr-defined]
+        for name, module in self.model_runner.get_model().named_modules():  # type: ignore[attr-defined]
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and not weight.numel() and hasattr(module, "cpu_linear"):
+                result[f"{prefix}{name}.weight"] = _fingerprint(module, weight)
+        return result
+
+
+@torch.inference_mode()
+def _fingerprint(module: Any, weight: Tensor) -> str:
+    # The shape before packing, which vLLM keeps for reloads.
+    width = get_layerwise_info(module).restore_metadata[0]["weight"].shape[-1]
+    inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    output = module.cpu_linear(inputs, weight, None)
+    return hashlib.sha256(output.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
