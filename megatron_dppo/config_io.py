@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -77,6 +78,18 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
         table = values.get(section)
         if isinstance(table, dict) and key in table:
             table[key] = _beside(table[key], folder)
+    _resolve_program(values, folder)
+
+
+def _resolve_program(values: dict[str, Any], folder: Path) -> None:
+    """The path of a program in ``rollout.servers.command``; a bare name is looked up in PATH."""
+    table: Any = values
+    for part in ("rollout", "servers", "command"):
+        table = table.get(part) if isinstance(table, dict) else None
+    if isinstance(table, list) and table and isinstance(table[0], str) and "/" in table[0]:
+        # Not a Path: "./serve" must keep its slash.
+        beside = os.path.join(folder, table[0])
+        table[0] = beside if os.path.exists(beside) else table[0]
 
 
 def _beside(value: Any, folder: Path) -> Any:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megatron_dppo.cli.serve import add_serve_arguments, run_serve
 from megatron_dppo.errors import UserError
 
 
@@ -17,8 +18,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="post-train a model by a configuration file", epilog=_OVERRIDES)
     add_train_arguments(train)
+    serve = commands.add_parser(
+        "serve", help="start the inference servers of a run", epilog=_OVERRIDES, allow_abbrev=False
+    )
+    add_serve_arguments(serve)
     options, overrides = parser.parse_known_args(arguments)
+    if options.command == "serve":
+        return serve_or_report(options, overrides)
     return run_train(options, overrides)
+
+
+def serve_or_report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run ``serve``; a UserError becomes its message and exit code."""
+    try:
+        return run_serve(options, overrides)
+    except UserError as error:
+        return report_error(error)
 
 
 _OVERRIDES = (

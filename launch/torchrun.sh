@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# One machine: the inference servers of CONFIG and the trainer.
+#
+#   launch/torchrun.sh CONFIG.toml [--nproc-per-node N] [--section.key VALUE ...]
+#
+# Starts the servers (megatron-dppo serve), waits until they are healthy, trains with torchrun, ends the servers. The
+# exit code is the training's. With rollout.engine = "local" there are no servers; those named in rollout.servers.urls
+# are only checked. The trainer's N ranks get the first N GPUs, the servers those after them.
+#
+#   --nproc-per-node N    trainer ranks (default 1)
+#   PYTHON                the interpreter to use (default python3)
+#
+# SIGTERM: the trainer finishes its step, saves and ends with 0; the same command goes on from there.
+set -euo pipefail
+
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
+say() { echo "launch: $*" >&2; }
+
+nproc=1
+arguments=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    --help | -h)
+        usage
+        exit 0
+        ;;
+    --nproc-per-node | --nproc_per_node)
+        nproc=${2:-}
+        shift
+        ;;
+    --nproc-per-node=* | --nproc_per_node=*) nproc=${1#*=} ;;
+    *) arguments+=("$1") ;;
+    esac
+    shift || break
+done
+config=${arguments[0]:-}
+if [ -z "$config" ] || [ "${config#-}" != "$config" ]; then
+    usage >&2
+    exit 2
+fi
+if ! [[ $nproc =~ ^[1-9][0-9]*$ ]]; then
+    say "--nproc-per-node = '$nproc': expected a number of ranks"
+    exit 2
+fi
+python=${PYTHON:-python3}
+
+work=$(mktemp -d)
+server="" trainer="" stopping=""
+
+# shellcheck disable=SC2329  # called by the traps
+finish() {
+    local code=$?
+    trap '' TERM INT
+    if [ -n "$trainer" ]; then kill -TERM "$trainer" 2>/dev/null && wait "$trainer" || true; fi
+    if [ -n "$server" ]; then
+        kill -TERM "$server" 2>/dev/null || true
+        wait "$server" || true
+    fi
+    rm -rf "$work"
+    exit "$code"
+}
+# The ranks themselves: torchrun would give them 30 seconds, and a step and its checkpoint may need more.
+# shellcheck disable=SC2329
+forward() {
+    stopping=1
+    local ranks=()
+    if [ -z "$trainer" ]; then exit 143; fi
+    say "SIGTERM: the trainer finishes its step and saves"
+    read -ra ranks <"/proc/$trainer/task/$trainer/children" || true
+    kill -TERM "${ranks[@]:-$trainer}" 2>/dev/null || true
+}
+trap finish EXIT
+trap forward TERM
+trap 'exit 130' INT
+
+mode=$("$python" -m megatron_dppo.cli.main serve "${arguments[@]}" --print-mode)
+case $mode in
+attach) "$python" -m megatron_dppo.cli.main serve "${arguments[@]}" ;;
+start)
+    "$python" -m megatron_dppo.cli.main serve "${arguments[@]}" --skip-gpus "$nproc" --urls-file "$work/urls" &
+    server=$!
+    until [ -e "$work/urls" ]; do
+        # Its own message says what is wrong.
+        kill -0 "$server" 2>/dev/null || { wait "$server" && exit 1 || exit $?; }
+        sleep 0.5
+    done
+    ;;
+esac
+
+"$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m megatron_dppo.train "${arguments[@]}" &
+trainer=$!
+# A signal interrupts wait; then it is asked again.
+while true; do
+    ended=
+    code=0
+    wait -n -p ended ${server:+"$server"} "$trainer" || code=$?
+    if [ "${ended:-}" = "$trainer" ]; then
+        trainer=
+        exit "$code"
+    fi
+    if [ -n "${ended:-}" ]; then
+        server=
+        if [ -n "$stopping" ]; then continue; fi
+        say "the servers have ended (exit code $code), so training stops; the message above says why"
+        exit 1
+    fi
+done

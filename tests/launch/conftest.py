@@ -1,0 +1,22 @@
+"""One Slurm for all tests of the folder."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm import Slurm
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    """Three nodes; not in pytest's folder, whose path is too long for a socket."""
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
+        cluster = Slurm(Path(folder), num_nodes=3)
+        try:
+            yield cluster
+        finally:
+            cluster.stop()

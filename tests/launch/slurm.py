@@ -1,0 +1,132 @@
+"""A real Slurm of a few nodes on this machine, with its own key, configuration, ports and spool folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.engines.servers import free_port
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
+_CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge/socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=10
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=110
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class Slurm:
+    """A running cluster; ``stop`` ends it.
+
+    Args:
+        folder: everything it writes; short, since it holds sockets.
+        num_nodes: virtual nodes ``n1``, ``n2``, ..., all on 127.0.0.1.
+
+    Raises:
+        RuntimeError: Slurm is not installed, this user is not root, or it does not come up.
+    """
+
+    def __init__(self, folder: Path, num_nodes: int) -> None:
+        missing = [name for name in PROGRAMS if shutil.which(name) is None]
+        if missing:
+            raise RuntimeError(
+                f"{', '.join(missing)} not found; apt-get install slurm-wlm munge (make test-slurm does)"
+            )
+        if os.geteuid() != 0:
+            raise RuntimeError("a Slurm of its own needs root: slurmd starts jobs as their users")
+        self.folder, self._daemons = folder, list[subprocess.Popen[bytes]]()
+        self.env = dict(os.environ) | {"SLURM_CONF": str(folder / "slurm.conf")}
+        names = [f"n{i + 1}" for i in range(num_nodes)]
+        self._configure(names)
+        try:
+            self._start("munged", *self._munge_options())
+            self._until(lambda: (folder / "munge/socket").exists(), "munged")
+            self._start("slurmctld", "-D")
+            for name in names:
+                self._start("slurmd", "-D", "-N", name)
+            idle = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
+            self._until(lambda: set(self.run(*idle, check=False).split()) == set(names), "its nodes")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _configure(self, names: list[str]) -> None:
+        host = self.run("hostname", "-s").strip()
+        (self.folder / "state").mkdir()
+        (self.folder / "munge").mkdir(mode=0o700)
+        key = self.folder / "munge/key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        lines = [_CONFIG.format(folder=self.folder, host=host, port=free_port())]
+        lines += [f"NodeName={n} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2\n" for n in names]
+        (self.folder / "slurm.conf").write_text("".join(lines))
+
+    def _munge_options(self) -> list[str]:
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        # --force: it warns of parent folders that others can write, as /tmp.
+        return ["--foreground", "--force", *(f"--{k}={self.folder}/munge/{v}" for k, v in files.items())]
+
+    def _start(self, *command: str) -> None:
+        with (self.folder / "daemons.log").open("ab") as log:
+            self._daemons.append(
+                subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            )
+
+    def _until(self, ready, what: str) -> None:
+        end = time.monotonic() + 60
+        while not ready():
+            if time.monotonic() > end or any(daemon.poll() is not None for daemon in self._daemons):
+                logs = "\n".join(f"{f.name}: {f.read_text()[-1500:]}" for f in sorted(self.folder.glob("*.log")))
+                raise RuntimeError(f"Slurm: {what} did not come up\n{logs}")
+            time.sleep(0.2)
+
+    def run(self, *command: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
+        """Output of one of Slurm's commands."""
+        done = subprocess.run(
+            command, env=self.env | dict(env or {}), capture_output=True, text=True, timeout=60, check=False
+        )
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def stop(self) -> None:
+        """Cancel what runs and end the daemons, the newest first."""
+        self.run("scancel", "--user=root", check=False)
+        end = time.monotonic() + 30
+        while self.run("squeue", "-h", check=False).strip() and time.monotonic() < end:
+            time.sleep(0.5)
+        for daemon in reversed(self._daemons):
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()

@@ -1,0 +1,66 @@
+"""A stand-in for an inference server: ``python server_stub.py FOLDER MODE --host H --port P ...``.
+
+It writes what it was started with to ``FOLDER/started-PORT.json`` and answers /health and what SGLang says of itself.
+MODE: ``serve``; ``stubborn`` ignores SIGINT; ``die`` prints and ends at once; ``die-later`` ends when ``FOLDER/die``
+exists; ``slow`` never becomes healthy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+ANSWERS = {"/server_info": {"version": "0.5.23"}, "/model_info": {"model_path": "stub"}, "/health": {}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        key = os.environ.get("STUB_KEY")
+        allowed = key is None or self.path == "/health" or self.headers["Authorization"] == f"Bearer {key}"
+        answer = ANSWERS.get(self.path) if allowed else {}
+        status = 401 if not allowed else 404 if answer is None else 200
+        self.send_response(503 if mode == "slow" else status)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def wait_for_death() -> None:
+    while not (folder / "die").exists():
+        time.sleep(0.05)
+    print("out of memory, key", os.environ.get("STUB_KEY"), flush=True)
+    os._exit(7)
+
+
+if __name__ == "__main__":
+    folder, mode = Path(sys.argv[1]), sys.argv[2]
+    arguments = sys.argv[3:]
+    port = arguments[arguments.index("--port") + 1]
+    file = arguments[arguments.index("--config") + 1] if "--config" in arguments else None
+    child = subprocess.Popen(["sleep", "1000"])
+    started = {
+        "arguments": arguments,
+        "env": dict(os.environ),
+        "config": Path(file).read_text() if file else None,
+        "config_folder_mode": (Path(file).parent.stat().st_mode & 0o777) if file else None,
+        "pids": [os.getpid(), child.pid],
+    }
+    (folder / f"started-{port}.json").write_text(json.dumps(started))
+    print("loading", flush=True)
+    if mode == "die":
+        print("no such model", file=sys.stderr, flush=True)
+        sys.exit(5)
+    if mode == "stubborn":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if mode == "die-later":
+        threading.Thread(target=wait_for_death, daemon=True).start()
+    ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
