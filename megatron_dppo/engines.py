@@ -21,6 +21,7 @@ from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
+from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ def connect_servers(config: Config) -> list[InferenceServer]:
     key = _secret("api_key_env", servers.api_key_env)
     admin = _secret("admin_api_key_env", servers.admin_api_key_env)
     if config.rollout.engine == "vllm":
-        from megatron_dppo.rollout.vllm import VLLMServer
-
         return [VLLMServer(url, api_key=key, deadlines=deadlines) for url in servers.resolved_urls]
     return [SGLangServer(url, api_key=key, admin_api_key=admin, deadlines=deadlines) for url in servers.resolved_urls]
 
