@@ -63,10 +63,14 @@ class Job:
         self._slurm.run("scancel", "--signal=TERM", "--batch", self.id)
 
     def start_again(self, starts: int) -> None:
-        """Wait until the job has been queued again and runs; Slurm would let it wait for two minutes."""
+        """Wait until the job has been queued again and runs; Slurm would let it wait for two minutes.
+
+        Not at once: a node refuses the credential of a job that it has just ended.
+        """
         end = time.monotonic() + 120
         while self._field("Restarts") != str(starts) or self.state != "RUNNING":
             assert time.monotonic() < end, f"{self.state}:\n{self.output}"
-            if self.state == "PENDING":
+            pending = self.state == "PENDING"
+            time.sleep(3)
+            if pending:
                 self._slurm.run("scontrol", "update", f"JobId={self.id}", "StartTime=now", check=False)
-            time.sleep(0.5)
