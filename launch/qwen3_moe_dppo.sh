@@ -98,25 +98,31 @@ shared=${shared:-$PWD/megatron_dppo-$SLURM_JOB_ID}
 address() { scontrol -o show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p'; }
 list() { (IFS=, && echo "$*"); }
 # Steps share nodes where they have to (--overlap); the programs limit their own threads.
-step() { srun --overlap --overcommit --cpu-bind=none --cpus-per-task="$1" --kill-on-bad-exit=1 --input=none "${@:2}"; }
+step() {
+    srun --job-name="$1" --cpus-per-task="$2" --overlap --overcommit --cpu-bind=none --kill-on-bad-exit=1 --input=none "${@:3}"
+}
+# Not by kill: after a SIGTERM srun kills its tasks within KillWait, which may be too short for a step and a checkpoint.
+signal_steps() {
+    squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format="%i %j" | while read -r id name; do
+        if [ "$name" = "$2" ]; then scancel --signal="$1" "$id" || true; fi
+    done
+}
 
 declare -A servers=()
 trainer="" stopping=""
 
 # shellcheck disable=SC2329  # called by the traps
 end_servers() {
-    # The first SIGTERM begins their grace, the second one ends it.
+    [ ${#servers[@]} -gt 0 ] || return 0
+    signal_steps INT servers
     local pid
-    for pid in "${!servers[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done
-    [ ${#servers[@]} = 0 ] || sleep 1
-    for pid in "${!servers[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done
     for pid in "${!servers[@]}"; do wait "$pid" 2>/dev/null || true; done
     servers=()
 }
 # shellcheck disable=SC2329
 end_trainer() {
     [ -n "$trainer" ] || return 0
-    kill -TERM "$trainer" 2>/dev/null || true
+    signal_steps TERM trainer
     for _ in {1..60}; do
         kill -0 "$trainer" 2>/dev/null || return 0
         sleep 1
@@ -135,7 +141,7 @@ finish() {
 stop() {
     stopping=1
     say "SIGTERM: the trainer finishes its step and saves"
-    if [ -n "$trainer" ]; then kill -TERM "$trainer" 2>/dev/null || true; fi
+    signal_steps TERM trainer
 }
 preempted() { scontrol -o show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; }
 requeue() {
@@ -159,7 +165,7 @@ if [ "$mode" = start ]; then
     mkdir -p "$shared"
     rm -f "$shared"/urls-*
     for node in "${serving_nodes[@]}"; do
-        step "$SLURM_CPUS_ON_NODE" --nodes=1 --ntasks=1 --nodelist="$node" \
+        step servers "$SLURM_CPUS_ON_NODE" --nodes=1 --ntasks=1 --nodelist="$node" \
             "$python" -m megatron_dppo.cli.main serve "$config" "${overrides[@]}" \
             --rollout.servers.host "$(address "$node")" "${serve_options[@]}" \
             --urls-file "$shared/urls-$node" --log-dir "$shared/servers-$node" &
@@ -180,7 +186,7 @@ fi
 if [ "$mode" != none ]; then
     overrides=(--rollout.weight_sync.host "$MASTER_ADDR" "${overrides[@]}")
     # The servers may be well and their addresses unreachable from here.
-    step 1 --nodes=1 --ntasks=1 --nodelist="$first" \
+    step check 1 --nodes=1 --ntasks=1 --nodelist="$first" \
         "$python" -m megatron_dppo.cli.main serve "$config" "${overrides[@]}" || fail "the trainer's first node $first cannot use the servers" 1
 fi
 [ -z "$stopping" ] || requeue
@@ -189,7 +195,7 @@ fi
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) LOCAL_WORLD_SIZE=$nproc WORLD_SIZE=$((${#trainer_nodes[@]} * nproc))
 say "training on ${#trainer_nodes[@]} nodes (${trainer_nodes[*]}) with $nproc ranks each"
 # shellcheck disable=SC2016  # the step's own variables
-step "$rank_cpus" --nodes="${#trainer_nodes[@]}" --ntasks="$WORLD_SIZE" --ntasks-per-node="$nproc" \
+step trainer "$rank_cpus" --nodes="${#trainer_nodes[@]}" --ntasks="$WORLD_SIZE" --ntasks-per-node="$nproc" \
     --nodelist="$(list "${trainer_nodes[@]}")" --distribution=block \
     bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$0" -m megatron_dppo.train "$@"' \
     "$python" "$config" "${overrides[@]}" &

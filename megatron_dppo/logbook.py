@@ -11,6 +11,8 @@ from megatron_dppo.platform import DTYPES
 from megatron_dppo.report.curves import write_curves
 from megatron_dppo.report.summary import before_after_table, sample_answers, summarize, written_files
 from megatron_dppo.rollout.collect import rollout_metrics
+from megatron_dppo.rollout.pool import PoolCounts
+from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.sampling import Collected
 from megatron_dppo.session import Session, export_hf
 from megatron_dppo.types import Metric, StepResult, TrainingSample
@@ -24,12 +26,11 @@ def step_metrics(
     clock: Clock,
 ) -> dict[str, float]:
     """Everything that is logged for a step, globally reduced."""
-    local = rollout_metrics(collected.groups, samples) | collected.metrics(session.inputs.layout.dp)
+    dp = session.inputs.layout.dp
+    local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | _server_metrics(session, dp)
     rollout = reduce_over_samples(session, local)
     # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
-    tokens = reduce_over_samples(
-        session, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / session.inputs.layout.dp)}
-    )
+    tokens = reduce_over_samples(session, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
     train = {
         name: max(r.metrics[name] for r in results)
         if name.endswith("_max")
@@ -52,6 +53,17 @@ def step_metrics(
         "tokens_per_second": tokens["tokens"] / seconds,
     }
     return prefixed("train", train) | prefixed("rollout", rollout) | prefixed("perf", perf)
+
+
+def _server_metrics(session: Session, dp: int) -> dict[str, Metric]:
+    """What happened to the requests of this step (sums over the ranks); empty without servers."""
+    if session.config.rollout.engine == "local":
+        return {}
+    counts = session.engine.take_counts() if isinstance(session.engine, ServerEngine) else PoolCounts()
+    return {
+        "retried_requests": Metric(counts.retries, 1 / dp),
+        "lost_servers": Metric(counts.servers_lost, kind="max"),
+    }
 
 
 def _sources(train: str | list[str]) -> str:

@@ -37,7 +37,10 @@ else
     stamp=.venv/.installed
     mode=fill
     # A folder without a working pip is what an interrupted set-up leaves behind.
-    [ -x $target ] && $target -m pip --version >/dev/null 2>&1 || { say "creating .venv"; "$python" -m venv --clear .venv; }
+    if ! $target -m pip --version >/dev/null 2>&1; then
+        say "creating .venv"
+        "$python" -m venv --clear .venv
+    fi
     # An interpreter started through a wrapper can resolve to the system's: never install there.
     [ "$(prefix $target)" = "$(pwd -P)/.venv" ] || { say ".venv/bin/python runs in $(prefix $target), not in .venv; set PYTHON to a real interpreter, not a wrapper"; exit 2; }
     export PIP_REQUIRE_VIRTUALENV=1

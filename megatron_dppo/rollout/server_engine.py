@@ -82,10 +82,10 @@ class ServerEngine:
         """Version of the weights that the next ``generate`` uses; -1 before the first ``use_version``."""
         return self._pool.version
 
-    @property
-    def counts(self) -> PoolCounts:
-        """Retries and lost servers since the start."""
-        return self._pool.counts
+    def take_counts(self) -> PoolCounts:
+        """Retries and lost servers since the last call."""
+        counts, self._pool.counts = self._pool.counts, PoolCounts()
+        return counts
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the event loop that the servers belong to, such as a weight sync."""

@@ -130,6 +130,9 @@ def test_a_server_that_is_killed_in_mid_rollout_costs_no_sample(pair: list[Engin
         assert step["train/abs_prob_diff_first"] < 1e-5
         assert step["train/router_missing"] == 0
     assert ask(pair[1])[0].policy_version == 16
+    # Requests of both ranks were under way there, and all of them were asked for again.
+    assert sum(step["rollout/lost_servers"] for step in steps) == 1
+    assert sum(step["rollout/retried_requests"] for step in steps) > 0
     assert pair[0].url in (tmp_path / "out").read_text()
 
 

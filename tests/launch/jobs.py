@@ -62,10 +62,15 @@ class Job:
         """What Slurm sends before the time limit: SIGTERM to the script alone."""
         self._slurm.run("scancel", "--signal=TERM", "--batch", self.id)
 
-    def start_now(self) -> None:
-        """Slurm lets a job that was queued again wait for two minutes."""
-        end = time.monotonic() + 60
-        while self.state != "PENDING":
+    def start_again(self, starts: int) -> None:
+        """Wait until the job has been queued again and runs; Slurm would let it wait for two minutes.
+
+        Not at once: a node refuses the credential of a job that it has just ended.
+        """
+        end = time.monotonic() + 120
+        while self._field("Restarts") != str(starts) or self.state != "RUNNING":
             assert time.monotonic() < end, f"{self.state}:\n{self.output}"
-            time.sleep(0.2)
-        self._slurm.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+            pending = self.state == "PENDING"
+            time.sleep(3)
+            if pending:
+                self._slurm.run("scontrol", "update", f"JobId={self.id}", "StartTime=now", check=False)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.engines.servers import free_port
@@ -100,7 +100,7 @@ class Slurm:
                 subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             )
 
-    def _until(self, ready, what: str) -> None:
+    def _until(self, ready: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + 60
         while not ready():
             if time.monotonic() > end or any(daemon.poll() is not None for daemon in self._daemons):

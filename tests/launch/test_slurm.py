@@ -73,12 +73,12 @@ def test_it_saves_before_the_time_limit_and_at_preemption_and_goes_on(slurm: Slu
     )
     until_step(job, tmp_path / "run", 2)
     job.signal()
-    job.start_now()
+    job.start_again(1)
     stopped = steps(tmp_path / "run")[-1]
     assert stopped < 38 and job.output.count("queueing the job again") == 1
     until_step(job, tmp_path / "run", stopped + 2)
     slurm.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
-    job.start_now()
+    job.start_again(2)
     assert job.output.count("queueing the job again") == 2 and steps(tmp_path / "run")[-1] < 40
     assert job.end() == "COMPLETED", job.output
     assert steps(tmp_path / "run") == list(range(1, 41))

@@ -1,0 +1,148 @@
+"""``launch/torchrun.sh``: what it starts, what it forwards, what it leaves; with stand-ins for server and trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_serving import STUB, free_ports, runs
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples/chain_sum"
+
+# In the place of torchrun: one rank, which ends by a file or at SIGTERM, and its parent, which then kills it.
+TORCHRUN = """
+import signal, subprocess, sys, os
+folder = os.environ["STUB_FOLDER"]
+rank = '''
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: (folder / "saved").touch())
+(folder / "training").touch()
+while not (folder / "saved").exists():
+    if (folder / "end").exists():
+        sys.exit(int((folder / "end").read_text()))
+    time.sleep(0.05)
+'''
+open(os.path.join(folder, "trainer.json"), "w").write(__import__("json").dumps(sys.argv[1:]))
+child = subprocess.Popen([sys.executable, "-c", rank, folder])
+signal.signal(signal.SIGTERM, lambda *_: (child.kill(), open(os.path.join(folder, "killed"), "w"), os._exit(9)))
+sys.exit(child.wait())
+"""
+
+
+class Launch:
+    def __init__(self, folder: Path, mode: str, config: str, *arguments: str) -> None:
+        self.folder, self.port = folder, free_ports(1)
+        (folder / "torchrun.py").write_text(TORCHRUN)
+        python = folder / "python"
+        python.write_text(
+            f'#!/bin/sh\ncase "$*" in *torch.distributed.run*) exec {sys.executable} {folder}/torchrun.py "$@";; esac\n'
+            f'exec {sys.executable} "$@"\n'
+        )
+        python.chmod(0o755)
+        servers = []
+        if config != "dppo.toml":
+            command = json.dumps([sys.executable, str(STUB), str(folder), mode])
+            servers = ["--rollout.servers.command", command, "--rollout.servers.port", str(self.port)]
+        self.process = subprocess.Popen(
+            [str(ROOT / "launch/torchrun.sh"), str(EXAMPLES / config), *servers, *arguments],
+            env=os.environ
+            | {"PYTHON": str(python), "STUB_FOLDER": str(folder), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+        )
+
+    def until(self, name: str) -> None:
+        end = time.monotonic() + 30
+        while not (self.folder / name).exists():
+            assert self.process.poll() is None and time.monotonic() < end, self.end()
+            time.sleep(0.05)
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, output
+
+    def server_pids(self) -> list[int]:
+        return json.loads((self.folder / f"started-{self.port}.json").read_text())["pids"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    (tmp_path / "end").write_text("0")  # nothing waits for ever
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_training_starts_with_healthy_servers_and_its_exit_code_is_the_scripts(folder: Path, code: int) -> None:
+    launch = Launch(folder, "serve", "sglang.toml", "--nproc-per-node", "2", "--run.seed", "5")
+    launch.until("training")
+    assert all(map(runs, launch.server_pids()))
+    (folder / "end").write_text(str(code))
+    assert launch.end()[0] == code
+    assert not any(map(runs, launch.server_pids()))
+    arguments = json.loads((folder / "trainer.json").read_text())
+    assert arguments[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert arguments[5:8] == ["-m", "megatron_dppo.train", str(EXAMPLES / "sglang.toml")]
+    assert arguments[-2:] == ["--run.seed", "5"]
+
+
+def test_sigterm_reaches_the_ranks_while_the_servers_stay_until_they_have_saved(folder: Path) -> None:
+    launch = Launch(folder, "serve", "sglang.toml")
+    launch.until("training")
+    launch.process.send_signal(signal.SIGTERM)
+    code, output = launch.end()
+    assert code == 0 and "the trainer finishes its step and saves" in output
+    assert output.index("saves") < output.index("ending the servers")
+    assert (folder / "saved").exists() and not (folder / "killed").exists()
+    assert not any(map(runs, launch.server_pids()))
+
+
+def test_the_death_of_the_servers_ends_training(folder: Path) -> None:
+    launch = Launch(folder, "die-later", "sglang.toml")
+    launch.until("training")
+    (folder / "die").touch()
+    code, output = launch.end()
+    assert code == 1 and "the server has ended (exit code 7)" in output and "so training stops" in output
+    assert (folder / "killed").exists()
+
+
+def test_servers_that_do_not_start_keep_training_from_starting(folder: Path) -> None:
+    launch = Launch(folder, "die", "sglang.toml")
+    code, output = launch.end()
+    assert code == 2 and "| no such model" in output and not (folder / "training").exists()
+
+
+def test_the_local_engine_needs_no_servers(folder: Path) -> None:
+    launch = Launch(folder, "serve", "dppo.toml")
+    launch.until("training")
+    (folder / "end").write_text("0")
+    code, output = launch.end()
+    assert code == 0 and "serve:" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "launch/torchrun.sh CONFIG.toml"),
+        (["--run.seed", "1"], "launch/torchrun.sh CONFIG.toml"),
+        (["x.toml", "--nproc-per-node", "two"], "--nproc-per-node = 'two': expected a number of ranks"),
+        (["nowhere.toml"], "configuration file 'nowhere.toml' does not exist"),
+    ],
+)
+def test_arguments_that_cannot_work_are_named(arguments: list[str], message: str) -> None:
+    env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [str(ROOT / "launch/torchrun.sh"), *arguments], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and message in done.stderr
