@@ -119,8 +119,9 @@ def test_an_incomplete_folder_is_refused_before_the_server_is_asked(
     call(vllm, use)
 
 
-def test_an_update_that_was_never_ended_leaves_no_good_version_and_can_be_begun_again(
-    vllm: Engine, new_model: Reference
+@pytest.mark.parametrize("update", [by_value, from_disk])
+def test_an_update_that_was_never_ended_leaves_no_good_version_and_another_one_makes_it_good(
+    vllm: Engine, new_model: Reference, update: Update
 ) -> None:
     async def dies(server: InferenceServer) -> None:
         await server.pause()
@@ -131,7 +132,7 @@ def test_an_update_that_was_never_ended_leaves_no_good_version_and_can_be_begun_
         assert (await server.info()).policy_version == -1
         await server.pause()
         assert await server.health()
-        await by_value(server, new_model, 3)
+        await update(server, new_model, 3)
         await server.resume()
         answer = await server.generate(ask(SHORT, 20))
         assert answer.versions[0].policy_version == 3 and off(new_model, answer, SHORT) < 1e-5
@@ -154,7 +155,7 @@ def test_a_server_that_is_resumed_in_the_middle_of_an_update_lives_and_its_token
     call(vllm, use)
 
 
-def test_a_tensor_that_the_model_does_not_have_is_an_error_after_which_the_update_can_be_begun_again(
+def test_a_tensor_that_does_not_fit_is_an_error_after_which_the_server_lives_and_can_be_updated_again(
     vllm: Engine, new_model: Reference
 ) -> None:
     async def use(server: InferenceServer) -> None:
@@ -163,7 +164,9 @@ def test_a_tensor_that_the_model_does_not_have_is_an_error_after_which_the_updat
         await server.receive_tensors(list(new_model.weights())[:20])
         with pytest.raises(ServerError, match=r"update_weights: HTTP 500"):
             await server.receive_tensors([("model.layers.0.self_attn.q_proj.weight", torch.zeros(3, 3))])
-        assert (await server.info()).policy_version == -1
+        await server.resume()
+        assert (await server.generate(ask(SHORT, 20))).versions[0].policy_version == -1
+        await server.pause()
         await by_value(server, new_model, 6)
         await server.resume()
         answer = await server.generate(ask(SHORT, 20))

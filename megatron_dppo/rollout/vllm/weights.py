@@ -1,7 +1,8 @@
 """New weights for a vLLM server: from disk, by value, by broadcast.
 
 The last two need ``tools/engines/vllm_extension`` in the server. vLLM's own NCCL backend waits at ``host:port`` for a
-pickled object of a vLLM class, and then calls NCCL outside of torch: a trainer's torch group cannot be its peer.
+pickled object of a vLLM class, or is given an NCCL id, which torch keeps to itself; then calls NCCL outside of torch.
+A trainer's torch group cannot be its peer.
 """
 
 from __future__ import annotations
