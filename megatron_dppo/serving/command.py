@@ -32,7 +32,8 @@ _WORLD = (
 )
 """Names of the sizes whose product is the number of GPUs of one server."""
 
-_VLLM_EXTENSION = Path(__file__).parents[2] / "tools" / "engines" / "vllm_extension"
+_VLLM_EXTENSION = Path(__file__).parent / "vllm_extension"
+"""What vLLM's workers load. Not a part of this package: nothing here imports it, and it imports vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)

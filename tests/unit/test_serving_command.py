@@ -67,7 +67,7 @@ def test_vllm_gets_the_flags_that_training_needs() -> None:
     ):
         assert part in line
     assert plan.env["VLLM_SERVER_DEV_MODE"] == "1"
-    assert plan.env["PYTHONPATH"] == f"{ROOT}/tools/engines/vllm_extension:/mine"
+    assert plan.env["PYTHONPATH"] == f"{ROOT}/megatron_dppo/serving/vllm_extension:/mine"
 
 
 def test_every_key_of_the_engine_section_is_passed_through_and_wins() -> None:

@@ -1,8 +1,8 @@
 """New weights for a vLLM server: from disk, by value, by broadcast.
 
-The last two need ``tools/engines/vllm_extension`` in the server. vLLM's own NCCL backend waits at ``host:port`` for a
-pickled object of a vLLM class, or is given an NCCL id, which torch keeps to itself; then calls NCCL outside of torch.
-A trainer's torch group cannot be its peer.
+The last two need ``megatron_dppo/serving/vllm_extension`` in the server. vLLM's own NCCL backend waits at
+``host:port`` for a pickled object of a vLLM class, or is given an NCCL id, which torch keeps to itself; then calls NCCL
+outside of torch. A trainer's torch group cannot be its peer.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class WeightUpdates:
         if backend != _BACKEND or not await self._extended():
             raise ConfigError(
                 f"{self.url} takes no weights from a torch process group (its weight transfer backend is {backend!r}; "
-                "vLLM's own ones need vLLM in the trainer). Start it with tools/engines/vllm_extension in PYTHONPATH, "
-                f"--worker-extension-cls {_EXTENSION} and --weight-transfer-config "
+                "vLLM's own ones need vLLM in the trainer). Start it with megatron_dppo/serving/vllm_extension in "
+                f"PYTHONPATH, --worker-extension-cls {_EXTENSION} and --weight-transfer-config "
                 f'\'{{"backend": "{_BACKEND}"}}\', or use the weight sync method disk'
             )
 
