@@ -55,6 +55,7 @@ def test_servers_on_one_node_and_the_trainer_on_two(slurm: Slurm, tmp_path: Path
     job = Job(
         *(slurm, tmp_path, 3, "--server-nodes", "1", "--shared", str(tmp_path / "shared"), str(EXAMPLES / ENGINE)),
         *(*SMALL, "--rollout.servers.port", str(free_port()), "--run.output_dir", "run"),
+        *("--rollout.sglang.log-level", "info"),
     )
     assert job.end(400) == "COMPLETED", job.output
     (url,) = (tmp_path / "shared/urls-n1").read_text().split()
@@ -62,7 +63,8 @@ def test_servers_on_one_node_and_the_trainer_on_two(slurm: Slurm, tmp_path: Path
     assert job.output.index("healthy, SGLang") < job.output.index("training on 2 nodes (n2 n3) with 1 ranks each")
     assert steps(tmp_path / "run") == [1, 2, 3]
     log = tmp_path / "shared/servers-n1/server_0.log"
-    assert ("/generate" in log.read_text()) == SAMPLES_COME_FROM_SERVERS
+    text = log.read_text()
+    assert "GET /health" in text and ("POST /begin_weight_update" in text) == SAMPLES_COME_FROM_SERVERS
     assert not processes_with(url.rpartition(":")[2]), "servers were left behind"
 
 
