@@ -30,8 +30,6 @@ SMALL = flags(
 
 ENGINE = "sglang.toml"
 """the example that ``test_servers_on_one_node...`` trains"""
-SAMPLES_COME_FROM_SERVERS = False
-"""whether training asks the servers"""
 
 
 def stub_servers(folder: Path, mode: str, port: int) -> list[str]:
@@ -64,7 +62,7 @@ def test_servers_on_one_node_and_the_trainer_on_two(slurm: Slurm, tmp_path: Path
     assert steps(tmp_path / "run") == [1, 2, 3]
     log = tmp_path / "shared/servers-n1/server_0.log"
     text = log.read_text()
-    assert "GET /health" in text and ("POST /begin_weight_update" in text) == SAMPLES_COME_FROM_SERVERS
+    assert "GET /health" in text and "POST /begin_weight_update" in text
     assert not processes_with(url.rpartition(":")[2]), "servers were left behind"
 
 
