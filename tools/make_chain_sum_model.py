@@ -1,6 +1,7 @@
 """Write the model folder of the embedded task: config and tokenizer of a tiny Qwen3-MoE, no weights.
 
 python tools/make_chain_sum_model.py examples/chain_sum/model
+python tools/make_chain_sum_model.py examples/chain_sum/model_vllm 32    # vLLM's CPU attention has no heads of 16
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_folder(folder: Path) -> None:
+def write_folder(folder: Path, head_dim: int = 16) -> None:
     """Write config.json, generation_config.json, tokenizer.json and tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     build_tokenizer().save(str(folder / "tokenizer.json"))
     generation = {key: CONFIG[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     for name, content in {
-        "config.json": CONFIG,
+        "config.json": CONFIG | {"head_dim": head_dim},
         "generation_config.json": generation,
         "tokenizer_config.json": TOKENIZER_CONFIG,
     }.items():
@@ -84,4 +85,4 @@ def write_folder(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_folder(Path(sys.argv[1]))
+    write_folder(Path(sys.argv[1]), *map(int, sys.argv[2:]))

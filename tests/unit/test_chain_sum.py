@@ -81,12 +81,15 @@ def test_a_worked_answer_earns_the_reward_and_a_wrong_guess_does_not() -> None:
         assert math_reward(prompt="", completion=text, label=str(problem.answer), metadata={}) == expected
 
 
-def test_the_committed_folder_is_what_the_tool_writes(generator: ModuleType, tmp_path: Path) -> None:
-    generator.write_folder(tmp_path)
+@pytest.mark.parametrize(("folder", "head_dim"), [(FOLDER, 16), (FOLDER.parent / "model_vllm", 32)])
+def test_the_committed_folders_are_what_the_tool_writes(
+    generator: ModuleType, tmp_path: Path, folder: Path, head_dim: int
+) -> None:
+    generator.write_folder(tmp_path, head_dim)
     written = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert set(written) == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     for name, content in written.items():
-        assert content == (FOLDER / name).read_bytes(), f"{name} differs: run tools/make_chain_sum_model.py {FOLDER}"
+        assert content == (folder / name).read_bytes(), f"{name} differs: run tools/make_chain_sum_model.py {folder}"
 
 
 def test_every_problem_and_demonstration_survives_the_tokenizer(tokenizer: Any) -> None:
