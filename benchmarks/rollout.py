@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from megatron_dppo.rollout.server_engine import ServerEngine
 
 from megatron_dppo.rollout.server import GenerateRequest
+from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.rollout.sglang.wire import generate_body
 from megatron_dppo.types import Prompt, SamplingParams

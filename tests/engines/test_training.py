@@ -1,4 +1,4 @@
-"""Whole training runs against real SGLang servers, and what becomes of them when something is killed."""
+"""Whole training runs against real servers, and what becomes of them when something is killed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.rollout.sglang.wire import policy_version
 from tests.e2e.runs import CONFIG, command, environment, flags, records, train
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+from tests.engines.tiny import Reference
 
 MODEL = CONFIG.parent / "model"
 GROUPS, SAMPLES = 8, 8
@@ -85,6 +86,45 @@ def test_server_and_trainer_agree_on_every_token_and_every_expert(pair: list[Eng
             assert step["rollout/policy_age"] == 0
         assert all(ask(engine)[0].policy_version == 4 for engine in pair)
         assert ask(pair[0])[1] == ask(pair[1])[1]
+
+
+def test_vllm_and_trainer_agree_on_every_token(vllm: Engine, old_model: Reference, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    more = {
+        "rollout__engine": "vllm",
+        "model__path": old_model.folder,
+        "model__random_init": "false",
+        "warmup__num_steps": 0,
+        "train__router_replay": "off",
+        "rollout__temperature": 0.7,
+        "train__mini_batches": 1,
+        "run__num_steps": 3,
+    }
+    result = train(arguments([vllm], folder, **more), processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    steps = records(folder)[1:]
+    assert len(steps) == 3
+    assert all(step["train/abs_prob_diff"] < 1e-5 for step in steps)
+
+
+def test_stopped_responses_go_on_in_the_next_step_under_new_weights(pair: list[Engine], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    more = {
+        "run__num_steps": 6,
+        "rollout__oversample": 2.0,
+        "rollout__abort_slowest": "true",
+        "rollout__partial_rollouts": 2,
+        "rollout__max_new_tokens": 100,
+        "warmup__num_steps": 30,
+    }
+    result = train(arguments(pair, folder, **more), processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    steps = records(folder)[1:]
+    assert len(steps) == 6
+    assert sum(step["rollout/carried_groups"] for step in steps) > 0
+    assert steps[0]["rollout/policy_age_max"] == 0 < max(step["rollout/policy_age_max"] for step in steps) <= 2
+    assert all(step["train/router_missing"] == 0 == step["train/router_disagreement"] for step in steps)
+    assert steps[0]["train/abs_prob_diff_first"] < 1e-5
 
 
 def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_can_be_started_again(
