@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_dppo.rollout.replies import policy_version
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.sglang import SGLangServer
-from megatron_dppo.rollout.sglang.wire import policy_version
 from tests.e2e.runs import CONFIG, command, environment, flags, records, train
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
 from tests.engines.tiny import Reference
