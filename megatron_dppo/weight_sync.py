@@ -177,25 +177,39 @@ class WeightSync:
     async def _broadcast(
         self, tensors: Sequence[tuple[str, Tensor]], servers: Sequence[InferenceServer], attempt: Attempt
     ) -> None:
-        assert self._group is not None
         bucket = flatten_bucket(tensors)
-        ours = asyncio.create_task(asyncio.to_thread(broadcast_bucket, bucket, self._group))
-        await attempt.each(servers, lambda server: server.receive_broadcast(bucket.names, bucket.dtypes, bucket.shapes))
-        try:
-            await ours
-        except RuntimeError as error:
-            attempt.fail_all(servers, f"the broadcast broke off: {error}")
+
+        async def broadcast() -> None:
+            assert self._group is not None
+            try:
+                await asyncio.to_thread(broadcast_bucket, bucket, self._group)
+            except RuntimeError as error:
+                attempt.fail_all(servers, f"the broadcast broke off: {error}")
+                self._close_group()
+
+        # A server may wait for what another one should pass on. Closing our end tells it that nothing will come.
+        await asyncio.gather(
+            broadcast(),
+            attempt.each(
+                servers,
+                lambda server: server.receive_broadcast(bucket.names, bucket.dtypes, bucket.shapes),
+                on_failure=self._close_group,
+            ),
+        )
         if attempt.failed.keys() & {server.url for server in servers}:
             # One member less: whoever is left has to meet in a new group, from the first tensor on.
             attempt.fail_all(servers, "another server of the broadcast failed")
             await self._leave()
 
     async def _leave(self) -> None:
-        group, self._group, members, self._members = self._group, None, self._members, ()
-        if group is None:
-            return
+        members, self._members = self._members, ()
+        self._close_group()
         await asyncio.gather(*(caught(s.leave_group()) for s in self._servers if s.url in members))
-        close_transfer_group(group)
+
+    def _close_group(self) -> None:
+        if self._group is not None:
+            close_transfer_group(self._group)
+            self._group = None
 
     async def _compare(self, attempt: Attempt) -> None:
         """Servers of one kind and layout must have the same bytes."""

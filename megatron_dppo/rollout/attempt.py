@@ -46,6 +46,7 @@ class Attempt:
         call: Callable[[InferenceServer], Awaitable[object]],
         *,
         absent: bool = False,
+        on_failure: Callable[[], None] | None = None,
     ) -> None:
         """Call all of them at once; note who fails, and what they say of themselves.
 
@@ -53,8 +54,16 @@ class Attempt:
             servers: whom.
             call: what.
             absent: whether a failure means that nobody is there.
+            on_failure: called at each failure, while others may still be under way.
         """
-        answers = await asyncio.gather(*(caught(call(server)) for server in servers))
+
+        async def one(server: InferenceServer) -> object:
+            answer = await caught(call(server))
+            if on_failure is not None and isinstance(answer, ServerError):
+                on_failure()
+            return answer
+
+        answers = await asyncio.gather(*(one(server) for server in servers))
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, ServerError):
                 (self.absent if absent else self.failed).setdefault(server.url, str(answer))

@@ -14,16 +14,20 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from megatron_dppo.config import WeightSyncConfig
+from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
+from megatron_dppo.rollout.http import Deadlines
 from megatron_dppo.rollout.replies import policy_version
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.sglang import SGLangServer
-from tests.e2e.runs import CONFIG, command, environment, flags, records, train
+from megatron_dppo.weight_sync import WeightSync
+from tests.e2e.runs import CONFIG, command, environment, records, train
+from tests.engines.runs import arguments
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
-from tests.engines.tiny import Reference
 
 MODEL = CONFIG.parent / "model"
-GROUPS, SAMPLES = 8, 8
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +41,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     finally:
         for engine in engines:
             stop_engine(engine)
-
-
-def arguments(pair: list[Engine], folder: Path, **more: Any) -> list[str]:
-    """A small fp32 run with both servers, from a short warm-up."""
-    values: dict[str, Any] = dict(
-        run__output_dir=folder,
-        run__num_steps=4,
-        warmup__num_steps=100,
-        rollout__engine="sglang",
-        rollout__servers__urls=json.dumps([engine.url for engine in pair]),
-        rollout__dtype="fp32",
-        rollout__prompts_per_step=GROUPS,
-        rollout__samples_per_prompt=SAMPLES,
-        train__router_replay="rollout",
-        eval__every=4,
-        eval__max_prompts=8,
-        log__tensorboard="false",
-    )
-    return flags(**{**values, **more})
 
 
 def ask(engine: Engine) -> tuple[ServerInfo, str]:
@@ -86,25 +71,6 @@ def test_server_and_trainer_agree_on_every_token_and_every_expert(pair: list[Eng
             assert step["rollout/policy_age"] == 0
         assert all(ask(engine)[0].policy_version == 4 for engine in pair)
         assert ask(pair[0])[1] == ask(pair[1])[1]
-
-
-def test_vllm_and_trainer_agree_on_every_token(vllm: Engine, old_model: Reference, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    more = {
-        "rollout__engine": "vllm",
-        "model__path": old_model.folder,
-        "model__random_init": "false",
-        "warmup__num_steps": 0,
-        "train__router_replay": "off",
-        "rollout__temperature": 0.7,
-        "train__mini_batches": 1,
-        "run__num_steps": 3,
-    }
-    result = train(arguments([vllm], folder, **more), processes=2)
-    assert result.returncode == 0, result.stdout + result.stderr
-    steps = records(folder)[1:]
-    assert len(steps) == 3
-    assert all(step["train/abs_prob_diff"] < 1e-5 for step in steps)
 
 
 def test_stopped_responses_go_on_in_the_next_step_under_new_weights(pair: list[Engine], tmp_path: Path) -> None:
@@ -149,6 +115,38 @@ def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_
     assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in records(folder)[1:])
     (first, one), (second, other) = map(ask, pair)
     assert first.policy_version == second.policy_version > 0 and one == other
+
+
+def test_a_server_that_is_killed_in_mid_broadcast_holds_up_nobody(pair: list[Engine], tmp_path: Path) -> None:
+    third = wait_ready(start_sglang(MODEL, tmp_path / "third.log", "--load-format", "dummy", "--context-length", "256"))
+
+    class Dying(SGLangServer):
+        async def begin_update(self) -> None:
+            await super().begin_update()
+            kill(third.process)
+
+    deadlines = Deadlines(update=100)
+    servers = [Dying(third.url, deadlines=deadlines), SGLangServer(pair[1].url, deadlines=deadlines)]
+    config = WeightSyncConfig(method="distributed", timeout_seconds=100)
+    sync = WeightSync(
+        servers,
+        config,
+        model_folder=MODEL,
+        weights_folder=tmp_path,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        tied=True,
+    )
+    model = build_hf_model(read_hf_config(MODEL), torch.float32, seed=0)
+    try:
+        first = sync.send(iter(stream_model(model)), 1)
+        assert first.failed.keys() == {third.url, pair[1].url} and "no answer within" not in str(first.failed)
+        second = sync.send(iter(stream_model(model)), 1)
+        assert list(second.good) == [pair[1].url] and list(second.absent) == [third.url]
+        assert version(pair[1]) == 1
+    finally:
+        sync.close()
+        stop_engine(third)
 
 
 def test_a_server_that_is_killed_in_mid_rollout_costs_no_sample(pair: list[Engine], tmp_path: Path) -> None:

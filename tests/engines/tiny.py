@@ -85,10 +85,21 @@ class Reference:
         return self.distributions(prompt, response, temperature).gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
     @torch.no_grad()
-    def experts(self, tokens: Sequence[int]) -> Tensor:
-        """[S, L, k], the most probable first."""
+    def check_experts(self, routes: Tensor | None, tokens: Sequence[int], start: int = 0) -> None:
+        """Whether routes [N, L, k] are the N tokens' most probable experts, the first ones first.
+
+        Where two experts are equally probable but for rounding, either may come first.
+
+        Args:
+            routes: of the tokens from ``start`` on.
+            tokens: the sequence.
+            start: index of the first row's token.
+        """
+        assert routes is not None
         output = self.model(torch.tensor([tokens]), output_router_logits=True)
-        return torch.stack([layer.topk(TOP_K, -1).indices for layer in output.router_logits], 1)
+        logits = torch.stack(output.router_logits, 1)[start : start + len(routes)]
+        chosen = logits.gather(2, routes.long())
+        torch.testing.assert_close(chosen, logits.topk(TOP_K, -1).values, atol=1e-5, rtol=0)
 
     def weights(self) -> WeightStream:
         """By Hugging Face name, an entry an expert."""

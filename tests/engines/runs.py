@@ -1,0 +1,29 @@
+"""Training runs with servers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.runs import flags
+from tests.engines.servers import Engine
+
+
+def arguments(engines: list[Engine], folder: Path, **more: Any) -> list[str]:
+    """A small fp32 run with these servers, from a short warm-up."""
+    values: dict[str, Any] = dict(
+        run__output_dir=folder,
+        run__num_steps=4,
+        warmup__num_steps=100,
+        rollout__engine="sglang",
+        rollout__servers__urls=json.dumps([engine.url for engine in engines]),
+        rollout__dtype="fp32",
+        rollout__prompts_per_step=8,
+        rollout__samples_per_prompt=8,
+        train__router_replay="rollout",
+        eval__every=4,
+        eval__max_prompts=8,
+        log__tensorboard="false",
+    )
+    return flags(**{**values, **more})
