@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,12 +74,14 @@ def dppo_head_loss(
     _check_no_sequences(targets)
     head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
     rows = Rows.of(hidden, plan)
-    check_ids(len(hidden), targets.labels, *_ids(targets), vocab_size, None if plan is None else plan.rows)
+    ids, valid = _ids(targets)
+    check_ids(len(hidden), targets.labels, ids, valid, vocab_size, None if plan is None else plan.rows)
     main_grad = checked_main_grad(weight, accumulate_main_grad)
     needed = _needed(hidden), _needed(weight), _needed(bias)
     size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
     gradient = HeadGradient(head, rows, hidden, needed, size, main_grad)
-    run = _Run(head, rows, hidden.detach(), targets, loss, entropy_gradient, size, gradient, any(needed), slot_sums)
+    columns = _Columns.of(head, targets, ids, valid, plan)
+    run = _Run(head, rows, hidden.detach(), columns, loss, entropy_gradient, size, gradient, any(needed), slot_sums)
     output = _join([_finish(run, pending) for pending in _pending(run)], rows)
     if not run.differentiates:
         return output
@@ -98,6 +101,33 @@ def _check_no_sequences(targets: TokenTargets) -> None:
         )
 
 
+class _Columns(NamedTuple):
+    """What is known of rows before their logits."""
+
+    targets: TokenTargets
+    labels: Tensor
+    """[n] index in this shard, -1 = not of this shard"""
+    ids: Tensor | None
+    """[n, K] global, like ``valid``"""
+    valid: Tensor | None
+    local_ids: Tensor | None
+    """[n, K] index in this shard, -1 = not of this shard or an unused slot"""
+
+    @classmethod
+    def of(
+        cls, head: Head, targets: TokenTargets, ids: Tensor | None, valid: Tensor | None, plan: RowPlan | None
+    ) -> _Columns:
+        """Of all rows of the plan, once: slices of it cost nothing."""
+        local_ids = None if ids is None else head.local(ids, valid)
+        columns = cls(targets, head.local(targets.labels), ids, valid, local_ids)
+        return columns if plan is None else columns.select(plan.rows)
+
+    def select(self, rows: Tensor | slice) -> _Columns:
+        """Some of the rows."""
+        ids, valid, local_ids = (None if column is None else column[rows] for column in self[2:])
+        return _Columns(self.targets.select(rows), self.labels[rows], ids, valid, local_ids)
+
+
 @dataclass(frozen=True)
 class _Run:
     """One call."""
@@ -105,7 +135,8 @@ class _Run:
     head: Head
     rows: Rows
     hidden: Tensor
-    targets: TokenTargets
+    columns: _Columns
+    """of the rows of the plan"""
     loss: LossFunction
     entropy_gradient: bool
     size: int
@@ -118,7 +149,7 @@ class _Run:
     @property
     def exchanges_sums(self) -> bool:
         """One shard has all slots anyway."""
-        return self.slot_sums is not None and self.head.group is not None and self.targets.rollout_topk_ids is not None
+        return self.slot_sums is not None and self.head.group is not None and self.columns.ids is not None
 
     @property
     def overwrites(self) -> bool:
@@ -131,9 +162,8 @@ class _Pending:
     """A chunk whose statistics are under way."""
 
     chunk: Chunk
-    targets: TokenTargets
+    columns: _Columns
     logits: Tensor
-    local_labels: Tensor
     mine: Tensor
     """this shard's row statistics; exponentials may have replaced the logits"""
     parts: Tensor
@@ -161,16 +191,13 @@ def _pending(run: _Run) -> Iterator[_Pending]:
 def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
     head = run.head
     hidden = run.rows.take(run.hidden, chunk.start, chunk.stop)
-    targets = run.targets.select(run.rows.index(chunk))
-    ids, valid = _ids(targets)
-    labels = head.local(targets.labels)
+    columns = run.columns.select(slice(chunk.start, chunk.stop))
     logits = head.logits(hidden, buffer)
-    local_ids = None if ids is None else head.local(ids, valid)
-    mine = head.statistics(logits, labels, local_ids, overwrite=run.overwrites)
+    mine = head.statistics(logits, columns.labels, columns.local_ids, overwrite=run.overwrites)
     sent = mine
-    if run.exchanges_sums and ids is not None and valid is not None:
-        sent = narrow(mine, targets.labels, ids, valid)
-    return _Pending(chunk, targets, logits, labels, mine, *gather_shards(sent, head.group))
+    if run.exchanges_sums and columns.ids is not None and columns.valid is not None:
+        sent = narrow(mine, columns.targets.labels, columns.ids, columns.valid)
+    return _Pending(chunk, columns, logits, mine, *gather_shards(sent, head.group))
 
 
 @torch.no_grad()
@@ -178,9 +205,9 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
     """The loss of a chunk; its part of the gradients goes to ``run.gradient``."""
     if pending.work is not None:
         pending.work.wait()
-    targets, head = pending.targets, run.head
+    head, columns = run.head, pending.columns
     totals, sums = _totals(run, pending)
-    output, of_logprobs, of_entropy = _differentiate(run, targets, totals, sums)
+    output, of_logprobs, of_entropy = _differentiate(run, columns.targets, totals, sums)
     stop = pending.chunk.num_gradient if run.differentiates else 0
     if run.differentiates:
         _check_rest(stop, of_logprobs, of_entropy)
@@ -188,7 +215,7 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
         part = slice(0, stop)
         dlogits = head.gradient(
             pending.logits[part],
-            pending.local_labels[part],
+            columns.labels[part],
             totals.select(part),
             of_logprobs[part],
             None if of_entropy is None else of_entropy[part],
@@ -201,17 +228,17 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
 
 def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
     """The totals of the rows, and ``losses.topk_sums`` of all slots where those are exchanged in place of the slots."""
-    targets, head, of_rollout = pending.targets, run.head, pending.targets.rollout_topk_logprobs
-    ids, valid = _ids(targets)
+    (targets, _, ids, valid, local_ids), head = pending.columns, run.head
     if not run.exchanges_sums:
         return merge(pending.parts, targets.labels, ids, valid, head.temperature), None
-    assert ids is not None and of_rollout is not None and targets.rollout_topk_ids is not None
+    slots, of_rollout = targets.rollout_topk_ids, targets.rollout_topk_logprobs
+    assert local_ids is not None and slots is not None and of_rollout is not None
     assert head.group is not None and run.slot_sums is not None
-    totals, owned = merge_narrow(pending.parts, head.temperature), head.local(ids, valid) >= 0
+    totals = merge_narrow(pending.parts, head.temperature)
     sums, other = reduce_slots(
-        pending.mine, owned, of_rollout[:, :-1], totals, head.temperature, head.group, run.slot_sums
+        pending.mine, local_ids >= 0, of_rollout[:, :-1], totals, head.temperature, head.group, run.slot_sums
     )
-    last = run.slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], targets.rollout_topk_ids[:, -1:] >= 0)
+    last = run.slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], slots[:, -1:] >= 0)
     return totals._replace(other_logprob=other), sums + last.to(sums.dtype)
 
 
