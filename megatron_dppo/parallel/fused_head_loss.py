@@ -74,13 +74,12 @@ def dppo_head_loss(
     _check_no_sequences(targets)
     head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
     rows = Rows.of(hidden, plan)
-    ids, valid = _ids(targets)
-    check_ids(len(hidden), targets.labels, ids, valid, vocab_size, None if plan is None else plan.rows)
+    check_ids(len(hidden), targets.labels, *_ids(targets), vocab_size, None if plan is None else plan.rows)
     main_grad = checked_main_grad(weight, accumulate_main_grad)
     needed = _needed(hidden), _needed(weight), _needed(bias)
     size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
     gradient = HeadGradient(head, rows, hidden, needed, size, main_grad)
-    columns = _Columns.of(head, targets, ids, valid, plan)
+    columns = _Columns.of(head, targets, plan)
     run = _Run(head, rows, hidden.detach(), columns, loss, entropy_gradient, size, gradient, any(needed), slot_sums)
     output = _join([_finish(run, pending) for pending in _pending(run)], rows)
     if not run.differentiates:
@@ -114,13 +113,11 @@ class _Columns(NamedTuple):
     """[n, K] index in this shard, -1 = not of this shard or an unused slot"""
 
     @classmethod
-    def of(
-        cls, head: Head, targets: TokenTargets, ids: Tensor | None, valid: Tensor | None, plan: RowPlan | None
-    ) -> _Columns:
-        """Of all rows of the plan, once: slices of it cost nothing."""
-        local_ids = None if ids is None else head.local(ids, valid)
-        columns = cls(targets, head.local(targets.labels), ids, valid, local_ids)
-        return columns if plan is None else columns.select(plan.rows)
+    def of(cls, head: Head, targets: TokenTargets, plan: RowPlan | None) -> _Columns:
+        """Of all rows of the plan."""
+        targets = targets if plan is None else targets.select(plan.rows)
+        ids, valid = _ids(targets)
+        return cls(targets, head.local(targets.labels), ids, valid, None if ids is None else head.local(ids, valid))
 
     def select(self, rows: Tensor | slice) -> _Columns:
         """Some of the rows."""

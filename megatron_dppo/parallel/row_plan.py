@@ -114,11 +114,6 @@ class Rows:
             return values[start:stop]
         return values.index_select(0, self.plan.rows[start:stop])
 
-    def index(self, chunk: Chunk) -> Tensor | slice:
-        """Which of the T rows a chunk has."""
-        part = slice(chunk.start, chunk.stop)
-        return part if self.plan is None else self.plan.rows[part]
-
     def spread(self, values: Tensor) -> Tensor:
         """``[n, ...]`` of the first n rows of the plan to ``[T, ...]``, 0 (or False) in the others."""
         if self.plan is None and len(values) == self.length:
