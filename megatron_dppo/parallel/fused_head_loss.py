@@ -1,10 +1,10 @@
 """A token-level loss straight from the hidden states: its gradient is made in forward, in three GEMMs.
 
-For each chunk of rows: the logits; the shard's statistics; one all-gather of them, 4 (4 + K) bytes a row, while the
-GEMM of the next chunk runs; the loss itself, differentiated in the log-probabilities and the entropy of the chunk; the
-gradient of the logits, written over them; and from it that of hidden states and weight. As the loss of a row depends on
-that row alone, nothing is needed of the others, and nothing of the size of the vocabulary is kept. Backward multiplies
-by the gradient of the one number that came out.
+For each chunk of rows: the logits; the shard's statistics; one all-gather of them, 4 (4 + K) bytes a row (on CUDA the
+GEMM of the next chunk runs meanwhile); the loss itself, differentiated in the log-probabilities and the entropy of the
+chunk; the gradient of the logits, written over them; and from it that of hidden states and weight. As the loss of a row
+depends on that row alone, nothing is needed of the others, and nothing of the size of the vocabulary is kept. Backward
+multiplies by the gradient of the one number that came out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs
 from megatron_dppo.parallel.head_gradient import HeadGradient, attach_gradient, checked_main_grad
 from megatron_dppo.parallel.head_rows import Head, RowTotals, check_ids, gather_shards, merge
 from megatron_dppo.parallel.head_sums import SlotSums, merge_narrow, narrow, reduce_slots
-from megatron_dppo.parallel.row_plan import Chunk, RowPlan, Rows, chunk_size
+from megatron_dppo.parallel.row_plan import Chunk, RowPlan, Rows, chunk_size, chunks_in_flight
 from megatron_dppo.types import LossInputs, LossOutput, Metric, TokenTargets
 
 LossFunction = Callable[[LossInputs], LossOutput]
@@ -77,10 +77,11 @@ def dppo_head_loss(
     check_ids(len(hidden), targets.labels, *_ids(targets), vocab_size, None if plan is None else plan.rows)
     main_grad = checked_main_grad(weight, accumulate_main_grad)
     needed = _needed(hidden), _needed(weight), _needed(bias)
-    size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
+    in_flight = chunks_in_flight(weight.device, head.group)
+    size = chunk_size(chunk_tokens, rows, weight, in_flight, 1 if head.group is None else head.group.size())
     gradient = HeadGradient(head, rows, hidden, needed, size, main_grad)
-    columns = _Columns.of(head, targets, plan)
-    run = _Run(head, rows, hidden.detach(), columns, loss, entropy_gradient, size, gradient, any(needed), slot_sums)
+    known, wanted = _Columns.of(head, targets, plan), any(needed)
+    run = _Run(head, rows, hidden.detach(), known, loss, entropy_gradient, size, in_flight, gradient, wanted, slot_sums)
     output = _join([_finish(run, pending) for pending in _pending(run)], rows)
     if not run.differentiates:
         return output
@@ -138,6 +139,8 @@ class _Run:
     entropy_gradient: bool
     size: int
     """rows in a chunk"""
+    in_flight: int
+    """chunks whose logits are in memory at the same time"""
     gradient: HeadGradient
     differentiates: bool
     """whether a gradient is wanted"""
@@ -169,20 +172,17 @@ class _Pending:
 
 @torch.no_grad()
 def _pending(run: _Run) -> Iterator[_Pending]:
-    """The chunks in order, each after the GEMM of the next one was started; an empty one if there are no rows."""
-    buffers = [run.head.new_logits(min(run.size, run.rows.count)) for _ in range(1 if run.head.group is None else 2)]
+    """The chunks in order, each after the GEMM of the next one was started if two are in flight; an empty one if there
+    are no rows."""
     chunks = list(run.rows.chunks(run.size)) or [Chunk(0, 0, 0)]
-    if run.head.group is None:
-        yield from (_start(run, chunk, buffers[0]) for chunk in chunks)
-        return
-    before = None
-    for number, chunk in enumerate(chunks):
-        pending = _start(run, chunk, buffers[number % 2])
-        if before is not None:
-            yield before
-        before = pending
-    if before is not None:
-        yield before
+    number = min(run.in_flight, len(chunks))
+    buffers = [run.head.new_logits(min(run.size, run.rows.count)) for _ in range(number)]
+    started: list[_Pending] = []
+    for place, chunk in enumerate(chunks):
+        started.append(_start(run, chunk, buffers[place % number]))
+        if len(started) == number:
+            yield started.pop(0)
+    yield from started
 
 
 def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
