@@ -1,16 +1,17 @@
 """A token-level loss straight from the hidden states: its gradient is made in forward, in three GEMMs.
 
-For each chunk of rows: the logits; the shard's statistics; one all-gather of them, 4 (4 + K) bytes a row, while the
-GEMM of the next chunk runs; the loss itself, differentiated in the log-probabilities and the entropy of the chunk; the
-gradient of the logits, written over them; and from it that of hidden states and weight. As the loss of a row depends on
-that row alone, nothing is needed of the others, and nothing of the size of the vocabulary is kept. Backward multiplies
-by the gradient of the one number that came out.
+For each chunk of rows: the logits; the shard's statistics; one all-gather of them, 4 (4 + K) bytes a row (on CUDA the
+GEMM of the next chunk runs meanwhile); the loss itself, differentiated in the log-probabilities and the entropy of the
+chunk; the gradient of the logits, written over them; and from it that of hidden states and weight. As the loss of a row
+depends on that row alone, nothing is needed of the others, and nothing of the size of the vocabulary is kept. Backward
+multiplies by the gradient of the one number that came out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs
 from megatron_dppo.parallel.head_gradient import HeadGradient, attach_gradient, checked_main_grad
 from megatron_dppo.parallel.head_rows import Head, RowTotals, check_ids, gather_shards, merge
 from megatron_dppo.parallel.head_sums import SlotSums, merge_narrow, narrow, reduce_slots
-from megatron_dppo.parallel.row_plan import Chunk, RowPlan, Rows, chunk_size
+from megatron_dppo.parallel.row_plan import Chunk, RowPlan, Rows, chunk_size, chunks_in_flight
 from megatron_dppo.types import LossInputs, LossOutput, Metric, TokenTargets
 
 LossFunction = Callable[[LossInputs], LossOutput]
@@ -76,9 +77,11 @@ def dppo_head_loss(
     check_ids(len(hidden), targets.labels, *_ids(targets), vocab_size, None if plan is None else plan.rows)
     main_grad = checked_main_grad(weight, accumulate_main_grad)
     needed = _needed(hidden), _needed(weight), _needed(bias)
-    size = chunk_size(chunk_tokens, rows, weight, 1 if head.group is None else 2)
+    in_flight = chunks_in_flight(weight.device, head.group)
+    size = chunk_size(chunk_tokens, rows, weight, in_flight, 1 if head.group is None else head.group.size())
     gradient = HeadGradient(head, rows, hidden, needed, size, main_grad)
-    run = _Run(head, rows, hidden.detach(), targets, loss, entropy_gradient, size, gradient, any(needed), slot_sums)
+    known, wanted = _Columns.of(head, targets, plan), any(needed)
+    run = _Run(head, rows, hidden.detach(), known, loss, entropy_gradient, size, in_flight, gradient, wanted, slot_sums)
     output = _join([_finish(run, pending) for pending in _pending(run)], rows)
     if not run.differentiates:
         return output
@@ -98,6 +101,31 @@ def _check_no_sequences(targets: TokenTargets) -> None:
         )
 
 
+class _Columns(NamedTuple):
+    """What is known of rows before their logits."""
+
+    targets: TokenTargets
+    labels: Tensor
+    """[n] index in this shard, -1 = not of this shard"""
+    ids: Tensor | None
+    """[n, K] global, like ``valid``"""
+    valid: Tensor | None
+    local_ids: Tensor | None
+    """[n, K] index in this shard, -1 = not of this shard or an unused slot"""
+
+    @classmethod
+    def of(cls, head: Head, targets: TokenTargets, plan: RowPlan | None) -> _Columns:
+        """Of all rows of the plan."""
+        targets = targets if plan is None else targets.select(plan.rows)
+        ids, valid = _ids(targets)
+        return cls(targets, head.local(targets.labels), ids, valid, None if ids is None else head.local(ids, valid))
+
+    def select(self, rows: Tensor | slice) -> _Columns:
+        """Some of the rows."""
+        ids, valid, local_ids = (None if column is None else column[rows] for column in self[2:])
+        return _Columns(self.targets.select(rows), self.labels[rows], ids, valid, local_ids)
+
+
 @dataclass(frozen=True)
 class _Run:
     """One call."""
@@ -105,11 +133,14 @@ class _Run:
     head: Head
     rows: Rows
     hidden: Tensor
-    targets: TokenTargets
+    columns: _Columns
+    """of the rows of the plan"""
     loss: LossFunction
     entropy_gradient: bool
     size: int
     """rows in a chunk"""
+    in_flight: int
+    """chunks whose logits are in memory at the same time"""
     gradient: HeadGradient
     differentiates: bool
     """whether a gradient is wanted"""
@@ -118,7 +149,7 @@ class _Run:
     @property
     def exchanges_sums(self) -> bool:
         """One shard has all slots anyway."""
-        return self.slot_sums is not None and self.head.group is not None and self.targets.rollout_topk_ids is not None
+        return self.slot_sums is not None and self.head.group is not None and self.columns.ids is not None
 
     @property
     def overwrites(self) -> bool:
@@ -131,9 +162,8 @@ class _Pending:
     """A chunk whose statistics are under way."""
 
     chunk: Chunk
-    targets: TokenTargets
+    columns: _Columns
     logits: Tensor
-    local_labels: Tensor
     mine: Tensor
     """this shard's row statistics; exponentials may have replaced the logits"""
     parts: Tensor
@@ -142,35 +172,29 @@ class _Pending:
 
 @torch.no_grad()
 def _pending(run: _Run) -> Iterator[_Pending]:
-    """The chunks in order, each after the GEMM of the next one was started; an empty one if there are no rows."""
-    buffers = [run.head.new_logits(min(run.size, run.rows.count)) for _ in range(1 if run.head.group is None else 2)]
+    """The chunks in order, each after the GEMM of the next one was started if two are in flight; an empty one if there
+    are no rows."""
     chunks = list(run.rows.chunks(run.size)) or [Chunk(0, 0, 0)]
-    if run.head.group is None:
-        yield from (_start(run, chunk, buffers[0]) for chunk in chunks)
-        return
-    before = None
-    for number, chunk in enumerate(chunks):
-        pending = _start(run, chunk, buffers[number % 2])
-        if before is not None:
-            yield before
-        before = pending
-    if before is not None:
-        yield before
+    number = min(run.in_flight, len(chunks))
+    buffers = [run.head.new_logits(min(run.size, run.rows.count)) for _ in range(number)]
+    started: list[_Pending] = []
+    for place, chunk in enumerate(chunks):
+        started.append(_start(run, chunk, buffers[place % number]))
+        if len(started) == number:
+            yield started.pop(0)
+    yield from started
 
 
 def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
     head = run.head
     hidden = run.rows.take(run.hidden, chunk.start, chunk.stop)
-    targets = run.targets.select(run.rows.index(chunk))
-    ids, valid = _ids(targets)
-    labels = head.local(targets.labels)
+    columns = run.columns.select(slice(chunk.start, chunk.stop))
     logits = head.logits(hidden, buffer)
-    local_ids = None if ids is None else head.local(ids, valid)
-    mine = head.statistics(logits, labels, local_ids, overwrite=run.overwrites)
+    mine = head.statistics(logits, columns.labels, columns.local_ids, overwrite=run.overwrites)
     sent = mine
-    if run.exchanges_sums and ids is not None and valid is not None:
-        sent = narrow(mine, targets.labels, ids, valid)
-    return _Pending(chunk, targets, logits, labels, mine, *gather_shards(sent, head.group))
+    if run.exchanges_sums and columns.ids is not None and columns.valid is not None:
+        sent = narrow(mine, columns.targets.labels, columns.ids, columns.valid)
+    return _Pending(chunk, columns, logits, mine, *gather_shards(sent, head.group))
 
 
 @torch.no_grad()
@@ -178,9 +202,9 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
     """The loss of a chunk; its part of the gradients goes to ``run.gradient``."""
     if pending.work is not None:
         pending.work.wait()
-    targets, head = pending.targets, run.head
+    head, columns = run.head, pending.columns
     totals, sums = _totals(run, pending)
-    output, of_logprobs, of_entropy = _differentiate(run, targets, totals, sums)
+    output, of_logprobs, of_entropy = _differentiate(run, columns.targets, totals, sums)
     stop = pending.chunk.num_gradient if run.differentiates else 0
     if run.differentiates:
         _check_rest(stop, of_logprobs, of_entropy)
@@ -188,7 +212,7 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
         part = slice(0, stop)
         dlogits = head.gradient(
             pending.logits[part],
-            pending.local_labels[part],
+            columns.labels[part],
             totals.select(part),
             of_logprobs[part],
             None if of_entropy is None else of_entropy[part],
@@ -201,17 +225,17 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
 
 def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
     """The totals of the rows, and ``losses.topk_sums`` of all slots where those are exchanged in place of the slots."""
-    targets, head, of_rollout = pending.targets, run.head, pending.targets.rollout_topk_logprobs
-    ids, valid = _ids(targets)
+    (targets, _, ids, valid, local_ids), head = pending.columns, run.head
     if not run.exchanges_sums:
         return merge(pending.parts, targets.labels, ids, valid, head.temperature), None
-    assert ids is not None and of_rollout is not None and targets.rollout_topk_ids is not None
+    slots, of_rollout = targets.rollout_topk_ids, targets.rollout_topk_logprobs
+    assert local_ids is not None and slots is not None and of_rollout is not None
     assert head.group is not None and run.slot_sums is not None
-    totals, owned = merge_narrow(pending.parts, head.temperature), head.local(ids, valid) >= 0
+    totals = merge_narrow(pending.parts, head.temperature)
     sums, other = reduce_slots(
-        pending.mine, owned, of_rollout[:, :-1], totals, head.temperature, head.group, run.slot_sums
+        pending.mine, local_ids >= 0, of_rollout[:, :-1], totals, head.temperature, head.group, run.slot_sums
     )
-    last = run.slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], targets.rollout_topk_ids[:, -1:] >= 0)
+    last = run.slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], slots[:, -1:] >= 0)
     return totals._replace(other_logprob=other), sums + last.to(sums.dtype)
 
 

@@ -104,39 +104,29 @@ def row_statistics_torch(
         maximum.fill_(-torch.inf)
         values.fill_(-torch.inf)
         return out
-    of_shard, struck = chosen >= 0, _struck(chosen)
-    values.copy_(logits.gather(1, chosen.clamp(min=0)))
-    difference = _scratch(logits, own, dtype)
+    of_shard = chosen >= 0
+    # In place of -1 another index of the row, or 0 where there is none: that entry comes back after the sum.
+    struck = torch.where(of_shard, chosen, chosen.amax(1, keepdim=True).clamp(min=0))
+    values.copy_(logits.gather(1, struck))
+    scale, difference = _bits_per_logit(temperature), _scratch(logits, own, dtype)
     exponential = None if overwrite else torch.empty_like(difference)
-    for rows in _row_blocks(logits, own):
-        block, z = logits[rows, :own], difference[: rows.stop - rows.start]
-        exp = block if exponential is None else exponential[: len(z)]
-        maximum[rows] = block.amax(1)
-        _bits(block, maximum[rows], temperature, z)
+    columns = (maximum, weighted, others, struck)
+    for block, *(highest, moment, total, places) in _row_blocks(own, logits[:, :own], *columns):
+        z, exp = difference[: len(block)], block if exponential is None else exponential[: len(block)]
+        highest.copy_(block.amax(1))
+        torch.sub(block, _finite(highest)[:, None], out=z).mul_(scale)
         torch.exp2(z, out=exp)
         # A -inf has to give 0 times something finite.
-        weighted[rows] = z.clamp_(min=_UNDERFLOW).mul_(exp).sum(1)
-        others[rows] = _sum_without(exp, struck[rows], of_shard[rows], overwrite)
+        torch.sum(z.clamp_(min=_UNDERFLOW).mul_(exp), 1, out=moment)
+        torch.sum(exp.scatter_(1, places, 0.0), 1, out=total)
     weighted *= math.log(2)
-    at_ids = (values - _finite(maximum)[:, None]) / temperature
-    values.copy_(torch.where(of_shard, at_ids, -torch.inf))
+    below = values - _finite(maximum)[:, None]
+    exponentials = torch.exp2(below * scale)
+    others += torch.where(of_shard.any(1), 0.0, exponentials[:, 0])
+    if overwrite:
+        logits.scatter_(1, struck, exponentials)
+    values.copy_(torch.where(of_shard, below / temperature, -torch.inf))
     return out
-
-
-def _struck(chosen: Tensor) -> Tensor:
-    """``[n, S]`` indices to strike out: in place of -1 another of the row, or 0 where there is none."""
-    return torch.where(chosen >= 0, chosen, chosen.amax(1, keepdim=True).clamp(min=0))
-
-
-def _sum_without(exp: Tensor, struck: Tensor, of_shard: Tensor, restore: bool) -> Tensor:
-    """``[n]`` sums over the entries that are not struck out."""
-    before = exp.gather(1, struck)
-    # Where nothing is of this shard, entry 0 stays what it is.
-    exp.scatter_(1, struck, torch.where(of_shard.any(1, keepdim=True), 0.0, before))
-    total = exp.sum(1)
-    if restore:
-        exp.scatter_(1, struck, before)
-    return total
 
 
 def row_gradient_torch(
@@ -163,17 +153,18 @@ def row_gradient_torch(
     at_label = (logits.gather(1, index[:, None]).squeeze(1).to(maximum.dtype) - maximum) / temperature
     factor = base if slope is None else base + slope * at_label.clamp(min=_UNDERFLOW)
     at_label = at_label.exp() * factor + grad_logprobs / temperature
-    scratch = _scratch(logits, own, maximum.dtype)
+    scale, scratch = _bits_per_logit(temperature), _scratch(logits, own, maximum.dtype)
     exponential = None if slope is None else torch.empty_like(scratch)
-    for rows in _row_blocks(logits, own):
-        z = scratch[: rows.stop - rows.start]
-        _bits(logits[rows, :own], maximum[rows], temperature, z)
-        if slope is None or exponential is None:
-            z.exp2_().mul_(base[rows, None])
+    columns = (maximum, base) if slope is None else (maximum, base, math.log(2) * slope)
+    for block, target, highest, *factors in _row_blocks(own, logits[:, :own], out[:, :own], *columns):
+        z = scratch[: len(block)]
+        torch.sub(block, _finite(highest)[:, None], out=z).mul_(scale)
+        if exponential is None:
+            z.exp2_().mul_(factors[0][:, None])
         else:
-            exp = torch.exp2(z, out=exponential[: len(z)])
-            z.clamp_(min=_UNDERFLOW).mul_(math.log(2) * slope[rows, None]).add_(base[rows, None]).mul_(exp)
-        out[rows, :own] = z
+            exp = torch.exp2(z, out=exponential[: len(block)])
+            z.clamp_(min=_UNDERFLOW).mul_(factors[1][:, None]).add_(factors[0][:, None]).mul_(exp)
+        target.copy_(z)
     return _finished(out, own, labels, at_label)
 
 
@@ -205,10 +196,11 @@ def gradient_of_exponentials(
         return out.zero_()
     factor = -grad_logprobs / (total * temperature) * ((shard_maximum - maximum) / temperature).exp()
     at_label = exponentials.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) * factor + grad_logprobs / temperature
-    for rows in _row_blocks(exponentials, own):
-        product = exponentials[rows, :own].mul_(factor[rows, None])
-        if out.data_ptr() != exponentials.data_ptr() or out.dtype != exponentials.dtype:
-            out[rows, :own] = product
+    in_place = out.data_ptr() == exponentials.data_ptr() and out.dtype == exponentials.dtype
+    for block, target, factors in _row_blocks(own, exponentials[:, :own], out[:, :own], factor):
+        product = block.mul_(factors[:, None])
+        if not in_place:
+            target.copy_(product)
     return _finished(out, own, labels, at_label)
 
 
@@ -222,17 +214,17 @@ def _finished(out: Tensor, own: int, labels: Tensor, at_label: Tensor) -> Tensor
     return out
 
 
-def _bits(block: Tensor, maximum: Tensor, temperature: float, out: Tensor) -> None:
-    """(logit - maximum) / temperature in units of log 2, as exp2 takes a third of the time of exp on the CPU.
+def _bits_per_logit(temperature: float) -> float:
+    """From a difference of logits to the exponent of 2: exp2 takes a third of the time of exp on the CPU.
 
     The difference comes first, so that large logits lose nothing.
     """
-    torch.sub(block, _finite(maximum)[:, None], out=out).mul_(1 / (temperature * math.log(2)))
+    return 1 / (temperature * math.log(2))
 
 
 def _finite(maximum: Tensor) -> Tensor:
-    """0 in place of the maximum of a row of -inf, whose exponentials are then 0 and not NaN."""
-    return torch.where(maximum == -torch.inf, 0.0, maximum)
+    """Something finite in place of the maximum of a row of -inf, whose exponentials are then 0 and not NaN."""
+    return maximum.clamp(min=torch.finfo(maximum.dtype).min)
 
 
 def _rows_at_a_time(logits: Tensor, own: int) -> int:
@@ -246,10 +238,10 @@ def _scratch(logits: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(rows, columns, dtype=dtype, device=logits.device)
 
 
-def _row_blocks(logits: Tensor, own: int) -> Iterator[slice]:
+def _row_blocks(own: int, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same few rows of each tensor at a time."""
     step = _rows_at_a_time(logits, own)
-    for start in range(0, len(logits), step):
-        yield slice(start, min(start + step, len(logits)))
+    return zip(*(tensor.split(step) for tensor in (logits, *others)), strict=True)
 
 
 def _triton_kernels(logits: Tensor) -> ModuleType | None:

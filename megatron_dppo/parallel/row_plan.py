@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 _CUDA_CHUNK_BYTES = 2_500_000_000
 """Of logits in float32. With it a chunk has 4096 rows at a vocabulary of 151,936, where the GEMMs are at full speed and
@@ -114,11 +115,6 @@ class Rows:
             return values[start:stop]
         return values.index_select(0, self.plan.rows[start:stop])
 
-    def index(self, chunk: Chunk) -> Tensor | slice:
-        """Which of the T rows a chunk has."""
-        part = slice(chunk.start, chunk.stop)
-        return part if self.plan is None else self.plan.rows[part]
-
     def spread(self, values: Tensor) -> Tensor:
         """``[n, ...]`` of the first n rows of the plan to ``[T, ...]``, 0 (or False) in the others."""
         if self.plan is None and len(values) == self.length:
@@ -137,17 +133,24 @@ class Rows:
             yield Chunk(start, last, min(max(self.num_gradient - start, 0), last - start))
 
 
-def chunk_size(given: int | None, rows: Rows, weight: Tensor, in_flight: int = 1) -> int:
-    """``given``, or the default for a shard ``weight [V_local, H]``.
+def chunk_size(given: int | None, rows: Rows, weight: Tensor, in_flight: int = 1, ranks: int = 1) -> int:
+    """``given``, or the default for a shard ``weight [V_local, H]``; on the CPU the ranks share memory and cache.
 
     Raises:
         ValueError: it is below 1.
     """
     if given is None:
-        return default_chunk_tokens(rows.count, len(weight), weight.device, in_flight)
+        sharing = in_flight if weight.is_cuda else ranks
+        return default_chunk_tokens(rows.count, len(weight), weight.device, sharing)
     if given < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {given}")
     return given
+
+
+def chunks_in_flight(device: torch.device, group: ProcessGroup | None) -> int:
+    """How many chunks of a rank have their logits in memory at a time: two where the collective of one is hidden behind
+    the GEMM of the next. On the CPU it takes a tenth of that GEMM at most, and new memory costs more than that."""
+    return 2 if device.type == "cuda" and group is not None else 1
 
 
 def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight: int = 1) -> int:
@@ -158,7 +161,7 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
         width: V_local, entries of the shard.
         device: decides on the budget: 2.5 GB of float32 logits on CUDA, 24 MB on the CPU (more where the shard is so
             wide that a chunk would be too short for a fast GEMM).
-        in_flight: chunks whose logits are in memory at the same time.
+        in_flight: chunks whose logits share that memory: those of this rank, on the CPU those of all ranks.
     """
     if device.type == "cuda":
         most = min(max(_CUDA_CHUNK_BYTES // (4 * width * in_flight), 1), _CUDA_CHUNK_ROWS)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.losses import policy_loss, topk_sums
-from megatron_dppo.parallel import HeadStatistics, RowPlan, dppo_head_loss, vocab_parallel_head_stats
+from megatron_dppo.parallel import HeadStatistics, RowPlan, dppo_head_loss, fused_head_loss, vocab_parallel_head_stats
 from megatron_dppo.parallel.head_sums import SlotSums
 from megatron_dppo.types import LossOutput
 from tests.distributed.collectives import recorded_collectives
@@ -268,6 +269,9 @@ def check_everything(rank: int, world_size: int) -> None:
                 check_mode_b(make_head_problem(case), group, "dppo_topk_tv", chunk, topk_sums)
         for number, name in enumerate(TOKEN_LOSSES):
             check_mode_b(make_head_problem((BASE, BF16)[number % 2].but(seed=number)), group, name, 9)
+        with patch.object(fused_head_loss, "chunks_in_flight", return_value=2):  # as on CUDA
+            check_mode_b(make_head_problem(BASE), group, "dppo_topk_tv", 4)
+            check_mode_b(make_head_problem(BF16), group, "dppo_topk_kl", 9, topk_sums)
         check_plan(make_head_problem(BASE), group)
         check_main_grad(group)
         check_nan(group)
