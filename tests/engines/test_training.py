@@ -152,13 +152,15 @@ def test_a_server_that_is_killed_in_mid_broadcast_holds_up_nobody(pair: list[Eng
 def test_a_server_that_is_killed_in_mid_rollout_costs_no_sample(pair: list[Engine], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = subprocess.Popen(
-        command(arguments(pair, folder, run__num_steps=8, rollout__max_new_tokens=100), processes=2),
+        command(
+            arguments(pair, folder, run__num_steps=8, rollout__max_new_tokens=100, warmup__num_steps=5), processes=2
+        ),
         env=environment(),
         stdout=(tmp_path / "out").open("w"),
         stderr=subprocess.STDOUT,
     )
     wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(records(folder)) > 2, run, tmp_path / "out")
-    time.sleep(0.5)  # a step is little else than its rollout
+    wait_for(lambda: num_running(pair[0]) >= 4, run, tmp_path / "out")  # the probe is one
     kill(pair[0].process)
     assert run.wait(300) == 0, (tmp_path / "out").read_text()
     steps = records(folder)[1:]
@@ -197,6 +199,12 @@ def version(engine: Engine) -> int:
     """The policy version that a server reports."""
     with urllib.request.urlopen(engine.url + "/model_info", timeout=30) as answer:
         return policy_version(json.load(answer)["weight_version"])
+
+
+def num_running(engine: Engine) -> int:
+    """Requests that a server is working on."""
+    with urllib.request.urlopen(engine.url + "/v1/loads", timeout=30) as answer:
+        return sum(load["num_running_reqs"] for load in json.load(answer)["loads"])
 
 
 def wait_for(condition: Any, run: subprocess.Popen, out: Path) -> None:
