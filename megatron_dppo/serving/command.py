@@ -140,7 +140,8 @@ def _options(config: Config) -> dict[str, Any]:
             "weight-transfer-config": {"backend": "megatron_dppo"},
         }
         if config.loss.is_topk:
-            options["max-logprobs"] = max(20, config.loss.topk)  # 20 is vLLM's own limit
+            # 20 is vLLM's own limit, and it counts the sampled token as one of them.
+            options["max-logprobs"] = max(20, config.loss.topk + 1)
     return options | own
 
 

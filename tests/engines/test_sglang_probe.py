@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.probe import ProbeError
+from tests.e2e.runs import records, train
 from tests.engines.calls import call
 from tests.engines.probes import TEXT, expectation, run
+from tests.engines.runs import arguments
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
 from tests.engines.tiny import ROUTING, SPECIAL, Reference, byte_tokenizer
 
@@ -81,3 +84,20 @@ def test_a_server_without_routed_experts_is_named_with_its_flag(wrong: Engine, o
 def test_a_model_with_other_layers_is_named(sglang: Engine, old_model: Reference) -> None:
     with pytest.raises(ServerError, match=r"expected \d+ positions x 3 layers x 2 experts .*another model"):
         run(sglang, expectation(routing=replace(ROUTING, num_layers=3)), old_model)
+
+
+def test_a_run_with_a_wrong_server_ends_before_it_trains(wrong: Engine, old_model: Reference, tmp_path: Path) -> None:
+    more = {
+        "parallel__expert_model_parallel_size": 1,
+        "model__path": old_model.folder,
+        "model__random_init": "false",
+        "warmup__num_steps": 0,
+        "train__router_replay": "off",
+        "rollout__temperature": 0.7,
+        "rollout__weight_sync__attempts": 1,
+    }
+    result = train(arguments([wrong], tmp_path / "run", **more))
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert f"{wrong.url}: raw log-probabilities" in result.stderr
+    assert "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB=1" in result.stderr
+    assert not records(tmp_path / "run")

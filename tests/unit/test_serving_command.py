@@ -61,7 +61,7 @@ def test_vllm_gets_the_flags_that_training_needs() -> None:
         "--generation-config vllm",
         "--enable-scale-out",
         "--enable-return-routed-experts",
-        "--max-logprobs 40",
+        "--max-logprobs 41",
         "--worker-extension-cls megatron_dppo_vllm.WorkerExtension",
         """--weight-transfer-config '{"backend": "megatron_dppo"}'""",
     ):
