@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron_dppo.config import Config
-from megatron_dppo.errors import ConfigError
 from megatron_dppo.inputs import Inputs
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.platform import DTYPES, Platform
@@ -22,6 +21,7 @@ from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.rollout.vllm import VLLMServer
+from megatron_dppo.serving.command import api_key
 from megatron_dppo.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -39,21 +39,11 @@ def connect_servers(config: Config) -> list[InferenceServer]:
         return []
     servers, sync = config.rollout.servers, config.rollout.weight_sync
     deadlines = Deadlines(generate=servers.timeout_seconds, update=sync.timeout_seconds)
-    key = _secret("api_key_env", servers.api_key_env)
-    admin = _secret("admin_api_key_env", servers.admin_api_key_env)
+    key = api_key(servers.api_key_env, os.environ, "rollout.servers.api_key_env")
+    admin = api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
     if config.rollout.engine == "vllm":
         return [VLLMServer(url, api_key=key, deadlines=deadlines) for url in servers.resolved_urls]
     return [SGLangServer(url, api_key=key, admin_api_key=admin, deadlines=deadlines) for url in servers.resolved_urls]
-
-
-def _secret(option: str, variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise ConfigError(
-            f"rollout.servers.{option} = {variable!r}, but this environment variable is not set; set it to the key"
-        )
-    return os.environ[variable]
 
 
 def generate_function(config: Config) -> GenerateFunction | None:

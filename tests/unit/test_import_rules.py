@@ -64,7 +64,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "engines": (
-        {"config", "errors", "inputs", "parallel", "platform", "publish", "rollout", "trainer", "weight_sync"},
+        {"config", "inputs", "parallel", "platform", "publish", "rollout", "serving", "trainer", "weight_sync"},
         {"torch"},
     ),
     "carried": ({"types"}, set()),
