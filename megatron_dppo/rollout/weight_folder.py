@@ -1,13 +1,16 @@
-"""A look at a folder of weights before a server is asked to load it."""
+"""New weights for a server from a folder: what SGLang and vLLM have in common."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_dppo.errors import CheckpointError
+from megatron_dppo.errors import CheckpointError, ServerError
+from megatron_dppo.rollout.replies import INCOMPLETE
 
 
 def check_weights(folder: Path) -> None:
@@ -31,3 +34,69 @@ def check_weights(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
+
+
+class FolderUpdates(ABC):
+    """``update_from_disk`` of a server; an engine adds its own calls."""
+
+    url: str
+    _paused = False
+    _untouched: str
+    """stands in the server's message when it changed no weight"""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """See ``InferenceServer``."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """See ``InferenceServer``."""
+
+    @abstractmethod
+    async def _weight_version(self) -> str: ...
+
+    @abstractmethod
+    async def _set_version(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def _read_folder(self, folder: str) -> None: ...
+
+    @abstractmethod
+    async def _finish(self, version: int) -> None: ...
+
+    async def update_from_disk(self, folder: str, version: int) -> None:
+        """See ``InferenceServer``.
+
+        Raises:
+            CheckpointError: the folder is on this machine too, and incomplete; the server was not asked.
+            ServerError: not loaded; the message says whether the old weights are still there.
+        """
+        check_weights(Path(folder))
+        if self._paused:
+            return await self._load_folder(folder, version)
+        await self.pause()
+        try:
+            await self._load_folder(folder, version)
+        except ServerError:
+            # When this fails too, the first error is the one to tell.
+            with contextlib.suppress(ServerError):
+                await self.resume()
+            raise
+        await self.resume()
+
+    async def _load_folder(self, folder: str, version: int) -> None:
+        before = await self._weight_version()
+        await self._set_version(INCOMPLETE)
+        try:
+            await self._read_folder(folder)
+        except ServerError as error:
+            untouched = self._untouched in error.detail
+            if untouched:
+                await self._set_version(before)
+            state = (
+                f"the old weights, version {before!r}, are still served"
+                if untouched
+                else "its weights may be half old and half new: update it again or restart it"
+            )
+            raise ServerError(self.url, f"cannot load {folder!r}: {error.detail}; {state}", error.status) from error
+        await self._finish(version)

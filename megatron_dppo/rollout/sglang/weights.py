@@ -7,12 +7,10 @@ exist. No call here lets the server flush its caches or set its version on the w
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +20,7 @@ from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.replies import INCOMPLETE, checked_success, version_name
 from megatron_dppo.rollout.server import transfer_group_name
 from megatron_dppo.rollout.sglang.wire import version_parts
-from megatron_dppo.rollout.weight_folder import check_weights
+from megatron_dppo.rollout.weight_folder import FolderUpdates
 
 _SESSIONS = (0, 5, 21)
 """The first version with begin_weight_update, and that flushes its caches while retracted requests wait."""
@@ -30,13 +28,12 @@ _UNTOUCHED = "weights iterator"
 """Stands in SGLang's message when it could not even list the folder's weights, so that it changed none."""
 
 
-class WeightUpdates:
+class WeightUpdates(FolderUpdates):
     """The part of ``SGLangServer`` that changes weights."""
 
-    url: str
+    _untouched = _UNTOUCHED
     _admin: HttpClient
     _deadlines: Deadlines
-    _paused = False
     _group: str | None = None
     _known_version: tuple[int, ...] | None = None
 
@@ -66,44 +63,13 @@ class WeightUpdates:
         await self._control("/continue_generation", {}, repeat=True)
         self._paused = False
 
-    async def update_from_disk(self, folder: str, version: int) -> None:
-        """See ``InferenceServer``.
+    async def _weight_version(self) -> str:
+        return str((await self._admin.get("/model_info", timeout=self._deadlines.control))["weight_version"])
 
-        Raises:
-            CheckpointError: the folder is on this machine too, and incomplete; the server was not asked.
-            ServerError: not loaded; the message says whether the old weights are still there.
-        """
-        check_weights(Path(folder))
-        if self._paused:
-            return await self._load_folder(folder, version)
-        await self.pause()
-        try:
-            await self._load_folder(folder, version)
-        except ServerError:
-            # When this fails too, the first error is the one to tell.
-            with contextlib.suppress(ServerError):
-                await self.resume()
-            raise
-        await self.resume()
-
-    async def _load_folder(self, folder: str, version: int) -> None:
-        before = str((await self._admin.get("/model_info", timeout=self._deadlines.control))["weight_version"])
-        await self._set_version(INCOMPLETE)
+    async def _read_folder(self, folder: str) -> None:
         # The format is named because the server would otherwise repeat that of its start, which may be "dummy".
         body = {"model_path": folder, "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
-        try:
-            await self._update("/update_weights_from_disk", body)
-        except ServerError as error:
-            untouched = _UNTOUCHED in error.detail
-            if untouched:
-                await self._set_version(before)
-            state = (
-                f"the old weights, version {before!r}, are still served"
-                if untouched
-                else "its weights may be half old and half new: update it again or restart it"
-            )
-            raise ServerError(self.url, f"cannot load {folder!r}: {error.detail}; {state}", error.status) from error
-        await self._finish(version)
+        await self._update("/update_weights_from_disk", body)
 
     async def begin_update(self) -> None:
         """See ``InferenceServer``.

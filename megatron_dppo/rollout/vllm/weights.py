@@ -8,11 +8,9 @@ outside of torch. A trainer's torch group cannot be its peer.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
@@ -22,20 +20,19 @@ from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.replies import INCOMPLETE, checked_success, version_name
 from megatron_dppo.rollout.server import transfer_group_name
-from megatron_dppo.rollout.weight_folder import check_weights
+from megatron_dppo.rollout.weight_folder import FolderUpdates
 
 _EXTENSION, _BACKEND = "megatron_dppo_vllm.WorkerExtension", "megatron_dppo"
 _UNTOUCHED = "weights not touched"
 """Stands in the extension's message when it could not open the folder, so that it changed nothing."""
 
 
-class WeightUpdates:
+class WeightUpdates(FolderUpdates):
     """The part of ``VLLMServer`` that changes weights."""
 
-    url: str
+    _untouched = _UNTOUCHED
     _admin: HttpClient
     _deadlines: Deadlines
-    _paused = False
     _joined = False
     _known_config: dict[str, Any] | None = None
 
@@ -77,45 +74,11 @@ class WeightUpdates:
         await self._control("/resume", {}, repeat=True)
         self._paused = False
 
-    async def update_from_disk(self, folder: str, version: int) -> None:
-        """See ``InferenceServer``.
-
-        Raises:
-            CheckpointError: the folder is on this machine too, and incomplete; the server was not asked.
-            ServerError: not loaded; the message says whether the old weights are still there.
-        """
-        check_weights(Path(folder))
-        if self._paused:
-            return await self._load_folder(folder, version)
-        await self.pause()
-        try:
-            await self._load_folder(folder, version)
-        except ServerError:
-            # When this fails too, the first error is the one to tell.
-            with contextlib.suppress(ServerError):
-                await self.resume()
-            raise
-        await self.resume()
-
-    async def _load_folder(self, folder: str, version: int) -> None:
-        before = await self._weight_version()
-        await self._set_version(INCOMPLETE)
+    async def _read_folder(self, folder: str) -> None:
         body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         if await self._extended():
             body = {"method": "megatron_dppo_load", "kwargs": {"folder": folder}}
-        try:
-            await self._update("/collective_rpc", body)
-        except ServerError as error:
-            untouched = _UNTOUCHED in error.detail
-            if untouched:
-                await self._set_version(before)
-            state = (
-                f"the old weights, version {before!r}, are still served"
-                if untouched
-                else "its weights may be half old and half new: update it again or restart it"
-            )
-            raise ServerError(self.url, f"cannot load {folder!r}: {error.detail}; {state}", error.status) from error
-        await self._finish(version)
+        await self._update("/collective_rpc", body)
 
     async def begin_update(self) -> None:
         """See ``InferenceServer``.
