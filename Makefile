@@ -7,6 +7,9 @@
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
+# make test-faults    faults by the thousand: the simulation of pool, sync, probe and rollouts on a virtual clock; runs that
+#                     are killed at a sample of points and resumed
+# make test-faults-long   the same with 100,000 schedules and 1,000 kills
 # make test-slurm     the launch scripts under a real Slurm on this machine; root, installs slurm-wlm and munge by apt-get
 # Inside an environment that already has torch and Megatron nothing is installed over them (tools/setup_env.sh).
 
@@ -19,7 +22,7 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo demo-sglang demo-vllm test test-engines test-slurm test-matrix test-gym bench-head lint setup clean
+.PHONY: demo demo-sglang demo-vllm test test-engines test-faults test-faults-long test-slurm test-matrix test-gym bench-head lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
@@ -46,6 +49,13 @@ test-engines:
 	@tools/engines/sglang.sh install 0.5.23 >/dev/null && tools/engines/sglang.sh install 0.5.20 >/dev/null
 	@tools/engines/vllm.sh install 0.32.0 >/dev/null
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/engines --durations 10 $(ARGS)
+
+test-faults:
+	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/faults --durations 10 $(ARGS)
+
+test-faults-long:
+	@python=$$(tools/setup_env.sh) && $$python -m tests.faults.simulation --count 100000 $(ARGS) && \
+		$$python -m tests.faults.kill_points --limit 1000
 
 test-slurm:
 	@tools/install_slurm.sh

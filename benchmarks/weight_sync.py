@@ -5,7 +5,8 @@
 Starts SGLang on this machine (tools/engines/sglang.sh) with a random model that has the shape of Qwen3-30B-A3B at a
 smaller scale, and a trainer of ``--ranks`` processes that holds its experts in shards. A round sends all weights once
 with each method and bucket size, in a new random order; the medians are of the rounds. *gather* is the same stream of
-weights sent nowhere: what Megatron's shards cost. *memory* is by how much the sending rank's resident memory grew.
+weights sent nowhere: what Megatron's shards cost. *proved* is with the proof that the server holds what was sent
+(``checksum_every = 1``). *memory* is by how much the sending rank's resident memory grew.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ SHAPE: dict[str, Any] = {
 """Qwen3-30B-A3B is 48 layers, 128 experts, hidden size 2048, vocabulary 151,936."""
 FULL_BYTES = 30.53e9 * 2
 """Qwen3-30B-A3B in bf16"""
-WAYS = [("disk", 512), ("tensor", 16), ("tensor", 128), ("distributed", 16), ("distributed", 64), ("distributed", 512)]
+SIZES = [("disk", 512), ("tensor", 16), ("tensor", 128), ("distributed", 16), ("distributed", 64), ("distributed", 512)]
+PROVED = [("disk", 512), ("tensor", 128), ("distributed", 64), ("distributed", 512)]
+WAYS = [(*way, False) for way in SIZES] + [(*way, True) for way in PROVED]
+GATHER = ("gather", 0, False)
 
 
 def peak_growth(work: Callable[[], None]) -> tuple[float, float]:
@@ -104,10 +108,11 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     bridge = build_bridge(folder, ranks)
     sender = dist.get_rank() == 0
-    syncs: dict[tuple[str, int], Any] = {}
-    for method, megabytes in WAYS if sender else []:
-        config = WeightSyncConfig(method=method, bucket_megabytes=megabytes, checksum_every=0)  # type: ignore[arg-type]
-        syncs[method, megabytes] = WeightSync(
+    syncs: dict[tuple[str, int, bool], Any] = {}
+    for method, megabytes, proved in WAYS if sender else []:
+        sizes: dict[str, Any] = {"bucket_megabytes": megabytes, "checksum_every": int(proved)}
+        config = WeightSyncConfig(method=method, **sizes)  # type: ignore[arg-type]
+        syncs[method, megabytes, proved] = WeightSync(
             [SGLangServer(url)],
             config,
             model_folder=folder,
@@ -118,18 +123,18 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     order = random.Random(0)
     for version in range(rounds + 1):
-        for way in order.sample([*WAYS, ("gather", 0)], len(WAYS) + 1):
+        for way in order.sample([*WAYS, GATHER], len(WAYS) + 1):
 
-            def send(way: tuple[str, int] = way, version: int = version) -> None:
-                if not sender or way[0] == "gather":
+            def send(way: tuple[str, int, bool] = way, version: int = version) -> None:
+                if not sender or way == GATHER:
                     return drain(bridge.export())
                 result = syncs[way].send(bridge.export(), version)
-                assert result.good, result
+                assert result.good and not result.notes, result
 
             dist.barrier()
             measured = peak_growth(send)
             if version:  # the first round opens groups and warms up
-                found.setdefault(f"{way[0]} {way[1]}", []).append(measured)
+                found.setdefault(f"{way[0]} {way[1]} {way[2]}", []).append(measured)
     if sender:
         size = sum(t.numel() for _, t in bridge.export()) * 2
         out.write_text(json.dumps({"bytes": size, "ways": found}))
@@ -144,19 +149,21 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
 def report(result: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
     """Print the table; the rows."""
     size = result["bytes"]
-    gather = statistics.median(seconds for seconds, _ in result["ways"]["gather 0"])
+    gather = statistics.median(seconds for seconds, _ in result["ways"]["gather 0 False"])
     print(f"{size / 2**20:.0f} MiB in bf16 from {ranks} ranks; Qwen3-30B-A3B has {FULL_BYTES / size:.0f} times that")
-    print(f"{'method':<12} {'bucket MiB':>10} {'seconds':>16} {'of gather':>9} {'MiB/s':>7} {'memory MiB':>11}")
+    print(f"{'method':<12} {'bucket MiB':>10} proved {'seconds':>16} {'of gather':>9} {'MiB/s':>7} {'memory MiB':>11}")
     rows = []
     for way, measured in sorted(result["ways"].items()):
-        method, megabytes = way.split()
+        method, megabytes, proved = way.split()
         seconds = sorted(s for s, _ in measured)
         middle, memory = statistics.median(seconds), statistics.median(m for _, m in measured)
         spread = f"{middle:.2f} ({seconds[0]:.2f}..{seconds[-1]:.2f})"
-        rows.append({"method": method, "bucket_mib": int(megabytes), "seconds": middle, "memory_bytes": memory})
+        mark = "yes" if proved == "True" else ""
+        key = {"method": method, "bucket_mib": int(megabytes), "proved": proved == "True"}
+        rows.append({**key, "seconds": middle, "memory_bytes": memory})
         print(
-            f"{method:<12} {megabytes if int(megabytes) else '':>10} {spread:>16} {middle / gather:>9.2f} "
-            f"{size / 2**20 / middle:>7.0f} {memory / 2**20:>11.0f}"
+            f"{method:<12} {megabytes if int(megabytes) else '':>10} {mark:<6} {spread:>16} "
+            f"{middle / gather:>9.2f} {size / 2**20 / middle:>7.0f} {memory / 2**20:>11.0f}"
         )
     return rows
 

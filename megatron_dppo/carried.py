@@ -44,7 +44,9 @@ class Carry:
         """Take ``groups`` of a checkpoint, for ``dp`` ranks, however many there were; returns how many there are."""
         self.groups = [[Carried(*group) for group in of_rank] for of_rank in saved]
         flat = sorted(group for of_rank in self.groups for group in of_rank)
-        if len(self.groups) != dp:
+        if not flat:
+            self.groups = []  # as in a run that was never interrupted
+        elif len(self.groups) != dp:
             self.groups = [flat[rank::dp] for rank in range(dp)]
         return len(flat)
 

@@ -28,11 +28,21 @@ class RunConfig(_Section):
     num_steps: int = Field(gt=0)
     """Rollout steps. One step = one batch of rollouts and ``train.mini_batches * train.epochs`` optimizer updates."""
     overwrite: bool = False
-    """Start again in an ``output_dir`` that already holds a run (the old run is deleted)."""
+    """Start again in an ``output_dir`` that already holds a run; the old run is moved to ``old/`` in it. Once a job: a
+    job that was requeued or restarted continues what it began."""
     threads_per_rank: int | None = Field(None, gt=0)
     """CPU threads of each process; None = cores divided by local ranks."""
     timeout_minutes: float = Field(30.0, gt=0)
     """Limit of one collective; a rank that waits longer fails with an error."""
+    hang_minutes: float | None = Field(None, gt=0)
+    """End when no rank has begun anything new for so long; say who is waited for. None = 0.9 ``timeout_minutes``."""
+
+    @model_validator(mode="after")
+    def _hang_is_seen_first(self) -> RunConfig:
+        limit, timeout = self.hang_minutes or 0, self.timeout_minutes
+        if limit >= timeout:
+            raise ValueError(f"hang_minutes = {limit} must be below timeout_minutes = {timeout}")
+        return self
 
 
 class ModelConfig(_Section):
@@ -111,6 +121,11 @@ class TrainConfig(_Section):
     as ``off``, and the engine's are only compared with it (``docs/router_replay.md``)."""
     max_skipped_updates: int = Field(5, ge=1)
     """Stop after this many updates in a row with a non-finite gradient."""
+    max_first_prob_diff: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
+    """Stop before the first update of a step when the mean |pi - mu| is above this; ``auto`` = 0.001 in fp32, 0.06 with
+    bf16 in the engine or in training; ``off`` = never. Only where the current weights sampled every token."""
+    max_dropped_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["off"] = 0.01
+    """Stop there too when more of the sampled tokens have no finite rollout log-probability; ``off`` = never."""
 
 
 class OptimizerConfig(_Section):
@@ -193,7 +208,12 @@ class CheckpointConfig(_Section):
     keep_best: bool = False
     """Also save at every new best ``eval/accuracy``, and keep that checkpoint (``checkpoints/best.json`` names it)."""
     resume: Literal["auto", "never"] = "auto"
-    """``auto``: continue from the newest complete checkpoint in output_dir, if there is one."""
+    """``auto``: continue from the newest whole checkpoint of finite weights in output_dir, if there is one."""
+    accept_changes: bool = False
+    """Continue although keys that change the results differ from those of the run so far; each one is printed."""
+    accept_unverified: bool = False
+    """Continue also from a checkpoint without manifest, as older versions wrote them: nothing shows that its files are
+    whole (``docs/checkpoints.md``)."""
     export_hf: bool = True
     """Write the final weights as a Hugging Face folder."""
 

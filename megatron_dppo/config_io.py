@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,18 @@ _PATHS = (
 )
 
 
+@dataclass(frozen=True)
+class Read:
+    """A configuration file with overrides, and what is wrong with them."""
+
+    config: Config | None
+    """What is left when wrong flags, unknown keys and wrong values are taken out; None = nothing that could run"""
+    problems: list[str]
+    unsure: frozenset[str]
+    """sections in which a wrong value was taken out, so that the default stands there: what follows from them says
+    nothing about the run that is meant"""
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a configuration.
 
@@ -46,17 +59,88 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: with every problem found: unknown keys with the nearest known one, wrong values, bad combinations.
     """
+    found = read_config(path, overrides)
+    if found.problems or found.config is None:
+        raise unusable(path, found.problems)
+    return found.config
+
+
+def unusable(path: str | Path, problems: Sequence[str]) -> ConfigError:
+    """The error that lists what is wrong with a configuration."""
+    return ConfigError(f"{path} cannot be used:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Read:
+    """``load_config`` without giving up at what is wrong, for a report on everything else as well.
+
+    Raises:
+        ConfigError: there is no such file, or it is no TOML.
+    """
     file = Path(path)
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"configuration file {str(path)!r} does not exist") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"configuration file {str(path)!r} is not valid TOML: {error}") from error
     _resolve_paths(values, file.parent)
-    for section, key, value in _parse_overrides(overrides):
-        _insert(values, section, key, value)
-    return validate(values, str(path))
+    parsed, problems = _parse_overrides(overrides)
+    for section, key, value in parsed:
+        try:
+            _insert(values, section, key, value)
+        except ConfigError as error:
+            problems.append(str(error))
+    return _read_values(values, problems)
+
+
+def _read_values(values: dict[str, Any], problems: list[str]) -> Read:
+    """Validate; put something else for what is wrong, and validate again, until nothing is wrong or nothing helps."""
+    unsure: set[str] = set()
+    while True:
+        try:
+            return Read(Config.model_validate(values), problems, frozenset(unsure))
+        except ValidationError as error:
+            details = error.errors()
+        # What is wrong with a section in which something else stands may be wrong because of that.
+        told = [d for d in details if not unsure or (d["loc"] and d["loc"][0] not in unsure)]
+        problems += [text for text in map(_explain, told) if text not in problems]
+        if not any([_replace(values, detail["loc"]) for detail in details]):
+            return Read(None, problems, frozenset(unsure))
+        unsure |= {str(d["loc"][0]) for d in details if d["loc"] and d["type"] != "extra_forbidden"}
+
+
+_STAND_IN: dict[str, dict[str, Any]] = {
+    "run": {"output_dir": ".", "num_steps": 1},
+    "model": {"path": "."},
+    "data": {"train": "task:chain_sum"},
+    "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 1},
+    "optimizer": {"lr": 1.0},
+}
+"""For keys without a default that are missing or wrong, so that other sections can be looked at."""
+
+
+def _replace(values: dict[str, Any], location: tuple[int | str, ...]) -> bool:
+    """Take a key out of nested tables, or put its stand-in there; False when nothing changes."""
+    path = [part for part in location if isinstance(part, str)]
+    if not path:
+        return False
+    needed = _STAND_IN.get(path[0], {})
+    if len(path) == 1:
+        before = values.pop(path[0], None)
+        values |= {path[0]: dict(needed)} if needed else {}
+        return bool(before != needed)
+    table: Any = values
+    for depth, part in enumerate(path[:-1]):
+        if not isinstance(table.get(part), dict):
+            return table.pop(part, None) is not None
+        table = table[part]
+        if depth + 2 < len(path) and not isinstance(table, dict):
+            return False
+    before = table.pop(path[-1], None)
+    if len(path) == 2 and path[1] in needed:
+        table[path[1]] = needed[path[1]]
+        return bool(before != needed[path[1]])
+    return before is not None
 
 
 def validate(values: dict[str, Any], origin: str) -> Config:
@@ -64,8 +148,7 @@ def validate(values: dict[str, Any], origin: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        problems = "\n".join(f"  - {_explain(detail)}" for detail in error.errors())
-        raise ConfigError(f"{origin} cannot be used:\n{problems}") from error
+        raise unusable(origin, [_explain(detail) for detail in error.errors()]) from error
 
 
 def dump_toml(config: Config) -> str:
@@ -113,19 +196,21 @@ def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:
     table[key] = value
 
 
-def _parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
-    """``(section, key, value)`` of each flag, in order."""
-    result = []
+def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, Any]], list[str]]:
+    """``(section, key, value)`` of each flag, in order, and what is wrong with the others."""
+    result: list[tuple[str, str, Any]] = []
+    problems: list[str] = []
     rest = list(arguments)
     while rest:
         flag, equals, inline = rest.pop(0).partition("=")
         if not flag.startswith("--") or flag == "--":
-            raise ConfigError(f"unexpected argument {flag!r}; overrides look like --section.key value")
+            problems.append(f"unexpected argument {flag!r}; overrides look like --section.key value")
+            continue
         name = flag[2:]
         section, key, fixed = _locate(name)
         if fixed is not None:
             if equals:
-                raise ConfigError(f"{flag} takes no value, got {inline!r}; leave it out to keep the configured value")
+                problems.append(f"{flag} takes no value, got {inline!r}; leave it out to keep the configured value")
             result.append((section, key, fixed))
             continue
         if equals:
@@ -135,9 +220,10 @@ def _parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
         elif "." not in name:
             text = "true"  # Megatron's switches, such as --sequence-parallel
         else:
-            raise ConfigError(f"{flag} needs a value: {flag} VALUE")
+            problems.append(f"{flag} needs a value: {flag} VALUE")
+            continue
         result.append((section, key, _parse_value(text)))
-    return result
+    return result, problems
 
 
 def _locate(name: str) -> tuple[str, str, Any]:

@@ -95,8 +95,8 @@ class LossConfig(Section):
     topk_eviction: bool = False
     """Only ``dppo_topk_*``: a sampled token outside the Top-K replaces the K-th instead of joining the set."""
     form: Form | None = None
-    """Reported value, ``-A min(r, C) log pi`` or ``-A min(r, C)`` (no gradient above C); None = reinforce where
-    there is a choice. ``ppo_*`` and ``gspo`` are always ``ratio``."""
+    """Reported value, ``-A min(r, C) log pi`` or ``-A min(r, C)`` (no gradient above C, nor below ``ratio_floor``);
+    None = reinforce where there is a choice. ``ppo_*`` and ``gspo`` are always ``ratio``."""
     mismatch: Mismatch = "none"
     """Weights against the mismatch of trainer and engine: truncate them, or drop the tokens or sequences outside."""
     mismatch_low: float | None = Field(None, ge=0)

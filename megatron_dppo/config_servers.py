@@ -30,8 +30,10 @@ class ServersConfig(Section):
     """Requests that one data-parallel rank has under way at a time."""
     timeout_seconds: float = Field(3600.0, gt=0)
     """Limit of one response, the time in the server's queue included."""
-    health_seconds: float = Field(10.0, gt=0)
+    health_seconds: float = Field(5.0, gt=0)
     """Seconds between health checks while responses are awaited."""
+    patience_seconds: float = Field(60.0, ge=0)
+    """How long requests wait for servers that are overloaded or fail, when no other server gives good answers."""
 
     @property
     def resolved_urls(self) -> list[str]:
@@ -60,7 +62,7 @@ class WeightSyncConfig(Section):
     folder: str | None = None
     """Where ``disk`` writes; None = ``weights`` in run.output_dir."""
     checksum_every: int = Field(1, ge=0)
-    """Syncs between comparisons of the servers' checksums with each other; 0 = never."""
+    """Syncs between proofs that each server holds what it was sent, tensor by tensor; 0 = never."""
     probe_every: int = Field(1, ge=0)
     """Syncs between probes, in which the trainer recomputes a response's log-probabilities; 0 = only the first one."""
     timeout_seconds: float = Field(300.0, gt=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,16 +49,19 @@ class Converter:
         if target.exists():
             raise CheckpointError(f"{target} already exists; choose another folder or delete it")
         dist.barrier()
-        save_model(target, self.models)
-        if dist.get_rank() == 0:
-            text = json.dumps({"hf_folder": str(self.hf_folder), "layout": str(self.layout)}, indent=2)
-            (target / _LAYOUT_FILE).write_text(text + "\n")
+        text = json.dumps({"hf_folder": str(self.hf_folder), "layout": str(self.layout)}, indent=2)
+        save_model(target, self.models, {_LAYOUT_FILE: text + "\n"})
 
     def load_megatron(self, checkpoint: Path) -> None:
-        """Take the weights of a ``torch_dist`` checkpoint, converted or written in training, of any layout."""
+        """Take the weights of a ``torch_dist`` checkpoint, converted or written in training, of any layout.
+
+        Its files are compared with its manifest; one that has none (of another program) is read after a word on stderr.
+        """
         from megatron_dppo.mcore.checkpoint import load_model
 
-        load_model(checkpoint, self.models)
+        note = load_model(checkpoint, self.models)
+        if note and dist.get_rank() == 0:
+            print(f"note: {note}", file=sys.stderr)
 
     def save_hf(self, target: Path, dtype: torch.dtype) -> None:
         """Stream the weights to a Hugging Face folder; rank 0 writes."""

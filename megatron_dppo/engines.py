@@ -84,6 +84,7 @@ def build_engine(
         inputs.hf_config,
         max_in_flight=config.rollout.servers.max_in_flight,
         health_seconds=config.rollout.servers.health_seconds,
+        patience_seconds=config.rollout.servers.patience_seconds,
         first=trainer.dp_rank,
         function=function,
     )

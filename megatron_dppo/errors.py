@@ -3,6 +3,10 @@
 Every message names the value, what was expected, and what to change.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class UserError(Exception):
     """Something the user can mend: a configuration, a file, an environment. Exit code 2."""
@@ -10,6 +14,20 @@ class UserError(Exception):
     exit_code = 2
     on_every_rank = True
     """Whether all ranks meet the error alike, so that rank 0 alone reports it."""
+
+
+class SeveralProblems(UserError):
+    """More than one thing to mend, told in one message.
+
+    Args:
+        errors: at least one.
+    """
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        listed = "\n".join("  - " + str(error).replace("\n", "\n    ") for error in errors)
+        super().__init__(f"{len(errors)} problems, to be mended before this run can start:\n{listed}")
+        self.errors = list(errors)
+        self.on_every_rank = all(error.on_every_rank for error in errors)
 
 
 class ConfigError(UserError):
@@ -43,18 +61,34 @@ class ServerError(UserError):
         url: what was called; never holds a key.
         detail: what went wrong, the server's own message in it.
         status: the HTTP status; None when there was no answer.
+        retry_after: seconds after which the server wants to be asked again; None = it does not say.
     """
 
     on_every_rank = False
 
-    def __init__(self, url: str, detail: str, status: int | None = None) -> None:
+    def __init__(self, url: str, detail: str, status: int | None = None, *, retry_after: float | None = None) -> None:
         super().__init__(f"{url}: {detail}" if status is None else f"{url}: HTTP {status}: {detail}")
-        self.url, self.detail, self.status = url, detail, status
+        self.url, self.detail, self.status, self.retry_after = url, detail, status, retry_after
 
     @property
-    def unanswered(self) -> bool:
-        """Whether the server may be dead: no answer, or one that says that it cannot work now."""
-        return self.status is None or self.status >= 500
+    def passing(self) -> bool:
+        """Whether the answer speaks of the moment, not of the request: try later, a failure inside, or no JSON."""
+        return self.status is not None and (self.status in (200, 408, 425, 429) or self.status >= 500)
+
+
+class ContractBreach(ServerError):
+    """An answer of an inference server that cannot be what it says it is.
+
+    Args:
+        url: as for ``ServerError``.
+        request_id: of the request that was answered.
+        field: the part of the answer that is wrong.
+        detail: what it is, and what was expected.
+    """
+
+    def __init__(self, url: str, request_id: str, field: str, detail: str) -> None:
+        super().__init__(url, f"the answer to request {request_id} breaks the contract: {field} {detail}")
+        self.request_id, self.field = request_id, field
 
 
 class PublishError(UserError):
@@ -65,3 +99,9 @@ class TrainingStopped(UserError):
     """Training cannot go on (non-finite gradients n times in a row). Exit code 3."""
 
     exit_code = 3
+
+
+class DiskError(UserError):
+    """A file that cannot be written: a full or read-only disk, missing rights, a failing device."""
+
+    on_every_rank = False

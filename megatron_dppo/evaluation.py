@@ -8,9 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_dppo.atomic_files import write_synced
 from megatron_dppo.clock import Clock
+from megatron_dppo.disk import disk_errors
 from megatron_dppo.metrics import read_metrics, reduce_metrics
-from megatron_dppo.parallel.objects import from_leader, is_leader
+from megatron_dppo.parallel.objects import agreed, from_leader, is_leader
 from megatron_dppo.rollout.collect import sample_completions, score_completions
 from megatron_dppo.session import Session
 from megatron_dppo.types import Metric, Prompt, RolloutGroup, SamplingParams
@@ -74,9 +76,11 @@ def _accuracy(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
 
 
 def record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
-    """Keep some answers of this evaluation in ``samples.jsonl`` (rank 0)."""
-    if dist.get_rank() != 0:
-        return
+    """Keep some answers of this evaluation in ``samples.jsonl`` (rank 0); a collective."""
+    agreed(lambda: _record_answers(session, groups) if dist.get_rank() == 0 else None, session.groups.world)
+
+
+def _record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
     answers = [
         {
             "prompt": group.prompt.text,
@@ -89,8 +93,10 @@ def record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
     if session.step == 0:
         session.answers_before = answers
     earlier = [r for r in _read_samples(session) if r["step"] < session.step]  # a killed run may have left later ones
-    with (session.folder / "samples.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(r) + "\n" for r in [*earlier, *({"step": session.step, **a} for a in answers)])
+    records = [*earlier, *({"step": session.step, **a} for a in answers)]
+    target = session.folder / "samples.jsonl"
+    with disk_errors(target, "the answers"):
+        write_synced(target, "".join(json.dumps(r) + "\n" for r in records))
 
 
 def read_answers(session: Session) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_dppo.atomic_files import fsync
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.layout import ModelShape
 from megatron_dppo.types import RoutingShape
@@ -186,11 +187,6 @@ def drain(weights: WeightStream) -> None:
         pass
 
 
-def has_weights(path: str | Path) -> bool:
-    """Whether a folder holds safetensors weights."""
-    return any(Path(path).glob("*.safetensors"))
-
-
 class FolderWeights:
     """Random access to the safetensors weights of a folder, one tensor at a time."""
 
@@ -224,7 +220,7 @@ def save_hf_folder(
 ) -> None:
     """Write a Hugging Face folder: config and tokenizer files of ``source``, weights from the stream.
 
-    The folder appears at once, complete, by a rename; an older one of that name is replaced.
+    The folder appears at once, complete and on the disk, by a rename; an older one of that name is replaced.
     """
     target, source = Path(target), Path(source)
     partial = target.with_name(target.name + ".partial")
@@ -238,8 +234,12 @@ def save_hf_folder(
     config["dtype"] = str(dtype).removeprefix("torch.")
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_shards(partial, weights, dtype, max_shard_bytes)
+    for file in partial.iterdir():
+        fsync(file)
+    fsync(partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+    fsync(target.parent)
 
 
 def _write_shards(folder: Path, weights: WeightStream, dtype: torch.dtype, max_bytes: int) -> None:

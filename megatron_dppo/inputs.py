@@ -13,10 +13,11 @@ from megatron_dppo.data.chat import ChatOptions
 from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.errors import CheckpointError, ConfigError
-from megatron_dppo.hf import has_weights, model_shape, read_hf_config
-from megatron_dppo.layout import Layout, resolve_layout
-from megatron_dppo.metrics import require_wandb
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.hf import model_shape, read_hf_config, rope_theta
+from megatron_dppo.hf_weights import check_weights_fit, parameter_count
+from megatron_dppo.layout import Layout, ModelShape, resolve_layout
+from megatron_dppo.problems import Problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Inputs:
     """What the configuration names, read and checked before any process group is built."""
 
     hf_config: Any
+    num_parameters: int
     tokenizer: Any
     layout: Layout
     train_prompts: PromptDataset
@@ -38,58 +40,78 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
     """Read model folder and data, and check that everything fits together.
 
     Raises:
-        UserError: with what to change.
+        UserError: with what to change; everything that is wrong at once.
     """
-    if config.log.wandb_project is not None:
-        require_wandb(config.log.wandb_project)
-    hf_config = read_hf_config(config.model.path)
-    layout = resolve_layout(config, world_size, model_shape(hf_config))
-    if not config.model.random_init and not has_weights(config.model.path):
-        raise CheckpointError(
-            f"model.path = {config.model.path!r} has no *.safetensors weights; expected a complete Hugging Face folder "
-            "(or set model.random_init = true together with a warm-up)"
-        )
-    if config.loss.is_topk and config.loss.topk > hf_config.vocab_size:
-        raise ConfigError(
-            f"loss.topk = {config.loss.topk} is above the {hf_config.vocab_size} entries of the vocabulary of "
-            f"{config.model.path!r}; use at most that"
-        )
-    if config.train.router_replay != "off" and model_shape(hf_config).num_experts is None:
-        raise ConfigError(
-            f"train.router_replay = {config.train.router_replay!r}, but {config.model.path!r} is a dense model, which "
-            "has no routers; set it to 'off'"
-        )
-    if config.model.reference_path is not None:
-        _check_reference(config.model.reference_path, hf_config)
-    tokenizer = load_tokenizer(config.model.path)
-    reader = _PromptReader(config, tokenizer, hf_config.max_position_embeddings)
-    train = reader.read(config.data.train, "train", "train")
+    problems = Problems()
+    hf_config = problems.attempt(read_hf_config, config.model.path)
+    shape = None if hf_config is None else problems.attempt(model_shape, hf_config)
+    layout = None if shape is None else problems.attempt(resolve_layout, config, world_size, shape)
+    if hf_config is not None and shape is not None:
+        problems.attempt(_check_model, config, hf_config, shape)
+    tokenizer = problems.attempt(load_tokenizer, config.model.path)
+    reader = _PromptReader(config, tokenizer, None if hf_config is None else hf_config.max_position_embeddings)
+    train = problems.attempt(reader.read, config.data.train, "train", "train")
     named = {"": config.data.eval} if isinstance(config.data.eval, str) else config.data.eval or {}
-    held_out = {name: reader.read(source, "eval", f"eval {name}".strip()) for name, source in named.items()}
-    warmup = SupervisedDataset(config.warmup.data, tokenizer, config.run.seed) if config.warmup.num_steps else None
+    held_out = {
+        name: problems.attempt(reader.read, source, "eval", f"eval {name}".strip()) for name, source in named.items()
+    }
+    warmup = problems.attempt(reader.warmup)
+    problems.raise_if_any()
+    assert layout is not None and train is not None
     return Inputs(
         hf_config=hf_config,
+        num_parameters=parameter_count(hf_config),
         tokenizer=tokenizer,
         layout=layout,
         train_prompts=train,
-        eval_prompts=held_out,
+        eval_prompts={name: prompts for name, prompts in held_out.items() if prompts is not None},
         warmup_data=warmup,
         data_summary="\n".join(reader.summary),
     )
 
 
-class _PromptReader:
-    """Sources to prompts by the configuration; ``summary`` has one line for each."""
+def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
+    """Whether the model has what the configuration asks of it."""
+    problems, path = Problems(), config.model.path
+    problems.attempt(rope_theta, hf_config)
+    if not config.model.random_init:
+        problems.attempt(check_weights_fit, path, hf_config)
+    if config.loss.is_topk and config.loss.topk > shape.vocab_size:
+        problems.add(
+            ConfigError(
+                f"loss.topk = {config.loss.topk} is above the {shape.vocab_size} entries of the vocabulary of "
+                f"{path!r}; use at most that"
+            )
+        )
+    if config.train.router_replay != "off" and shape.num_experts is None:
+        problems.add(
+            ConfigError(
+                f"train.router_replay = {config.train.router_replay!r}, but {path!r} is a dense model, which has no "
+                "routers; set it to 'off'"
+            )
+        )
+    if config.model.reference_path is not None:
+        problems.attempt(_check_reference, config.model.reference_path, shape)
+    problems.raise_if_any()
 
-    def __init__(self, config: Config, tokenizer: Any, context_length: int) -> None:
+
+class _PromptReader:
+    """Sources to prompts by the configuration; ``summary`` has one line for each.
+
+    Without a tokenizer or a context length the files are read all the same, for what is wrong with them.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, context_length: int | None) -> None:
         self._config, self._tokenizer, self._context_length = config, tokenizer, context_length
         self.summary: list[str] = []
 
-    def read(self, source: str | Sequence[str], split: Split, name: str) -> PromptDataset:
+    def read(self, source: str | Sequence[str], split: Split, name: str) -> PromptDataset | None:
         config, data = self._config, self._config.data
         loaded = load_rows(
             source, split, prompt_key=data.prompt_key, label_key=data.label_key, deduplicate=data.deduplicate
         )
+        if self._tokenizer is None or self._context_length is None:
+            return None
         rows, most = loaded.rows, config.eval.max_prompts
         if split == "eval" and most is not None and most < len(rows):
             rows = random.Random(0).sample(rows, most)
@@ -114,16 +136,24 @@ class _PromptReader:
         self.summary.append(f"data     {name}: {', '.join(parts)}; from {named} ({loaded.num_read} rows)")
         return prompts
 
+    def warmup(self) -> SupervisedDataset | None:
+        """The samples of the warm-up, none longer than the context; None = there is no warm-up."""
+        config = self._config
+        if not config.warmup.num_steps:
+            return None
+        data = SupervisedDataset(config.warmup.data, self._tokenizer, config.run.seed)
+        if self._tokenizer is not None and self._context_length is not None:
+            data.check_lengths(self._context_length)
+        return data
 
-def _check_reference(path: str, hf_config: Any) -> None:
+
+def _check_reference(path: str, expected: ModelShape) -> None:
     """Refuse a reference policy that is not a complete folder of the same sizes."""
-    if not has_weights(path):
-        raise CheckpointError(
-            f"model.reference_path = {path!r} has no *.safetensors weights; expected a complete Hugging Face folder"
-        )
-    found, expected = model_shape(read_hf_config(path)), model_shape(hf_config)
+    hf_config = read_hf_config(path)
+    found = model_shape(hf_config)
     if found != expected:
         raise ConfigError(
             f"model.reference_path = {path!r} is a model of other sizes ({found}) than model.path ({expected}); the "
             "reference policy is computed by the same model code and needs the same sizes"
         )
+    check_weights_fit(path, hf_config, "model.reference_path")

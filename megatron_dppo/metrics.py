@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.atomic_files import write_synced
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.problems import Problems
 from megatron_dppo.types import Metric
 
 _Pair = tuple[str, float, float]
@@ -29,7 +35,8 @@ def reduce_metrics(
         contributes: False on ranks that hold copies of a peer's metrics (tensor parallel ranks above 0).
 
     Returns:
-        mean: sum of numerators over sum of denominators (0 when the denominator is 0); max: the largest value.
+        mean: sum of numerators over sum of denominators; max: the largest value. A mean over nothing is no number: its
+        name is missing.
     """
     mine = _sum_locally(local) if contributes else {}
     gathered: list[dict[str, _Pair]] = [mine]
@@ -41,13 +48,10 @@ def reduce_metrics(
         for name, pair in part.items():
             total[name] = _add(total[name], pair) if name in total else pair
     return {
-        name: value if kind == "max" else _ratio(value, denominator)
+        name: value if kind == "max" else value / denominator
         for name, (kind, value, denominator) in total.items()
+        if kind == "max" or denominator
     }
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else 0.0
 
 
 def _add(left: _Pair, right: _Pair) -> _Pair:
@@ -102,10 +106,7 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         keep = [] if resumed_step is None else [r for r in read_metrics(self.path) if r["step"] <= resumed_step]
-        # Written beside and renamed: a run that is killed here keeps its records.
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in keep), encoding="utf-8")
-        partial.replace(self.path)
+        write_synced(self.path, "".join(json.dumps(record) + "\n" for record in keep))
         self._file = self.path.open("a", encoding="utf-8")
         self._tensorboard = _open_tensorboard(folder, resumed_step) if tensorboard else None
         self._wandb = _open_wandb(wandb_project, folder, config) if wandb_project else None
@@ -115,6 +116,7 @@ class MetricsWriter:
         clean = {k: (v if math.isfinite(v) else None) for k, v in values.items()}
         self._file.write(json.dumps({"step": step, **clean}) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())  # a checkpoint of this step must not outlive its record
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -123,10 +125,12 @@ class MetricsWriter:
             self._wandb.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Close every sink."""
-        self._file.close()
+        """Close every sink; each record was flushed when it was written, so a full disk takes nothing here."""
+        with contextlib.suppress(OSError):
+            self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with contextlib.suppress(OSError):
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -149,6 +153,40 @@ def _open_tensorboard(folder: Path, resumed_step: int | None) -> Any:
 
     purge = None if resumed_step is None else resumed_step + 1
     return SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+
+def require_sinks(*, tensorboard: bool, wandb_project: str | None) -> None:
+    """Whether everything that the log asks for is installed and has its key.
+
+    Raises:
+        ConfigError: with what to install, or where the key goes; both at once.
+    """
+    problems = Problems()
+    if tensorboard:
+        problems.attempt(_require_tensorboard)
+    if wandb_project is not None and problems.attempt(require_wandb, wandb_project) is not None:
+        problems.attempt(_require_wandb_key, wandb_project)
+    problems.raise_if_any()
+
+
+def _require_tensorboard() -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "log.tensorboard = true needs the package tensorboard: pip install tensorboard, or set it to false"
+        )
+
+
+def _require_wandb_key(project: str) -> None:
+    """A run without a terminal must not wait for somebody to type a key."""
+    if os.environ.get("WANDB_MODE", "online") != "online" or os.environ.get("WANDB_API_KEY"):
+        return
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    if not (file.is_file() and host in file.read_text(encoding="utf-8", errors="replace")):
+        raise ConfigError(
+            f"log.wandb_project = {project!r}, but there is no key: export WANDB_API_KEY, run wandb login, or export "
+            "WANDB_MODE=offline"
+        )
 
 
 def require_wandb(project: str) -> Any:

@@ -46,6 +46,19 @@ class Platform:
         return cls(torch.device("cpu"), "gloo")
 
 
+def require_devices(local_world_size: int) -> None:
+    """Refuse more processes than CUDA devices on a machine with CUDA.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    if torch.cuda.is_available() and local_world_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"{local_world_size} processes on this machine, but {torch.cuda.device_count()} CUDA devices are visible "
+            "here; start one process a device (--nproc-per-node), or make more devices visible"
+        )
+
+
 def pin_threads(threads: int | None, local_world_size: int) -> int:
     """Limit this process to ``threads``, or to its share of the cores; returns the number.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from megatron_dppo.layout import Layout
 from megatron_dppo.losses import BatchTotals, Objective
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint import load_checkpoint, read_state, save_checkpoint
-from megatron_dppo.mcore.forward import forward_backward, forward_logprobs
-from megatron_dppo.mcore.head import Head
+from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
+from megatron_dppo.mcore.head import Head, TokenReadings
 from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.moe import BalanceLosses
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
@@ -162,15 +162,12 @@ class PolicyTrainer:
             metrics=metrics,
         )
 
-    def logprobs(
-        self, batches: Sequence[MicroBatch], *, reference: bool = False, temperature: float | None = None
-    ) -> list[Tensor]:
+    def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:
         """Log-probabilities ``[T]`` of the labels of each micro-batch; empty but on the last pipeline stage.
 
         Args:
             batches: this rank's.
             reference: of the reference policy.
-            temperature: None = the rollout's.
 
         Raises:
             RuntimeError: ``reference`` without reference weights.
@@ -183,8 +180,7 @@ class PolicyTrainer:
             self._reference.swapped_in() if reference and self._reference else nullcontext(),
             self._routing(batches, mode) as plain,
         ):
-            head = self._head if temperature is None else self._head.at_temperature(temperature)
-            return forward_logprobs(self._chunks, plain, head, self._cp_group)
+            return forward_logprobs(self._chunks, plain, self._head, self._cp_group)
 
     def record_routing(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
         """``logprobs`` with the live routers, and their choices: the routes ``[T, L, k]`` of each micro-batch.
@@ -196,6 +192,25 @@ class PolicyTrainer:
         with self._routing(batches, "record") as plain:
             found = forward_logprobs(self._chunks, plain, self._head, self._cp_group)
         return found, self._replay.recorded(batches)
+
+    def readings(
+        self, batches: Sequence[MicroBatch], mode: Literal["record", "replay"] | None = None
+    ) -> tuple[list[TokenReadings], list[Tensor]]:
+        """What an engine's answers are compared with, and the routes ``[T, L, k]``, both for each micro-batch.
+
+        Args:
+            batches: this rank's.
+            mode: ``record``: the live routers' choices are returned too, those of this stage's layers; ``replay``: the
+                given routes are used; None = neither.
+
+        Returns:
+            Readings only on the last pipeline stage, routes only with ``record``.
+        """
+        assert mode is None or self._replay is not None
+        self.optimizer.finish_overlapped_gather()
+        with self._routing(batches, mode) as plain:
+            found = forward_readings(self._chunks, plain, self._head, self._cp_group)
+        return found, self._replay.recorded(batches) if self._replay is not None and mode == "record" else []
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full weights by Hugging Face name (a collective; see ``Bridge.export``).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,13 +35,20 @@ class Updater:
         self._trainer, self._train, self._loss = trainer, train, loss
         self._objective = policy_objective(loss)
 
-    def run(self, samples: Sequence[TrainingSample], seed: int, clock: Clock) -> Iterator[StepResult]:
+    def run(
+        self,
+        samples: Sequence[TrainingSample],
+        seed: int,
+        clock: Clock,
+        check: Callable[[Mapping[str, float]], None] | None = None,
+    ) -> Iterator[StepResult]:
         """One update for each mini-batch of each epoch; the rollout log-probabilities stay the anchor of all.
 
         Args:
             samples: this data-parallel rank's, as many on every rank.
             seed: of the order, the same on the ranks that share these samples.
             clock: gets the time of each part.
+            check: gets the metrics of the first update before it is applied, and may refuse it by an exception.
         """
         samples = self.add_recomputed(samples, clock)
         size = len(samples) // self._train.mini_batches
@@ -53,6 +60,8 @@ class Updater:
                     batches = self.plan([samples[i] for i in order[start : start + size]])
                 with clock.part("forward_backward"):
                     metrics = self._trainer.accumulate(batches, self._objective)
+                if check is not None and epoch == start == 0:
+                    check(metrics)
                 with clock.part("optimizer"):
                     result = self._trainer.apply(metrics)
                 yield result

@@ -7,29 +7,29 @@ one that fails in between stays paused or under version -1, and is not in the re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
-import socket
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_dppo.config import WeightSyncConfig
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.disk import disk_errors
+from megatron_dppo.errors import ConfigError, DiskError, ServerError
 from megatron_dppo.hf import drain, save_hf_folder
-from megatron_dppo.parallel.transfer_group import (
-    broadcast_bucket,
-    close_transfer_group,
-    flatten_bucket,
-    open_transfer_group,
-)
+from megatron_dppo.parallel.transfer_group import GroupTransport, TorchTransport, flatten_bucket
 from megatron_dppo.rollout.attempt import Attempt, SyncResult, caught
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo, transfer_group_name
+from megatron_dppo.weight_proof import WeightProofs, kv_heads
 
 Weights = Iterator[tuple[str, Tensor]]
+_ALIVE_SECONDS = 10.0
+"""A server that says nothing of itself for so long is absent."""
+_BACK_SECONDS = 2.0
+"""The same of one that was absent before."""
 _KEPT_FOLDERS = 2
 """Versions on disk: a server that still reads the last one must not lose it."""
 
@@ -46,6 +46,7 @@ class WeightSync:
         device: of the buckets; a CUDA device makes the group an NCCL one.
         tied: the output layer is the embedding. It is sent under both names: SGLang has an output layer of its own for
             a tied Qwen3-MoE, which a tied model's weights alone never fill.
+        transport: how a bucket reaches the members of a group; None = a process group of torch.
     """
 
     def __init__(
@@ -58,13 +59,17 @@ class WeightSync:
         dtype: torch.dtype,
         device: torch.device,
         tied: bool = False,
+        transport: GroupTransport | None = None,
     ) -> None:
         self._servers, self._config, self._tied = list(servers), config, tied
         self._model_folder, self._folder, self._dtype, self._device = model_folder, weights_folder, dtype, device
         self._runner = asyncio.Runner()
-        self._group: ProcessGroup | None = None
+        self._transport: GroupTransport = transport or TorchTransport()
+        self._group: Any = None
         self._members: tuple[str, ...] = ()
-        self._syncs = 0
+        self._proofs = WeightProofs(kv_heads(model_folder))
+        self._versions: list[int] = []
+        self._absent: set[str] = set()
 
     def send(self, weights: Weights, version: int) -> SyncResult:
         """One attempt; always takes the stream to its end, since the other ranks run it too.
@@ -73,13 +78,22 @@ class WeightSync:
             weights: full tensors by Hugging Face name.
             version: of these weights.
         """
+        return self._runner.run(self.send_async(weights, version))
+
+    async def send_async(self, weights: Weights, version: int) -> SyncResult:
+        """``send`` on the caller's event loop. With the methods ``disk`` and ``tensor`` it uses no thread."""
         attempt = Attempt(version)
+        again = self._versions[-1:] == [version]
+        if not again:
+            self._versions.append(version)
         try:
-            self._runner.run(self._send(_with_output_layer(weights) if self._tied else weights, attempt))
+            await self._send(_with_output_layer(weights) if self._tied else weights, attempt, again)
         finally:
             drain(weights)
-        self._syncs += 1
-        return attempt.result()
+        result = attempt.result()
+        self._absent = set(result.absent)
+        self._proofs.done(list(result.good), version)
+        return result
 
     def ask(self, call: Callable[[InferenceServer], Awaitable[object]], urls: Iterable[str]) -> dict[str, object]:
         """What a call of each of these servers gives; a ``ServerError`` is in its place, not raised."""
@@ -101,24 +115,44 @@ class WeightSync:
         for server in self._servers:
             await server.close()
 
-    async def _send(self, weights: Weights, attempt: Attempt) -> None:
-        await attempt.each(self._servers, _info, absent=True)
+    async def _send(self, weights: Weights, attempt: Attempt, again: bool) -> None:
+        await self._find(attempt, again)
         # A server whose trainer died in a sync is paused: it answers, but its health check fails.
         await attempt.each(attempt.left(self._servers), lambda server: server.pause())
+        every = self._config.checksum_every
+        proof = None
+        # Another attempt at the same weights is checked as the one before.
+        if every and (len(self._versions) - 1) % every == 0:
+            proof = await self._proofs.begin(attempt.left(self._servers), attempt, again=again)
+        sent = ((name, tensor.detach().to(self._dtype, copy=True)) for name, tensor in weights)
+        watched = proof.watch(sent) if proof is not None else sent
         if self._config.method == "disk":
-            await self._through_disk(weights, attempt)
+            await self._through_disk(watched, attempt)
         else:
-            await self._in_buckets(weights, attempt)
-        if self._config.checksum_every and self._syncs % self._config.checksum_every == 0:
-            await self._compare(attempt)
+            await self._in_buckets(watched, attempt)
+        if proof is not None:
+            await proof.judge(attempt.left(self._servers), attempt)
         await attempt.each(attempt.left(self._servers), lambda server: server.resume())
+
+    async def _find(self, attempt: Attempt, again: bool) -> None:
+        """Who is there. A server that answers nothing costs its seconds once, and then little until it answers."""
+        known = [server for server in self._servers if server.url not in self._absent]
+        lost = [server for server in self._servers if server.url in self._absent]
+        if again and known:
+            attempt.absent |= {server.url: f"{server.url}: did not answer in the attempt before" for server in lost}
+            lost = []
+        await asyncio.gather(
+            attempt.each(known, lambda server: _info(server, _ALIVE_SECONDS), absent=True),
+            attempt.each(lost, lambda server: _info(server, _BACK_SECONDS), absent=True),
+        )
 
     async def _through_disk(self, weights: Weights, attempt: Attempt) -> None:
         folder = self._folder / f"version_{attempt.version:06d}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            save_hf_folder(folder, self._model_folder, weights, self._dtype)
-        except OSError as error:
+            with disk_errors(folder, "the weights for the servers"):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                save_hf_folder(folder, self._model_folder, weights, self._dtype)
+        except (OSError, DiskError) as error:
             return attempt.fail_all(self._servers, f"the weights could not be written to {folder}: {error}")
         await attempt.each(
             attempt.left(self._servers),
@@ -131,7 +165,7 @@ class WeightSync:
         if self._config.method == "distributed":
             await self._join(attempt)
         await attempt.each(attempt.left(self._servers), lambda server: server.begin_update())
-        for tensors in _buckets(weights, self._dtype, self._config.bucket_megabytes * 2**20):
+        for tensors in _buckets(weights, self._config.bucket_megabytes * 2**20):
             servers = attempt.left(self._servers)
             if not servers:
                 return
@@ -149,18 +183,22 @@ class WeightSync:
         await self._leave()
         if not servers:
             return
-        host, port = self._config.host, _free_port(self._config.host)
+        host = self._config.host
+        try:
+            listener, port = self._transport.listen(host)
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.weight_sync.host = {host!r} is no address of this machine, where rank 0 runs ({error}); set "
+                "it to the one that the servers reach"
+            ) from error
         sizes = [attempt.infos[server.url].world_size for server in servers]
         offsets = {server.url: 1 + sum(sizes[:i]) for i, server in enumerate(servers)}
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         size = 1 + sum(sizes)
         ours = asyncio.create_task(
-            asyncio.to_thread(
-                open_transfer_group,
-                host,
-                port,
+            self._transport.open(
+                listener,
                 name=transfer_group_name(host, port),
-                rank=0,
                 world_size=size,
                 backend=backend,
                 timeout=self._config.timeout_seconds,
@@ -182,7 +220,7 @@ class WeightSync:
         async def broadcast() -> None:
             assert self._group is not None
             try:
-                await asyncio.to_thread(broadcast_bucket, bucket, self._group)
+                await self._transport.broadcast(bucket, self._group)
             except RuntimeError as error:
                 attempt.fail_all(servers, f"the broadcast broke off: {error}")
                 self._close_group()
@@ -204,35 +242,27 @@ class WeightSync:
     async def _leave(self) -> None:
         members, self._members = self._members, ()
         self._close_group()
-        await asyncio.gather(*(caught(s.leave_group()) for s in self._servers if s.url in members))
+        await asyncio.gather(*(_goodbye(s) for s in self._servers if s.url in members))
 
     def _close_group(self) -> None:
         if self._group is not None:
-            close_transfer_group(self._group)
+            self._transport.close(self._group)
             self._group = None
 
-    async def _compare(self, attempt: Attempt) -> None:
-        """Servers of one kind and layout must have the same bytes."""
-        sums: dict[str, str] = {}
 
-        async def note(server: InferenceServer) -> None:
-            sums[server.url] = await server.checksum()
-
-        await attempt.each(attempt.left(self._servers), note)
-        for kind in {_kind(attempt.infos[url]) for url in sums}:
-            alike = {url: digest for url, digest in sums.items() if _kind(attempt.infos[url]) == kind}
-            (common, _), *others = Counter(alike.values()).most_common()
-            for url, digest in alike.items():
-                if others and (digest != common or len(alike) == 2):
-                    attempt.failed[url] = f"its weights differ from those of the other servers (checksum {digest[:12]})"
+async def _goodbye(server: InferenceServer) -> None:
+    """Let it leave the group; one that does not answer leaves when it joins the next."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ALIVE_SECONDS):
+            await caught(server.leave_group())
 
 
-async def _info(server: InferenceServer) -> ServerInfo:
-    return await server.info()
-
-
-def _kind(info: ServerInfo) -> tuple[str, str, int]:
-    return info.engine, info.engine_version, info.world_size
+async def _info(server: InferenceServer, seconds: float) -> ServerInfo:
+    try:
+        async with asyncio.timeout(seconds):
+            return await server.info()
+    except TimeoutError:
+        raise ServerError(server.url, f"no answer within {seconds:g} seconds") from None
 
 
 def _with_output_layer(weights: Weights) -> Weights:
@@ -242,30 +272,15 @@ def _with_output_layer(weights: Weights) -> Weights:
             yield "lm_head.weight", tensor
 
 
-def _buckets(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int
-) -> Iterator[list[tuple[str, Tensor]]]:
+def _buckets(weights: Weights, limit: int) -> Iterator[list[tuple[str, Tensor]]]:
     """Tensors in the order of the stream, up to ``limit`` bytes together; at most one bucket is held."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
-        # The stream may go on in the same memory.
-        sent = tensor.detach().to(dtype, copy=True)
-        if bucket and size + sent.nbytes > limit:
+        if bucket and size + tensor.nbytes > limit:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, sent))
-        size += sent.nbytes
+        bucket.append((name, tensor))
+        size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def _free_port(host: str) -> int:
-    try:
-        with socket.create_server((host, 0)) as probe:
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ConfigError(
-            f"rollout.weight_sync.host = {host!r} is no address of this machine, where rank 0 runs ({error}); set it "
-            "to the one that the servers reach"
-        ) from error

@@ -20,9 +20,32 @@ HEAD = """# Configuration
 
 One TOML file, one table a section. On the command line `--section.key VALUE` (or `--section.key=VALUE`) overrides any
 key; Megatron's own flags work as they stand (`--tensor-model-parallel-size 2`, `--sequence-parallel`, `--lr 1e-6`,
-`--recompute-granularity full`). Unknown keys are errors. `--dry-run` checks everything and prints the resolved
-configuration. A relative path of a model, of data or of `rollout.servers.command` is looked up next to the TOML file
-first.
+`--recompute-granularity full`). Unknown keys are errors. A relative path of a model, of data or of
+`rollout.servers.command` is looked up next to the TOML file first.
+
+## Before the first step
+
+`megatron-dppo train CONFIG.toml --dry-run` makes every check that a run makes before its first step, creates nothing,
+and lists all that is wrong in one message (exit code 2), or prints the resolved configuration and the batch
+arithmetic. A run starts with the same list (`megatron_dppo/run/preflight.py`). `--world-size N` checks the layout for
+N processes.
+
+- the file and the flags: unknown keys, wrong values, combinations; `model.transformer` against the names and types of
+  Megatron's TransformerConfig, which is then built for the model and the layout
+- the model folder: configuration, tokenizer, every weight by the headers of its files (missing, cut off, of another
+  shape)
+- all data files, row by row, against chat template, prompt length and context; the warm-up's too
+- layout and batch sizes for the number of processes; CUDA devices for the processes of this machine
+- the reward and generate functions load, and their signatures are known
+- the output folder can be created and written; its file system has room for the checkpoints that are kept, the
+  warmed-up and the exported model; an earlier checkpoint there belongs to this run
+- TensorBoard and Weights & Biases are installed, and there is a key for the latter; API keys of servers are set
+- each server is healthy, is the engine that `rollout.engine` says, is new enough, takes the longest prompt and
+  response, and was started with the flags that can be seen from outside. A run starts when at least one server
+  passes, a dry run names every one that does not
+
+Where a value is wrong, checks that depend on its section are left out and named: what they would say would be about
+the default.
 """
 
 

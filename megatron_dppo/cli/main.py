@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import ConfigError, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code (0, 2 = something to mend in the input, 3 = training cannot go on)."""
+    """Run a command; returns the exit code (docs/launch.md has them all)."""
     parser = argparse.ArgumentParser(prog="megatron-dppo", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="post-train a model by a configuration file", epilog=_OVERRIDES)
@@ -48,6 +48,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print the resolved configuration, stop"
     )
+    parser.add_argument(
+        "--world-size", type=int, help="with --dry-run: the number of processes of the run (default: WORLD_SIZE, or 1)"
+    )
 
 
 def train_main(arguments: Sequence[str] | None = None) -> int:
@@ -59,34 +62,40 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Load the configuration, then train or, with ``--dry-run``, print it."""
-    from megatron_dppo.config_io import dump_toml, load_config
-    from megatron_dppo.inputs import read_inputs
-    from megatron_dppo.layout import describe
-    from megatron_dppo.rewards.build import build_scorer
+    """Load the configuration, then train or, with ``--dry-run``, report everything that would stop the run."""
+    from megatron_dppo.cli.dry_run import dry_run
+    from megatron_dppo.config_io import read_config, unusable
 
     try:
-        config = load_config(options.config, overrides)
+        if options.world_size is not None and not options.dry_run:
+            raise ConfigError(f"--world-size {options.world_size} is for --dry-run; a run counts its own processes")
+        found = read_config(options.config, overrides)
         if options.dry_run:
-            inputs = read_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
-            build_scorer(config).close()
-            if os.environ.get("RANK", "0") == "0":
-                print(dump_toml(config))
-                print(describe(inputs.layout, config))
-                print(inputs.data_summary)
-            return 0
+            return dry_run(options.config, found, options.world_size)
+        if found.problems or found.config is None:
+            raise unusable(options.config, found.problems)
         from megatron_dppo.loop import run
 
-        return run(config)
+        return run(found.config)
     except UserError as error:
         return report_error(error)
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _LOST_PEER):
+            raise
+        print(f"[rank {os.environ.get('RANK', '0')}] ends because another rank has ended", file=sys.stderr, flush=True)
+        return 1
+
+
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""What gloo says of a rank that is gone; that rank, or its launcher, says why."""
 
 
 def report_error(error: UserError) -> int:
     """Print the message once, on the rank that should; the exit code is the error's."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not error.on_every_rank:
-        prefix = "" if error.on_every_rank else f"[rank {rank}] "
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        prefix = "" if error.on_every_rank or alone else f"[rank {rank}] "
         print(f"\n{prefix}error: {error}", file=sys.stderr, flush=True)
     else:
         # torchrun ends all processes when the first one leaves: give rank 0 the time to say what is wrong.

@@ -57,12 +57,13 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             gpus = plan.env.get("CUDA_VISIBLE_DEVICES")
             print(shlex.join(plan.argv) if gpus is None else f"CUDA_VISIBLE_DEVICES={gpus} {shlex.join(plan.argv)}")
         return 0
+    from megatron_dppo.run.processes import no_orphans
     from megatron_dppo.serving.processes import ServerGroup, StopRequest
 
     if options.urls_file is not None:
         options.urls_file.unlink(missing_ok=True)
     log_dir = options.log_dir or Path(config.run.output_dir.rstrip("/") + "-servers")
-    with StopRequest(options.grace) as stop, ServerGroup(plans, log_dir) as group:
+    with no_orphans(), StopRequest(options.grace) as stop, ServerGroup(plans, log_dir) as group:
         for plan, log in zip(plans, group.logs, strict=True):
             _say(f"starting {plan.url}, its output is in {log}")
         if group.wait_healthy(stop, options.start_timeout, _say):

@@ -103,6 +103,11 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.token_ids) for prompt in self._prompts)
+
     def __getitem__(self, index: int) -> Prompt:
         """Prompt ``index`` of the endless stream."""
         if index < 0:

@@ -102,12 +102,17 @@ def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: s
 
 def _rows_are_valid(routes: Tensor, shape: RoutingShape) -> bool:
     """Whether every row is wholly missing or k different experts; columns are faster than a search for the place."""
+    if not routes.numel():
+        return True
     columns = routes.reshape(-1, shape.topk).t().contiguous()
-    missing = (columns == MISSING_EXPERT[routes.dtype]).all(0)
-    inside = (columns >= 0).all(0) & (columns < shape.num_experts).all(0)
-    twice = torch.zeros_like(missing)
+    twice = torch.zeros(columns.shape[1], dtype=torch.bool, device=routes.device)
     for left, right in combinations(columns, 2):
         twice |= left == right
+    lowest, highest = (int(edge) for edge in routes.aminmax())
+    if lowest >= 0 and highest < shape.num_experts:  # the usual case: nothing is missing
+        return not bool(twice.any())
+    missing = (columns == MISSING_EXPERT[routes.dtype]).all(0)
+    inside = (columns >= 0).all(0) & (columns < shape.num_experts).all(0)
     return bool((missing | (inside & ~twice)).all())
 
 
@@ -175,3 +180,19 @@ def with_all_routes(samples: Sequence[TrainingSample], shape: RoutingShape) -> l
             check_routes(sample.routed_experts, shape, tokens=sample.num_tokens, request=f"sample {i}")
         result.append(sample)
     return result
+
+
+def count_differences(left: Tensor, right: Tensor) -> Tensor:
+    """How many rows of two routes ``[N, L, k]`` of the same tokens have other experts, the order aside.
+
+    Returns:
+        int64 ``[3, 2]``: rows that both know and how many of them differ, for the rows as they stand, for ``left`` with
+        each row moved to the token before, and to the token after.
+    """
+    shifts = ((left, right), (left[1:], right[:-1]), (left[:-1], right[1:]))
+    counts = []
+    for one, other in shifts:
+        known = ~is_missing(one) & ~is_missing(other)
+        differ = (one.sort(-1).values != other.sort(-1).values).any(-1)
+        counts.append(torch.stack([known.sum(), (known & differ).sum()]))
+    return torch.stack(counts)

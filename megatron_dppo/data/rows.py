@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_dppo.data import chain_sum, reasoning_gym
 from megatron_dppo.data.sources import CHAIN_SUM, read_records, require
+from megatron_dppo.data.values import text_of_number
 from megatron_dppo.errors import DataError
 
 PROBLEM_COLUMNS = ("problem", "question", "Problem", "Question")
@@ -141,11 +142,12 @@ def _parse_row(place: str, record: Mapping[str, Any], layout: RowLayout) -> Row:
     label = require(place, record, layout.label_key)
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise DataError(f"{place}: field {layout.label_key!r} must be a string or a number, got {label!r}")
+    text = label if isinstance(label, str) else text_of_number(place, layout.label_key, label)
     used = (layout.prompt_key, layout.label_key)
     return Row(
         place,
         require(place, record, layout.prompt_key),
-        _answer(str(label)) if layout.label_key in _ANSWER_COLUMNS else str(label),
+        _answer(text) if layout.label_key in _ANSWER_COLUMNS else text,
         {key: value for key, value in record.items() if key not in used},
         is_problem=layout.prompt_key.rpartition(".")[2] in PROBLEM_COLUMNS,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.data.values import check_values, parse_object
 from megatron_dppo.errors import DataError
 
 CHAIN_SUM = "task:chain_sum"
@@ -22,12 +22,20 @@ Record = tuple[str, dict[str, Any]]
 def read_records(source: str) -> Iterator[Record]:
     """``(place, columns)`` of each row, in the order of the source; the whole file is never in memory.
 
+    Every value is one that can be tokenized, sent and written later (``values.check_values``).
+
     Args:
         source: the path of a JSONL or Parquet file, or ``hf:owner/name[/configuration][:split]``.
 
     Raises:
         DataError: no such source, a missing optional package, or a row that cannot be read.
     """
+    for place, record in _open(source):
+        check_values(place, record)
+        yield place, record
+
+
+def _open(source: str) -> Iterator[Record]:
     if source.startswith("task:"):
         raise DataError(
             f"unknown task {source!r}; expected {CHAIN_SUM!r}, 'task:reasoning_gym:NAME', a file, or {HUB}owner/name"
@@ -71,15 +79,7 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
             if not line.strip():
                 continue
             place = f"{file.name}:{number}"
-            try:
-                record = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
-            except json.JSONDecodeError as error:
-                raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}")
-            yield place, record
+            yield place, parse_object(place, line)
 
 
 def _is_parquet(file: Path) -> bool:

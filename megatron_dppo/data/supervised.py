@@ -32,6 +32,23 @@ class SupervisedDataset:
         if not self._problems and not self._pairs:
             raise DataError(f"{source} has no rows; expected rows with 'prompt' and 'response'")
 
+    def check_lengths(self, context_length: int) -> None:
+        """Refuse samples that the model cannot hold; those of a task are short.
+
+        Raises:
+            DataError: naming the first one.
+        """
+        for place, prompt, response in self._pairs:
+            prompt_ids, response_ids = self._ids(prompt, response)
+            if not prompt_ids:
+                raise DataError(f"{place}: the prompt has no tokens")
+            length = len(prompt_ids) + len(response_ids)
+            if length > context_length:
+                raise DataError(
+                    f"{place}: prompt and response have {length} tokens together, more than the model's context of "
+                    f"{context_length}. Shorten or remove the row"
+                )
+
     def __getitem__(self, index: int) -> TrainingSample:
         """Sample ``index`` of the stream; the loss is on the response and its end-of-sequence token."""
         rng = random.Random(f"{self._seed}/{index}")
@@ -39,16 +56,20 @@ class SupervisedDataset:
             problem = rng.choice(self._problems)
             prompt, response = problem.question, chain_sum.demonstration(problem, rng)
         else:
-            prompt, response = rng.choice(self._pairs)
+            _, prompt, response = rng.choice(self._pairs)
+        prompt_ids, response_ids = self._ids(prompt, response)
+        return to_training_sample(prompt_ids, response_ids, None, advantage=1.0)
+
+    def _ids(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+        """The tokens of both, the end-of-sequence token included."""
         response_ids = self._tokenizer(response, add_special_tokens=False).input_ids
-        prompt_ids = self._tokenizer(prompt).input_ids
-        return to_training_sample(prompt_ids, [*response_ids, self._tokenizer.eos_token_id], None, advantage=1.0)
+        return self._tokenizer(prompt).input_ids, [*response_ids, self._tokenizer.eos_token_id]
 
 
-def _pair(place: str, record: dict[str, Any]) -> tuple[str, str]:
+def _pair(place: str, record: dict[str, Any]) -> tuple[str, str, str]:
     prompt, response = require(place, record, "prompt"), require(place, record, "response")
     if not isinstance(prompt, str) or not isinstance(response, str) or not prompt:
         raise DataError(
             f"{place}: 'prompt' must be a non-empty string and 'response' a string, got {prompt!r} and {response!r}"
         )
-    return prompt, response
+    return place, prompt, response

@@ -4,10 +4,12 @@
 
 The mask M, the weight and the divergence carry no gradient. The gradient is that of arXiv 2602.04879, appendix on the
 unified gradient. Two *values* go with it: ``-A min(r, C) M log pi`` (``form = "reinforce"``) and ``-A min(r, C) M``
-(``"ratio"``, whose gradient is 0 above C). Compare gradients across frameworks, not curves.
+(``"ratio"``, whose gradient is 0 above C, and below ``ratio_floor``). Compare gradients across frameworks, not curves.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,7 +42,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
 
     Args:
         inputs: per-token tensors ``[T]``, log-probabilities in nats; values outside ``loss_mask`` may be anything, NaN
-            and infinities included, and contribute exactly 0 to value and gradient. ``config.required_inputs`` names
+            and infinities included, and contribute exactly 0 to value and gradient. So does a token whose
+            ``rollout_logprobs`` is not finite; it also leaves ``num_tokens``. ``config.required_inputs`` names
             the fields that must be there; Top-K fields are ``[T, K+1]``.
         config: name, thresholds and the rest.
 
@@ -54,10 +57,12 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
             although there is an entropy bonus.
     """
     tokens = prepare(inputs, config)
+    unknown = Metric((inputs.loss_mask & ~tokens.mask).sum(), inputs.loss_mask.sum())
+    inputs = replace(inputs, loss_mask=tokens.mask)
     decision = decide(tokens, config)
     keep = decision.keep & tokens.mask
     token_loss = _policy_term(tokens, decision, keep, config)
-    extra: dict[str, Metric] = {}
+    extra = {"unknown_rollout_fraction": unknown}
     if config.kl_coef:
         penalty = _kl_term(inputs, tokens, config)
         token_loss = token_loss + config.kl_coef * penalty
@@ -101,8 +106,8 @@ def _policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossC
     if config.resolved_form == "reinforce":
         return torch.where(contributes, -tokens.advantages * weight * logprobs, 0.0)
     # The value w with the gradient of w * log pi: differentiating exp() itself would overflow before the clamp.
-    below_cap = decision.weight <= cap
-    direction = torch.where(below_cap, logprobs - logprobs.detach(), 0.0)
+    moves = (decision.weight >= floor) & (decision.weight <= cap)
+    direction = torch.where(moves, logprobs - logprobs.detach(), 0.0)
     value = torch.where(keep, weight * (1 + direction), decision.clipped_weight)
     return torch.where(acts, -tokens.advantages * value, 0.0)
 

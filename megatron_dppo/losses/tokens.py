@@ -61,6 +61,7 @@ class Tokens:
     """What the rules of the losses work on; all ``[T]``, in the statistics dtype. Only ``logprobs`` has a gradient."""
 
     mask: Tensor
+    """the loss mask where mu is known"""
     logprobs: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
@@ -86,6 +87,8 @@ class Tokens:
 def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
     """Check the inputs and neutralise what stands outside the mask.
 
+    A token whose rollout log-probability is not finite leaves the mask: nothing is known about how it was sampled.
+
     Raises:
         ValueError: an input that the loss needs is None, shapes differ, or a mask is not bool.
     """
@@ -97,7 +100,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
             raise ValueError(f"the loss {config.name!r} {what}, but {name} is None; {_ADVICE[name]}")
     check_shapes(inputs)
     assert inputs.rollout_logprobs is not None
-    mask = inputs.loss_mask
+    mask = inputs.loss_mask & inputs.rollout_logprobs.isfinite()
     dtype = statistics_dtype(inputs.logprobs, inputs.rollout_logprobs)
 
     def constant(values: Tensor) -> Tensor:
@@ -113,11 +116,11 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
         log_ratio=(logprobs.detach() - rollout_logprobs).clamp(max=_MAX_LOG_RATIO),
         anchor_logprobs=None if inputs.anchor_logprobs is None else constant(inputs.anchor_logprobs),
         sequence_ids=inputs.sequence_ids,
-        topk=_topk(inputs, config) if config.is_topk else None,
+        topk=_topk(inputs, mask, config) if config.is_topk else None,
     )
 
 
-def _topk(inputs: LossInputs, config: LossConfig) -> TopK:
+def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
     assert inputs.rollout_topk_logprobs is not None and inputs.topk_valid is not None
     slots = inputs.rollout_topk_logprobs.shape[-1]
     if slots != config.topk + 1:
@@ -126,7 +129,7 @@ def _topk(inputs: LossInputs, config: LossConfig) -> TopK:
             f"set loss.topk to {slots - 1}"
         )
     # Rows outside the mask have no valid slot: K zeros of padding would otherwise be a probability mass of K.
-    valid = inputs.topk_valid & inputs.loss_mask[:, None]
+    valid = inputs.topk_valid & mask[:, None]
     other = inputs.topk_other_logprob
     rollout_logprobs = inputs.rollout_topk_logprobs.detach()
     if inputs.topk_logprobs is None:

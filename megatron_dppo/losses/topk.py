@@ -105,9 +105,10 @@ def other_masses(
 
 
 def evict(topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Exactly K ids, as Stable-RL and TRL take them: a sampled token outside the Top-K replaces the K-th.
+    """At most K ids, as Stable-RL and TRL take them: a sampled token outside the Top-K replaces the K-th.
 
-    The evicted id's mass goes back to ``other``, so the divergence never grows.
+    The evicted id's mass goes back to ``other``, so the divergence never grows. Where the engine filled fewer than K
+    slots there is room, and nothing is evicted.
 
     Args:
         topk_logprobs: ``[T, K+1]`` log pi.
@@ -117,7 +118,7 @@ def evict(topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None) ->
     Returns:
         The new ``valid`` and the new ``other_logprob``.
     """
-    evicted = valid[:, -1] & valid[:, -2]
+    evicted = valid.all(-1)
     kept = valid.clone()
     kept[:, -2] &= ~evicted
     if other_logprob is None:

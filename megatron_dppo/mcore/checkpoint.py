@@ -1,7 +1,7 @@
 """Megatron torch_dist checkpoints of model, optimizer and random states, complete or absent.
 
-A checkpoint is written to ``step_N.partial`` and renamed to ``step_N`` by one rename after every rank has finished, so
-a process that dies in mid-save leaves the older ones untouched.
+A checkpoint is written to ``step_N.partial``, sealed by a manifest and renamed to ``step_N`` by one rename after every
+rank has finished, so a process that dies in mid-save leaves the older ones untouched. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -19,36 +19,32 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dppo.atomic_files import write_synced
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.mcore import checkpoint_folder, manifest
+from megatron_dppo.mcore.checkpoint_folder import STATE, checkpoint_name, checkpoints, read_state
+from megatron_dppo.mcore.finite import all_finite
 from megatron_dppo.mcore.optim import Optimizer
 from megatron_dppo.mcore.setup import random_states, restore_random_states
+from megatron_dppo.mcore.unpickling import check_metadata, restricted_loading
+from megatron_dppo.parallel.objects import agreed, from_each
 
-_STEP = re.compile(r"step_(\d{6,})$")
-_STATE = "state.json"
+__all__ = [
+    "checkpoints",
+    "find_damage",
+    "load_checkpoint",
+    "load_model",
+    "read_state",
+    "save_checkpoint",
+    "save_model",
+]
+
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-
-
-def _name(step: int) -> str:
-    return f"step_{step:06d}"
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """All complete checkpoints of a run, oldest first."""
-    found = [p for p in folder.glob("step_*") if _STEP.search(p.name) and (p / _STATE).is_file()]
-    return sorted(found, key=lambda p: int(_STEP.search(p.name)[1]))  # type: ignore[index]
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The run's own state in a checkpoint (step, data cursor, policy version, configuration).
-
-    Raises:
-        CheckpointError: the file is not readable.
-    """
-    try:
-        return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{checkpoint / _STATE} cannot be read: {error}; delete this checkpoint") from error
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+NO_MANIFEST = f"it has no {manifest.MANIFEST}, so that nothing shows whether its files are whole"
+"""What ``find_damage`` says of a checkpoint that an older version or another program wrote."""
 
 
 def save_checkpoint(
@@ -61,41 +57,88 @@ def save_checkpoint(
     best: int | None = None,
     also: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write ``folder/step_N`` (a collective of all ranks), then delete all but the ``keep`` newest and ``best``.
+    """Write ``folder/step_N`` (a collective of all ranks), then delete older ones (``checkpoint_folder.prune``).
 
-    ``also`` is called on every rank with the unfinished folder, to write files of its own names there.
+    ``state`` gets ``finite``, whether all weights are; a checkpoint of finite weights is never replaced by one of the
+    same step that are not. ``also`` is called on every rank with the unfinished folder, to write files of its own
+    names there.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written to; older checkpoints are as they were.
     """
-    final = folder / _name(step)
-    partial = folder / f"{final.name}.partial"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded_state(models, optimizer, is_loading=False), str(partial))
-    if also is not None:
-        also(partial)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with (partial / _STATE).open("w", encoding="utf-8") as file:
-            json.dump(state, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        # Only a save of the same step, by a run that was resumed from an older one, can stand there.
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        if best is not None:
-            (folder / "best.json").write_text(json.dumps({"checkpoint": _name(best)}) + "\n")
-        for old in checkpoints(folder)[:-keep]:
-            if best is None or old.name != _name(best):
-                shutil.rmtree(old)
-    dist.barrier()
+    final = folder / checkpoint_name(step)
+    partial = checkpoint_folder.partial_of(final)
+    is_finite = all_finite(models, optimizer)
+    if not is_finite and agreed(lambda: checkpoint_folder.is_finite(final), dist.group.WORLD):
+        return final
+    with _writing(partial):
+        agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
+        dist_checkpointing.save(_sharded_state(models, optimizer, is_loading=False), str(partial))
+        if also is not None:
+            also(partial)
+        dist.barrier()
+        text = json.dumps({**state, "finite": is_finite}, indent=2)
+        agreed(lambda: write_synced(partial / STATE, text), dist.group.WORLD)
+        _seal(partial)
+
+        def publish() -> None:
+            checkpoint_folder.complete(partial, final)
+            if best is not None:
+                checkpoint_folder.write_best(folder, best)
+            checkpoint_folder.prune(folder, keep, best)
+
+        agreed(publish, dist.group.WORLD)
     return final
+
+
+def _seal(folder: Path) -> None:
+    """Bring all files to the disk and write their manifest (a collective of all ranks)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = agreed(
+        lambda: {name: (folder / name).stat().st_size for name in manifest.list_files(folder)}, dist.group.WORLD
+    )
+    # A rank's own shards are still in the memory of its machine.
+    written_by = {name: int(match[1]) for name in sizes if (match := _SHARD.fullmatch(name)) and int(match[1]) < world}
+    others = manifest.share({name: size for name, size in sizes.items() if name not in written_by}, rank, world)
+    mine = [*others, *(name for name, writer in written_by.items() if writer == rank)]
+    parts = from_each(manifest.hash_files(folder, mine, sync=True), dist.group.WORLD)
+    records = {name: record for part in parts for name, record in part.items()}
+    agreed(lambda: manifest.write_manifest(folder, records), dist.group.WORLD)
+
+
+def find_damage(checkpoint: Path) -> str:
+    """Why a checkpoint's files are not those that were written; empty when they are (a collective of all ranks).
+
+    Every rank reads its share of the files, whoever needs them; the answer is the same on all.
+
+    Returns:
+        One line; ``NO_MANIFEST`` when there is nothing to compare with.
+    """
+    problem, records = agreed(lambda: _look_at(checkpoint), dist.group.WORLD)
+    if problem:
+        return problem
+    sizes = {name: record.size for name, record in records.items()}
+    mine = manifest.share(sizes, dist.get_rank(), dist.get_world_size())
+    problems = from_each(manifest.content_problem(checkpoint, records, mine), dist.group.WORLD)
+    return next((problem for problem in problems if problem), "")
+
+
+def _look_at(checkpoint: Path) -> tuple[str, dict[str, manifest.FileRecord]]:
+    try:
+        records = manifest.read_manifest(checkpoint)
+        if records is None:
+            return NO_MANIFEST, {}
+        return manifest.names_and_sizes_problem(checkpoint, records), records
+    except (OSError, ValueError) as error:
+        return str(error), {}
 
 
 def load_checkpoint(
     checkpoint: Path, models: Sequence[GPTModel], optimizer: Optimizer, *, same_layout: bool = True
 ) -> None:
     """Restore model and optimizer and, on the same layout, random states (a collective of all ranks).
+
+    ``find_damage`` is the caller's.
 
     Raises:
         CheckpointError: Megatron cannot load it into this model.
@@ -111,33 +154,74 @@ def load_checkpoint(
         restore_random_states(loaded["random_states"])
 
 
-def save_model(folder: Path, models: Sequence[GPTModel]) -> None:
-    """Write the weights alone to a new folder (a collective of all ranks)."""
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded_model(models), str(folder))
-
-
-def load_model(checkpoint: Path, models: Sequence[GPTModel]) -> None:
-    """Restore the weights alone, from a checkpoint of any layout (a collective of all ranks).
+def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) -> None:
+    """Write the weights alone, and text files beside them, to a new folder (a collective of all ranks).
 
     Raises:
-        CheckpointError: Megatron cannot load it into this model.
+        CheckpointError: the disk is full or cannot be written to.
     """
+    partial = checkpoint_folder.partial_of(folder)
+
+    def write_texts() -> None:
+        for name, text in texts.items():
+            write_synced(partial / name, text)
+
+    with _writing(partial):
+        agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
+        dist_checkpointing.save(_sharded_model(models), str(partial))
+        dist.barrier()
+        agreed(write_texts, dist.group.WORLD)
+        _seal(partial)
+        agreed(lambda: checkpoint_folder.complete(partial, folder), dist.group.WORLD)
+
+
+def load_model(checkpoint: Path, models: Sequence[GPTModel]) -> str:
+    """Restore the weights alone, from a checkpoint of any layout (a collective of all ranks).
+
+    Returns:
+        What the user should know: that there is no manifest. Mostly empty.
+
+    Raises:
+        CheckpointError: its files are damaged, or Megatron cannot load it into this model.
+    """
+    damage = find_damage(checkpoint)
+    if damage and damage != NO_MANIFEST:
+        raise CheckpointError(f"{checkpoint} is damaged: {damage}. Take a copy, or an older checkpoint")
     loaded = _load(_sharded_model(models), checkpoint)
     for key, model in zip(_model_keys(models), models, strict=True):
         model.load_state_dict(loaded[key])
+    return f"{checkpoint}: {damage}" if damage else ""
 
 
 def _load(template: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     try:
-        with _weights_only():
+        agreed(lambda: check_metadata(checkpoint), dist.group.WORLD)
+        with restricted_loading():
             return dist_checkpointing.load(template, str(checkpoint))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise CheckpointError(
-            f"{checkpoint} cannot be loaded: {type(error).__name__}: {str(error)[:400]}. It is damaged, or of another "
-            "model; start again with run.overwrite = true, or delete it to use an older one"
+            f"{checkpoint} cannot be loaded: {_in_one_line(error)}. Its files are not those of a checkpoint of this "
+            "model; choose another run.output_dir, or set it aside (rename it) to continue from an older one"
+        ) from error
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Type and message; of the first rank that failed, when Megatron collected them."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+@contextmanager
+def _writing(partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        there = next(folder for folder in (partial, *partial.parents) if folder.exists())
+        free = shutil.disk_usage(there).free / 2**30
+        raise CheckpointError(
+            f"{partial} cannot be written: {_in_one_line(error)} ({free:.1f} GiB free, process {os.getpid()}); older "
+            "checkpoints are as they were. Make room, then the same command continues"
         ) from error
 
 
@@ -157,18 +241,3 @@ def _sharded_state(models: Sequence[GPTModel], optimizer: Optimizer, *, is_loadi
     rank, world = dist.get_rank(), dist.get_world_size()
     state["random_states"] = ShardedObject("random_states", random_states(), (world,), (rank,))
     return state
-
-
-@contextmanager
-def _weights_only() -> Iterator[None]:
-    """Megatron unpickles its files without limits; torch's switch makes every load a weights-only one."""
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

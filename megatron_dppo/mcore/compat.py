@@ -1,7 +1,7 @@
 """Megatron's own training code on a machine without CUDA, and the check of its version.
 
 ``apply_shims`` is called once at start-up, before anything imports ``megatron.core``. On CUDA it applies only what
-Megatron lacks there without Transformer Engine, and nothing with it. Each shim states its reason, the versions that
+Megatron lacks there, most of it only without Transformer Engine. Each shim states its reason, the versions that
 need it, and when to delete it. ``SHIMS`` is that list.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from megatron_dppo.errors import UserError
 from megatron_dppo.mcore.fused_adam import FusedAdam
 from megatron_dppo.mcore.torch_proxy import bind_proxy, cuda_type_names
+from megatron_dppo.mcore.transformer_engine import has_transformer_engine
 from megatron_dppo.platform import Platform
 
 OLDEST, NEWEST_EXCLUSIVE = (0, 16, 1), (0, 20, 0)
@@ -38,6 +38,8 @@ class Shim:
     delete_when: str
     on_cuda: bool = False
     """Also needed on CUDA without Transformer Engine"""
+    with_te: bool = False
+    """Also needed on CUDA with it"""
 
 
 def megatron_version() -> tuple[int, ...]:
@@ -58,7 +60,7 @@ def megatron_version() -> tuple[int, ...]:
 
 
 def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)) -> bool:
-    """Make Megatron's own code run on CPU, or on CUDA without Transformer Engine; a no-op on a second call.
+    """Make Megatron's own code run on CPU, and right on CUDA; a no-op on a second call.
 
     Args:
         platform: where this process trains.
@@ -68,15 +70,17 @@ def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)
         Whether the shims were applied by this call.
 
     Raises:
-        UserError: megatron-core is missing or of an unsupported version.
+        UserError: megatron-core is missing or of an unsupported version; Transformer Engine is there and broken.
         RuntimeError: on CPU, when ``megatron.core`` was imported before: its functions are compiled by torch already.
     """
     global _applied
     megatron_version()
-    shims = [shim for shim in SHIMS if shim.on_cuda or not platform.is_cuda]
-    if _applied or (platform.is_cuda and importlib.util.find_spec("transformer_engine")):
+    if _applied:
         return False
-    if not platform.is_cuda:
+    shims: Sequence[Shim] = SHIMS
+    if platform.is_cuda:
+        shims = [shim for shim in SHIMS if (shim.with_te if has_transformer_engine() else shim.on_cuda)]
+    else:
         if "megatron.core" in sys.modules:
             raise RuntimeError("apply_shims must run before anything imports megatron.core")
         bind_proxy(packages)
@@ -181,6 +185,11 @@ def _adam() -> None:
         package.USING_PYTORCH_OPTIMIZER = False
         package.Adam = distrib_optimizer.Adam = FusedAdam
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _load_optimizer() -> None:
+    from megatron.core.optimizer import distrib_optimizer
+
     load = distrib_optimizer.DistributedOptimizer.load_state_dict
     distrib_optimizer.DistributedOptimizer.load_state_dict = torch.no_grad()(load)
 
@@ -219,6 +228,14 @@ SHIMS = (
         _ALL,
         "Megatron's checkpoint of a torch AdamW loads and continues bit for bit",
         on_cuda=True,
+    ),
+    Shim(
+        _load_optimizer,
+        "the distributed optimizer copies a checkpoint into fp32 parameters, which require gradients",
+        _ALL,
+        "Megatron loads it without recording gradients",
+        on_cuda=True,
+        with_te=True,
     ),
     Shim(
         _recompute_flag,

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore.attention import PackedRow
-from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, Row, hidden_states_only
+from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, Row, TokenReadings, hidden_states_only
 from megatron_dppo.types import Metric, MicroBatch
 
 
@@ -51,11 +51,28 @@ def forward_logprobs(
 
     Empty on all but the last pipeline stage.
     """
+    return _read(chunks, batches, cp_group, lambda row, hidden: head.statistics(hidden, row).logprobs)
+
+
+@torch.no_grad()
+def forward_readings(
+    chunks: Sequence[Any], batches: Sequence[MicroBatch], head: Head, cp_group: ProcessGroup | None = None
+) -> list[TokenReadings]:
+    """What engines are compared with, for each micro-batch; empty on all but the last pipeline stage."""
+    return _read(chunks, batches, cp_group, lambda row, hidden: head.readings(hidden, row))
+
+
+def _read(
+    chunks: Sequence[Any],
+    batches: Sequence[MicroBatch],
+    cp_group: ProcessGroup | None,
+    read: Callable[[Row, Tensor], Any],
+) -> list[Any]:
     rows = _rows(chunks, batches, cp_group, skips_zero_advantage=False)
 
-    def collect(row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def collect(row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
         count = torch.tensor(0, dtype=torch.int, device=hidden.device)
-        return hidden.new_zeros(()), count, head.statistics(hidden, row).logprobs
+        return hidden.new_zeros(()), count, read(row, hidden)
 
     return _run_schedule(chunks, rows, collect, forward_only=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -25,7 +25,7 @@ from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.parallel.fused_head_loss import dppo_head_loss
 from megatron_dppo.parallel.row_plan import RowPlan
-from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics
+from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.types import LossInputs, LossOutput, MicroBatch, TokenTargets
 
 _SUMS_PAY_FROM = 512
@@ -80,6 +80,21 @@ class Row:
     def split(self, values: Tensor) -> Tensor:
         """``[T, ...]`` of the row to what this rank computes."""
         return values if self.shard is None else self.shard.split(values)
+
+
+class TokenReadings(NamedTuple):
+    """What the policy says of a row of T tokens, in nats, fp32, without gradient; 0 where the row has no loss."""
+
+    logprobs: Tensor
+    """[T] of the labels, at the rollout's temperature, like all others but those that are called raw"""
+    raw_logprobs: Tensor
+    """[T] of the labels, at temperature 1"""
+    id_logprobs: Tensor | None
+    """[T, K] at the Top-K ids that the row brought; None without"""
+    raw_id_logprobs: Tensor | None
+    """[T, K] at the same ids, at temperature 1"""
+    best_logprobs: Tensor | None
+    """[T, K] of the policy's own Top-K by rank; None without"""
 
 
 class Head:
@@ -137,6 +152,31 @@ class Head:
             found = _gather_row(found, row.shard)
         return loss_inputs(row.batch, found)
 
+    def readings(self, hidden: Tensor, row: Row) -> TokenReadings:
+        """What engines are compared with, over the whole row."""
+        found, raw = self.statistics(hidden, row), self.at_temperature(1.0).statistics(hidden, row)
+        if found.topk_logprobs is None or raw.topk_logprobs is None:
+            return TokenReadings(found.logprobs, raw.logprobs, None, None, None)
+        ids, raw_ids = found.topk_logprobs[:, :-1], raw.topk_logprobs[:, :-1]
+        return TokenReadings(found.logprobs, raw.logprobs, ids, raw_ids, self._best(hidden, row, ids.shape[1]))
+
+    def _best(self, hidden: Tensor, row: Row, k: int) -> Tensor:
+        """``[T, k]`` log-probabilities of the policy's own Top-K."""
+        if self._fused:
+            whole, weight = self._whole(hidden), self._weight()
+            found = vocab_parallel_head_stats(whole, weight, row.own.labels, topk=k, plan=row.plan, **self._common)
+            assert found.topk_logprobs is not None
+            best = found.topk_logprobs
+        else:
+            best, _ = vocab_parallel_topk(self._logits(hidden), k, **self._common)
+        return best if row.shard is None else row.shard.gather(best)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """``[T, V_local]`` by Megatron's own output layer."""
+        weight = self._weight() if self._model.share_embeddings_and_output_weights else None
+        logits, _ = ColumnParallelLinear.forward(self._model.output_layer, hidden.transpose(0, 1), weight=weight)
+        return logits.squeeze(1)
+
     def _fused_statistics(self, hidden: Tensor, row: Row, entropy_gradient: bool) -> HeadStatistics:
         ids = _topk_ids(row.own)
         return vocab_parallel_head_stats(
@@ -152,12 +192,9 @@ class Head:
         )
 
     def _plain(self, hidden: Tensor, row: Row) -> HeadStatistics:
-        layer = self._model.output_layer
-        weight = self._weight() if self._model.share_embeddings_and_output_weights else None
-        logits, _ = ColumnParallelLinear.forward(layer, hidden.transpose(0, 1), weight=weight)
         ids = None if row.own.rollout_topk_ids is None else row.own.rollout_topk_ids.long()
         found = vocab_parallel_statistics(
-            logits.squeeze(1), row.own.labels, ids=ids, ids_valid=None if ids is None else ids >= 0, **self._common
+            self._logits(hidden), row.own.labels, ids=ids, ids_valid=None if ids is None else ids >= 0, **self._common
         )
         if found.id_logprobs is None:
             return HeadStatistics(found.logprobs, found.entropy, None, None, None, None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -11,14 +9,15 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from megatron_dppo.config import ModelConfig, ParallelConfig
+from megatron_dppo.config import ModelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import model_shape, rope_theta
 from megatron_dppo.layout import Layout
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.moe import balance_coefficients
-from megatron_dppo.mcore.replay_checks import refuse_what_ignores_replay
+from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.spec import block_spec
+from megatron_dppo.mcore.transformer_engine import has_transformer_engine, refuse_what_has_no_attention
 from megatron_dppo.platform import DTYPES, Platform
 
 VOCAB_MULTIPLE = 64
@@ -35,6 +34,8 @@ def transformer_config(
     hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool = False
 ) -> TransformerConfig:
     """Megatron's config; ``model.transformer`` overrides come last (see ``checked_overrides``)."""
+    engine = platform.is_cuda and has_transformer_engine()
+    refuse_what_has_no_attention(model.dtype, layout.cp, transformer_engine=engine)
     dtype, shape = DTYPES[model.dtype], model_shape(hf_config)
     values: dict[str, Any] = dict(
         num_layers=hf_config.num_hidden_layers,
@@ -85,6 +86,23 @@ def transformer_config(
     return TransformerConfig(**(values | _moe_fields(hf_config) | overrides | balance_coefficients(overrides, layout)))
 
 
+def checked_config(
+    hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool
+) -> TransformerConfig:
+    """``transformer_config``, or in the words of this package what Megatron has against it.
+
+    Raises:
+        ConfigError: Megatron refuses the combination.
+    """
+    try:
+        return transformer_config(hf_config, model, layout, platform, router_replay=router_replay)
+    except (ValueError, AssertionError, TypeError, NotImplementedError, RuntimeError) as error:
+        raise ConfigError(
+            f"Megatron's TransformerConfig refuses this model, layout and model.transformer = {model.transformer}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 def _moe_fields(hf_config: Any) -> dict[str, Any]:
     if getattr(hf_config, "num_experts", None) is None:
         return {}
@@ -106,65 +124,6 @@ def _moe_fields(hf_config: Any) -> dict[str, Any]:
         moe_aux_loss_coeff=0.0,
         moe_grouped_gemm=True,
     )
-
-
-_OWNED = {
-    "calculate_per_token_loss": "the loss is always divided by one global token count",
-    "variable_seq_lengths": "it follows from the pipeline size",
-    "moe_grouped_gemm": "the mapping of the weights depends on it",
-    "moe_enable_routing_replay": "set train.router_replay",
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set model.dtype"),
-    **dict.fromkeys(
-        (*ParallelConfig.model_fields, "batch_p2p_comm"), "set it in [parallel], where the layout is checked"
-    ),
-    **dict.fromkeys(
-        [
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "ffn_hidden_size",
-            "moe_ffn_hidden_size",
-            "num_moe_experts",
-            "moe_router_topk",
-            "moe_router_pre_softmax",
-            "gated_linear_unit",
-            "activation_func",
-            "add_bias_linear",
-            "normalization",
-            "layernorm_epsilon",
-            "qk_layernorm",
-            "add_qkv_bias",
-            "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate",
-            "moe_layer_freq",
-        ],
-        "it is the model's own, from config.json",
-    ),
-}
-"""Fields of TransformerConfig that are not for the user's table, and why."""
-
-
-def checked_overrides(overrides: dict[str, Any], *, router_replay: bool) -> dict[str, Any]:
-    """``model.transformer``, if TransformerConfig has every key of it and none is set elsewhere.
-
-    Raises:
-        ConfigError: an unknown key, one that another section owns, or one that makes router replay do nothing.
-    """
-    if router_replay:
-        refuse_what_ignores_replay(overrides)
-    known = {field.name for field in fields(TransformerConfig)}
-    for key, value in overrides.items():
-        if key in _OWNED:
-            raise ConfigError(f"model.transformer.{key} = {value!r}: {_OWNED[key]}")
-        if key not in known:
-            close = get_close_matches(key, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"model.transformer.{key} = {value!r}: Megatron's TransformerConfig has no such field{hint}"
-            )
-    return overrides
 
 
 def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:

@@ -28,7 +28,7 @@ def initialize_megatron(layout: Layout, platform: Platform, *, seed: int, timeou
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    seed_random_states(seed)
     return ParallelGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),
@@ -73,6 +73,12 @@ def shutdown_megatron() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def seed_random_states(seed: int) -> None:
+    """Put all random states of this rank to their beginning."""
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def random_states() -> dict[str, torch.Tensor]:

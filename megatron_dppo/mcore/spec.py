@@ -1,8 +1,6 @@
-"""The layer spec: Transformer Engine's on CUDA when it is installed, else pure torch with the same names."""
+"""The layer spec: Transformer Engine's on CUDA when it is there, else pure torch with the same names."""
 
 from __future__ import annotations
-
-import importlib.util
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -29,16 +27,12 @@ from megatron_dppo.mcore.layers import (
     RMSNorm,
     RowParallelGroupedLinear,
 )
-
-
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported."""
-    return importlib.util.find_spec("transformer_engine") is not None
+from megatron_dppo.mcore.transformer_engine import has_transformer_engine
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and the final norm."""
-    if has_transformer_engine() and not config.use_cpu_initialization:
+    if not config.use_cpu_initialization and has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)

@@ -27,6 +27,21 @@ def from_leader(make: Callable[[], T], group: ProcessGroup | None) -> T:
     return box[0]  # type: ignore[return-value]
 
 
+def agreed(make: Callable[[], T], group: ProcessGroup | None) -> T:
+    """As ``from_leader``; an exception on the first rank is raised on all, so that none waits for the others."""
+
+    def attempt() -> tuple[T | None, Exception | None]:
+        try:
+            return make(), None
+        except Exception as error:
+            return None, error
+
+    value, error = from_leader(attempt, group)
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
 def from_each(value: T, group: ProcessGroup | None) -> list[T]:
     """The values of all ranks of the group, in their order (pickled, between our own ranks)."""
     size = 1 if group is None else dist.get_world_size(group)

@@ -17,11 +17,13 @@ _COLUMNS = (
 )
 
 
-def format_line(step: int, total: int, values: Mapping[str, float]) -> str:
-    """One line with the main numbers of a step; a value that was not measured is ``-``."""
+def format_line(step: int, total: int, values: Mapping[str, float | None]) -> str:
+    """One line with the main numbers of a step; a value that was not measured is ``-``, one that is not a
+    number ``nan``."""
     width = len(str(total))
     cells = [
-        f"{label} {pattern.format(values[key]) if key in values else '-':<{7}}" for key, label, pattern in _COLUMNS
+        f"{label} {'-' if values.get(key) is None else pattern.format(values[key]):<{7}}"
+        for key, label, pattern in _COLUMNS
     ]
     return f"step {step:>{width}}/{total}  " + " ".join(cells).rstrip()
 
@@ -39,9 +41,14 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
-        if self._enabled:
+        if not self._enabled:
+            return
+        try:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+        except OSError:
+            # A terminal or pipe that went away, as with a lost connection, must not end the run before it is saved.
+            self._enabled, self._bar = False, None
 
     def start(self, description: str, total: int, done: int = 0) -> None:
         """Begin a progress bar (only on a terminal)."""

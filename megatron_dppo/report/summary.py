@@ -18,9 +18,9 @@ def summarize(
 ) -> dict[str, Any]:
     """Write ``summary.json`` from the run's metrics and return it."""
     records = read_metrics(folder / "metrics.jsonl")
-    steps = [r for r in records if "rollout/reward" in r]
-    rewards = [r["rollout/reward"] for r in steps]
-    evaluations = [r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+    steps = [r for r in records if "perf/step_seconds" in r]
+    rewards = [r["rollout/reward"] for r in steps if r.get("rollout/reward") is not None]
+    evaluations = [r["eval/accuracy"] for r in records if r.get("eval/accuracy") is not None]
     train_seconds = sum(r["perf/step_seconds"] for r in steps)
     tokens = sum(r["perf/tokens"] for r in steps)
     summary = {
@@ -88,5 +88,6 @@ def written_files(folder: Path) -> str:
         "samples.jsonl": "answers at each evaluation",
         "summary.json": "the numbers above",
         "config.toml": "the resolved configuration",
+        "starts.jsonl": "every start of the run, with its configuration",
     }
     return "\n".join(f"  {folder / name!s:<32} {text}" for name, text in what.items() if (folder / name).exists())

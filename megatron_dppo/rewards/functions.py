@@ -77,7 +77,7 @@ def load_function(name: str, setting: str = "reward.function") -> Callable[..., 
     try:
         module = _load_file(Path(module_name)) if is_file else importlib.import_module(module_name)
         function = getattr(module, function_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         fix = "The path is relative to the configuration or to the working directory" if is_file else _ON_PATH
         raise RewardError(f"{setting} = {name!r} cannot be imported: {type(error).__name__}: {error}. {fix}") from error
     if not callable(function):

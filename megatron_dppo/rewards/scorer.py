@@ -11,8 +11,9 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.functions import FunctionSpec, load
 from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.math import quick_math_reward
+from megatron_dppo.rewards.scoring import Outcome
 from megatron_dppo.rewards.shaping import Shaping
-from megatron_dppo.rewards.worker import Outcome, Worker
+from megatron_dppo.rewards.worker import Worker
 
 
 class RewardScorer:

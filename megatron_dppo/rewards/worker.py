@@ -1,23 +1,21 @@
-"""One process that scores samples and can be killed: real time limits for code that may never return."""
+"""The trainer's side of one scoring process, which can be killed: real time limits for code that may never return."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import multiprocessing as mp
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing import util
 from multiprocessing.connection import Connection
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.functions import FunctionSpec, RewardFunction, load
+from megatron_dppo.rewards.family import end_family
+from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.math import load_parser
-from megatron_dppo.rewards.signatures import call
-from megatron_dppo.rewards.values import read_batch, read_reward
+from megatron_dppo.rewards.scoring import Outcome, Reply, serve, too_slow
 
 _START_SECONDS = 120.0
 """Limit for starting a process and importing the function."""
@@ -27,111 +25,11 @@ _GRACE_SECONDS = 0.5
 """A coroutine is cancelled at its limit; the process is killed when it goes on for this long."""
 
 
-class Outcome(NamedTuple):
-    """What became of one sample."""
-
-    score: float
-    parts: Mapping[str, float] = MappingProxyType({})
-    error: str = ""
-
-
-class _Report(NamedTuple):
-    """From the worker: the outcome of one sample of a chunk, or (place None) the end of the chunk."""
-
-    place: int | None
-    outcome: Outcome
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _outcome(value: Any) -> Outcome:
-    try:
-        return Outcome(*read_reward(value))
-    except Exception as error:
-        return Outcome(0.0, {}, _text(error))
-
-
-def _serve(spec: FunctionSpec, timeout: float, connection: Connection) -> None:
-    try:
-        function = load(spec)
-        if spec.name == "math":
-            load_parser()
-    except Exception as error:
-        connection.send(_text(error))
-        return
-    connection.send("")
-    # One event loop for all chunks, so that a function may keep a client session.
-    with asyncio.Runner() as runner:
-        while True:
-            try:
-                items = connection.recv()
-            except EOFError:
-                return
-            end = ""
-            if function.form.batched:
-                try:
-                    outcomes = _score_batch(function, spec, items, runner)
-                except Exception as error:
-                    outcomes, end = [], _text(error)
-                for index, outcome in enumerate(outcomes):
-                    connection.send(_Report(index, outcome))
-            elif function.is_async:
-                runner.run(_score_together(function, spec, items, timeout, connection))
-            else:
-                for index, item in enumerate(items):
-                    connection.send(_Report(index, _score_one(function, spec, item, runner)))
-            connection.send(_Report(None, Outcome(0.0, {}, end)))
-
-
-def _score_one(function: RewardFunction, spec: FunctionSpec, item: RewardItem, runner: asyncio.Runner) -> Outcome:
-    try:
-        value = call(function.form, function.function, [item], spec.facts)
-        # A wrapper may hide that its function is async.
-        return _outcome(runner.run(_awaited(value)) if inspect.isawaitable(value) else value)
-    except Exception as error:
-        return Outcome(0.0, {}, _text(error))
-
-
-def _score_batch(
-    function: RewardFunction, spec: FunctionSpec, items: Sequence[RewardItem], runner: asyncio.Runner
-) -> list[Outcome]:
-    values = call(function.form, function.function, items, spec.facts)
-    if inspect.isawaitable(values):
-        values = runner.run(_awaited(values))
-    return [_outcome(value) for value in read_batch(values, len(items))]
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
-
-
-async def _score_together(
-    function: RewardFunction, spec: FunctionSpec, items: Sequence[RewardItem], timeout: float, connection: Connection
-) -> None:
-    """All samples at once, each with its own limit; each outcome is sent as soon as it is there."""
-
-    async def score(index: int, item: RewardItem) -> None:
-        limit = asyncio.timeout(timeout)
-        try:
-            async with limit:
-                outcome = _outcome(await call(function.form, function.function, [item], spec.facts))
-        except (Exception, asyncio.CancelledError) as error:
-            outcome = Outcome(0.0, {}, _too_slow(timeout) if limit.expired() else _text(error))
-        connection.send(_Report(index, outcome))
-
-    await asyncio.gather(*(score(index, item) for index, item in enumerate(items)))
-
-
-def _too_slow(timeout: float) -> str:
-    return f"took longer than reward.timeout_seconds = {timeout:g} and was stopped"
-
-
 @dataclass
 class Chunk:
     """Samples that were given to a worker together, by their place in the caller's list."""
 
+    number: int
     places: list[int]
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """by place"""
@@ -158,7 +56,8 @@ class Worker:
         self._limit = timeout_seconds + (_GRACE_SECONDS if concurrent else 0.0)
         self._process: Any = None
         self._connection: Connection | None = None
-        self._chunk = Chunk([])
+        self._at_exit: Any = None
+        self._chunk = Chunk(0, [])
         self._started = False
         self.deadline = 0.0
         """``time.monotonic()`` after which the process is killed"""
@@ -173,30 +72,44 @@ class Worker:
         """Start scoring a chunk; ``receive`` must follow until it gives the chunk back."""
         self.launch()
         self._await_start()
-        self._chunk = Chunk(places)
-        self.connection.send([items[place] for place in places])
+        self._chunk = Chunk(self._chunk.number + 1, places)
+        self.connection.send((self._chunk.number, [items[place] for place in places]))
         self.deadline = time.monotonic() + self._limit
 
     def receive(self) -> Chunk | None:
         """Take what is there; the chunk when it is done, or when the process had to be killed or died."""
         try:
             while self.connection.poll(0):
-                report = self.connection.recv()
-                if report.place is None:
-                    self._chunk.error = report.outcome.error
+                if (reply := self._reply(self._chunk.number)) is None:
+                    continue
+                if reply.is_end:
+                    self._chunk.error = reply.outcome.error
                     return self._chunk
-                self._chunk.outcomes[self._chunk.places[report.place]] = report.outcome
+                if reply.place is not None:
+                    self._chunk.outcomes[self._chunk.places[reply.place]] = reply.outcome
                 self.deadline = time.monotonic() + self._limit
-        except (EOFError, OSError):
-            self._process.join(_EXIT_SECONDS)
-            self._chunk.error = f"the scoring process died (exit code {self._process.exitcode})"
+        except Exception as error:  # the end of the connection, or what a function has written into it
+            self._chunk.error = f"the scoring process died ({self._how_it_ended(error)})"
             self.close()
             return self._chunk
         if time.monotonic() < self.deadline:
             return None
-        self._chunk.error = _too_slow(self._timeout)
+        self._chunk.error = too_slow(self._timeout)
         self.close()
         return self._chunk
+
+    def _reply(self, chunk: int) -> Reply | None:
+        """The next reply; None when it is not this process's to this chunk."""
+        reply = self.connection.recv()
+        is_ours = isinstance(reply, Reply) and (reply.pid, reply.chunk) == (self._process.pid, chunk)
+        return reply if is_ours else None
+
+    def _how_it_ended(self, error: Exception) -> str:
+        self._process.join(_EXIT_SECONDS)
+        code = self._process.exitcode
+        if code is None:
+            return f"{type(error).__name__} on its connection"
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def launch(self) -> None:
         """Start the process if there is none; several workers start side by side."""
@@ -205,37 +118,39 @@ class Worker:
         self.close()
         context = mp.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self._spec, self._timeout, theirs), daemon=True)
+        # Not a daemon in multiprocessing's sense: those may not use multiprocessing themselves.
+        self._process = context.Process(target=serve, args=(self._spec, self._timeout, theirs))
         self._process.start()
         theirs.close()
+        # Where nobody calls close: multiprocessing would wait for the process at exit.
+        self._at_exit = util.Finalize(None, end_family, args=(self._process,), exitpriority=10)
         self._started = False
 
     def _await_start(self) -> None:
         if self._started:
             return
-        if not self.connection.poll(_START_SECONDS):
-            self.close()
-            raise RewardError(
-                f"reward.function = {self._spec.name!r}: its process did not start in {_START_SECONDS:g} s"
-            )
+        end = time.monotonic() + _START_SECONDS
         try:
-            problem = self.connection.recv()
-        except (EOFError, OSError):
-            self._process.join(_EXIT_SECONDS)
-            problem = f"its process died at start (exit code {self._process.exitcode})"
+            while not self._started:
+                if not self.connection.poll(max(0.0, end - time.monotonic())):
+                    problem = f"it did not start in {_START_SECONDS:g} s"
+                    break
+                if (reply := self._reply(0)) is not None:
+                    problem, self._started = reply.outcome.error, True
+        except (EOFError, OSError) as error:
+            problem = f"it died at start ({self._how_it_ended(error)})"
         if problem:
             self.close()
             raise RewardError(
                 f"reward.function = {self._spec.name!r} cannot be used in a worker process: {problem}. Mend the "
                 "import, or install what it needs into this environment"
             )
-        self._started = True
 
     def close(self) -> None:
-        """Kill the process, if there is one."""
+        """Kill the process, if there is one, and what it has started."""
         if self._process is not None:
-            self._process.kill()
-            self._process.join()
+            self._at_exit.cancel()
+            end_family(self._process)
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None

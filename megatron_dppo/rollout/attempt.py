@@ -21,6 +21,8 @@ class SyncResult:
     """by URL: those that were there and did not get it, and why"""
     absent: dict[str, str] = field(default_factory=dict)
     """by URL: those that did not answer at all"""
+    notes: dict[str, str] = field(default_factory=dict)
+    """by URL: of good ones, what of their weights could not be proved byte by byte"""
 
 
 class Attempt:
@@ -35,6 +37,7 @@ class Attempt:
         self.infos: dict[str, ServerInfo] = {}
         self.failed: dict[str, str] = {}
         self.absent: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
 
     def left(self, servers: Sequence[InferenceServer]) -> list[InferenceServer]:
         """Those that have not failed."""
@@ -79,7 +82,7 @@ class Attempt:
         """What became of it."""
         gone = self.failed.keys() | self.absent.keys()
         good = {url: info for url, info in self.infos.items() if url not in gone}
-        return SyncResult(self.version, good, self.failed, self.absent)
+        return SyncResult(self.version, good, self.failed, self.absent, self.notes)
 
 
 async def caught(call: Awaitable[object]) -> object:

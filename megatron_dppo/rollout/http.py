@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +24,8 @@ _KEEP_ALIVE = 3.0
 """Seconds that an idle connection is kept: less than the 5 of the servers' uvicorn, so that no request is sent into a
 connection which the server is about to close. Such a request could not be repeated: nobody knows whether it runs."""
 _LONGEST_DETAIL = 2000
+_LATER = (408, 425, 429)
+"""Statuses that say that nothing was done, and that it may be asked again soon."""
 _LARGE = 1 << 20
 """Bytes above which a body is sent in parts: one write of many megabytes would hold the event loop."""
 
@@ -30,10 +35,14 @@ class Deadlines:
     """Seconds after which a call has failed, answer included."""
 
     connect: float = 5.0
+    alive: float = 10.0
+    """what a server says of itself, and stopping a request: calls that cost it nothing, however busy it is"""
+    silent: float = 1.0
+    """the same, for a server that the last time did not answer"""
     health: float = 30.0
     """SGLang's own health check takes up to 20 seconds"""
     control: float = 120.0
-    """pause, resume, abort, info, checksum"""
+    """pause, resume, checksum"""
     update: float = 900.0
     """one call that moves weights"""
     generate: float = 3600.0
@@ -72,6 +81,21 @@ class HttpClient:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._connections, self._connect_timeout, self._keep_alive = connections, connect_timeout, keep_alive
         self._session: aiohttp.ClientSession | None = None
+        self._silent = False
+
+    async def check(self, path: str, deadlines: Deadlines) -> Any:
+        """The answer to a GET that costs the server nothing. While it is silent, each call is given up sooner.
+
+        Raises:
+            ServerError: as ``get``.
+        """
+        try:
+            answer = await self.get(path, timeout=deadlines.silent if self._silent else deadlines.alive)
+        except ServerError as error:
+            self._silent = error.status is None
+            raise
+        self._silent = False
+        return answer
 
     async def get(self, path: str, *, timeout: float) -> Any:
         """The answer's JSON; see ``post``."""
@@ -107,17 +131,23 @@ class HttpClient:
         if repeat:
             again = (*again, aiohttp.ClientConnectionError)
         for attempt in range(_ATTEMPTS):
-            left = end - time.monotonic()
+            left, last = end - time.monotonic(), attempt + 1 == _ATTEMPTS
             try:
                 return await self._once(method, path, data, left)
             except aiohttp.ConnectionTimeoutError:
                 raise ServerError(self.url + path, f"no connection within {self._connect_timeout:g} seconds") from None
             except TimeoutError:
                 raise ServerError(self.url + path, f"no answer within {timeout:g} seconds") from None
+            except ServerError as error:
+                wait = max(_FIRST_WAIT * 4**attempt, error.retry_after or 0.0)
+                if not repeat or error.status not in _LATER or last or wait >= end - time.monotonic():
+                    raise
+                await asyncio.sleep(wait)
             except aiohttp.ClientError as error:
                 wait = _FIRST_WAIT * 4**attempt
-                if not isinstance(error, again) or attempt + 1 == _ATTEMPTS or wait >= end - time.monotonic():
-                    raise ServerError(self.url + path, str(error) or type(error).__name__) from None
+                if not isinstance(error, again) or last or wait >= end - time.monotonic():
+                    words = str(error)[:_LONGEST_DETAIL] or type(error).__name__
+                    raise ServerError(self.url + path, words) from None
                 await asyncio.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
 
@@ -136,7 +166,8 @@ class HttpClient:
         ) as response:
             content = await response.read()
             if not 200 <= response.status < 300:
-                raise ServerError(self.url + path, _detail(content), response.status)
+                wish = _seconds(response.headers.get("Retry-After"))
+                raise ServerError(self.url + path, _detail(content), response.status, retry_after=wish)
             return _decode(content)
 
     def _open(self) -> aiohttp.ClientSession:
@@ -152,18 +183,29 @@ def _decode(content: bytes) -> Any:
         return None
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second: nested a thousand times
         return content.decode(errors="replace")
+
+
+def _seconds(header: str | None) -> float | None:
+    """A Retry-After header: seconds, or a date."""
+    if header is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(header)) if math.isfinite(float(header)) else None
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
+    return None
 
 
 def _detail(content: bytes) -> str:
     """The server's own words, wherever FastAPI, SGLang or vLLM put them."""
     try:
         body = json.loads(content)
-    except ValueError:
-        body = content.decode(errors="replace")
-    for key in ("error", "message", "detail"):
-        if isinstance(body, dict) and body.get(key):
-            body = body[key]
-    text = body if isinstance(body, str) else json.dumps(body)
+        for key in ("error", "message", "detail"):
+            if isinstance(body, dict) and body.get(key):
+                body = body[key]
+        text = body if isinstance(body, str) else json.dumps(body)
+    except (ValueError, RecursionError):
+        text = content.decode(errors="replace")
     return text.strip()[:_LONGEST_DETAIL] or "no message"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, ServerError
-from megatron_dppo.types import SamplingParams, VersionSpan
+from megatron_dppo.types import SamplingParams
 
 INCOMPLETE = "incomplete"
 """The version while an update is under way. If the trainer dies now, nobody takes the weights for good ones."""
@@ -20,25 +20,6 @@ INCOMPLETE = "incomplete"
 def version_name(version: int) -> str:
     """A policy version as servers keep it."""
     return str(version)
-
-
-def policy_version(name: Any) -> int:
-    """The policy version of a name; -1 for ``default`` and everything else that is not one of ours."""
-    return int(name) if isinstance(name, str) and name.isdigit() else -1
-
-
-def version_spans(spans: Sequence[Mapping[str, Any]], length: int) -> tuple[VersionSpan, ...]:
-    """Spans ``{version, start, end}`` that cover a response.
-
-    Raises:
-        ValueError: they do not.
-    """
-    result = [VersionSpan(policy_version(s["version"]), s["start"], s["end"]) for s in spans]
-    result = [span for span in result if span.end > span.start]
-    edges = [0, *(span.end for span in result)]
-    if [span.start for span in result] != edges[:-1] or edges[-1] != length:
-        raise ValueError(f"{spans} does not cover the {length} tokens of the response")
-    return tuple(result)
 
 
 def with_sampled(
@@ -55,7 +36,9 @@ def with_sampled(
     sampled = np.array(tokens, dtype=np.int32)[:, None]
     outside = ~(ids == sampled).any(1, keepdims=True)
     last_id = np.where(outside, sampled, np.int32(-1))
-    last_value = np.where(outside, np.array(logprobs, dtype=np.float32)[:, None], np.float32(0))
+    with np.errstate(over="ignore"):
+        own = np.array(logprobs, dtype=np.float64).astype(np.float32)
+    last_value = np.where(outside, own[:, None], np.float32(0))
     return (
         torch.from_numpy(np.concatenate([ids, last_id], 1)),
         torch.from_numpy(np.concatenate([values, last_value], 1)),

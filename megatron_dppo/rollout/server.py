@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
 
 
@@ -30,6 +33,25 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Echo:
+    """What a server itself says of its answer; None = it does not say it."""
+
+    request_id: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    """[P] what it read"""
+    prompt_length: int | None = None
+    """P"""
+    response_length: int | None = None
+    """R"""
+    ended_by: int | str | None = None
+    """the end token that it found, for ``stop``"""
+    best_logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
+    """[R] the log-probability of the most probable token, also where no Top-K was asked for"""
+    best_token_ids: NDArray[np.int32] | None = field(default=None, compare=False)
+    """[R] that token"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Generation:
     """What a server returned. R new tokens."""
 
@@ -47,6 +69,8 @@ class Generation:
     routed_experts: Tensor | None = field(default=None, compare=False)
     """[P + R - 1 - routing_start, L, k] uint8 or int16, as in ``Completion``: row i belongs to position
     ``routing_start + i`` of prompt and response; None when not wanted, or when no token was generated"""
+    echo: Echo | None = field(default=None, compare=False)
+    """None only from a server in this process; answers over HTTP always have one"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +105,11 @@ class InferenceServer(Protocol):
     async def health(self) -> bool:
         """Whether it answers and, unless this client paused it, can generate; never raises."""
 
+    async def alive(self) -> bool:
+        """Whether it answers at all, soon: a cheap call that costs a busy server nothing; never raises."""
+
     async def info(self) -> ServerInfo:
-        """What it is."""
+        """What it is. As quick to fail as ``alive``."""
 
     async def tokenize(self, text: str) -> tuple[int, ...] | None:
         """The server's own tokens of a text, no special ones added; None = it has no tokenizer."""
@@ -140,8 +167,11 @@ class InferenceServer(Protocol):
     async def leave_group(self) -> None:
         """Leave the broadcast group."""
 
-    async def checksum(self) -> str:
-        """A digest of the weights in use, equal for equal weights on servers of one engine version and layout."""
+    async def weight_layout(self) -> WeightLayout:
+        """How its tensors come from those that it is sent."""
+
+    async def weight_sums(self) -> tuple[RankSums, ...]:
+        """Digests of the weights in use, equal for equal weights on servers of one engine version and layout."""
 
     async def close(self) -> None:
         """Free connections (the server goes on)."""

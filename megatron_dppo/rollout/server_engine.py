@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from megatron_dppo.errors import ServerError
 from megatron_dppo.hf import end_tokens, routing_shape
+from megatron_dppo.rollout.contract import Contract
 from megatron_dppo.rollout.loop_thread import LoopThread
 from megatron_dppo.rollout.pool import PoolCounts, ServerPool
 from megatron_dppo.rollout.response import GrowingResponse
@@ -54,7 +55,7 @@ class ServerEngine:
         servers: clients that were not used in another event loop; ``close`` closes them.
         tokenizer: decodes responses, names the end-of-sequence token.
         hf_config: the model's transformers config.
-        max_in_flight: see ``ServerPool``, as for ``health_seconds`` and ``first``.
+        max_in_flight: see ``ServerPool``, as for the next three.
         function: a user's ``rollout.generate``; None = one response to each prompt.
     """
 
@@ -66,13 +67,21 @@ class ServerEngine:
         *,
         max_in_flight: int,
         health_seconds: float,
+        patience_seconds: float = 60.0,
         first: int = 0,
         function: GenerateFunction | None = None,
     ) -> None:
         self._servers, self._tokenizer, self._function = list(servers), tokenizer, function
         self._end = tuple(sorted(end_tokens(hf_config, tokenizer)))
         self._routing = routing_shape(hf_config)
-        self._pool = ServerPool(servers, max_in_flight=max_in_flight, health_seconds=health_seconds, first=first)
+        self._pool = ServerPool(
+            servers,
+            Contract(vocab_size=hf_config.vocab_size, end_tokens=self._end),
+            max_in_flight=max_in_flight,
+            health_seconds=health_seconds,
+            patience_seconds=patience_seconds,
+            first=first,
+        )
         self._name, self._numbers = uuid.uuid4().hex[:12], itertools.count()
         self._unfinished: dict[int, list[_Sample]] = {}
         self._thread = LoopThread("rollout")
@@ -186,6 +195,9 @@ class ServerEngine:
             sample.parts += 1
             if generation.finish_reason != "abort":
                 return generation.finish_reason
+            # An engine that is told to stop while it samples the end token says abort of what is complete.
+            if generation.token_ids and generation.token_ids[-1] in (*self._end, *stop):
+                return "stop"
             empty = 0 if generation.token_ids else empty + 1
             if empty > _EMPTY_ANSWERS:
                 raise ServerError(

@@ -131,6 +131,8 @@ def _options(config: Config) -> dict[str, Any]:
         options["load-format"] = "dummy"
     if config.needs_engine_routing:
         options["enable-return-routed-experts"] = True
+    if config.rollout.dtype == "bf16":
+        options |= _fp32_head(engine, own)
     if engine == "vllm":
         options |= {
             "logprobs-mode": "processed_logprobs",
@@ -143,6 +145,19 @@ def _options(config: Config) -> dict[str, Any]:
             # 20 is vLLM's own limit, and it counts the sampled token as one of them.
             options["max-logprobs"] = max(20, config.loss.topk + 1)
     return options | own
+
+
+def _fp32_head(engine: str, own: dict[str, Any]) -> dict[str, Any]:
+    """Logits in float32, as the trainer's head has them; rounded ones are most of what is between the two.
+
+    vLLM takes it among other overrides of the model's config: the user's own ones get it too, unless they have it.
+    """
+    if engine == "sglang":
+        return {"enable-fp32-lm-head": True}
+    name, head = "hf-overrides", {"head_dtype": "float32"}
+    if isinstance(own.get(name), dict):
+        own[name] = head | own[name]
+    return {name: head}
 
 
 def _arguments(config: Config, options: Mapping[str, Any]) -> list[str]:

@@ -52,6 +52,8 @@ class HeadCase:
     bias: bool = False
     holes: bool = False
     """a third of the entries have probability 0, by a bias of -inf"""
+    first: float = 0.0
+    """added to the logits of the first of the four shards, by the bias; -inf = none of its entries is possible"""
     offset: float = 0.0
     """added to all logits, by the bias"""
     scale: float = 1.0
@@ -106,13 +108,14 @@ def make_head_problem(case: HeadCase) -> HeadProblem:
     weight = (2 * normal(rows, case.hidden) / math.sqrt(case.hidden)).to(case.dtype)
     weight[vocab:] = 50.0
     bias = None
-    if case.bias or case.holes or case.offset:
+    if case.bias or case.holes or case.offset or case.first:
         bias = (normal(rows) + case.offset).to(case.dtype)
         if case.holes:
             bias[:vocab][torch.rand(vocab, generator=generator) < 0.3] = -math.inf
             bias[0] = 0.0
+        bias[: case.shard] += case.first
     labels = torch.randint(0, vocab, (tokens,), generator=generator)
-    if case.holes:
+    if case.holes or case.first:
         assert bias is not None
         possible = bias[:vocab].isfinite().nonzero().squeeze(1)
         labels = possible[labels % len(possible)]
@@ -128,13 +131,15 @@ def make_targets(case: HeadCase, labels: Tensor, generator: torch.Generator) -> 
     ids[1::4, k // 2 :] = -1
     inside = (ids == labels[:, None]).any(1)
     ids = torch.cat([ids, torch.where(inside, -1, labels)[:, None]], 1)
+    rollout_topk = rollout.gather(1, ids.clamp(min=0)).float()
+    rollout_topk[2::5, 1] = -math.inf  # the engine never samples this id
     return TokenTargets(
         labels=labels,
         loss_mask=torch.rand(tokens, generator=generator) < 0.8,
         advantages=torch.randn(tokens, generator=generator).round(),
         rollout_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float(),
         rollout_topk_ids=ids.int(),
-        rollout_topk_logprobs=rollout.gather(1, ids.clamp(min=0)).float(),
+        rollout_topk_logprobs=rollout_topk,
         anchor_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float() + 0.05,
         reference_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float() - 0.1,
         token_weights=torch.rand(tokens, generator=generator),

@@ -1,12 +1,12 @@
 """The whole objective of every loss, per-parameter gradients included, against one process in float64.
 
 The reference runs transformers' model in float64, one sequence at a time, takes every statistic from the whole
-distribution, and aggregates by the formulas of docs/loss.md instead of by weights. It is computed once, in the parent.
+distribution, and has losses and aggregation of its own (``plain_losses``). It is computed once, in the parent.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from megatron_dppo.config import LossConfig
 from megatron_dppo.hf import build_hf_model, stream_model
-from megatron_dppo.losses import policy_loss, policy_objective
+from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.types import LossInputs, TrainingSample
 from megatron_dppo.update import Updater
 from tests.distributed.parity import Case, build_trainer, config_for, gradient_reader, hf_reference, on_cpu
+from tests.distributed.plain_losses import plain_loss
 
 SAMPLES, TOPK, TEMPERATURE, HORIZON = 12, 6, 0.7, 9
 SHARPNESS = 4.0
@@ -44,6 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pg_is": {"aggregation": "token_sum_norm", "horizon": HORIZON},
     "cispo": {"ratio_cap": 1.3},
     "gspo": {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05},
+    "gspo/kl": {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "kl_coef": 0.2},
     "ppo_clip": {"dual_clip": 1.5},
     "ppo_decoupled": {"mismatch": "truncate"},
 }
@@ -103,7 +105,11 @@ def distribution(model: Any, tokens: Tensor) -> Tensor:
 
 
 def make_samples(model: Any) -> list[TrainingSample]:
-    """Responses drawn from a policy near the model's, with that policy's Top-K; ragged lengths."""
+    """Responses drawn from a policy near the model's, with that policy's Top-K; ragged lengths.
+
+    Every fourth is drawn from the most probable tokens alone, so that slots of its Top-K have mu = 0 < pi; every fifth
+    has advantage 0: only penalty and bonus have a gradient there.
+    """
     generator = torch.Generator().manual_seed(2)
     vocabulary = model.config.vocab_size
 
@@ -116,7 +122,10 @@ def make_samples(model: Any) -> list[TrainingSample]:
         ids = torch.randint(0, vocabulary, (2 + i % 4,), generator=generator)
         prompt, rows = ids.numel(), []
         for _ in range(2 + (5 * i) % 11):
-            rows.append(near(distribution(model, ids)[-1], 0.5))
+            row = near(distribution(model, ids)[-1], 0.5)
+            if i % 4 == 3:
+                row = row.masked_fill(row < row.topk(TOPK - 2).values[-1], -torch.inf).log_softmax(-1)
+            rows.append(row)
             ids = torch.cat([ids, torch.multinomial(rows[-1].exp(), 1, generator=generator)])
         tokens, labels, first = ids[:-1], ids[1:], prompt - 1
         log_p, mu = distribution(model, tokens), torch.stack(rows)
@@ -129,7 +138,7 @@ def make_samples(model: Any) -> list[TrainingSample]:
                 tokens=tokens,
                 labels=labels,
                 loss_mask=torch.arange(tokens.numel()) >= first,
-                advantages=torch.full((tokens.numel(),), (-1.0) ** i * (1 + 0.1 * i)),
+                advantages=torch.full((tokens.numel(),), (-1.0) ** i * (1 + 0.1 * i) * (i % 5 != 4)),
                 rollout_logprobs=torch.cat([torch.zeros(first), at_label[:, 0].float()]),
                 rollout_topk_ids=torch.nn.functional.pad(
                     torch.cat([top, torch.where(outside, labels[first:, None], -1)], 1).int(), pad, value=-1
@@ -170,25 +179,6 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
     )
 
 
-def aggregated(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, float]:
-    """The loss by the formula of its aggregation, and the share of tokens that it drops."""
-    kind, mask, ids = config.resolved_aggregation, inputs.loss_mask, inputs.sequence_ids
-    assert ids is not None
-    ones = torch.ones_like(inputs.advantages)
-    tokens, sequences = float(mask.sum()), int(ids.max()) + 1
-    lengths = torch.zeros(sequences, dtype=torch.float64).index_add(0, ids, mask.double())
-    horizon = config.horizon or 1
-    weights = {
-        "token_mean": ones / tokens,
-        "token_sum_norm": ones / horizon,
-        "seq_mean_token_mean": 1 / (sequences * lengths[ids]),
-        "seq_mean_token_sum_norm": ones / (sequences * horizon),
-    }
-    output = policy_loss(replace(inputs, token_weights=weights[kind].double()), config)
-    signal = mask & (inputs.advantages != 0)
-    return output.loss_sum, float((signal & ~output.keep_mask).sum() / signal.sum())
-
-
 def make_reference(case: Case, variants: list[str]) -> Reference:
     """Everything in float64 for one model."""
     model = in_float64(model_of(case))
@@ -197,7 +187,7 @@ def make_reference(case: Case, variants: list[str]) -> Reference:
     for variant in variants:
         model.zero_grad()
         inputs = statistics(model, result.samples)
-        loss, result.dropped[variant] = aggregated(inputs, loss_config(variant))
+        loss, result.dropped[variant] = plain_loss(inputs, loss_config(variant))
         loss.backward()
         result.losses[variant] = float(loss.detach())
         holder = build_hf_model(model.config, torch.float64)

@@ -19,7 +19,6 @@ from megatron_dppo.platform import Platform
 from megatron_dppo.update import Updater
 from tests.distributed.objective import (
     TEMPERATURE,
-    aggregated,
     in_float64,
     loss_config,
     make_samples,
@@ -27,6 +26,7 @@ from tests.distributed.objective import (
     statistics,
 )
 from tests.distributed.parity import Case, build_trainer, config_for, cosine, gradient_reader, on_cpu
+from tests.distributed.plain_losses import plain_loss
 from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.distributed
@@ -40,7 +40,7 @@ NORM, WORSE = 0.05, 2.0
 def gradients(model: Any, samples: list[Any], variant: str) -> dict[str, Tensor]:
     """Of one process, in the dtype of the model."""
     model.zero_grad()
-    loss, _ = aggregated(statistics(model, samples), loss_config(variant))
+    loss, _ = plain_loss(statistics(model, samples), loss_config(variant))
     loss.backward()
     holder = build_hf_model(model.config, torch.float32)
     for target, source in zip(holder.parameters(), model.parameters(), strict=True):

@@ -49,6 +49,9 @@ CASES = [
     BASE.but(vocab_size=5, shard=6),  # three shards of padding
     BASE.but(holes=True, dtype=torch.float64),
     BASE.but(holes=True, vocab_size=20),
+    BASE.but(first=-math.inf),  # nothing of the first shard is possible
+    BASE.but(first=-math.inf, vocab_size=33, dtype=torch.float64),
+    BASE.but(first=-60.0, dtype=torch.bfloat16, tokens=80),  # it never has the largest logit
     BASE.but(k=61),
     BASE.but(k=2, vocab_size=2, shard=1),
     BASE.but(offset=-512.0, dtype=torch.float64),

@@ -96,3 +96,16 @@ def test_a_checkpoint_of_another_model_or_seed_is_refused(
     assert wider.returncode != 0 and "has_expert_parallelism = False, this run" in wider.stderr
     never = train([*short_run, *flags(checkpoint__resume="never")])
     assert never.returncode == 2 and "already holds a run" in never.stderr
+
+
+def test_rollouts_that_do_not_fit_the_policy_stop_every_rank_before_the_first_update(
+    short_run: list[str], tmp_path: Path
+) -> None:
+    arguments = [*short_run, *flags(rollout__dtype="bf16", train__max_first_prob_diff=1e-9)]
+    result = train(arguments, processes=2)
+    assert result.returncode != 0
+    assert "differ from those that the engine 'local' reported by" in result.stderr
+    assert "bf16 allows 1e-09 (train.max_first_prob_diff)" in result.stderr
+    assert "Traceback" not in result.stdout
+    assert not [r for r in records(tmp_path / "run") if r["step"] > 0], "nothing was learned"
+    assert not (tmp_path / "run" / "checkpoints").exists()

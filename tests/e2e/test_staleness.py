@@ -92,7 +92,8 @@ def test_rollouts_sampled_ahead_go_to_another_layout_or_back_into_the_stream(
     assert "on another layout" in one_process.stdout and "sampled again" not in one_process.stdout
     assert records(folder)[-1]["rollout/policy_age"] == 1
 
-    on_policy = train([*arguments, *flags(run__output_dir=copy, train__max_staleness=0)])
+    changed = [*arguments, *flags(run__output_dir=copy, train__max_staleness=0, checkpoint__accept_changes="true")]
+    on_policy = train(changed)
     assert on_policy.returncode == 0, on_policy.stderr
     assert "sampled again: they are older than train.max_staleness = 0 allows" in on_policy.stdout
     assert records(copy)[-1]["rollout/policy_age_max"] == 0

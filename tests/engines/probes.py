@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_dppo.rollout.probe import Expectation, ProbeResult, Recompute, probe
-from megatron_dppo.rollout.server import InferenceServer
+import torch
+
+from megatron_dppo.data.routing import count_differences
+from megatron_dppo.rollout.probe import Expectation, ProbeAnswer, Reading, RouteCounts, ask
+from megatron_dppo.rollout.server import Generation, InferenceServer
+from megatron_dppo.rollout.verdict import ProbeResult, judge
 from tests.engines.calls import call
 from tests.engines.servers import Engine
-from tests.engines.tiny import SPECIAL, Reference, byte_tokenizer
+from tests.engines.tiny import SPECIAL, TOP_K, Reference, byte_tokenizer
 
 TEXT = "One request before the run starts. " * 6
 
@@ -22,15 +25,36 @@ def expectation(**changes: object) -> Expectation:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def trainer(model: Reference) -> Recompute:
-    async def recompute(prompt: Sequence[int], response: Sequence[int], temperature: float) -> list[float]:
-        return model.logprobs(prompt, response, temperature).tolist()
+def read(generation: Generation, expected: Expectation, model: Reference) -> Reading:
+    """What transformers computes for a response; the server's experts are not replayed, only compared."""
+    prompt, response = expected.prompt_token_ids, generation.token_ids
+    at_t, raw = (model.distributions(prompt, response, t).double() for t in (expected.temperature, 1.0))
+    tokens = torch.tensor(response)[:, None]
+    assert generation.topk_token_ids is not None
+    ids = generation.topk_token_ids[:, :-1].long()
+    own, routes = at_t.gather(1, tokens)[:, 0].numpy(), None
+    if generation.routed_experts is not None:
+        routes = RouteCounts(count_differences(generation.routed_experts, _live(prompt, response, model)).numpy())
+    return Reading(
+        logprobs=own,
+        raw_logprobs=raw.gather(1, tokens)[:, 0].numpy(),
+        topk_logprobs=at_t.gather(1, ids).numpy(),
+        raw_topk_logprobs=raw.gather(1, ids).numpy(),
+        best_logprobs=at_t.topk(ids.shape[1]).values.numpy(),
+        routes=routes,
+        replayed_logprobs=None if routes is None else own,
+    )
 
-    return recompute
+
+@torch.no_grad()
+def _live(prompt: tuple[int, ...], response: tuple[int, ...], model: Reference) -> torch.Tensor:
+    output = model.model(torch.tensor([[*prompt, *response]]), output_router_logits=True)
+    return torch.stack(output.router_logits, 1)[:-1].topk(TOP_K, -1).indices.to(torch.uint8)
 
 
 def run(engine: Engine, expected: Expectation, model: Reference) -> ProbeResult:
-    async def use(server: InferenceServer) -> ProbeResult:
-        return await probe(server, expected, trainer(model))
+    async def use(server: InferenceServer) -> ProbeAnswer:
+        return await ask(server, expected)
 
-    return call(engine, use)
+    answer = call(engine, use)
+    return judge(answer, expected, [read(generation, expected, model) for generation in answer.generations])

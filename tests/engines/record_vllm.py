@@ -72,7 +72,6 @@ async def record_right(engine: Engine) -> dict[str, Any]:
         "generate": await recorder.generate(6, "whole"),
         "aborted": await recorder.generate(1500, "aborted", seconds=0.05),
         "tokenize": await recorder.post("/tokenize", {"prompt": "a b", "add_special_tokens": False}),
-        "checksum": await recorder.post("/collective_rpc", {"method": "megatron_dppo_checksums"}),
         "bad_folder": await recorder.post(
             "/collective_rpc", {"method": "megatron_dppo_load", "kwargs": {"folder": "/nowhere"}}
         ),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.runs import flags
+from tests.engines.proxy import Proxy
 from tests.engines.servers import Engine
 
 
-def arguments(engines: list[Engine], folder: Path, **more: Any) -> list[str]:
+def arguments(engines: Sequence[Engine | Proxy], folder: Path, **more: Any) -> list[str]:
     """A small fp32 run with these servers, from a short warm-up."""
     values: dict[str, Any] = dict(
         run__output_dir=folder,

@@ -54,10 +54,10 @@ def two(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def engine_over(
-    two: list[Engine], model: Reference, version: int, function: Any = None, health: float = 30
+    two: list[Engine], model: Reference, version: int, function: Any = None, alive: float = 30
 ) -> tuple[Any, ServerEngine]:
     clients = []
-    limits = Deadlines(connect=2, health=health, control=60, update=120, generate=120)
+    limits = Deadlines(connect=2, alive=alive, control=60, update=120, generate=120)
     for engine in two:
         client = Watched(engine.url, deadlines=limits)
         client.answered, client.asked = Counter(), 0
@@ -222,7 +222,7 @@ def test_tokens_of_a_tool_are_masked_and_the_model_s_own_are_exact(two: list[Eng
 def test_a_server_that_hangs_is_left_and_used_again_when_it_is_back_with_the_current_weights(
     two: list[Engine], old_model: Reference
 ) -> None:
-    clients, engine = engine_over(two, old_model, 0, health=3)
+    clients, engine = engine_over(two, old_model, 0, alive=3)
     try:
         asked, found = prompts(24, siblings=4), list[Completion]()
         thread = threading.Thread(target=lambda: found.extend(engine.generate(asked, PARAMS)))

@@ -18,12 +18,14 @@ import torch
 
 from megatron_dppo.config import WeightSyncConfig
 from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
+from megatron_dppo.rollout.fields import policy_version
 from megatron_dppo.rollout.http import Deadlines
-from megatron_dppo.rollout.replies import policy_version
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.weight_sync import WeightSync
 from tests.e2e.runs import CONFIG, command, environment, records, train
+from tests.engines.lies import generation_lie, nan_logprobs, shifted_topk
+from tests.engines.proxy import Proxy
 from tests.engines.runs import arguments
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
 
@@ -49,7 +51,7 @@ def ask(engine: Engine) -> tuple[ServerInfo, str]:
     async def both() -> tuple[ServerInfo, str]:
         server = SGLangServer(engine.url)
         try:
-            return await server.info(), await server.checksum()
+            return await server.info(), await server.weight_sums()
         finally:
             await server.close()
 
@@ -93,6 +95,30 @@ def test_stopped_responses_go_on_in_the_next_step_under_new_weights(pair: list[E
     assert steps[0]["train/abs_prob_diff_first"] < 1e-5
 
 
+def test_a_run_goes_on_without_a_server_that_begins_to_lie_and_names_it(pair: list[Engine], tmp_path: Path) -> None:
+    more = {"run__num_steps": 3, "warmup__num_steps": 30, "loss__name": "dppo_topk_tv", "loss__topk": 4}
+    with Proxy(pair[0].url, lie=generation_lie(shifted_topk, after=12, but="probe")) as liar:
+        result = train(arguments([liar, pair[1]], tmp_path / "run", **more), processes=2)
+        output = result.stdout + result.stderr
+        assert result.returncode == 0, output
+        steps = records(tmp_path / "run")[1:]
+        assert len(steps) == 3 and sum(step["rollout/breaches"] for step in steps) >= 2, output
+        assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in steps)
+        assert f"servers  {liar.url}" in output and f"{pair[1].url}: the answer" not in output
+        assert f"{liar.url} is not used any more: it broke the contract 2 times since the last sync" in output
+
+
+def test_a_run_with_nobody_but_a_liar_stops_before_it_trains_on_a_lie(pair: list[Engine], tmp_path: Path) -> None:
+    with Proxy(pair[0].url, lie=generation_lie(nan_logprobs, after=12, but="probe")) as liar:
+        more = {"warmup__num_steps": 5, "parallel__expert_model_parallel_size": 1}
+        result = train(arguments([liar], tmp_path / "run", **more))
+        output = result.stdout + result.stderr
+        assert result.returncode == 2 and "Traceback" not in output, output
+        assert f"{liar.url}: it broke the contract 2 times" in output and "log-probability 0 is nan" in output
+        file = tmp_path / "run" / "metrics.jsonl"
+        assert not file.is_file() or len(records(tmp_path / "run")) < 2
+
+
 def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_can_be_started_again(
     pair: list[Engine], tmp_path: Path
 ) -> None:
@@ -108,7 +134,8 @@ def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_
     killed_in_sync(run, pair)
     assert -1 in {ask(engine)[0].policy_version for engine in pair}
     done = len(records(folder)) - 1
-    again = train(arguments(pair, folder, **{**more, "run__num_steps": done + 2}), processes=2)
+    longer = {**more, "run__num_steps": done + 2, "checkpoint__accept_changes": "true"}
+    again = train(arguments(pair, folder, **longer), processes=2)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed" in again.stdout
     assert [step["step"] for step in records(folder)[1:]] == list(range(1, done + 3))

@@ -76,7 +76,7 @@ def test_the_server_says_what_it_is(vllm: Engine, old_model: Reference) -> None:
 
 
 def test_a_server_without_routed_experts_is_named_with_its_flag(vllm: Engine) -> None:
-    with pytest.raises(ServerError, match=r"no choices\[0\]\.routed_experts: .*--enable-return-routed-experts"):
+    with pytest.raises(ServerError, match=r"choices\[0\]\.routed_experts is missing: .*--enable-return-routed-experts"):
         call(vllm, lambda server: server.generate(ask(SHORT, 5, routing=ROUTING)))
 
 

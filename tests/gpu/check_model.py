@@ -31,10 +31,11 @@ def check(device: torch.device) -> Iterator[Result]:
     apply_shims(platform)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.spec import has_transformer_engine
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine
     from tests.distributed.parity import Case, measure
 
-    print(f"Megatron Core {'.'.join(map(str, megatron_version()))}, Transformer Engine: {has_transformer_engine()}")
+    engine = platform.is_cuda and has_transformer_engine()
+    print(f"Megatron Core {'.'.join(map(str, megatron_version()))}, Transformer Engine: {engine}")
     with TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group(platform.backend, store=store, rank=0, world_size=1)

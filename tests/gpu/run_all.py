@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 # With wheels installed without their dependencies, a part of pydantic can be missing alone.
 CONFIG = ("torch", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
+MODEL = ("megatron.core", "numpy", "packaging", "transformers", "safetensors")
 GROUPS = {
     "losses": ("tests.gpu.check_losses", CONFIG),
     "vocab": ("tests.gpu.check_vocab", CONFIG),
     "head": ("tests.gpu.check_head", CONFIG),
-    "model": ("tests.gpu.check_model", (*CONFIG, "megatron.core", "numpy", "packaging", "transformers", "safetensors")),
+    "model": ("tests.gpu.check_model", (*CONFIG, *MODEL)),
+    "runs": ("tests.gpu.check_runs", (*CONFIG, *MODEL, "tomli_w", "aiohttp")),
 }
 """group -> (module, the imports it needs)"""
 
@@ -34,6 +36,7 @@ Bring their wheels. On a machine with network, for Python 3.12 on x86-64:
        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64"
   $get --no-deps megatron-core==0.19.2
   $get pydantic
+  $get tomli_w aiohttp
 Then copy DIR here and add --wheels DIR."""
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.contract import Contract
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo.types import RoutingShape, VersionSpan
 
 SHAPE = RoutingShape(num_layers=2, num_experts=8, topk=2)
 END = 2
+VOCAB = 200
+CONTRACT = Contract(vocab_size=VOCAB, end_tokens=(END,))
 Sample = Callable[[GenerateRequest, int], int]
 """(request, position in the whole sequence) -> token"""
 
@@ -27,6 +30,20 @@ def routes(start: int, end: int, version: int) -> torch.Tensor:
     """[end - start, 2, 2] uint8 of positions from ``start``; the version is in them."""
     rows = torch.tensor([[[p % 4, 4 + version % 4]] * 2 for p in range(start, end)], dtype=torch.uint8)
     return rows.reshape(-1, SHAPE.num_layers, SHAPE.topk)
+
+
+def topk_ids(tokens: Sequence[int], k: int) -> torch.Tensor:
+    """[R, k + 1]: the sampled token is the most probable one, the next ones follow it in the vocabulary."""
+    ids = torch.tensor(tokens)[:, None] + torch.arange(k + 1)
+    ids[:, k] = -1
+    return ids.int()
+
+
+def topk_logprobs(logprobs: Sequence[float], k: int) -> torch.Tensor:
+    """[R, k + 1]"""
+    values = torch.tensor(logprobs)[:, None] - torch.arange(k + 1)
+    values[:, k] = 0.0
+    return values
 
 
 class FakeServer:
@@ -52,6 +69,9 @@ class FakeServer:
             await asyncio.sleep(0.005)
         if self.dead:
             raise ServerError(self.url, "Connection refused")
+
+    async def alive(self) -> bool:
+        return not (self.dead or self.hung)
 
     async def health(self) -> bool:
         return not (self.dead or self.hung)
@@ -113,13 +133,14 @@ class FakeServer:
                 spans.append(VersionSpan(version, i, i + 1))
         k, rows = request.params.topk_logprobs, len(tokens)
         wanted = request.routing is not None and rows > 0
+        logprobs = tuple(logprob(first + i, t, v) for i, (t, v) in enumerate(zip(tokens, versions, strict=True)))
         return Generation(
             token_ids=tuple(tokens),
-            logprobs=tuple(logprob(first + i, t, v) for i, (t, v) in enumerate(zip(tokens, versions, strict=True))),
+            logprobs=logprobs,
             finish_reason=reason,
             versions=tuple(spans),
-            topk_token_ids=torch.tensor(tokens).int()[:, None].expand(rows, k + 1).clone() if k and rows else None,
-            topk_logprobs=torch.zeros(rows, k + 1) if k and rows else None,
+            topk_token_ids=topk_ids(tokens, k) if k and rows else None,
+            topk_logprobs=topk_logprobs(logprobs, k) if k and rows else None,
             routed_experts=routes(request.routing_start, first + rows - 1, versions[-1]) if wanted else None,
         )
 

@@ -40,3 +40,28 @@ def test_on_cuda_without_transformer_engine_adam_is_replaced_and_the_device_code
 
 def test_on_cpu_the_device_code_is_replaced_too() -> None:
     assert shims_on("cpu", "gloo") == ["True False", "True False", "False False"]
+
+
+def test_fields_that_rename_or_quantise_weights_are_not_for_the_user() -> None:
+    names = ["moe_single_grouped_weight", "use_grouped_gemm_for_shared_expert", "fp8", "fp8_param", "fp4", "fp4_param"]
+    program = f"""
+import torch
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.mcore.compat import apply_shims
+from megatron_dppo.platform import Platform
+
+apply_shims(Platform(torch.device("cpu"), "gloo"))
+from megatron_dppo.mcore.model import checked_overrides
+
+assert checked_overrides({{"moe_z_loss_coeff": 0.1}}, router_replay=False)
+for name in {names!r}:
+    try:
+        checked_overrides({{name: True}}, router_replay=False)
+    except ConfigError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(names), done.stdout + done.stderr
+    for name, line in zip(names, lines, strict=True):
+        assert line.startswith(f"model.transformer.{name} = True: ") and "weights" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,47 @@ def test_the_logprobs_are_those_of_each_sequence_alone_in_one_pass(parts: Any, p
         )
         if params.get("temperature") == 0:
             assert expected.argmax(-1).tolist() == response
+
+
+def filtered(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> list[dict[int, float]]:
+    """For each row the ids that may be sampled and their log-probabilities, one id at a time."""
+    result = []
+    for row in (logits.double() / temperature).tolist():
+        order = sorted(range(len(row)), key=lambda i: -row[i])[: top_k or len(row)]
+        weights = {i: math.exp(row[i] - row[order[0]]) for i in order}
+        total, mass, kept = sum(weights.values()), 0.0, []
+        for i in order:
+            kept.append(i)
+            mass += weights[i] / total
+            if mass >= top_p:
+                break
+        norm = math.log(sum(weights[i] for i in kept))
+        result.append({i: math.log(weights[i]) - norm for i in kept})
+    return result
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 3, 1.0), (1.0, 0, 0.6), (0.7, 5, 0.8)], ids=["top-k", "top-p", "all"]
+)
+def test_under_top_k_and_top_p_mu_is_the_distribution_after_the_filter(
+    parts: Any, temperature: float, top_k: int, top_p: float
+) -> None:
+    model, prompts = parts
+    decoded = sample(parts, temperature=temperature, top_k=top_k, top_p=top_p, topk_logprobs=40)
+    assert decoded.topk_ids is not None and decoded.topk_logprobs is not None
+    excluded = 0
+    for row, (prompt, response) in enumerate(zip(prompts, responses(decoded), strict=True)):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        for step, allowed in enumerate(filtered(logits, temperature, top_k, top_p)):
+            assert response[step] in allowed
+            assert float(decoded.logprobs[row, step]) == pytest.approx(allowed[response[step]], abs=5e-5)
+            slots = zip(decoded.topk_ids[row, step].tolist(), decoded.topk_logprobs[row, step].tolist(), strict=True)
+            found = {i: value for i, value in slots if i >= 0}
+            assert {i for i, value in found.items() if value > -math.inf} == set(allowed)
+            assert all(value == pytest.approx(allowed.get(i, -math.inf), abs=5e-5) for i, value in found.items())
+            excluded += sum(value == -math.inf for value in found.values())
+    assert excluded
 
 
 def test_a_row_is_the_same_whenever_its_neighbours_leave_the_batch(parts: Any, monkeypatch: Any) -> None:

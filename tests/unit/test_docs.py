@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -11,3 +12,31 @@ ROOT = Path(__file__).parents[2]
 def test_configuration_page_is_what_the_tool_writes() -> None:
     tool = runpy.run_path(str(ROOT / "tools/write_configuration_doc.py"))
     assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == tool["document"]()
+
+
+def test_every_test_that_the_page_of_faults_names_is_there() -> None:
+    last, missing = "", []
+    named = re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", (ROOT / "docs/faults.md").read_text(encoding="utf-8"))
+    for path, name in named:
+        last = path or last
+        if last and not (ROOT / last).is_file():
+            missing.append(last)
+        elif name and f"def {name}(" not in (ROOT / last).read_text(encoding="utf-8"):
+            missing.append(f"{last}::{name}")
+    assert len(named) > 80 and not missing
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    broken = []
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            file, _, anchor = target.partition("#")
+            there = (page.parent / file).resolve() if file else page
+            if not there.exists():
+                broken.append(f"{page.name}: {target}")
+            elif anchor and there.suffix == ".md":
+                heads = re.findall(r"^#+ (.+)$", there.read_text(encoding="utf-8"), re.M)
+                if anchor not in {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}:
+                    broken.append(f"{page.name}: {target}")
+    assert not broken

@@ -53,7 +53,7 @@ def test_a_refusal_tells_url_status_and_the_servers_words_and_never_the_key(body
     assert caught.value.url == stub.url + "/x" and caught.value.status == 400
     assert f"{stub.url}/x: HTTP 400: " in str(caught.value)
     assert KEY not in str(caught.value) and KEY not in repr(caught.value)
-    assert not caught.value.unanswered and len(stub.calls) == 1
+    assert not caught.value.passing and len(stub.calls) == 1
 
 
 def test_a_call_ends_at_its_deadline() -> None:
@@ -63,7 +63,7 @@ def test_a_call_ends_at_its_deadline() -> None:
     start = time.monotonic()
     with pytest.raises(ServerError, match=r"/x: no answer within 0\.3 seconds") as caught:
         post(Stub({"/x": slow}), "/x", timeout=0.3)
-    assert time.monotonic() - start < 3 and caught.value.unanswered
+    assert time.monotonic() - start < 3 and caught.value.status is None
 
 
 def test_a_redirect_is_not_followed_since_it_would_carry_the_key_along() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
-# vLLM's workers load what is in that folder, as a module of its own; nothing of the package imports it.
+# vLLM's workers load what is in that folder, as modules of their own; the package imports the digests alone.
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.parent.name != "vllm_extension")
 
 _LOWER = {"config", "errors", "layout", "hf", "parallel", "platform", "types"}
@@ -21,17 +21,24 @@ _TORCH_DISTRIBUTED = {
     "metrics",
     "trainer",
     "session",
+    "session_state",
+    "run",
+    "resume",
     "evaluation",
     "stop_signal",
     "conversion",
     "update",
     "weight_sync",
-    "publish",
+    "weights",
     "engines",
 }
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere)
     "errors": (set(), set()),
+    "atomic_files": (set(), set()),
+    "problems": ({"errors"}, set()),
+    "disk": ({"errors"}, set()),
+    "hf_weights": ({"errors", "hf"}, {"torch", "safetensors"}),
     "types": (set(), {"torch"}),
     "config_section": (set(), {"pydantic"}),
     "config_loss": ({"config_section"}, {"pydantic"}),
@@ -41,8 +48,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "platform": ({"errors"}, {"torch"}),
     "config_io": ({"config", "errors"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "layout": ({"config", "errors"}, set()),
-    "hf": ({"errors", "layout", "types"}, {"torch", "safetensors", "transformers"}),
-    "metrics": ({"errors", "types"}, {"torch", "wandb"}),
+    "hf": ({"atomic_files", "errors", "layout", "types"}, {"torch", "safetensors", "transformers"}),
+    "metrics": ({"atomic_files", "errors", "problems", "types"}, {"torch", "wandb"}),
     "losses": ({"types", "config"}, {"torch"}),
     "parallel": ({"types"}, {"torch", "triton"}),
     "data": ({"errors", "types"}, {"torch", "numpy", "transformers", "pyarrow", "datasets", "reasoning_gym"}),
@@ -52,16 +59,23 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"aiohttp", "numpy", "torch", "transformers", "safetensors"},
     ),
     "report": ({"metrics"}, {"matplotlib", "tqdm"}),
-    "mcore": (_LOWER | {"losses"}, {"torch", "megatron", "transformer_engine"}),
+    "mcore": (_LOWER | {"atomic_files", "losses", "problems"}, {"torch", "megatron", "transformer_engine"}),
     "trainer": (_LOWER | {"data", "losses", "mcore", "metrics"}, {"torch"}),
     "update": ({"clock", "config", "data", "losses", "parallel", "trainer", "types"}, {"torch"}),
-    "warmup": ({"config", "data", "losses", "trainer"}, set()),
-    "inputs": ({"config", "data", "errors", "hf", "layout", "metrics"}, set()),
+    "warmup": ({"atomic_files", "clock", "config", "data", "losses", "stop_signal", "trainer"}, set()),
+    "inputs": ({"config", "data", "errors", "hf", "hf_weights", "layout", "problems"}, set()),
     "prefetch": ({"clock", "config", "rollout", "types"}, {"torch"}),
-    "weight_sync": ({"config", "errors", "hf", "parallel", "rollout"}, {"torch"}),
-    "publish": (
-        {"config", "data", "errors", "hf", "inputs", "parallel", "rollout", "trainer", "types", "weight_sync"},
+    "weight_digests": ({"rollout", "serving"}, {"torch"}),
+    "weight_judge": ({"rollout", "weight_digests"}, set()),
+    "weight_proof": ({"rollout", "weight_digests", "weight_judge"}, {"torch"}),
+    "weight_sync": ({"config", "disk", "errors", "hf", "parallel", "rollout", "weight_proof"}, {"torch"}),
+    "weights": (
+        {"config", "data", "errors", "inputs", "parallel", "rollout", "trainer", "types", "weight_sync"},
         {"torch"},
+    ),
+    "publish": (
+        {"config", "errors", "hf", "inputs", "parallel", "rollout", "trainer", "weight_sync", "weights"},
+        set(),
     ),
     "engines": (
         {"config", "inputs", "parallel", "platform", "publish", "rollout", "serving", "trainer", "weight_sync"},
@@ -71,24 +85,35 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "fastest": ({"carried", "clock", "parallel", "rollout", "session", "types"}, set()),
     "session": (
         _LOWER
-        | {"carried", "config_io", "engines", "inputs", "mcore", "metrics", "prefetch", "publish", "report", "resume"}
-        | {"rewards", "rollout", "trainer", "warmup"},
+        | {"carried", "disk", "engines", "inputs", "mcore", "metrics", "prefetch", "publish", "report", "resume"}
+        | {"rewards", "rollout", "run", "stop_signal", "trainer", "warmup"},
         {"torch"},
     ),
-    "resume": ({"config", "errors", "hf", "inputs", "mcore"}, set()),
+    "session_state": ({"disk", "mcore", "metrics", "parallel", "prefetch", "resume", "run", "session"}, {"torch"}),
+    "run": (
+        {"atomic_files", "clock", "config", "config_io", "disk", "engines", "errors", "hf", "inputs", "mcore"}
+        | {"metrics", "parallel", "platform", "problems", "rewards", "serving", "trainer", "types"},
+        {"numpy", "torch"},
+    ),
+    "resume": ({"config", "errors", "hf", "inputs", "mcore", "parallel", "run"}, {"torch"}),
     "stop_signal": (set(), {"torch"}),
     "clock": (set(), set()),
-    "evaluation": ({"clock", "metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
+    "evaluation": ({"atomic_files", "clock", "disk", "metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
     "sampling": ({"carried", "clock", "evaluation", "fastest", "parallel", "prefetch", "session", "types"}, set()),
-    "logbook": ({"clock", "evaluation", "platform", "report", "rollout", "sampling", "session", "types"}, set()),
+    "logbook": (
+        {"clock", "disk", "evaluation", "parallel", "platform", "report", "rollout", "run", "sampling", "session"}
+        | {"types"},
+        set(),
+    ),
     "loop": (
         {"config", "data", "errors", "hf", "losses", "rollout", "types"}
-        | {"clock", "evaluation", "logbook", "sampling", "session", "stop_signal", "update"},
+        | {"clock", "evaluation", "logbook", "report", "run", "sampling", "session", "session_state", "stop_signal"}
+        | {"update"},
         {"torch"},
     ),
     "conversion": (_LOWER | {"data", "mcore"}, {"torch", "transformers"}),
     "serving": ({"config", "errors"}, set()),
-    "cli": ({"config", "config_io", "errors", "inputs", "layout", "loop", "rewards", "serving"}, set()),
+    "cli": ({"config", "config_io", "errors", "layout", "loop", "problems", "resume", "run", "serving"}, set()),
     "train": ({"cli"}, set()),
 }
 

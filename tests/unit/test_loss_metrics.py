@@ -35,6 +35,7 @@ def test_metrics_are_those_of_a_hand_calculation() -> None:
         "entropy": 2.5,
         "anchor_abs_prob_diff": 0.1 / 4,
         "loss": 1.9 * math.log(0.4) / 4,
+        "unknown_rollout_fraction": 0.0,
     }
     assert set(output.metrics) == set(want)
     for name, expected in want.items():

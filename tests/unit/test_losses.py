@@ -117,6 +117,89 @@ def test_a_token_with_advantage_zero_has_no_gradient_whatever_its_rollout_log_pr
     assert logprobs.grad.tolist() == [0.0, -1.0]
 
 
+UNKNOWN = [NAN, -INF, INF]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_whose_rollout_log_probability_is_not_finite_leaves_mask_and_count(name: str) -> None:
+    """As if it stood outside the mask from the start: loss, gradient, count and every metric but its own."""
+    reference = torch.full((6,), -1.0, dtype=torch.float64)
+    columns = ([0.3, 0.9, 0.2, 0.9, 0.6, 0.9], [0.2, 0.1, 0.9, 0.1, 0.6, 0.1], [1.0, 1.0, -1.0, -1.0, 0.0, 0.5])
+    known = [True, False, True, False, True, False]
+    entropy = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], dtype=torch.float64, requires_grad=True)
+    config = loss_config(name, kl_coef=0.1, entropy_coef=0.1)
+    more = {"reference_logprobs": reference, "entropy": entropy}
+    masked, masked_logprobs = make_inputs(*columns, known, **more)
+    whole, logprobs = make_inputs(*columns, **more)
+    mu = whole.rollout_logprobs.clone()
+    mu[torch.tensor([1, 3, 5])] = torch.tensor(UNKNOWN, dtype=torch.float64)
+    want, got = policy_loss(masked, config), policy_loss(dataclasses.replace(whole, rollout_logprobs=mu), config)
+    gradients = [torch.autograd.grad(o.loss_sum, (x, entropy)) for o, x in ((want, masked_logprobs), (got, logprobs))]
+    assert torch.equal(got.loss_sum, want.loss_sum) and int(got.num_tokens) == 3
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert torch.equal(got.keep_mask, want.keep_mask)
+    for key, metric in want.metrics.items():
+        if key != "unknown_rollout_fraction":
+            assert (float(got.metrics[key].numerator), float(got.metrics[key].denominator)) == (
+                float(metric.numerator),
+                float(metric.denominator),
+            ), key
+    assert value(got, "unknown_rollout_fraction") == 0.5 and value(want, "unknown_rollout_fraction") == 0
+
+
+@pytest.mark.parametrize("form", ["reinforce", "ratio"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_gradient_at_the_cap_and_at_the_floor_and_next_to_them(form: str, sign: float) -> None:
+    """r = 1 is exact, and so are a cap and a floor of 1."""
+
+    def slope(log_ratio: float, **limits: float) -> float:
+        logprobs = torch.tensor([-1.0 + log_ratio], dtype=torch.float64, requires_grad=True)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            advantages=torch.tensor([sign]),
+            loss_mask=torch.tensor([True]),
+            rollout_logprobs=torch.tensor([-1.0], dtype=torch.float64),
+        )
+        output = policy_loss(inputs, LossConfig(name="cispo", form=form, **limits))
+        output.loss_sum.backward()
+        return -sign * float(logprobs.grad)
+
+    beyond = 1.0 if form == "reinforce" else 0.0
+    small = 1e-9
+    assert slope(0.0, ratio_cap=1.0) == 1.0
+    assert slope(-small, ratio_cap=1.0) == pytest.approx(1.0, rel=1e-8)
+    assert slope(small, ratio_cap=1.0) == beyond
+    assert slope(0.0, ratio_floor=1.0) == 1.0
+    assert slope(small, ratio_floor=1.0) == pytest.approx(1.0, rel=1e-8)
+    assert slope(-small, ratio_floor=1.0) == beyond
+    assert slope(-3.0, ratio_floor=0.5) == 0.5 * beyond
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo_clip", "gspo", "minirl", "ppo_decoupled"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_ratio_exactly_at_its_bound_has_its_gradient_and_one_beyond_has_none(name: str, sign: float) -> None:
+    log_ratio = torch.tensor([0.25 * sign], dtype=torch.float64)
+    distance = float((log_ratio.exp() - 1).abs())  # 1 + distance and 1 - distance are exact again
+
+    def slope(limit: float) -> float:
+        logprobs = log_ratio.clone().requires_grad_()
+        inputs = LossInputs(
+            logprobs=logprobs,
+            advantages=torch.tensor([sign]),
+            loss_mask=torch.tensor([True]),
+            rollout_logprobs=torch.zeros(1, dtype=torch.float64),
+            anchor_logprobs=torch.zeros(1, dtype=torch.float64),
+            sequence_ids=torch.zeros(1, dtype=torch.int64),
+            token_weights=torch.ones(1),
+        )
+        config = loss_config(name, clip_ratio_low=limit, clip_ratio_high=limit)
+        policy_loss(inputs, config).loss_sum.backward()
+        return -sign * float(logprobs.grad)
+
+    assert slope(distance) == pytest.approx(math.exp(0.25 * sign), rel=1e-12)
+    assert slope(distance * (1 - 1e-12)) == 0
+
+
 @pytest.mark.parametrize("tokens", [0, 3])
 @pytest.mark.parametrize("name", [*NAMES, "supervised"])
 def test_backward_runs_without_a_single_token_in_the_mask(name: str, tokens: int) -> None:

@@ -45,8 +45,8 @@ def test_a_maximum_that_is_not_a_number_stays_visible_wherever_it_comes() -> Non
     assert reduce_metrics(infinite, None) == {"m": math.inf}
 
 
-def test_a_mean_over_nothing_is_zero_but_a_micro_batch_without_tokens_changes_nothing() -> None:
-    assert reduce_metrics([{"a": Metric(0.0, 0.0)}], None) == {"a": 0.0}
+def test_a_mean_over_nothing_is_missing_and_a_micro_batch_without_tokens_changes_nothing() -> None:
+    assert reduce_metrics([{"a": Metric(0.0, 0.0), "m": Metric(1.0, 0.0, "max")}], None) == {"m": 1.0}
     assert reduce_metrics([{"a": Metric(3.0, 2.0)}, {"a": Metric(0.0, 0.0)}], None) == {"a": 1.5}
 
 

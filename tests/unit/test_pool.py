@@ -12,15 +12,30 @@ from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.pool import ServerPool
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import SamplingParams
-from tests.unit.fake_servers import FakeServer
+from tests.unit.fake_servers import CONTRACT, FakeServer
 
 
 def request(name: str, tokens: int = 4) -> GenerateRequest:
     return GenerateRequest(request_id=name, token_ids=(7, 8, 9), params=SamplingParams(max_new_tokens=tokens))
 
 
-def pool_of(servers: Sequence[FakeServer], *, version: int = 3, health: float = 0.02, most: int = 64, first: int = 0):
-    pool = ServerPool(servers, max_in_flight=most, health_seconds=health, first=first)  # type: ignore[arg-type]
+def pool_of(
+    servers: Sequence[FakeServer],
+    *,
+    version: int = 3,
+    health: float = 0.02,
+    most: int = 64,
+    first: int = 0,
+    patience: float = 2.0,
+) -> ServerPool:
+    pool = ServerPool(
+        servers,  # type: ignore[arg-type]
+        CONTRACT,
+        max_in_flight=most,
+        health_seconds=health,
+        patience_seconds=patience,
+        first=first,
+    )
     for server in servers:
         server.version = version
     pool.use_version(version, [server.url for server in servers])
@@ -119,6 +134,9 @@ def test_a_server_that_came_back_works_only_with_the_current_weights() -> None:
         servers[1].version, before = 4, len(servers[0].requests)
         await ask(pool, 8, tokens=20)
         assert len(servers[0].requests) == before, "a sync that did not reach it"
+        servers[0].version = 4
+        await ask(pool, 8, tokens=30)
+        assert len(servers[0].requests) == before, "a version of this name that this sync did not give it"
 
     asyncio.run(run())
 
@@ -143,9 +161,9 @@ def test_a_server_that_says_one_version_and_answers_with_another_ends_in_an_erro
     servers = fakes(1)
 
     async def run() -> None:
-        pool = pool_of(servers)
+        pool = pool_of(servers, patience=0.1)
         servers[0].version, servers[0].reported = 2, 3
-        with pytest.raises(ServerError, match=r"request r0 failed 3 times.*weights of version 2, expected 3"):
+        with pytest.raises(ServerError, match=r"none of 1 can be used .*weights of version 2, expected 3"):
             await ask(pool, 1)
 
     asyncio.run(run())
@@ -171,7 +189,7 @@ def test_without_a_usable_server_the_error_names_each_and_why() -> None:
     servers[0].dead = servers[1].dead = True
 
     async def run() -> None:
-        pool = pool_of(servers)
+        pool = pool_of(servers, patience=0.1)
         with pytest.raises(ServerError, match="http://s:0: Connection refused; http://s:1: Connection refused"):
             await pool.generate(request("r"), "p")
 
@@ -226,10 +244,10 @@ def test_a_cancelled_caller_leaves_nothing_running() -> None:
 
 def test_wrong_use_is_refused() -> None:
     servers = fakes(1)
-    pool = ServerPool(servers, max_in_flight=1, health_seconds=1)  # type: ignore[arg-type]
+    pool = ServerPool(servers, CONTRACT, max_in_flight=1, health_seconds=1)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="before the first use_version"):
         asyncio.run(pool.generate(request("r"), "p"))
     with pytest.raises(ValueError, match="'http://other:1' is not a server of this pool"):
         pool.use_version(1, ["http://other:1"])
     with pytest.raises(ValueError, match="at least one server"):
-        ServerPool([], max_in_flight=1, health_seconds=1)
+        ServerPool([], CONTRACT, max_in_flight=1, health_seconds=1)

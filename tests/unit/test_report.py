@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,19 @@ def test_only_an_enabled_console_prints(capsys: pytest.CaptureFixture[str]) -> N
         console.step(1, 2, {"rollout/reward": 0.5})
         console.finish()
         assert ("reward 0.500" in capsys.readouterr().out) == enabled
+
+
+def test_a_terminal_that_went_away_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    console = Console(True)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        console.say("first")
+        console.say("second")
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
 
 
 def test_the_summary_has_the_numbers_of_the_run(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer, extract_answer, math_reward
+from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer, extract_answer, math_reward, scoring
 from megatron_dppo.rewards import worker as worker_module
 
 USER_FUNCTIONS = """
@@ -138,16 +138,16 @@ def test_an_unclosed_last_box_scores_nothing() -> None:
 def test_importing_math_verify_is_not_part_of_any_samples_time(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
-    class Pipe:
-        def send(self, message: str) -> None:
-            events.append(f"sent {message!r}")
+    class Channel:
+        def send(self, place: object, outcome: object, **end: bool) -> None:
+            events.append(f"sent {end}")
 
-        def recv(self) -> None:
+        def receive(self) -> None:
             raise EOFError
 
-    monkeypatch.setattr(worker_module, "load_parser", lambda: events.append("loaded"))
-    worker_module._serve(FunctionSpec("math"), 1.0, Pipe())  # type: ignore[arg-type]
-    assert events == ["loaded", "sent ''"]
+    monkeypatch.setattr(scoring, "load_parser", lambda: events.append("loaded"))
+    scoring.score_chunks(FunctionSpec("math"), 1.0, Channel(), None)  # type: ignore[arg-type]
+    assert events == ["loaded", "sent {'is_end': True}"]
 
 
 def test_a_bad_sample_costs_that_sample_only_and_the_order_is_kept(user_module: str) -> None:

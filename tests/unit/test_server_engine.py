@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,9 @@ from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.loop_thread import LoopThread
 from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
-from tests.unit.fake_servers import END, FakeServer, logprob, routes
+from tests.unit.fake_servers import END, VOCAB, FakeServer, logprob, routes
 
-CONFIG = SimpleNamespace(eos_token_id=[END, 4])
+CONFIG = SimpleNamespace(vocab_size=VOCAB, eos_token_id=[END, 4])
 
 
 class FakeTokenizer:
@@ -185,7 +186,7 @@ def test_what_is_not_kept_begins_anew(engine: ServerEngine, servers: list[FakeSe
 
 
 def test_requests_that_were_never_sent_do_not_begin_when_others_are_stopped(servers: list[FakeServer]) -> None:
-    dense = SimpleNamespace(eos_token_id=END)
+    dense = SimpleNamespace(vocab_size=VOCAB, eos_token_id=END)
     import megatron_dppo.rollout.server_engine as module
 
     with pytest.MonkeyPatch.context() as patch:
@@ -236,3 +237,20 @@ def test_the_loop_thread_passes_results_and_errors_on_and_ends() -> None:
     thread.close()
     thread.close()
     assert not [t for t in threading.enumerate() if t.name == "test"]
+
+
+def test_a_response_that_is_stopped_at_its_end_token_is_complete(
+    engine: ServerEngine, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is told to stop while it samples the end token says abort."""
+    generate = FakeServer.generate
+
+    async def stopped(self: FakeServer, request: Any) -> Any:
+        return replace(await generate(self, request), finish_reason="abort")
+
+    for server in servers:
+        server.sample = lambda request, position: END if position == 6 else 9
+    monkeypatch.setattr(FakeServer, "generate", stopped)
+    (found,) = engine.generate([prompt(0)], params(20))
+    assert found.token_ids == (9, 9, 9, END) and found.finish_reason == "stop"
+    assert sum(len(server.requests) for server in servers) == 1

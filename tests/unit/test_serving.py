@@ -163,6 +163,17 @@ def test_grace_outlives_a_first_sigterm_and_ends_at_the_second(serve: Any) -> No
     assert running.end()[0] == 0 and running.left_behind() == []
 
 
+def test_a_killed_serve_leaves_no_servers(serve: Any) -> None:
+    servers = serve("serve", count=2)
+    servers.until_file("urls")
+    assert len(servers.left_behind()) >= 2
+    servers.process.kill()
+    end = time.monotonic() + 30
+    while servers.left_behind():
+        assert time.monotonic() < end, "servers outlive serve"
+        time.sleep(0.1)
+
+
 def test_grace_has_an_end(serve: Any) -> None:
     running = serve("serve", "--grace", "1")
     running.until_file("urls")

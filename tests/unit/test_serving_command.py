@@ -34,7 +34,7 @@ def test_sglang_gets_model_address_dtype_and_nothing_that_is_not_needed() -> Non
     (plan,) = plans(config_of())
     assert plan.argv == (
         *(sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", "30000"),
-        *("--model-path", "folder/model", "--dtype", "bfloat16"),
+        *("--model-path", "folder/model", "--dtype", "bfloat16", "--enable-fp32-lm-head"),
     )
     assert plan.url == "http://127.0.0.1:30000" and plan.env == {} and plan.config_file == {}
 
@@ -68,6 +68,31 @@ def test_vllm_gets_the_flags_that_training_needs() -> None:
         assert part in line
     assert plan.env["VLLM_SERVER_DEV_MODE"] == "1"
     assert plan.env["PYTHONPATH"] == f"{ROOT}/megatron_dppo/serving/vllm_extension:/mine"
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag", "own", "off"),
+    [
+        ("sglang", "--enable-fp32-lm-head", {"enable_fp32_lm_head": False}, "fp32"),
+        (
+            "vllm",
+            """--hf-overrides '{"head_dtype": "float32"}'""",
+            {"hf_overrides": {"head_dtype": "model"}},
+            "float32",
+        ),
+    ],
+)
+def test_a_bf16_server_computes_its_logits_in_fp32_unless_told_otherwise(
+    engine: str, flag: str, own: dict[str, Any], off: str
+) -> None:
+    assert flag in shlex.join(plans(config_of(engine))[0].argv)
+    assert off not in shlex.join(plans(config_of(engine, rollout={engine: own}))[0].argv)
+    assert flag not in shlex.join(plans(config_of(engine, rollout={"dtype": "fp32"}))[0].argv)
+
+
+def test_other_overrides_of_vllms_model_config_keep_the_fp32_head() -> None:
+    (plan,) = plans(config_of("vllm", rollout={"vllm": {"hf_overrides": {"rope_scaling": 2}}}))
+    assert """--hf-overrides '{"head_dtype": "float32", "rope_scaling": 2}'""" in shlex.join(plan.argv)
 
 
 def test_every_key_of_the_engine_section_is_passed_through_and_wins() -> None:

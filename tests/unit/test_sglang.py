@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.errors import ConfigError, ContractBreach, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.sglang import SGLangServer, wire
+from megatron_dppo.rollout.weight_sums import RankSums
 from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
 from tests.unit.http_stub import Stub, with_stub
 
@@ -103,6 +104,10 @@ def test_of_a_request_that_was_aborted_in_the_queue_nothing_incomplete_is_taken(
     del answer["meta_info"]["routed_experts"]
     assert decode(request, answer) == nothing
     assert decode(replace(request, routing=None), answer).token_ids == tuple(answer["output_ids"])
+    for name in ("output_token_logprobs", "weight_versions", "prompt_tokens", "completion_tokens", "prompt_token_ids"):
+        request, answer = recorded(version, "aborted")
+        del (answer if name == "prompt_token_ids" else answer["meta_info"])[name]
+        assert decode(request, answer) == nothing, name
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,8 @@ def test_a_missing_field_is_an_error_that_names_it_and_its_cause(version: str, f
     meta = answer["meta_info"]
     for name in [name for name in meta if name == field or name.startswith(f"{field}_")]:
         del meta[name]
-    with pytest.raises(ServerError, match=rf"http://s/generate: the answer has no meta_info\.{field}: .*{cause}"):
+    message = rf"/generate: the answer to request r .*meta_info\.{field}\S* is missing: .*{cause}"
+    with pytest.raises(ContractBreach, match=message):
         decode(request, answer)
 
 
@@ -140,7 +146,7 @@ def routed(values: list[int]) -> Callable[[Any], None]:
         (lambda a: a["output_ids"].pop(), "belongs to other tokens"),
         (lambda a: a["meta_info"]["weight_versions"][0].update(end=5), "does not cover the 6 tokens"),
         (lambda a: a["meta_info"].update(finish_reason={"type": "tired"}), "expected stop, length or abort"),
-        (lambda a: a.pop("output_ids"), "no output_ids"),
+        (lambda a: a.pop("output_ids"), "output_ids is missing"),
         (lambda a: a.pop("meta_info"), "expected an object with output_ids and meta_info"),
     ],
 )
@@ -153,7 +159,7 @@ def test_an_answer_that_does_not_fit_the_request_is_refused(damage: Callable[[An
 
 def test_fewer_top_tokens_than_asked_for_are_refused() -> None:
     request, answer = recorded("0.5.20")
-    with pytest.raises(ServerError, match=r"shape \[6, 3\], expected \[6, 4\]"):
+    with pytest.raises(ServerError, match="a row that is not an array of 4 tokens"):
         decode(replace(request, params=replace(request.params, topk_logprobs=4)), answer)
 
 
@@ -345,24 +351,50 @@ def test_the_server_says_what_it_is(version: str) -> None:
     assert use_server(stub, lambda server: server.tokenize("a b")) == (67, 223, 68)
 
 
-def test_equal_weights_have_equal_checksums_in_any_order_of_the_ranks() -> None:
-    ranks = RECORDED["0.5.23"]["checksum"]["ranks"]
-    second = copy.deepcopy(ranks[0])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_digests_of_the_weights_are_those_of_each_rank_in_order(version: str) -> None:
+    (first,) = RECORDED[version]["checksum"]["ranks"]
+    second = copy.deepcopy(first)
     second["checksums"]["lm_head.weight"] = "0"
+    place = second["parallelism_info"]
+    for info in place if isinstance(place, list) else [place]:
+        info |= {"tp_rank": 1, "rank": 1}
 
-    def digest(ranks: list[Any]) -> str:
-        answers = server_answers("0.5.23", **{"/weights_checker": {"success": True, "ranks": ranks}})
-        return str(use_server(Stub(answers), lambda server: server.checksum()))
+    def sums(answer: object) -> tuple[RankSums, ...]:
+        stub = Stub(server_answers(version, **{"/weights_checker": answer}))
+        return use_server(stub, lambda server: server.weight_sums())
 
-    assert digest([*ranks, second]) == digest([second, *ranks])
-    assert digest(ranks) != digest([second])
+    found = sums({"success": True, "ranks": [second, first]})
+    assert [rank.tp_rank for rank in found] == [0, 1] and [len(rank.sums) for rank in found] == [21, 21]
+    assert (found[0].sums["lm_head.weight"], found[1].sums["lm_head.weight"]) == (
+        first["checksums"]["lm_head.weight"],
+        "0",
+    )
+    for junk in ({"success": True}, {"success": True, "ranks": [{}]}, {"success": True, "ranks": 7}, None):
+        with pytest.raises(ServerError, match=r"/weights_checker: no checksums"):
+            sums(junk)
+
+
+@pytest.mark.parametrize(
+    ("changes", "plain"),
+    [
+        *[({}, True), ({"quantization": "fp8"}, False), ({"ep_size": 2}, False), ({"dp_size": 2}, False)],
+        *[({"device": "xpu"}, False), ({"version": "0.6.0"}, False), ({"device": "cuda", "tp_size": 4}, True)],
+    ],
+)
+def test_digests_are_foretold_only_of_servers_whose_tensors_are_ours(changes: dict[str, Any], plain: bool) -> None:
+    answers = server_answers("0.5.23")
+    answers["/server_info"] = {"device": "cpu", **answers["/server_info"], **changes}
+    layout = use_server(Stub(answers), lambda server: server.weight_layout())
+    assert layout.plain == plain and layout.tp_size == changes.get("tp_size", 1)
+    assert layout.algorithm == ("words" if changes.get("device") else "sha256")
 
 
 def test_something_else_at_the_url_is_named() -> None:
-    with pytest.raises(ServerError, match=r"/server_info: .*404"):
+    with pytest.raises(ServerError, match=r"/model_info: .*404"):
         use_server(Stub({}), lambda server: server.info())
     with pytest.raises(ServerError, match=r"/server_info: expected an SGLang server's"):
-        use_server(Stub({"/server_info": "hello"}), lambda server: server.info())
+        use_server(Stub({"/model_info": {}, "/server_info": "hello"}), lambda server: server.info())
 
 
 def test_concurrent_first_requests_all_get_their_answers() -> None:

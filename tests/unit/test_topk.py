@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.losses import binary_kl, binary_tv, policy_loss, topk_kl, topk_sums, topk_tv
-from megatron_dppo.losses.topk import evict
+from megatron_dppo.losses.topk import divergence_from_sums, evict
 from megatron_dppo.types import LossInputs
 from tests.unit.loss_inputs import loss_config, make_inputs, topk_fields
 
@@ -59,6 +59,47 @@ def test_eviction_never_raises_the_divergence_and_with_one_slot_is_the_binary_es
             assert (evicted <= union + 1e-9).all() and (evicted < union - 1e-6).any()
             if k == 1:
                 torch.testing.assert_close(evicted, binary(log_p, log_m), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["pi of other given", "by subtraction"])
+@pytest.mark.parametrize(
+    ("valid", "kept"),
+    [
+        ("1111", "1101"),  # the sampled token replaces the third
+        ("1110", "1110"),  # it is among the three
+        ("1101", "1101"),  # the engine filled two slots: there is room
+        ("1011", "1011"),
+        ("0001", "0001"),
+        ("0000", "0000"),
+    ],
+)
+def test_eviction_takes_the_kth_slot_only_where_all_are_in_use(valid: str, kept: str, given: bool) -> None:
+    pi = torch.tensor([[0.3, 0.2, 0.1, 0.05]], dtype=torch.float64)
+    before, want = (torch.tensor([[bit == "1" for bit in bits]]) for bits in (valid, kept))
+    other = (1 - torch.where(before, pi, 0.0).sum(-1)).log() if given else None
+    found, rest = evict(torch.where(before, pi, NAN).log(), before, other)
+    assert torch.equal(found, want)
+    if rest is None:
+        assert not given
+    else:
+        torch.testing.assert_close(rest.exp(), 1 - torch.where(want, pi, 0.0).sum(-1))
+
+
+def test_a_slot_with_mu_zero_and_pi_above_it_counts_for_tv_and_not_for_kl() -> None:
+    pi, mu = [0.5, 0.2, 0.1, 0.2], [0.7, 0.2, 0.0, 0.1]  # the last is what no slot holds
+    log_p, log_m = (torch.tensor([side[:3]], dtype=torch.float64).log() for side in (pi, mu))
+    valid = torch.ones(1, 3, dtype=torch.bool)
+    tv = sum(abs(p - m) for p, m in zip(pi, mu, strict=True)) / 2
+    kl = sum(m * math.log(m / p) for p, m in zip(pi, mu, strict=True) if m)
+    for other in (None, torch.tensor([0.2], dtype=torch.float64).log()):
+        assert float(topk_tv(log_p, log_m, valid, other)) == pytest.approx(tv, rel=1e-12)
+        assert float(topk_kl(log_p, log_m, valid, other)) == pytest.approx(kl, rel=1e-12)
+    sums = topk_sums(log_p, log_m, valid)
+    for kind, want in (("tv", tv), ("kl", kl)):
+        found = divergence_from_sums(kind, sums, log_m, valid, torch.tensor([0.2], dtype=torch.float64).log())
+        assert float(found) == pytest.approx(want, rel=1e-12)
+    unused = torch.tensor([[True, True, False]])  # not a slot of probability 0: its mass of pi is part of `other`
+    assert float(topk_tv(log_p, log_m, unused)) == pytest.approx((0.2 + 0.0 + 0.2) / 2, rel=1e-12)
 
 
 def test_an_id_that_top_p_excludes_from_the_rollout_is_a_probability_of_zero_and_no_nan() -> None:

@@ -22,7 +22,7 @@ from megatron_dppo.rollout.store import load_groups, save_groups
 from megatron_dppo.rollout.turns import Turns, load_generate
 from megatron_dppo.types import Completion, Prompt, VersionSpan
 from tests.unit.configs import config
-from tests.unit.fake_servers import END, SHAPE, FakeServer, logprob, routes
+from tests.unit.fake_servers import END, SHAPE, VOCAB, FakeServer, logprob, routes
 from tests.unit.test_server_engine import FakeTokenizer, params, prompt, publish
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def engine_with(function: Any, server: FakeServer, monkeypatch: pytest.MonkeyPat
     engine = ServerEngine(
         [server],  # type: ignore[list-item]
         FakeTokenizer(),
-        SimpleNamespace(eos_token_id=END),
+        SimpleNamespace(vocab_size=VOCAB, eos_token_id=END),
         max_in_flight=8,
         health_seconds=1,
         function=function,

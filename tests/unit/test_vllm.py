@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import hashlib
 import io
 import json
 from collections.abc import Awaitable, Callable
@@ -17,9 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.errors import ConfigError, ContractBreach, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.vllm import VLLMServer, wire
+from megatron_dppo.rollout.weight_sums import RankSums
 from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
 from tests.unit.http_stub import Stub, with_stub
 
@@ -119,12 +121,12 @@ def test_what_stands_in_dense_layers_is_not_looked_at() -> None:
         (npy(routed(rows=21)), "21 tokens for 22 input tokens"),
         (npy(routed()[:, :, :1]), r"shape \(22, 2, 1\), expected \[22, 2 layers, 2 experts"),
         (npy(np.full((22, 2, 2), 255, "uint8")), "an expert that does not exist: 255"),
-        (npy(routed().astype("float32")), "type float32, expected integers"),
-        (npy(np.array([{"a": 1}], dtype=object)), "not base64 of a NumPy file: Object arrays cannot be loaded"),
-        ("not base64!", "not base64 of a NumPy file"),
-        (base64.b64encode(b"\x93NUMPY").decode(), "not base64 of a NumPy file"),
-        (base64.b64encode(b"PK\x03\x04").decode(), "not base64 of a NumPy file"),
-        ("", "not base64 of a NumPy file"),
+        (npy(routed().astype("float32")), "not a NumPy file of integers"),
+        (npy(np.array([{"a": 1}], dtype=object)), "not a NumPy file of integers"),
+        ("not base64!", "is not base64"),
+        (base64.b64encode(b"\x93NUMPY").decode(), "not a NumPy file of integers"),
+        (base64.b64encode(b"PK\x03\x04").decode(), "not a NumPy file of integers"),
+        ("", "not a NumPy file of integers"),
     ],
 )
 def test_routed_experts_that_do_not_fit_are_refused_and_nothing_is_unpickled(sent: str, message: str) -> None:
@@ -148,7 +150,8 @@ def test_a_missing_field_is_an_error_that_names_it_and_its_cause(field: str, cau
     request, answer = recorded()
     answer["choices"][0]["routed_experts"] = npy(routed())
     answer["choices"][0][field] = None
-    with pytest.raises(ServerError, match=rf"http://s/generate: the answer has no choices\[0\]\.{field}: .*{cause}"):
+    message = rf"/generate: the answer to request r .*choices\[0\]\.{field} is missing: .*{cause}"
+    with pytest.raises(ContractBreach, match=message):
         decode(replace(request, routing=ROUTING), answer)
 
 
@@ -156,7 +159,7 @@ def test_a_missing_field_is_an_error_that_names_it_and_its_cause(field: str, cau
     ("damage", "message"),
     [
         (lambda c: c["token_ids"].pop(), "belongs to other tokens"),
-        (lambda c: c["logprobs"].pop("content"), "belongs to other tokens"),
+        (lambda c: c["logprobs"].pop("content"), "content is missing"),
         (lambda c: c["weight_versions"][0].update(end=5), "does not cover the 6 tokens"),
         (lambda c: c.update(finish_reason="tired"), "expected stop, length or abort"),
         (lambda c: c["logprobs"]["content"][2].update(top_logprobs=[]), r"content\[2\]\.top_logprobs has no token of"),
@@ -196,7 +199,7 @@ def test_the_request_states_every_sampling_setting_but_the_seed_that_kills_a_ser
     assert sampling["routed_experts_prompt_start"] == 4 and sampling["logprobs"] == 4
     assert "seed" not in sampling
     plain = wire.generate_body(replace(request, params=replace(request.params, topk_logprobs=0)))["sampling_params"]
-    assert plain["logprobs"] == 0 and "routed_experts_prompt_start" not in plain
+    assert plain["logprobs"] == 2 and "routed_experts_prompt_start" not in plain
 
 
 @pytest.mark.parametrize("change", [{"top_p": 0.9}, {"top_k": 5}])
@@ -314,7 +317,7 @@ def test_a_server_without_control_calls_is_named_with_the_variable_to_set() -> N
         lambda server: server.abort(),
     ]
     for call in calls:
-        stub = Stub({path: refusal for path in ("/server_info", "/pause", "/abort_requests")})
+        stub = Stub({"/version": {}} | {path: refusal for path in ("/server_info", "/pause", "/abort_requests")})
         with pytest.raises(ServerError, match=r"HTTP 404: .*VLLM_SERVER_DEV_MODE=1"):
             use_server(stub, call)
 
@@ -341,22 +344,33 @@ def test_the_server_says_what_it_is() -> None:
 
 def test_something_else_at_the_url_is_named() -> None:
     with pytest.raises(ServerError, match=r"/server_info.*: expected a vLLM server's"):
-        use_server(Stub({"/server_info": "hello"}), lambda server: server.info())
+        use_server(Stub({"/version": {}, "/server_info": "hello"}), lambda server: server.info())
 
 
-def test_equal_weights_have_equal_checksums_in_any_order_of_the_ranks() -> None:
-    (rank,) = RIGHT["checksum"]["results"]
-    second = {name.replace("tp0", "tp1"): "0" for name in rank}
-
-    def digest(ranks: list[Any]) -> str:
-        answers = server_answers(**{"/collective_rpc": {"results": ranks}})
-        return str(use_server(Stub(answers), lambda server: server.checksum()))
-
-    assert digest([rank, second]) == digest([second, rank]) != digest([rank])
-    stock = server_answers(PLAIN, **{"/weight_checker": {"checksums": rank}})
-    assert use_server(Stub(stock), lambda server: server.checksum()) == digest([rank])
-    with pytest.raises(ServerError, match="no checksums"):
-        digest([])
+def test_the_digests_of_the_weights_are_those_of_each_rank() -> None:
+    stock = {
+        "dp0:pp0:pcp0:tp1:model.layers.0.mlp.experts.routed_experts.w2_weight": "b" * 64,
+        "dp0:pp0:pcp0:tp0:model.norm.weight": "a" * 64,
+        "dp0:pp0:pcp0:tp0:model.layers.0.mlp.gate.weight": hashlib.sha256().hexdigest(),  # packed out of reach
+    }
+    found = use_server(
+        Stub(server_answers(PLAIN, **{"/weight_checker": {"checksums": stock}})), lambda server: server.weight_sums()
+    )
+    assert found == (
+        RankSums(tp_rank=0, sums={"model.norm.weight": "a" * 64}),
+        RankSums(tp_rank=1, sums={"model.layers.0.mlp.experts.w2_weight": "b" * 64}),
+    )
+    ours = {"results": [{"tp_rank": 1, "sums": {"a": "1"}, "loaded": {"b": "2"}}]}
+    found = use_server(Stub(server_answers(**{"/collective_rpc": ours})), lambda server: server.weight_sums())
+    assert found == (RankSums(tp_rank=1, sums={"a": "1"}, loaded={"b": "2"}),)
+    for case, path, junk in [
+        (PLAIN, "/weight_checker", {}),
+        (PLAIN, "/weight_checker", {"checksums": {"x": "1"}}),
+        (RIGHT, "/collective_rpc", {"results": []}),
+        (RIGHT, "/collective_rpc", {"results": [None]}),
+    ]:
+        with pytest.raises(ServerError, match=r"no checksums|no result"):
+            use_server(Stub(server_answers(case, **{path: junk})), lambda server: server.weight_sums())
 
 
 def test_only_the_named_request_is_aborted_and_without_a_name_all_are() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo import weight_sync
 from megatron_dppo.config import WeightSyncConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.weight_sync import WeightSync
-from tests.unit.weight_server import FakeServer
-
-CPU = torch.device("cpu")
+from tests.unit.weight_server import CPU, FakeServer, make, weights
 
 
 @pytest.fixture
@@ -27,17 +29,6 @@ def model_folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def pair() -> list[FakeServer]:
     return [FakeServer("a:1"), FakeServer("b:2")]
-
-
-def weights(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"w{i}": torch.randn(300, 1000, generator=generator) for i in range(5)}
-
-
-def make(servers: list[FakeServer], folder: Path, dtype: torch.dtype = torch.float32, **keys: object) -> WeightSync:
-    config = WeightSyncConfig(**{"method": "tensor", "bucket_megabytes": 2, **keys})  # type: ignore[arg-type]
-    place = folder.parent / "weights"
-    return WeightSync(servers, config, model_folder=folder, weights_folder=place, dtype=dtype, device=CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", ["tensor", "disk"])
@@ -73,7 +64,7 @@ def test_a_stream_that_goes_on_in_the_same_memory_is_sent_as_it_was(pair: list[F
     assert [float(pair[1].weights[f"w{i}"][0]) for i in range(3)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("call", ["pause", "begin_update", "receive_tensors", "end_update", "checksum", "resume"])
+@pytest.mark.parametrize("call", ["pause", "begin_update", "receive_tensors", "end_update", "weight_sums", "resume"])
 def test_a_server_that_fails_anywhere_is_not_good_and_the_others_are(
     pair: list[FakeServer], model_folder: Path, call: str
 ) -> None:
@@ -108,11 +99,14 @@ def test_the_stream_is_taken_to_its_end_when_nobody_is_left(pair: list[FakeServe
     assert not result.good and len(result.failed) == 2 and next(stream, None) is None
 
 
-def test_servers_whose_weights_differ_are_found(model_folder: Path) -> None:
+def test_servers_whose_weights_differ_are_found_where_nobody_can_say_what_they_should_be(model_folder: Path) -> None:
     three = [FakeServer(f"{name}:1") for name in "abc"]
-    three[1].corrupts = True
+    for server in three:
+        server.plain = False  # quantised, say
+    three[1].corrupts = {"w3"}
     result = make(three, model_folder).send(iter(weights(0).items()), 0)
-    assert result.good.keys() == {"http://a:1", "http://c:1"} and "differ" in result.failed["http://b:1"]
+    assert result.good.keys() == {"http://a:1", "http://c:1"}
+    assert result.failed["http://b:1"] == "its weights differ from those of the other servers: w3"
     # Of two nobody can say which one is wrong.
     assert not make(three[:2], model_folder).send(iter(weights(0).items()), 0).good
     # Another version of the engine may lay its weights out differently.
@@ -120,13 +114,113 @@ def test_servers_whose_weights_differ_are_found(model_folder: Path) -> None:
     assert len(make(three, model_folder).send(iter(weights(0).items()), 0).good) == 3
 
 
-def test_the_checksums_are_compared_as_often_as_asked(pair: list[FakeServer], model_folder: Path) -> None:
+@pytest.mark.parametrize("method", ["tensor", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lie", ["ignores", "corrupts"])
+def test_a_single_server_that_confirms_a_tensor_and_has_another_is_named_at_that_sync(
+    model_folder: Path, method: str, dtype: torch.dtype, lie: str
+) -> None:
+    server = FakeServer("a:1")
+    sync = make([server], model_folder, dtype, method=method)
+    assert sync.send(iter(weights(0).items()), 0).good
+    setattr(server, lie, {"w2"})
+    for version in (1, 1, 2):
+        result = sync.send(iter(weights(version).items()), version)
+        assert not result.good and result.failed["http://a:1"].startswith("w2: not what was sent")
+        assert "(4 others are)" in result.failed["http://a:1"] and server.paused
+    setattr(server, lie, set())
+    result = sync.send(iter(weights(2).items()), 2)
+    assert result.good and not result.notes and not server.paused
+
+
+def test_a_server_that_ignores_everything_is_found_at_its_first_sync_also_where_norms_are_all_one(
+    model_folder: Path,
+) -> None:
+    server = FakeServer("a:1")
+    names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in range(2)]
+    norms = {f"model.layers.{i}.input_layernorm.weight": torch.ones(8) for i in range(2)}
+    server.weights = {name: torch.randn(8, 8) for name in names} | norms
+    server.ignores = {*names, *norms}
+    new = {name: torch.randn(8, 8) for name in names} | norms
+    sync = make([server], model_folder)
+    for _ in range(2):
+        assert names[0] in sync.send(iter(new.items()), 0).failed["http://a:1"]
+    # A server that has these weights already is right, whatever it does with them.
+    server.weights = dict(new)
+    assert make([server], model_folder).send(iter(new.items()), 0).good
+
+
+def test_of_what_a_server_keeps_in_a_form_of_its_own_the_change_is_proved_and_the_user_is_told(
+    model_folder: Path,
+) -> None:
+    server = FakeServer("a:1")
+    names = [f"model.layers.{i}.mlp.experts.w2_weight" for i in range(2)]
+    server.packs = set(names)
+
+    def full(seed: int) -> dict[str, Tensor]:
+        return {**weights(seed), **{name: torch.randn(4, 4) for name in names}}
+
+    sync = make([server], model_folder)
+    result = sync.send(iter(full(0).items()), 0)
+    assert result.good and "model.layers.1.mlp.experts.w2_weight: kept by the server" in result.notes["http://a:1"]
+    server.ignores = {names[1]}
+    other = full(1)
+    for _ in range(2):
+        result = sync.send(iter(other.items()), 1)
+        assert result.failed["http://a:1"].startswith(f"{names[1]}: not what was sent")
+    # What is sent once more does not change.
+    server.ignores = set()
+    same = full(2)
+    assert all(sync.send(iter(same.items()), version).good for version in (2, 3))
+    # One that came back with its old weights has not what it had before.
+    server.version, server.weights, server.ignores = -1, full(3), {names[0]}
+    assert sync.send(iter(full(4).items()), 4).failed["http://a:1"].startswith(f"{names[0]}: not what was sent")
+    # One that has the weights already need not change, where the other tensors show that it has them.
+    server.version, server.weights, server.ignores = -1, same, set()
+    result = make([server], model_folder).send(iter(same.items()), 2)
+    assert result.good and f"{names[0]}, {names[1]}: not checked in this sync" in result.notes["http://a:1"]
+
+
+def test_the_checksums_are_compared_as_often_as_asked_and_in_each_attempt_of_such_a_sync(
+    pair: list[FakeServer], model_folder: Path
+) -> None:
+    def checked(sync: WeightSync, version: int) -> bool:
+        before = pair[0].calls.count("weight_sums")
+        sync.send(iter(weights(version).items()), version)
+        return pair[0].calls.count("weight_sums") > before
+
     sync = make(pair, model_folder, checksum_every=2)
-    for version in range(4):
-        sync.send(iter(weights(0).items()), version)
-    assert pair[0].calls.count("checksum") == 2
-    make(pair, model_folder, checksum_every=0).send(iter(weights(0).items()), 9)
-    assert pair[0].calls.count("checksum") == 2
+    assert [checked(sync, version) for version in (0, 0, 1, 1, 2, 3)] == [True, True, False, False, True, False]
+    assert not checked(make(pair, model_folder, checksum_every=0), 9)
+
+
+def test_a_frozen_server_costs_its_deadline_once_and_is_asked_again_beside_the_others(
+    pair: list[FakeServer], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_sync, "_ALIVE_SECONDS", 0.5)
+    monkeypatch.setattr(weight_sync, "_BACK_SECONDS", 0.05)
+    frozen, sync = pair[0], make(pair, model_folder)
+    frozen.frozen = True
+
+    def seconds(version: int) -> float:
+        start = time.monotonic()
+        result = sync.send(iter(weights(version).items()), version)
+        assert list(result.good) == ["http://b:2"] and list(result.absent) == ["http://a:1"]
+        return time.monotonic() - start
+
+    assert seconds(0) >= 0.5
+    asked = len(frozen.calls)
+    seconds(0)
+    assert len(frozen.calls) == asked  # another attempt of the same sync
+    assert seconds(1) < 0.5 and len(frozen.calls) == asked + 1
+    frozen.frozen = False
+    assert len(sync.send(iter(weights(2).items()), 2).good) == 2 and frozen.holds(weights(2))
+
+
+def test_the_core_runs_on_any_event_loop_and_starts_no_thread(pair: list[FakeServer], model_folder: Path) -> None:
+    threads = threading.active_count()
+    result = asyncio.run(make(pair, model_folder).send_async(iter(weights(0).items()), 0))
+    assert len(result.good) == 2 and threading.active_count() == threads
 
 
 def test_only_the_last_versions_stay_on_disk(pair: list[FakeServer], model_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,12 +10,33 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_dppo.config import WeightSyncConfig
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.server import ServerInfo
+from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
+from megatron_dppo.serving.vllm_extension.megatron_dppo_digest import tensor_digest
+from megatron_dppo.weight_sync import WeightSync
+
+CPU = torch.device("cpu")
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"w{i}": torch.randn(300, 1000, generator=generator) for i in range(5)}
+
+
+def make(servers: list[FakeServer], folder: Path, dtype: torch.dtype = torch.float32, **keys: object) -> WeightSync:
+    config = WeightSyncConfig(**{"method": "tensor", "bucket_megabytes": 2, **keys})  # type: ignore[arg-type]
+    place = folder.parent / "weights"
+    return WeightSync(servers, config, model_folder=folder, weights_folder=place, dtype=dtype, device=CPU)  # type: ignore[arg-type]
 
 
 class FakeServer:
-    """Takes weights by the order of ``InferenceServer``; ``fails`` names calls that are refused, each so many times."""
+    """Takes weights by the order of ``InferenceServer``; ``fails`` names calls that are refused, each so many times.
+
+    ``ignores`` are names of tensors that it confirms and does not load, ``corrupts`` those that it loads with one wrong
+    element, ``packs`` those that it keeps in a form of its own.
+    """
 
     def __init__(self, name: str, engine_version: str = "1.0") -> None:
         self.url = f"http://{name}"
@@ -22,7 +44,8 @@ class FakeServer:
         self.version, self.weights, self.calls = -1, dict[str, Tensor](), list[str]()
         self.paused = self.updating = False
         self.fails: dict[str, int] = {}
-        self.corrupts = False
+        self.ignores, self.corrupts, self.packs = set[str](), set[str](), set[str]()
+        self.plain, self.frozen = True, False
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -32,6 +55,8 @@ class FakeServer:
 
     async def info(self) -> ServerInfo:
         self._called("info")
+        if self.frozen:
+            await asyncio.Event().wait()
         return ServerInfo(
             engine="sglang",
             engine_version=self.engine_version,
@@ -57,7 +82,7 @@ class FakeServer:
     async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         self._called("receive_tensors")
         assert self.updating
-        self.weights |= {name: tensor.clone() for name, tensor in tensors}
+        self._load(dict(tensors))
 
     async def end_update(self, version: int) -> None:
         self._called("end_update")
@@ -67,13 +92,24 @@ class FakeServer:
     async def update_from_disk(self, folder: str, version: int) -> None:
         self._called("update_from_disk")
         assert self.paused
-        self.weights = {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
+        self._load({k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()})
         self.version = version
 
-    async def checksum(self) -> str:
-        self._called("checksum")
-        total = sum(float(w.double().sum()) for w in self.weights.values())
-        return f"{total + self.corrupts:.6f}"
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name not in self.ignores:
+                self.weights[name] = tensor.clone()
+            if name in self.corrupts:
+                self.weights[name].view(-1)[0] += 1
+
+    async def weight_layout(self) -> WeightLayout:
+        self._called("weight_layout")
+        return WeightLayout(algorithm="sha256", tp_size=1, plain=self.plain)
+
+    async def weight_sums(self) -> tuple[RankSums, ...]:
+        self._called("weight_sums")
+        kept = {name: w.flip(0).clone() if name in self.packs else w for name, w in self.weights.items()}
+        return (RankSums(tp_rank=0, sums={k: tensor_digest(w).partition(":")[2] for k, w in kept.items()}),)
 
     async def close(self) -> None:
         self._called("close")

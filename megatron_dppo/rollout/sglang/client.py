@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.fields import part, policy_version, tokens_of, whole
 from megatron_dppo.rollout.http import Deadlines, HttpClient
-from megatron_dppo.rollout.replies import policy_version
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo.rollout.sglang.weights import WeightUpdates
 from megatron_dppo.rollout.sglang.wire import decode_generation, generate_body, version_parts, wire_id
@@ -55,10 +55,18 @@ class SGLangServer(WeightUpdates):
             return False
         return True
 
+    async def alive(self) -> bool:
+        """Whether its HTTP process answers, which the scheduler's work does not hold up."""
+        try:
+            await self._admin.check("/model_info", self._deadlines)
+        except ServerError:
+            return False
+        return True
+
     async def info(self) -> ServerInfo:
         """What it is."""
+        model = part(await self._admin.check("/model_info", self._deadlines), self.url + "/model_info", "the answer")
         server = await self._server_info()
-        model = self._object(await self._admin.get("/model_info", timeout=self._deadlines.control), "/model_info")
         # A server that came back may be another one.
         self._known_version = version_parts(server["version"])
         return ServerInfo(
@@ -66,14 +74,9 @@ class SGLangServer(WeightUpdates):
             engine_version=str(server["version"]),
             model=str(model.get("model_path")),
             policy_version=policy_version(model.get("weight_version")),
-            max_context=_max_context(server),
-            world_size=int(server.get("tp_size", 1)),
+            max_context=self._max_context(server),
+            world_size=whole(server.get("tp_size", 1), self.url + "/server_info", "tp_size"),
         )
-
-    def _object(self, answer: Any, path: str) -> dict[str, Any]:
-        if not isinstance(answer, dict):
-            raise ServerError(self.url + path, f"expected a JSON object of an SGLang server, got {str(answer)[:200]!r}")
-        return answer
 
     async def tokenize(self, text: str) -> tuple[int, ...] | None:
         """The server's own tokens of a text; None = it has no tokenizer, or is one without this call."""
@@ -84,17 +87,16 @@ class SGLangServer(WeightUpdates):
             if error.status in (400, 404, 500):
                 return None
             raise
-        tokens = self._object(answer, "/tokenize").get("tokens")
-        return None if tokens is None else tuple(int(token) for token in tokens)
+        return tokens_of(answer, self.url + "/tokenize")
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Continue a sequence.
 
         Raises:
-            ServerError: no answer, a refusal, or an answer that lacks what was asked for.
+            ServerError: no answer, a refusal, or an answer that lacks what was asked for (``ContractBreach``).
             ConfigError: top-p or top-k sampling.
         """
-        flat = request.params.topk_logprobs > 0 and await self._version() >= _FLAT_TOPK
+        flat = await self._version() >= _FLAT_TOPK
         body = generate_body(request, flat=flat)
         answer = await self._http.post("/generate", body, timeout=self._deadlines.generate)
         return decode_generation(answer, request, self.url + "/generate")
@@ -102,14 +104,14 @@ class SGLangServer(WeightUpdates):
     async def abort(self, request_id: str | None = None) -> None:
         """Stop one request, or all; they return what they have."""
         body: dict[str, Any] = {"abort_all": True} if request_id is None else {"rid": wire_id(request_id)}
-        await self._admin.post("/abort_request", body, timeout=self._deadlines.control, repeat=True)
+        await self._admin.post("/abort_request", body, timeout=self._deadlines.alive, repeat=True)
 
     async def close(self) -> None:
         """Free connections."""
         await self._http.close()
         await self._admin.close()
 
-
-def _max_context(server: dict[str, Any]) -> int:
-    """The longest sequence; the server's own limit on prompts where it was started without one."""
-    return int(server.get("context_length") or server.get("max_req_input_len") or 0)
+    def _max_context(self, server: dict[str, Any]) -> int:
+        """The longest sequence; the server's own limit on prompts where it was started without one."""
+        limit = server.get("context_length") or server.get("max_req_input_len") or 0
+        return whole(limit, self.url + "/server_info", "context_length or max_req_input_len")

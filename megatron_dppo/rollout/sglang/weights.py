@@ -7,8 +7,6 @@ exist. No call here lets the server flush its caches or set its version on the w
 from __future__ import annotations
 
 import base64
-import hashlib
-import json
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -16,14 +14,18 @@ from typing import Any
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.rollout.fields import part
 from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.replies import INCOMPLETE, checked_success, version_name
 from megatron_dppo.rollout.server import transfer_group_name
 from megatron_dppo.rollout.sglang.wire import version_parts
 from megatron_dppo.rollout.weight_folder import FolderUpdates
+from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 
 _SESSIONS = (0, 5, 21)
 """The first version with begin_weight_update, and that flushes its caches while retracted requests wait."""
+_DIGESTS = ((0, 5, 19), (0, 6))
+"""Versions whose digests are those that ``megatron_dppo_digest`` computes: from, and below."""
 _UNTOUCHED = "weights iterator"
 """Stands in SGLang's message when it could not even list the folder's weights, so that it changed none."""
 
@@ -44,7 +46,7 @@ class WeightUpdates(FolderUpdates):
         return self._known_version
 
     async def _server_info(self) -> dict[str, Any]:
-        answer = await self._admin.get("/server_info", timeout=self._deadlines.control)
+        answer = await self._admin.get("/server_info", timeout=self._deadlines.alive)
         if not isinstance(answer, dict) or "version" not in answer:
             raise ServerError(f"{self.url}/server_info", f"expected an SGLang server's, got {str(answer)[:200]!r}")
         return answer
@@ -64,7 +66,8 @@ class WeightUpdates(FolderUpdates):
         self._paused = False
 
     async def _weight_version(self) -> str:
-        return str((await self._admin.get("/model_info", timeout=self._deadlines.control))["weight_version"])
+        info = await self._admin.get("/model_info", timeout=self._deadlines.alive)
+        return str(part(info, self.url + "/model_info", "the answer").get("weight_version"))
 
     async def _read_folder(self, folder: str) -> None:
         # The format is named because the server would otherwise repeat that of its start, which may be "dummy".
@@ -143,14 +146,30 @@ class WeightUpdates(FolderUpdates):
         if group is not None:
             await self._update("/destroy_weights_update_group", {"group_name": group})
 
-    async def checksum(self) -> str:
-        """See ``InferenceServer``; over the checksums of all ranks of the server."""
-        answer = await self._control("/weights_checker", {"action": "checksum"}, repeat=True)
-        ranks = answer.get("ranks")
-        if not ranks:
-            raise ServerError(self.url, f"/weights_checker gave no checksums: {str(answer)[:200]}")
-        lines = sorted(json.dumps(rank["checksums"], sort_keys=True) for rank in ranks)
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    async def weight_layout(self) -> WeightLayout:
+        """See ``InferenceServer``. On GPUs SGLang sums words, on a CPU it takes the first half of a sha256."""
+        info = await self._server_info()
+        device = info.get("device")
+        alone = all(info.get(key) in (None, 1) for key in ("ep_size", "dp_size", "attn_cp_size", "moe_dp_size"))
+        as_sent = not (info.get("quantization") or info.get("torchao_config") or info.get("enable_eplb"))
+        known = _DIGESTS[0] <= await self._version() < _DIGESTS[1]
+        return WeightLayout(
+            algorithm="sha256" if device == "cpu" else "words",
+            tp_size=int(info.get("tp_size", 1)),
+            plain=known and device in ("cpu", "cuda") and alone and as_sent,
+        )
+
+    async def weight_sums(self) -> tuple[RankSums, ...]:
+        """See ``InferenceServer``."""
+        path = "/weights_checker"
+        answer = await self._control(path, {"action": "checksum"}, repeat=True)
+        try:
+            return tuple(
+                RankSums(tp_rank=_placement(rank)["tp_rank"], sums=dict(rank["checksums"]))
+                for rank in sorted(answer["ranks"], key=lambda rank: _placement(rank)["rank"])
+            )
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ServerError(self.url + path, f"no checksums of the weights: {str(answer)[:200]}") from None
 
     async def _finish(self, version: int) -> None:
         """Drop what the old weights cached, then, and only then, carry the new version."""
@@ -178,6 +197,12 @@ class WeightUpdates(FolderUpdates):
     async def _update(self, path: str, body: dict[str, Any]) -> None:
         answer = await self._admin.post(path, body, timeout=self._deadlines.update)
         checked_success(answer, self.url + path)
+
+
+def _placement(rank: dict[str, Any]) -> dict[str, int]:
+    """Of a rank of the server; since 0.5.21 in a list with those of draft models."""
+    info = rank["parallelism_info"]
+    return info[0] if isinstance(info, list) else info
 
 
 def _owned(tensor: Tensor) -> Tensor:

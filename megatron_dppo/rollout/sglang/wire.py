@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.data.routing import compact_routes
-from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.replies import refuse_filters, version_spans, with_sampled
-from megatron_dppo.rollout.server import GenerateRequest, Generation
+from megatron_dppo.rollout.fields import Fields, shown
+from megatron_dppo.rollout.replies import refuse_filters, with_sampled
+from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import SamplingParams, VersionSpan
 
 _NEVER = float(np.finfo(np.float32).min) / 2
@@ -31,6 +29,12 @@ _LOST = (
 def wire_id(own: str) -> str:
     """The ``rid`` of a request. SGLang aborts every request whose id starts with the given one; no two of these do."""
     return f"{len(own)}:{own}"
+
+
+def own_id(wire: str) -> str:
+    """The request that a ``rid`` belongs to; the ``rid`` itself where it is none of ours."""
+    own = wire.partition(":")[2]
+    return own if wire_id(own) == wire else wire
 
 
 def version_parts(version: Any) -> tuple[int, ...]:
@@ -81,9 +85,11 @@ def generate_body(request: GenerateRequest, *, flat: bool) -> dict[str, Any]:
         "return_logprob": True,
         # Log-probabilities of the prompt are not wanted: SGLang gives those at temperature 1.
         "logprob_start_len": -1,
-        "top_logprobs_num": request.params.topk_logprobs,
+        # The most probable token is a witness: log-probabilities that were shifted or scaled do not fit to it.
+        "top_logprobs_num": max(request.params.topk_logprobs, 1),
+        "return_prompt_token_ids": True,
     }
-    if request.params.topk_logprobs and flat:
+    if flat:
         body |= {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
     if request.routing is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routing_start}
@@ -94,139 +100,152 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     """Read the answer to ``generate_body``.
 
     Raises:
-        ServerError: a field that was asked for is missing, or its content does not fit the request; the field is named.
+        ContractBreach: a field that was asked for is missing, or is something else; the field is named.
+        ServerError: the whole answer is something else.
     """
     reader = _Reader(answer, request, url)
     reason = reader.finish_reason()
     if reason == "abort" and not reader.complete():
-        return Generation(token_ids=(), logprobs=(), finish_reason="abort", versions=())
-    tokens = tuple(int(token) for token in reader.answer_field("output_ids"))
+        return Generation(token_ids=(), logprobs=(), finish_reason="abort", versions=(), echo=reader.name())
+    tokens = reader.tokens()
     if not tokens:
-        return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=())
+        return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=(), echo=reader.name())
     logprobs = reader.logprobs(tokens)
-    topk = reader.topk(tokens, logprobs)
+    ids, values = reader.candidates(len(tokens))
+    k = request.params.topk_logprobs
+    topk = with_sampled(ids, values, tokens, logprobs) if k else (None, None)
     return Generation(
         token_ids=tokens,
         logprobs=logprobs,
         finish_reason=reason,
         versions=reader.versions(len(tokens)),
-        topk_token_ids=None if topk is None else topk[0],
-        topk_logprobs=None if topk is None else topk[1],
+        topk_token_ids=topk[0],
+        topk_logprobs=topk[1],
         routed_experts=reader.routed_experts(len(tokens)),
+        echo=reader.echo(ids[:, 0], values[:, 0]),
     )
 
 
-class _Reader:
+class _Reader(Fields):
     """One answer; each method reads one part of it."""
 
     def __init__(self, answer: Any, request: GenerateRequest, url: str) -> None:
-        self._request, self._url = request, url
+        super().__init__(url, request.request_id, _LOST)
+        self._request = request
         if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
-            self._refuse(f"expected an object with output_ids and meta_info, got {str(answer)[:200]!r}")
+            self.junk(answer, "an object with output_ids and meta_info")
         self._answer: dict[str, Any] = answer
         self._meta: dict[str, Any] = answer["meta_info"]
 
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ServerError(self._url, reason)
-
-    def answer_field(self, name: str) -> Any:
-        """A field beside ``meta_info``."""
-        if self._answer.get(name) is None:
-            self._refuse(f"the answer has no {name}; {_LOST}")
-        return self._answer[name]
-
-    def _field(self, name: str, cause: str) -> Any:
-        if self._meta.get(name) is None:
-            self._refuse(f"the answer has no meta_info.{name}: {cause}")
-        return self._meta[name]
+    def _field(self, name: str, cause: str | None = None) -> Any:
+        return self.present(self._meta, name, f"meta_info.{name}", cause)
 
     def complete(self) -> bool:
         """Whether all that was asked for is there. SGLang sends less of a request that it aborts in its queue."""
-        wanted = ["output_token_logprobs", "weight_versions"]
+        wanted = ["output_token_logprobs", "weight_versions", "prompt_tokens", "completion_tokens"]
         wanted += ["routed_experts"] if self._request.routing is not None else []
-        return all(self._meta.get(name) is not None for name in wanted)
+        has_prompt = self._answer.get("prompt_token_ids") is not None
+        return has_prompt and all(self._meta.get(name) is not None for name in wanted)
+
+    def _reason(self) -> dict[str, Any]:
+        reason = self._field("finish_reason")
+        return {"type": reason} if isinstance(reason, str) else self.mapping(reason, "meta_info.finish_reason")
 
     def finish_reason(self) -> Any:
         """``stop``, ``length`` or ``abort``."""
-        reason = self._field("finish_reason", _LOST)
-        kind = reason.get("type") if isinstance(reason, dict) else reason
-        if kind not in ("stop", "length", "abort"):
-            self._refuse(f"meta_info.finish_reason is {reason!r}; expected stop, length or abort")
+        kind = self._reason().get("type")
+        if not isinstance(kind, str) or kind not in ("stop", "length", "abort"):
+            self.refuse("meta_info.finish_reason", f"is {shown(kind)}, expected stop, length or abort")
         return kind
+
+    def tokens(self) -> tuple[int, ...]:
+        """[R]"""
+        return tuple(self.integers(self.present(self._answer, "output_ids", "output_ids"), "output_ids"))
+
+    def name(self) -> Echo:
+        """What every answer says, that of a request which was aborted in the queue too."""
+        return Echo(request_id=own_id(self.text(self._field("id"), "meta_info.id")))
+
+    def echo(self, best_ids: NDArray[np.int32], best_logprobs: NDArray[np.float32]) -> Echo:
+        """What a complete answer says of itself; both arrays [R]."""
+        counts = {n: self.integer(self._field(n), f"meta_info.{n}") for n in ("prompt_tokens", "completion_tokens")}
+        prompt = self.present(self._answer, "prompt_token_ids", "prompt_token_ids")
+        matched = self._reason().get("matched")
+        return Echo(
+            request_id=self.name().request_id,
+            prompt_token_ids=tuple(self.integers(prompt, "prompt_token_ids")),
+            prompt_length=counts["prompt_tokens"],
+            response_length=counts["completion_tokens"],
+            ended_by=matched if type(matched) is int else None if matched is None else str(matched)[:80],
+            best_token_ids=best_ids,
+            best_logprobs=best_logprobs,
+        )
 
     def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
         """[R], of the sampled tokens."""
-        rows = self._field("output_token_logprobs", _LOST)
-        if tuple(row[1] for row in rows) != tokens:
-            self._refuse("meta_info.output_token_logprobs belongs to other tokens than output_ids")
-        return tuple(float("-inf") if row[0] <= _NEVER else float(row[0]) for row in rows)
+        name = "meta_info.output_token_logprobs"
+        values, ids = self.columns(self._field("output_token_logprobs"), 2, name)
+        if ids != tokens:
+            self.refuse(name, "belongs to other tokens than output_ids")
+        return tuple(float("-inf") if v <= _NEVER else v for v in self.numbers(list(values), name))
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
         """Spans that cover the response."""
-        spans = self._field(
-            "weight_versions", f"SGLang has it since 0.5.19; update the server. If it is newer, {_LOST}"
-        )
-        try:
-            return version_spans(spans, length)
-        except ValueError as error:
-            self._refuse(f"meta_info.weight_versions {error}")
+        cause = f"SGLang has it since 0.5.19; update the server. If it is newer, {_LOST}"
+        return self.spans(self._field("weight_versions", cause), length, "meta_info.weight_versions")
 
-    def topk(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> tuple[Tensor, Tensor] | None:
-        """Ids int32 and log-probabilities float32, both [R, K+1] (see ``Completion``)."""
-        k = self._request.params.topk_logprobs
-        if not k:
-            return None
+    def candidates(self, length: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The most probable tokens and their log-probabilities, both [R, max(K, 1)]."""
+        k = max(self._request.params.topk_logprobs, 1)
+        name = "meta_info.output_top_logprobs"
         if "output_top_logprobs_val_flat_b64" in self._meta:
-            ids, values = self._flat_topk()
+            ids, values = self._flat_candidates()
         else:
-            rows = self._field("output_top_logprobs", _LOST)
-            ids = np.array([[entry[1] for entry in row] for row in rows], dtype=np.int32)
-            values = np.array([[entry[0] for entry in row] for row in rows], dtype=np.float32)
-        if ids.shape != (len(tokens), k) or values.shape != ids.shape:
-            self._refuse(f"meta_info.output_top_logprobs has shape {list(ids.shape)}, expected [{len(tokens)}, {k}]")
-        values = np.where(values <= _NEVER, np.float32("-inf"), values)
-        return with_sampled(ids, values, tokens, logprobs)
+            rows = self.rows(self._field("output_top_logprobs"), name)
+            if any(not isinstance(row, list) or len(row) != k for row in rows):
+                self.refuse(name, f"has a row that is not an array of {k} tokens")
+            pairs = self.columns([entry for row in rows for entry in row], 2, name)
+            ids = np.array(self.integers(list(pairs[1]), name), dtype=np.int32).reshape(-1, k)
+            # What is too large for a float32 becomes infinite, without a warning.
+            with np.errstate(over="ignore"):
+                values = np.array(self.numbers(list(pairs[0]), name), dtype=np.float64).astype(np.float32)
+            values = values.reshape(-1, k)
+        if ids.shape != (length, k) or values.shape != ids.shape:
+            self.refuse(name, f"has shape {list(ids.shape)}, expected [{length}, {k}]")
+        return ids, np.where(values <= _NEVER, np.float32("-inf"), values)
 
-    def _flat_topk(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def _flat_candidates(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         name = "output_top_logprobs"
-        shape = self._field(f"{name}_shape", _LOST)
-        formats = [self._field(f"{name}_{part}_flat_b64_dtype", _LOST) for part in ("idx", "val")]
+        shape = self.integers(self._field(f"{name}_shape"), f"meta_info.{name}_shape")
+        formats = [self._field(f"{name}_{part}_flat_b64_dtype") for part in ("idx", "val")]
         if formats != ["int32", "float32"]:
-            self._refuse(f"meta_info.{name}_*_flat_b64_dtype is {formats}, expected int32 and float32")
-        ids = self._numbers(f"{name}_idx_flat_b64", "<i4")
-        values = self._numbers(f"{name}_val_flat_b64", "<f4")
-        if ids.size != int(np.prod(shape)) or values.size != ids.size:
-            self._refuse(f"meta_info.{name}: {ids.size} ids and {values.size} values, expected {shape}")
+            self.refuse(f"meta_info.{name}_*_flat_b64_dtype", f"is {shown(formats)}, expected int32 and float32")
+        fields = [(f"{name}_idx_flat_b64", "<i4"), (f"{name}_val_flat_b64", "<f4")]
+        ids, values = (self.packed(self._field(field), dtype, f"meta_info.{field}") for field, dtype in fields)
+        if len(shape) != 2 or not ids.size == values.size == shape[0] * shape[1]:
+            self.refuse(f"meta_info.{name}", f"has {ids.size} ids and {values.size} values, expected {shown(shape)}")
         return ids.reshape(shape).astype(np.int32), values.reshape(shape).astype(np.float32)
-
-    def _numbers(self, name: str, dtype: str) -> NDArray[Any]:
-        try:
-            return np.frombuffer(base64.b64decode(self._field(name, _LOST), validate=True), dtype=dtype)
-        except (binascii.Error, ValueError, TypeError) as error:
-            self._refuse(f"meta_info.{name} is not base64 of {dtype} numbers: {error}")
 
     def routed_experts(self, response: int) -> Tensor | None:
         """[P + R - 1 - start, L, k] in the dtype of routes, dense layers marked missing."""
         shape = self._request.routing
         if shape is None:
             return None
-        self._field(
-            "routed_experts", f"start the server with --enable-return-routed-experts. If it was started so, {_LOST}"
-        )
-        flat = self._numbers("routed_experts", "<i4")
+        name = "meta_info.routed_experts"
+        cause = f"start the server with --enable-return-routed-experts. If it was started so, {_LOST}"
+        flat = self.packed(self._field("routed_experts", cause), "<i4", name)
         rows = len(self._request.token_ids) + response - 1 - self._request.routing_start
         if flat.size != rows * shape.num_layers * shape.topk:
-            self._refuse(
-                f"meta_info.routed_experts holds {flat.size} numbers, expected {rows} positions x {shape.num_layers} "
-                f"layers x {shape.topk} experts a token: the server runs another model, or drops positions"
+            self.refuse(
+                name,
+                f"holds {flat.size} numbers, expected {rows} positions x {shape.num_layers} layers x {shape.topk} "
+                "experts a token: the server runs another model, or drops positions",
             )
         if flat.size and not 0 <= flat.min() <= flat.max() < shape.num_experts:
-            self._refuse(
-                f"meta_info.routed_experts names experts {flat.min()} to {flat.max()}; "
-                f"the model has {shape.num_experts}, counted from 0"
-            )
+            found = f"names experts {flat.min()} to {flat.max()}"
+            self.refuse(name, f"{found}; the model has {shape.num_experts}, counted from 0")
         routes = torch.from_numpy(flat.reshape(rows, shape.num_layers, shape.topk).copy())
         try:
-            return compact_routes(routes, shape, tokens=rows, request="meta_info.routed_experts")
+            return compact_routes(routes, shape, tokens=rows, request=name)
         except ValueError as error:
-            self._refuse(str(error))
+            self.refuse(name, str(error).removeprefix(f"{name}: "))

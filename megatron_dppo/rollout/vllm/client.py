@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.fields import part, policy_version, tokens_of, whole
 from megatron_dppo.rollout.http import Deadlines, HttpClient
-from megatron_dppo.rollout.replies import policy_version
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo.rollout.vllm.weights import WeightUpdates
 from megatron_dppo.rollout.vllm.wire import decode_generation, generate_body, wire_id
@@ -43,20 +43,28 @@ class VLLMServer(WeightUpdates):
             return False
         return True
 
+    async def alive(self) -> bool:
+        """Whether its HTTP process answers."""
+        try:
+            await self._admin.check("/version", self._deadlines)
+        except ServerError:
+            return False
+        return True
+
     async def info(self) -> ServerInfo:
         """What it is."""
+        version = part(await self._admin.check("/version", self._deadlines), self.url + "/version", "the answer")
         # A server that came back may be another one.
         self._known_config = None
-        config = await self._config()
-        version = await self._admin.get("/version", timeout=self._deadlines.control)
+        model = part((await self._config())["model_config"], self.url + "/server_info", "model_config")
         world = await self._get("/get_world_size")
         return ServerInfo(
             engine="vllm",
-            engine_version=str(version["version"]),
-            model=str(config["model_config"].get("model")),
+            engine_version=str(version.get("version")),
+            model=str(model.get("model")),
             policy_version=policy_version(await self._weight_version()),
-            max_context=int(config["model_config"].get("max_model_len") or 0),
-            world_size=int(world["world_size"]),
+            max_context=whole(model.get("max_model_len") or 0, self.url + "/server_info", "max_model_len"),
+            world_size=whole(world.get("world_size"), self.url + "/get_world_size", "world_size"),
         )
 
     async def tokenize(self, text: str) -> tuple[int, ...] | None:
@@ -68,14 +76,13 @@ class VLLMServer(WeightUpdates):
             if error.status in (400, 404, 500, 501):
                 return None
             raise
-        tokens = answer.get("tokens") if isinstance(answer, dict) else None
-        return None if tokens is None else tuple(int(token) for token in tokens)
+        return tokens_of(answer, self.url + "/tokenize")
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Continue a sequence. ``params.seed`` is not sent (see ``wire.sampling_params``).
 
         Raises:
-            ServerError: no answer, a refusal, or an answer that lacks what was asked for.
+            ServerError: no answer, a refusal, or an answer that lacks what was asked for (``ContractBreach``).
             ConfigError: top-p or top-k sampling.
         """
         body = generate_body(request)
@@ -94,7 +101,7 @@ class VLLMServer(WeightUpdates):
         Of a request whose routed experts are wanted that is nothing: vLLM does not send those of an aborted one.
         """
         body: dict[str, Any] = {} if request_id is None else {"request_ids": [wire_id(request_id)]}
-        await self._control("/abort_requests", body, repeat=True)
+        await self._post("/abort_requests", body, self._deadlines.alive, repeat=True)
 
     async def close(self) -> None:
         """Free connections."""

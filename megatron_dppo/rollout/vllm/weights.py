@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +20,11 @@ from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.replies import INCOMPLETE, checked_success, version_name
 from megatron_dppo.rollout.server import transfer_group_name
 from megatron_dppo.rollout.weight_folder import FolderUpdates
+from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 
 _EXTENSION, _BACKEND = "megatron_dppo_vllm.WorkerExtension", "megatron_dppo"
+_EMPTY = hashlib.sha256().hexdigest()
+"""of a tensor that vLLM has packed out of reach, on a CPU"""
 _UNTOUCHED = "weights not touched"
 """Stands in the extension's message when it could not open the folder, so that it changed nothing."""
 
@@ -140,21 +142,43 @@ class WeightUpdates(FolderUpdates):
         if joined:
             await self._control("/shutdown_weight_transfer_engine", {})
 
-    async def checksum(self) -> str:
-        """See ``InferenceServer``; over the tensors of all ranks of the server.
+    async def weight_layout(self) -> WeightLayout:
+        """See ``InferenceServer``."""
+        config = await self._config()
+        parallel, quantized = config.get("parallel_config") or {}, config["model_config"].get("quantization")
+        plain = not quantized and not parallel.get("enable_expert_parallel")
+        extended = await self._extended()
+        algorithm = "sha256"
+        if extended:
+            algorithm = (await self._ask_workers("megatron_dppo_algorithm"))[0]
+        return WeightLayout(
+            algorithm="words" if algorithm == "words" else "sha256",
+            tp_size=int(parallel.get("tensor_parallel_size") or 1),
+            plain=plain,
+            complete=extended and plain,
+        )
+
+    async def weight_sums(self) -> tuple[RankSums, ...]:
+        """See ``InferenceServer``.
 
         On a CPU vLLM's own checksum leaves out what it has packed; that of the worker extension does not.
         """
-        if await self._extended():
-            body = {"method": "megatron_dppo_checksums"}
-            answer = await self._control("/collective_rpc", body, repeat=True)
-            sums = {name: digest for rank in answer.get("results") or () for name, digest in rank.items()}
-        else:
+        try:
+            if await self._extended():
+                ranks = await self._ask_workers("megatron_dppo_sums")
+                return tuple(RankSums(tp_rank=r["tp_rank"], sums=r["sums"], loaded=r["loaded"]) for r in ranks)
             answer = await self._control("/weight_checker", {"action": "checksum"}, repeat=True)
-            sums = answer.get("checksums") or {}
-        if not sums:
-            raise ServerError(self.url, f"no checksums of the weights: {str(answer)[:200]}")
-        return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+            return _stock_sums(answer["checksums"])
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise ServerError(self.url, "no checksums of the weights in its answer") from None
+
+    async def _ask_workers(self, method: str) -> Any:
+        """What each worker returns; at least one."""
+        answer = await self._control("/collective_rpc", {"method": method}, repeat=True)
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not results:
+            raise ServerError(self.url + "/collective_rpc", f"{method}: no result in {str(answer)[:200]!r}")
+        return results
 
     async def _finish(self, version: int) -> None:
         """Drop what the old weights cached, then, and only then, carry the new version."""
@@ -166,14 +190,14 @@ class WeightUpdates(FolderUpdates):
         await self._update("/collective_rpc", {"method": "megatron_dppo_close_update"})
 
     async def _weight_version(self) -> str:
-        return str((await self._get("/weight_info"))["weight_version"])
+        return str((await self._get("/weight_info")).get("weight_version"))
 
     async def _set_version(self, name: str) -> None:
         await self._control("/update_weight_version", {"new_version": name}, repeat=True)
 
     async def _get(self, path: str) -> dict[str, Any]:
         try:
-            answer = await self._admin.get(path, timeout=self._deadlines.control)
+            answer = await self._admin.get(path, timeout=self._deadlines.alive)
         except ServerError as error:
             raise _without_control(error) from error
         if not isinstance(answer, dict):
@@ -192,6 +216,18 @@ class WeightUpdates(FolderUpdates):
         except ServerError as error:
             raise _without_control(error) from error
         return checked_success(answer, self.url + path)
+
+
+def _stock_sums(checksums: dict[str, str]) -> tuple[RankSums, ...]:
+    """vLLM's own digests, whose names begin with the rank: ``dp0:pp0:pcp0:tp0:model.norm.weight``."""
+    ranks: dict[str, dict[str, str]] = {}
+    for key, digest in checksums.items():
+        rank, _, name = key.rpartition(":")
+        if digest != _EMPTY:
+            ranks.setdefault(rank, {})[name.replace(".routed_experts.", ".")] = digest
+    if not ranks:
+        raise ValueError("no checksums")
+    return tuple(RankSums(tp_rank=int(rank.rpartition(":tp")[2]), sums=ranks[rank]) for rank in sorted(ranks))
 
 
 def _without_control(error: ServerError) -> ServerError:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.data.routing import compact_routes
-from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.replies import refuse_filters, version_spans, with_sampled
-from megatron_dppo.rollout.server import GenerateRequest, Generation
+from megatron_dppo.rollout.fields import Fields, shown
+from megatron_dppo.rollout.replies import refuse_filters, with_sampled
+from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import SamplingParams, VersionSpan
 
 _NEVER = -9998.0
@@ -24,9 +24,19 @@ _NEVER = -9998.0
 _LOST = "a gateway in between may drop it: give the URLs of the servers themselves"
 
 
+_CONTENT = "choices[0].logprobs.content"
+_NUMPY = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype>[<|][iu][1248])', 'fortran_order': False, "
+    rb"'shape': \((?P<shape>\d{1,9}(, \d{1,9})*),?\), \} *\n",
+    re.DOTALL,
+)
+_HEADER = 80
+_PREFIX = "generate-tokens-"
+
+
 def wire_id(own: str) -> str:
     """The name under which the server knows a request that was sent as ``own``."""
-    return f"generate-tokens-{own}"
+    return f"{_PREFIX}{own}"
 
 
 def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -58,8 +68,9 @@ def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> di
         "n": 1,
         "ignore_eos": False,
         "stop_token_ids": list(stop_token_ids),
-        # One more than wanted: of those that it was asked for, the server counts the sampled token as one.
-        "logprobs": k + 1 if k else 0,
+        # One more than wanted: of those that it was asked for, the server counts the sampled token as one. The most
+        # probable token is a witness: log-probabilities that were shifted or scaled do not fit to it.
+        "logprobs": max(k, 1) + 1,
         # Text is made from the tokens by the trainer.
         "detokenize": False,
     }
@@ -70,131 +81,159 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
     sampling = sampling_params(request.params, request.stop_token_ids)
     if request.routing is not None:
         sampling["routed_experts_prompt_start"] = request.routing_start
-    return {"request_id": request.request_id, "token_ids": list(request.token_ids), "sampling_params": sampling}
+    return {
+        "request_id": request.request_id,
+        "token_ids": list(request.token_ids),
+        "sampling_params": sampling,
+        "return_token_ids": True,
+    }
 
 
 def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Generation:
     """Read the answer to ``generate_body``.
 
     Raises:
-        ServerError: a field that was asked for is missing, or its content does not fit the request; the field is named.
+        ContractBreach: a field that was asked for is missing, or is something else; the field is named.
+        ServerError: the whole answer is something else.
     """
     reader = _Reader(answer, request, url)
     reason, tokens = reader.finish_reason(), reader.tokens()
     if not tokens or (reason == "abort" and not reader.complete()):
-        return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=())
+        return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=(), echo=reader.name())
     entries = reader.entries(tokens)
-    logprobs = tuple(_logprob(entry["logprob"]) for entry in entries)
-    topk = reader.topk(entries, tokens, logprobs)
+    logprobs = tuple(_never(reader.numbers([entry.get("logprob") for entry in entries], f"{_CONTENT}.logprob")))
+    ids, values = reader.candidates(entries)
+    topk = with_sampled(ids, values, tokens, logprobs) if request.params.topk_logprobs else (None, None)
     return Generation(
         token_ids=tokens,
         logprobs=logprobs,
         finish_reason=reason,
         versions=reader.versions(len(tokens)),
-        topk_token_ids=None if topk is None else topk[0],
-        topk_logprobs=None if topk is None else topk[1],
+        topk_token_ids=topk[0],
+        topk_logprobs=topk[1],
         routed_experts=reader.routed_experts(len(tokens)),
+        echo=reader.echo(ids[:, 0], values[:, 0]),
     )
 
 
-def _logprob(value: float) -> float:
-    return float("-inf") if value <= _NEVER else float(value)
+def _never(values: Sequence[float]) -> list[float]:
+    return [float("-inf") if value <= _NEVER else value for value in values]
 
 
-class _Reader:
+class _Reader(Fields):
     """One answer; each method reads one part of it."""
 
     def __init__(self, answer: Any, request: GenerateRequest, url: str) -> None:
-        self._request, self._url = request, url
+        super().__init__(url, request.request_id, _LOST)
+        self._request = request
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            self._refuse(f"expected an object with one of choices, got {str(answer)[:200]!r}")
+            self.junk(answer, "an object with one of choices")
+        self._answer: dict[str, Any] = answer
         self._choice: dict[str, Any] = choices[0]
 
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ServerError(self._url, reason)
-
-    def _field(self, name: str, cause: str = _LOST) -> Any:
-        if self._choice.get(name) is None:
-            self._refuse(f"the answer has no choices[0].{name}: {cause}")
-        return self._choice[name]
+    def _field(self, name: str, cause: str | None = None) -> Any:
+        return self.present(self._choice, name, f"choices[0].{name}", cause)
 
     def finish_reason(self) -> Any:
         """``stop``, ``length`` or ``abort``."""
         reason = self._field("finish_reason")
-        if reason not in ("stop", "length", "abort"):
-            self._refuse(f"choices[0].finish_reason is {reason!r}; expected stop, length or abort")
+        if not isinstance(reason, str) or reason not in ("stop", "length", "abort"):
+            self.refuse("choices[0].finish_reason", f"is {shown(reason)}, expected stop, length or abort")
         return reason
 
     def tokens(self) -> tuple[int, ...]:
         """[R]"""
-        return tuple(int(token) for token in self._field("token_ids"))
+        return tuple(self.integers(self._field("token_ids"), "choices[0].token_ids"))
 
     def complete(self) -> bool:
         """Whether all that was asked for is there: of an aborted request vLLM sends no routed experts."""
         return self._request.routing is None or self._choice.get("routed_experts") is not None
 
-    def entries(self, tokens: tuple[int, ...]) -> list[Mapping[str, Any]]:
+    def name(self) -> Echo:
+        """What every answer says."""
+        name = self.text(self.present(self._answer, "request_id", "request_id"), "request_id")
+        return Echo(request_id=name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else name)
+
+    def echo(self, best_ids: NDArray[np.int32], best_logprobs: NDArray[np.float32]) -> Echo:
+        """What a complete answer says of itself; both arrays [R]."""
+        usage = self.mapping(self.present(self._answer, "usage", "usage"), "usage")
+        keys = ("prompt_tokens", "completion_tokens")
+        counts = [self.integer(self.present(usage, key, f"usage.{key}"), f"usage.{key}") for key in keys]
+        prompt = self.present(self._answer, "prompt_token_ids", "prompt_token_ids")
+        ended = self._choice.get("stop_reason")
+        return Echo(
+            request_id=self.name().request_id,
+            prompt_token_ids=tuple(self.integers(prompt, "prompt_token_ids")),
+            prompt_length=counts[0],
+            response_length=counts[1],
+            ended_by=ended if type(ended) is int else None if ended is None else str(ended)[:80],
+            best_token_ids=best_ids,
+            best_logprobs=best_logprobs,
+        )
+
+    def entries(self, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
         """[R] of ``{token_id, logprob, top_logprobs}``."""
-        logprobs = self._field("logprobs")
-        entries = logprobs.get("content") if isinstance(logprobs, dict) else None
-        if entries is None or tuple(entry["token_id"] for entry in entries) != tokens:
-            self._refuse("choices[0].logprobs.content belongs to other tokens than choices[0].token_ids")
-        return list(entries)
+        logprobs = self.mapping(self._field("logprobs"), "choices[0].logprobs")
+        entries = self.rows(self.present(logprobs, "content", _CONTENT), _CONTENT)
+        if not set(map(type, entries)) <= {dict}:
+            self.refuse(_CONTENT, "has an entry that is no object")
+        if tuple(entry.get("token_id") for entry in entries) != tokens:
+            self.refuse(_CONTENT, "belongs to other tokens than choices[0].token_ids")
+        return entries
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
         """Spans that cover the response."""
-        spans = self._field("weight_versions", f"vLLM 0.32 has it; update the server. If it is newer, {_LOST}")
-        try:
-            return version_spans(spans, length)
-        except ValueError as error:
-            self._refuse(f"choices[0].weight_versions {error}")
+        cause = f"vLLM 0.32 has it; update the server. If it is newer, {_LOST}"
+        return self.spans(self._field("weight_versions", cause), length, "choices[0].weight_versions")
 
-    def topk(
-        self, entries: Sequence[Mapping[str, Any]], tokens: tuple[int, ...], logprobs: tuple[float, ...]
-    ) -> tuple[Tensor, Tensor] | None:
-        """Ids int32 and log-probabilities float32, both [R, K+1] (see ``Completion``)."""
-        k = self._request.params.topk_logprobs
-        if not k:
-            return None
-        ids = np.empty((len(entries), k), dtype=np.int32)
-        values = np.empty((len(entries), k), dtype=np.float32)
-        filled = np.zeros((len(entries), k), dtype=bool)
-        for i, entry in enumerate(entries):
-            for candidate in entry.get("top_logprobs") or ():
-                rank = (candidate.get("rank") or k + 1) - 1
-                if rank < k:
-                    ids[i, rank], values[i, rank] = candidate["token_id"], _logprob(candidate["logprob"])
-                    filled[i, rank] = True
-        if not filled.all():
-            step, rank = np.argwhere(~filled)[0]
-            self._refuse(
-                f"choices[0].logprobs.content[{step}].top_logprobs has no token of rank {rank + 1}; the {k} most "
-                f"probable ones were asked for. If something between here and the server drops them, {_LOST}"
-            )
-        return with_sampled(ids, values, tokens, logprobs)
+    def candidates(self, entries: Sequence[dict[str, Any]]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The most probable tokens and their log-probabilities, both [R, max(K, 1)]."""
+        k = max(self._request.params.topk_logprobs, 1)
+        ids: list[Any] = []
+        values: list[Any] = []
+        for step, entry in enumerate(entries):
+            name = f"{_CONTENT}[{step}].top_logprobs"
+            found = self.rows(entry.get("top_logprobs") or [], name)
+            if not set(map(type, found)) <= {dict}:
+                self.refuse(name, "has an entry that is no object")
+            # One rank twice is told by the others: then one is missing.
+            ranked = {candidate["rank"]: candidate for candidate in found if type(candidate.get("rank")) is int}
+            for rank in range(1, k + 1):
+                if rank not in ranked:
+                    asked = f"the {k} most probable ones were asked for. If something between here and the server drops"
+                    self.refuse(name, f"has no token of rank {rank}; {asked} them, {_LOST}")
+                ids.append(ranked[rank].get("token_id"))
+                values.append(ranked[rank].get("logprob"))
+        name = f"{_CONTENT}.top_logprobs"
+        # What is too large for a float32 becomes infinite, without a warning.
+        with np.errstate(over="ignore"):
+            logprobs = np.array(_never(self.numbers(values, name)), dtype=np.float64).astype(np.float32)
+        return np.array(self.integers(ids, name), dtype=np.int32).reshape(-1, k), logprobs.reshape(-1, k)
 
     def routed_experts(self, response: int) -> Tensor | None:
         """[P + R - 1 - start, L, k] in the dtype of routes, dense layers marked missing."""
         shape = self._request.routing
         if shape is None:
             return None
-        text = self._field(
-            "routed_experts",
-            f"start the server with --enable-return-routed-experts (needs a GPU). If it was started so, {_LOST}",
-        )
-        try:
-            file = io.BytesIO(base64.b64decode(text, validate=True))
-            # Not np.load, which also opens archives.
-            routes = np.lib.format.read_array(file, allow_pickle=False)
-        except (binascii.Error, ValueError, TypeError, EOFError) as error:
-            self._refuse(f"choices[0].routed_experts is not base64 of a NumPy file: {error}")
-        if routes.dtype.kind not in "iu":
-            self._refuse(f"choices[0].routed_experts has type {routes.dtype}, expected integers")
+        name = "choices[0].routed_experts"
+        cause = f"start the server with --enable-return-routed-experts (needs a GPU). If it was started so, {_LOST}"
+        routes = self._array(self._field("routed_experts", cause), name)
         rows = len(self._request.token_ids) + response - 1 - self._request.routing_start
         try:
             # 255 of a uint8 could be taken for a missing row.
-            values = torch.from_numpy(routes.astype(np.int64))
-            return compact_routes(values, shape, tokens=rows, request="choices[0].routed_experts")
+            return compact_routes(torch.from_numpy(routes.astype(np.int64)), shape, tokens=rows, request=name)
         except ValueError as error:
-            self._refuse(str(error))
+            self.refuse(name, str(error).removeprefix(f"{name}: "))
+
+    def _array(self, value: Any, name: str) -> NDArray[Any]:
+        """Base64 of a NumPy file, as ``np.save`` writes integers; ``np.load`` would believe any size and read more."""
+        content = self.decoded(value, name)
+        header = _NUMPY.match(content)
+        if header is None:
+            self.refuse(name, f"is not a NumPy file of integers: it begins with {shown(content[:_HEADER])}")
+        shape = [int(size) for size in header["shape"].split(b",") if size.strip()]
+        dtype, numbers = np.dtype(header["dtype"].decode()), content[header.end() :]
+        if math.prod(shape) * dtype.itemsize != len(numbers):
+            self.refuse(name, f"holds {len(numbers)} bytes for {shape} numbers of type {dtype}")
+        return np.frombuffer(numbers, dtype=dtype).reshape(shape)

@@ -10,9 +10,9 @@ runs on a CPU. This one joins a plain torch group (gloo or NCCL) and speaks the 
 from __future__ import annotations
 
 import base64
-import hashlib
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_dppo_sums import note_what_is_loaded, stop_noting, sums_as_loaded, sums_in_use
 from safetensors import safe_open
 from safetensors.torch import load
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import Backend, _get_default_group, _new_process_group_helper, _world
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -33,7 +34,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 NAME = "megatron_dppo"
 
@@ -75,15 +75,16 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         limit = timedelta(seconds=init_info.timeout)
         store = TCPStore(init_info.host, init_info.port, init_info.world_size, False, timeout=limit)
-        group, _ = _new_process_group_helper(
-            init_info.world_size,
-            rank,
-            [],
-            Backend(init_info.backend),
-            PrefixStore(init_info.group_name, store),
-            group_name=init_info.group_name,
-            timeout=limit,
-        )
+        with unbound_default_group():
+            group, _ = _new_process_group_helper(
+                init_info.world_size,
+                rank,
+                [],
+                Backend(init_info.backend),
+                PrefixStore(init_info.group_name, store),
+                group_name=init_info.group_name,
+                timeout=limit,
+            )
         _world.pg_group_ranks[group] = {i: i for i in range(init_info.world_size)}
         self._group = group
 
@@ -137,6 +138,26 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
 WeightTransferEngineFactory.register_engine(NAME, TorchGroupEngine)
 
 
+@contextmanager
+def unbound_default_group() -> Iterator[None]:
+    """Groups that are made here are not split from vLLM's default group.
+
+    vLLM binds that group to a device; torch then makes every NCCL group by ``ncclCommSplit`` of its communicator, which
+    waits for all of its ranks to do the same, in the same order. The twin of the trainer's in
+    ``parallel/transfer_group.py``, which is not installed here.
+    """
+    default = _get_default_group() if dist.is_initialized() else None
+    bound = None if default is None else default.bound_device_id
+    if default is None or bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
 def experts(model: nn.Module) -> Iterator[Any]:
     """What holds the kernel of each layer of experts."""
     for module in model.modules():
@@ -148,6 +169,7 @@ def experts(model: nn.Module) -> Iterator[Any]:
 def prepare(model: nn.Module, model_config: Any, device: torch.device) -> None:
     """Make a model ready for new weights, whatever an update before left."""
     close(model, model_config)
+    note_what_is_loaded(model)
     if device.type != "cpu":
         return
     # On a CPU vLLM packs the experts' weights only while a layer has no kernel: with one, a reload leaves them unpacked
@@ -163,6 +185,7 @@ def close(model: nn.Module, model_config: Any) -> None:
         if method.moe_kernel is None:
             method.moe_kernel = getattr(method, "megatron_dppo_kernel", None)
         method.megatron_dppo_kernel = None
+    stop_noting(model)
 
 
 def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
@@ -207,21 +230,12 @@ class WorkerExtension:
             finally:
                 close(model, runner.model_config)
 
-    def megatron_dppo_checksums(self) -> dict[str, str]:
-        """A digest a tensor; of those that a CPU has packed out of reach, of what they do to a fixed input."""
-        result = dict(self.compute_weight_checksums())  # type: ignore[attr-defined]
-        prefix = self._weight_checksum_prefix()  # type: ignore[attr-defined]
-        for name, module in self.model_runner.get_model().named_modules():  # type: ignore[attr-defined]
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, Tensor) and not weight.numel() and hasattr(module, "cpu_linear"):
-                result[f"{prefix}{name}.weight"] = _fingerprint(module, weight)
-        return result
+    def megatron_dppo_algorithm(self) -> str:
+        """Of the digests (``megatron_dppo_digest``)."""
+        return "sha256" if self.device.type == "cpu" else "words"  # type: ignore[attr-defined]
 
-
-@torch.inference_mode()
-def _fingerprint(module: Any, weight: Tensor) -> str:
-    # The shape before packing, which vLLM keeps for reloads.
-    width = get_layerwise_info(module).restore_metadata[0]["weight"].shape[-1]
-    inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    output = module.cpu_linear(inputs, weight, None)
-    return hashlib.sha256(output.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+    def megatron_dppo_sums(self) -> dict[str, Any]:
+        """Digests of all tensors, as they are and as they were loaded."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        tp_rank = self._weight_checksum_prefix().rstrip(":").rpartition(":tp")[2]  # type: ignore[attr-defined]
+        return {"tp_rank": int(tp_rank), "sums": sums_in_use(model), "loaded": sums_as_loaded(model)}

@@ -1,0 +1,175 @@
+"""Reading JSON of which nothing is known: what comes out has its type, or the field is named that has not."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.types import VersionSpan
+
+_SHOWN = 80
+_HIGHEST = 2**31 - 1
+
+
+class Fields:
+    """Fields of the answer to one request.
+
+    Every method takes a value and the name of its field, and raises ``ContractBreach`` where the value is anything else
+    than the method's result.
+
+    Args:
+        url: what was called.
+        request_id: of the request.
+        lost: what may have happened when a field is missing, for the message.
+    """
+
+    def __init__(self, url: str, request_id: str, lost: str) -> None:
+        self._url, self._request_id, self._lost = url, request_id, lost
+
+    def refuse(self, field: str, detail: str) -> NoReturn:
+        """The field is wrong."""
+        raise ContractBreach(self._url, self._request_id, field, detail)
+
+    def junk(self, value: Any, expected: str) -> NoReturn:
+        """The whole answer is something else: not what the server said, perhaps, but what stands before it."""
+        raise ServerError(self._url, f"expected {expected}, got {shown(value)}", 200)
+
+    def present(self, parent: Mapping[str, Any], key: str, field: str, cause: str | None = None) -> Any:
+        """The value of a key that has one."""
+        value = parent.get(key)
+        if value is None:
+            self.refuse(field, f"is missing: {cause or self._lost}")
+        return value
+
+    def mapping(self, value: Any, field: str) -> dict[str, Any]:
+        """A JSON object."""
+        if not isinstance(value, dict):
+            self.refuse(field, f"is {shown(value)}, expected an object")
+        return value
+
+    def rows(self, value: Any, field: str) -> list[Any]:
+        """A JSON array."""
+        if not isinstance(value, list):
+            self.refuse(field, f"is {shown(value)}, expected an array")
+        return value
+
+    def text(self, value: Any, field: str) -> str:
+        """A string."""
+        if not isinstance(value, str):
+            self.refuse(field, f"is {shown(value)}, expected a string")
+        return value
+
+    def integer(self, value: Any, field: str) -> int:
+        """A count or an id: 0 to 2^31 - 1."""
+        return self.integers([value], field)[0]
+
+    def integers(self, values: Any, field: str) -> list[int]:
+        """Ids or counts: each 0 to 2^31 - 1; true, false and 1.0 are none."""
+        values = self.rows(values, field)
+        if not set(map(type, values)) <= {int} or (values and not 0 <= min(values) <= max(values) <= _HIGHEST):
+            place = next(i for i, v in enumerate(values) if type(v) is not int or not 0 <= v <= _HIGHEST)
+            self.refuse(f"{field}[{place}]", f"is {shown(values[place])}, expected an integer of 0 to {_HIGHEST}")
+        return values
+
+    def numbers(self, values: Any, field: str) -> list[float]:
+        """Numbers of any size, NaN and the infinities among them."""
+        values = self.rows(values, field)
+        if not set(map(type, values)) <= {int, float}:
+            place = next(i for i, v in enumerate(values) if type(v) not in (int, float))
+            self.refuse(f"{field}[{place}]", f"is {shown(values[place])}, expected a number")
+        try:
+            return [float(value) for value in values]
+        except OverflowError:
+            self.refuse(field, "holds an integer above the largest number")
+
+    def columns(self, rows: Any, width: int, field: str) -> list[tuple[Any, ...]]:
+        """The first ``width`` columns of an array of arrays."""
+        rows = self.rows(rows, field)
+        if not set(map(type, rows)) <= {list} or not all(len(row) >= width for row in rows):
+            place = next(i for i, row in enumerate(rows) if type(row) is not list or len(row) < width)
+            self.refuse(f"{field}[{place}]", f"is {shown(rows[place])}, expected an array of {width} or more")
+        return list(zip(*(row[:width] for row in rows), strict=True)) if rows else [()] * width
+
+    def decoded(self, value: Any, field: str) -> bytes:
+        """What base64 stands for."""
+        try:
+            return base64.b64decode(self.text(value, field), validate=True)
+        except (binascii.Error, ValueError) as error:
+            self.refuse(field, f"is not base64: {error}")
+
+    def packed(self, value: Any, dtype: str, field: str) -> NDArray[Any]:
+        """Base64 of numbers of a NumPy dtype."""
+        content = self.decoded(value, field)
+        if len(content) % np.dtype(dtype).itemsize:
+            self.refuse(field, f"holds {len(content)} bytes, which are not {dtype} numbers")
+        return np.frombuffer(content, dtype=dtype)
+
+    def spans(self, value: Any, length: int, field: str) -> tuple[VersionSpan, ...]:
+        """Spans ``{version, start, end}`` that cover a response; empty ones are left out."""
+        result = []
+        for i, span in enumerate(self.rows(value, field)):
+            span = self.mapping(span, f"{field}[{i}]")
+            edges = [self.present(span, key, f"{field}[{i}].{key}") for key in ("start", "end")]
+            start, end = self.integers(edges, f"{field}[{i}]")
+            if end > start:
+                result.append(VersionSpan(policy_version(span.get("version")), start, end))
+        edges = [0, *(span.end for span in result)]
+        if [span.start for span in result] != edges[:-1] or edges[-1] != length:
+            self.refuse(field, f"is {shown(value)}, which does not cover the {length} tokens of the response")
+        return tuple(result)
+
+
+def policy_version(name: Any) -> int:
+    """The policy version of a name; -1 for ``default`` and everything else that is not one of ours."""
+    return int(name) if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 10 else -1
+
+
+def whole(value: Any, url: str, name: str) -> int:
+    """A size or an id that a server says of itself, 0 to 2^31 - 1.
+
+    Raises:
+        ServerError: it is something else.
+    """
+    if type(value) is not int or not 0 <= value <= _HIGHEST:
+        raise ServerError(url, f"{name} is {shown(value)}, expected an integer of 0 to {_HIGHEST}")
+    return value
+
+
+def part(value: Any, url: str, name: str) -> dict[str, Any]:
+    """An object in an answer.
+
+    Raises:
+        ServerError: it is something else.
+    """
+    if not isinstance(value, dict):
+        raise ServerError(url, f"{name} is {shown(value)}, expected an object")
+    return value
+
+
+def tokens_of(answer: Any, url: str) -> tuple[int, ...] | None:
+    """The ids in the answer to ``/tokenize``; None = there are none.
+
+    Raises:
+        ServerError: they are something else.
+    """
+    tokens = part(answer, url, "the answer").get("tokens")
+    if tokens is None:
+        return None
+    if not isinstance(tokens, list):
+        raise ServerError(url, f"tokens is {shown(tokens)}, expected an array")
+    return tuple(whole(token, url, "a token") for token in tokens)
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "something nested very deeply"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,0 +1,259 @@
+"""The folder of a run: whose it is, what of it is ours, and how a new run takes the place of an old one.
+
+A marker file shows that a run began here. Only names in ``OURS`` are ever written, moved or replaced, and an old run is
+moved to ``old/TIME`` in the same folder: nothing of the user's is deleted. One process does this, under the lock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_dppo.atomic_files import write_synced
+from megatron_dppo.config import Config
+from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.parallel.objects import agreed, is_leader
+from megatron_dppo.run.lock import FolderLock
+
+MARKER = ".megatron_dppo_run.json"
+OLD = "old"
+OURS = (
+    "config.toml",
+    "starts.jsonl",
+    "metrics.jsonl",
+    "metrics.jsonl.partial",
+    "samples.jsonl",
+    "samples.jsonl.partial",
+    "summary.json",
+    "curves.png",
+    "checkpoints",
+    "base",
+    "base.partial",
+    "hf",
+    "hf.partial",
+    "weights",
+    "tensorboard",
+    "wandb",
+)
+"""What runs write, beside the marker, the lock and ``old``; a folder that has one of these but no marker is foreign."""
+
+
+@contextmanager
+def open_folder(config: Config) -> Iterator[list[str]]:
+    """Lock the output folder and make it ready to write to, on all ranks; unlock it at the end.
+
+    Yields:
+        What the user should know, a line each.
+
+    Raises:
+        ConfigError: on every rank: another run is in the folder, or it belongs to something else.
+    """
+    folder = Path(config.run.output_dir)
+    lock: list[FolderLock] = []
+
+    def take() -> list[str]:
+        try:
+            check_place(config)
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.append(FolderLock(folder))
+            notes = _prepare(folder, config)
+        except OSError as error:
+            raise ConfigError(f"run.output_dir = {str(folder)!r} cannot be used: {error}") from error
+        return [f"lock     {lock[0].note}", *notes] if lock[0].note else notes
+
+    try:
+        yield agreed(take, dist.group.WORLD)
+    finally:
+        if lock and is_leader(dist.group.WORLD):
+            lock[0].release()
+
+
+def check_place(config: Config) -> None:
+    """Refuse a place that no run may write to; reads only.
+
+    Raises:
+        ConfigError: the folder is the root or the home folder, is a file, or holds the model or the data under a name
+            that the run writes.
+    """
+    folder = Path(config.run.output_dir)
+    place = folder.resolve()
+    if place in (Path(place.anchor), Path(os.path.expanduser("~")).resolve()):
+        raise ConfigError(f"run.output_dir = {str(folder)!r} is {place}; a run needs a folder of its own")
+    if folder.is_symlink() and not folder.exists():
+        raise ConfigError(f"run.output_dir = {str(folder)!r} is a link to {os.readlink(folder)}, which does not exist")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.output_dir = {str(folder)!r} is a file; choose a folder")
+    for key, value in _inputs(config):
+        source = Path(value).resolve()
+        if source == place:
+            raise ConfigError(
+                f"run.output_dir = {str(folder)!r} is also {key} = {value!r}; a run must not write into its own input"
+            )
+        for name in (*OURS, OLD):
+            if source.is_relative_to(place / name):
+                raise ConfigError(
+                    f"{key} = {value!r} lies in {folder / name}, which this run would write over or move; choose "
+                    "another run.output_dir"
+                )
+    if taken := _taken_by_others(folder, adopt=config.checkpoint.accept_unverified):
+        raise ConfigError(
+            f"run.output_dir = {str(folder)!r} holds {', '.join(taken)}, which a run writes, but no run began there "
+            f"(it has no {MARKER}). Choose another folder, or move these away. The run of an older version continues "
+            "with checkpoint.accept_unverified = true"
+        )
+
+
+def _inputs(config: Config) -> Iterator[tuple[str, str]]:
+    """Every path that the run reads."""
+    named: dict[str, Any] = {
+        "model.path": config.model.path,
+        "model.reference_path": config.model.reference_path,
+        "data.train": config.data.train,
+        "data.eval": config.data.eval,
+        "warmup.data": config.warmup.data,
+    }
+    for key, value in named.items():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        yield from ((key, each) for each in values if isinstance(each, str) and os.path.exists(each))
+
+
+def _taken_by_others(folder: Path, *, adopt: bool) -> list[str]:
+    if (folder / MARKER).exists():
+        return []
+    if adopt and any((folder / "checkpoints").glob("step_*/state.json")):
+        return []
+    return [name for name in OURS if os.path.lexists(folder / name)]
+
+
+def _prepare(folder: Path, config: Config) -> list[str]:
+    """Make the folder this run's."""
+    from megatron_dppo.mcore.checkpoint_folder import checkpoints, clean_leftovers
+
+    notes: list[str] = []
+    marker = read_marker(folder)
+    if marker is not None:
+        for name in (MARKER, "config.toml", "starts.jsonl"):  # a start was killed before their rename
+            (folder / f"{name}.partial").unlink(missing_ok=True)
+    if marker is None:
+        write_marker(folder, new_marker())
+    elif marker.moving_to:
+        notes.append(_move_aside(folder, marker))  # a start that was killed in the middle of it
+    elif config.run.overwrite and any(os.path.lexists(folder / name) for name in OURS):
+        if why := _why_continued(folder, marker):
+            notes.append(f"resume   run.overwrite = true is not done again: {why}")
+        else:
+            notes.append(_move_aside(folder, marker))
+    if config.checkpoint.resume == "never" and checkpoints(folder / "checkpoints"):
+        raise ConfigError(
+            f"{folder} already holds a run and checkpoint.resume = 'never'; choose another run.output_dir, or set "
+            "run.overwrite = true to move that run aside"
+        )
+    clean_leftovers(folder / "checkpoints")
+    return notes
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What the marker file says of the run in a folder."""
+
+    run_id: str
+    submission: str
+    """the job that began it (see ``submission``)"""
+    created: str
+    moving_to: str = ""
+    """the folder in ``old`` that this run is being moved to; empty = it is not"""
+
+
+def new_marker() -> Marker:
+    """A marker for a run that this process begins."""
+    return Marker(uuid.uuid4().hex, submission(), time.strftime("%Y-%m-%d %H:%M:%S"))
+
+
+def read_marker(folder: Path) -> Marker | None:
+    """The marker of a folder; None when no run began there.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    file = folder / MARKER
+    try:
+        return Marker(**json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{file} is damaged ({error}); when {folder} is the folder of a run, delete this file and set "
+            "checkpoint.accept_unverified = true once"
+        ) from error
+
+
+def write_marker(folder: Path, marker: Marker) -> None:
+    """Replace the marker at once."""
+    write_synced(folder / MARKER, json.dumps(vars(marker), indent=2) + "\n")
+
+
+def submission() -> str:
+    """The job that this process belongs to, the same again when it is requeued or restarted; empty = unknown."""
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"):
+        if os.environ.get(name):
+            return f"{name}={os.environ[name]}"
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if run_id == "none" else f"TORCHELASTIC_RUN_ID={run_id}"
+
+
+def _was_restarted() -> bool:
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return any(os.environ.get(name, "0") not in ("", "0") for name in names)
+
+
+def _why_continued(folder: Path, marker: Marker) -> str:
+    """Why ``overwrite`` must leave the run that is here; empty when it may take its place."""
+    here = submission()
+    if here and here == marker.submission and (_was_restarted() or not _is_finished(folder)):
+        return f"this job ({here}) began the run that is here"
+    if not here and _was_restarted():
+        return "this is a restart of the same job"
+    return ""
+
+
+def _is_finished(folder: Path) -> bool:
+    from megatron_dppo.mcore.checkpoint_folder import checkpoints, read_state
+
+    found = checkpoints(folder / "checkpoints")
+    try:
+        return bool(found) and read_state(found[-1])["step"] >= read_state(found[-1])["config"]["run"]["num_steps"]
+    except (UserError, KeyError, TypeError):
+        return False
+
+
+def _move_aside(folder: Path, marker: Marker) -> str:
+    """Move the run that is here to ``old/TIME``, or go on with a move that was cut off."""
+    if not marker.moving_to:
+        name, number = time.strftime("%Y%m%d-%H%M%S"), 1
+        while (folder / OLD / name).exists():
+            number += 1
+            name = f"{time.strftime('%Y%m%d-%H%M%S')}-{number}"
+        marker = Marker(marker.run_id, marker.submission, marker.created, name)
+        write_marker(folder, marker)
+    target = folder / OLD / marker.moving_to
+    target.mkdir(parents=True, exist_ok=True)
+    for name in OURS:
+        if os.path.lexists(folder / name):
+            (folder / name).rename(target / name)
+    write_marker(target, Marker(marker.run_id, marker.submission, marker.created))
+    write_marker(folder, new_marker())
+    runs = [path for path in (folder / OLD).iterdir() if path.is_dir()]
+    size = sum(file.stat().st_size for run in runs for file in run.rglob("*") if file.is_file())
+    return (
+        f"moved    the run that was in {folder} is in {target}, whole; this run begins at step 0\n"
+        f"         {folder / OLD} holds {len(runs)} run(s), {size / 2**20:.0f} MiB: delete what you no longer need"
+    )

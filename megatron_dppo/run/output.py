@@ -1,0 +1,91 @@
+"""Whether the output folder can take what a run writes; nothing is created."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dppo.config import Config
+from megatron_dppo.disk import existing_parent, require_space
+from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.inputs import Inputs
+from megatron_dppo.run.folder import OLD
+
+_BYTES = {"fp32": 4, "bf16": 2}
+_OPTIMIZER_BYTES = 12
+"""a parameter's fp32 copy and Adam's two moments in a checkpoint"""
+_LOGS = 10_000_000
+"""metrics, samples, curves"""
+
+
+def output_problems(config: Config) -> Iterator[UserError]:
+    """What is wrong with ``run.output_dir`` itself, and with the folder of ``rollout.weight_sync``."""
+    folders = {"run.output_dir": config.run.output_dir}
+    if config.rollout.weight_sync.folder is not None:
+        folders["rollout.weight_sync.folder"] = config.rollout.weight_sync.folder
+    for key, text in folders.items():
+        if problem := _why_not(Path(text)):
+            yield ConfigError(f"{key} = {text!r}: {problem}")
+
+
+def _why_not(folder: Path) -> str | None:
+    if not str(folder) or "\0" in str(folder):
+        return "not a path"
+    try:
+        place = existing_parent(folder)
+    except OSError as error:
+        return f"cannot be looked at: {error.strerror}"
+    if not place.is_dir():
+        return f"{place} is a file; choose a folder" if place == folder.absolute() else f"{place} is a file"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"{place} cannot be written (no right to, or a read-only file system); choose another folder"
+    return None
+
+
+def weights_bytes(config: Config, inputs: Inputs) -> int:
+    """Of the weights alone, in the dtype of training."""
+    return inputs.num_parameters * _BYTES[config.model.dtype]
+
+
+def checkpoint_bytes(config: Config, inputs: Inputs) -> int:
+    """Of one checkpoint, an estimate: weights, their fp32 copy and two moments."""
+    return inputs.num_parameters * (_BYTES[config.model.dtype] + _OPTIMIZER_BYTES)
+
+
+def space_for_save(config: Config, inputs: Inputs) -> int:
+    """What must be free before the next checkpoint: as much as the last one took, or an estimate before the first."""
+    folder = Path(config.run.output_dir) / "checkpoints"
+    sizes = {path: folder_bytes(path) for path in folder.glob("step_*") if (path / "state.json").is_file()}
+    return max(sizes.values(), default=checkpoint_bytes(config, inputs))
+
+
+def folder_bytes(folder: Path) -> int:
+    """What the files in it take."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def run_bytes(config: Config, inputs: Inputs) -> int:
+    """What a run from its beginning writes at most at one time."""
+    parameters, checkpoint = inputs.num_parameters, config.checkpoint
+    # The oldest is deleted when the next one is complete.
+    saves = config.run.num_steps if checkpoint.save_every is None else -(-config.run.num_steps // checkpoint.save_every)
+    kept = 1 if checkpoint.save_every is None else min(saves, checkpoint.keep + 1)
+    total = (kept + checkpoint.keep_best) * checkpoint_bytes(config, inputs) + _LOGS
+    total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
+    total += weights_bytes(config, inputs) * checkpoint.export_hf
+    if config.rollout.engine != "local" and config.rollout.weight_sync.method == "disk":
+        total += 2 * parameters * _BYTES[config.rollout.dtype]
+    return total
+
+
+def space_problems(config: Config, inputs: Inputs) -> Iterator[UserError]:
+    """Less free space than the whole run needs; what an earlier start of it has written counts as there."""
+    folder = Path(config.run.output_dir)
+    written = 0
+    if folder.is_dir() and not config.run.overwrite:
+        written = folder_bytes(folder) - folder_bytes(folder / OLD)
+    try:
+        require_space(folder, run_bytes(config, inputs) - written, "the run")
+    except UserError as error:
+        yield error

@@ -1,0 +1,173 @@
+"""Everything that is checked before the first step: one list, for the start of a run and for ``--dry-run``.
+
+Nothing is created or changed here. A check finds all that it can; what needs something that an earlier one did not get
+is left out. Rank 0 alone looks at what is there once (the output folder, servers); all ranks learn what any of them
+found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from megatron_dppo.config import Config
+from megatron_dppo.engines import connect_servers, generate_function
+from megatron_dppo.errors import ConfigError, SeveralProblems, UserError
+from megatron_dppo.inputs import Inputs, read_inputs
+from megatron_dppo.metrics import require_sinks
+from megatron_dppo.platform import Platform, require_devices
+from megatron_dppo.problems import Problems
+from megatron_dppo.rewards.build import build_scorer
+from megatron_dppo.run.folder import check_place
+from megatron_dppo.run.output import output_problems, space_problems
+from megatron_dppo.run.servers import check_servers
+
+
+@dataclass
+class Start:
+    """What the checks know, and what they found out for the run."""
+
+    config: Config
+    world_size: int
+    rank: int = 0
+    dry_run: bool = False
+    """also report what a run could do without, such as one of several servers"""
+    unsure: frozenset[str] = frozenset()
+    """sections of the configuration that hold something else than the user meant"""
+    inputs: Inputs | None = None
+    notes: list[str] = field(default_factory=list)
+    """what the user should know and need not mend"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to look at."""
+
+    name: str
+    reads: frozenset[str]
+    """sections of the configuration that it depends on"""
+    find: Callable[[Start], Iterable[UserError]]
+    """returns or raises what is wrong"""
+    on_rank_0: bool = False
+
+
+def _inputs(start: Start) -> Iterable[UserError]:
+    start.inputs = read_inputs(start.config, start.world_size)
+    return ()
+
+
+def _device(start: Start) -> Iterable[UserError]:
+    require_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return ()
+
+
+def _functions(start: Start) -> Iterable[UserError]:
+    generate_function(start.config)
+    return ()
+
+
+def _reward(start: Start) -> Iterable[UserError]:
+    build_scorer(start.config).close()
+    return ()
+
+
+def _megatron(start: Start) -> Iterable[UserError]:
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    apply_shims(platform)
+    from megatron_dppo.mcore import model, overrides
+
+    config, replay = start.config, start.config.train.router_replay != "off"
+    overrides.checked_overrides(config.model.transformer, router_replay=replay)
+    if start.inputs is not None:
+        hf_config, layout = start.inputs.hf_config, start.inputs.layout
+        model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
+    return ()
+
+
+def _output(start: Start) -> Iterable[UserError]:
+    problems = list(output_problems(start.config))
+    if problems:
+        return problems
+    check_place(start.config)
+    return ()
+
+
+def _space(start: Start) -> Iterable[UserError]:
+    if start.inputs is not None:
+        yield from space_problems(start.config, start.inputs)
+
+
+def _sinks(start: Start) -> Iterable[UserError]:
+    require_sinks(tensorboard=start.config.log.tensorboard, wandb_project=start.config.log.wandb_project)
+    return ()
+
+
+def _servers(start: Start) -> Iterable[UserError]:
+    connect_servers(start.config)  # for the keys and the form of the URLs
+    found = check_servers(start.config, start.inputs, generating=start.dry_run)
+    if start.dry_run or not found.usable:
+        return found.problems
+    start.notes += [f"servers  {problem}" for problem in found.problems]
+    return ()
+
+
+CHECKS: Sequence[Check] = (
+    Check("model and data", frozenset({"model", "parallel", "data", "rollout", "warmup", "train"}), _inputs),
+    Check("devices", frozenset(), _device),
+    Check("generate function", frozenset({"rollout"}), _functions),
+    Check("reward function", frozenset({"reward", "rollout"}), _reward),
+    Check("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),
+    Check("log", frozenset({"log"}), _sinks, on_rank_0=True),
+    Check("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),
+    Check("free space", frozenset({"run", "checkpoint", "model", "warmup"}), _space, on_rank_0=True),
+    Check("servers", frozenset({"rollout", "data"}), _servers, on_rank_0=True),
+)
+"""In this order: what comes first is needed by what follows."""
+
+
+def find_problems(start: Start) -> list[UserError]:
+    """Run every check; returns what is wrong, each thing once."""
+    problems = Problems()
+    left_out = []
+    for check in CHECKS:
+        if check.on_rank_0 and start.rank != 0:
+            continue
+        if check.reads & start.unsure:
+            left_out.append(check.name)
+            continue
+        for error in problems.attempt(lambda c=check: list(c.find(start))) or ():  # type: ignore[misc]
+            problems.add(error)
+    if left_out:
+        start.notes.append(f"not checked, because of what is wrong with the configuration: {', '.join(left_out)}")
+    return problems.errors
+
+
+def require_inputs(start: Start, errors: Sequence[UserError]) -> Inputs:
+    """The inputs of a run in which nothing is wrong on any rank; a collective once there is a process group.
+
+    Raises:
+        UserError: what any of the ranks found, on all of them.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, [str(error) for error in errors])
+        by_text = {str(error): error for error in errors}
+        problems = Problems()
+        for rank, found in enumerate(everywhere):
+            for text in found:
+                alone = text not in everywhere[0]
+                problems.add(ConfigError(f"[rank {rank}] {text}") if alone else by_text.get(text) or ConfigError(text))
+        errors = problems.errors
+        for error in errors:
+            error.on_every_rank = True  # from here on all of them know it
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise SeveralProblems(errors)
+    assert start.inputs is not None
+    return start.inputs

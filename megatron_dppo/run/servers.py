@@ -1,0 +1,59 @@
+"""The inference servers before the first step: all are asked at the same time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import ServerError, UserError
+from megatron_dppo.inputs import Inputs
+from megatron_dppo.serving.checks import Needs, server_problems
+from megatron_dppo.serving.command import api_key
+
+_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ServersFound:
+    """What the servers said."""
+
+    problems: list[UserError]
+    usable: bool
+    """whether one of them has no problem"""
+
+
+def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) -> ServersFound:
+    """Ask each server what it is, and whether it is ``generating``; no servers, no problems."""
+    if config.rollout.engine == "local":
+        return ServersFound([], usable=True)
+    needs, urls = _needs(config, inputs), config.rollout.servers.resolved_urls
+    key = api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
+
+    def ask(url: str) -> Sequence[UserError]:
+        try:
+            found = server_problems(url, needs, key, timeout=_SECONDS, generating=generating)
+            return [ServerError(url, problem) for problem in found]
+        except UserError as error:
+            return [error]
+
+    with ThreadPoolExecutor(max_workers=min(32, len(urls))) as pool:
+        found = list(pool.map(ask, urls))
+    return ServersFound([error for errors in found for error in errors], usable=any(not errors for errors in found))
+
+
+def _needs(config: Config, inputs: Inputs | None) -> Needs:
+    assert config.rollout.engine != "local"
+    longest = config.data.max_prompt_tokens
+    if inputs is not None:
+        sets = [inputs.train_prompts, *inputs.eval_prompts.values()]
+        longest = max(prompts.longest for prompts in sets)
+    return Needs(
+        engine=config.rollout.engine,
+        context=longest + config.rollout.max_new_tokens,
+        topk=config.loss.topk if config.loss.is_topk else 0,
+        routed_experts=config.needs_engine_routing,
+        weight_sync=config.rollout.weight_sync.method,
+    )

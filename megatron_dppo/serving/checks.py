@@ -1,0 +1,108 @@
+"""Whether running servers can serve a run, by what they say of themselves; nothing is generated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_dppo.errors import ServerError
+from megatron_dppo.serving.health import IDLE, fetch_json, identify_server, is_healthy
+
+_OLDEST = {"sglang": (0, 5, 19), "vllm": (0, 32)}
+_EXTENSION = "megatron_dppo_vllm.WorkerExtension"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a run wants from each of its servers."""
+
+    engine: Literal["sglang", "vllm"]
+    context: int
+    """longest prompt and longest response together, in tokens"""
+    topk: int
+    """0 = no Top-K"""
+    routed_experts: bool
+    weight_sync: Literal["distributed", "disk", "tensor"]
+
+
+def server_problems(
+    url: str, needs: Needs, key: str | None, *, timeout: float = 10.0, generating: bool = False
+) -> list[str]:
+    """Everything that is wrong with one server, with the flag that mends it.
+
+    Args:
+        url: of the server.
+        needs: of the run.
+        key: of the server's API; None = it has none.
+        timeout: seconds of each question.
+        generating: whether it has to generate now. The start of a run does without: its first weight sync resumes a
+            server that an earlier trainer left paused.
+
+    Raises:
+        ServerError: it does not answer, or is another program.
+    """
+    identify_server(url, needs.engine, key, timeout=timeout)
+    idle = [IDLE] if generating and not is_healthy(url, key, timeout=timeout) else []
+    try:
+        found = _sglang(url, needs, key, timeout) if needs.engine == "sglang" else _vllm(url, needs, key, timeout)
+        return [*idle, *found]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ServerError(url, f"does not describe itself as {needs.engine} does ({error})") from error
+
+
+def _sglang(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator[str]:
+    info = fetch_json(url, "/server_info", key, timeout)
+    yield from _old(needs.engine, info.get("version"))
+    yield from _short(info.get("context_length") or info.get("max_req_input_len"), needs.context, "--context-length")
+    # What an older version does not tell is no reason to complain.
+    if needs.routed_experts and info.get("enable_return_routed_experts") is False:
+        yield "train.router_replay needs the experts of each token; start it with --enable-return-routed-experts"
+    if needs.weight_sync != "disk":
+        for name, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
+            if int(info.get(name) or 1) > 1:
+                yield (
+                    f"{flag} {info[name]}: SGLang takes weights by broadcast or by value only without it; start one "
+                    "server a replica, or set rollout.weight_sync.method = 'disk'"
+                )
+
+
+def _vllm(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator[str]:
+    yield from _old(needs.engine, fetch_json(url, "/version", key, timeout).get("version"))
+    try:
+        info = fetch_json(url, "/server_info?config_format=json", key, timeout)
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        yield "has no control calls; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        return
+    config: Mapping[str, Any] = info["vllm_config"] if isinstance(info.get("vllm_config"), Mapping) else {}
+    model, parallel = config.get("model_config") or {}, config.get("parallel_config") or {}
+    yield from _short(model.get("max_model_len"), needs.context, "--max-model-len")
+    if (mode := model.get("logprobs_mode")) not in (None, "processed_logprobs"):
+        yield f"--logprobs-mode is {mode!r}; start it with --logprobs-mode processed_logprobs"
+    most = model.get("max_logprobs")
+    if needs.topk and isinstance(most, int) and 0 <= most < needs.topk + 1:
+        yield f"--max-logprobs is {most}; loss.topk = {needs.topk} needs --max-logprobs {needs.topk + 1}"
+    if needs.weight_sync != "disk" and parallel.get("worker_extension_cls") != _EXTENSION:
+        yield (
+            f"runs without our worker extension, which rollout.weight_sync.method = {needs.weight_sync!r} needs; start "
+            "it with megatron-dppo serve, or as docs/engines.md says"
+        )
+
+
+def _old(engine: str, version: Any) -> Iterator[str]:
+    numbers = tuple(int(part) for part in re.findall(r"\d+", str(version))[:3])
+    if not numbers:
+        yield f"does not say its version ({version!r})"
+    elif numbers < _OLDEST[engine]:
+        yield f"{engine} {version} is older than {'.'.join(map(str, _OLDEST[engine]))}, the first that can work"
+
+
+def _short(length: Any, needed: int, flag: str) -> Iterator[str]:
+    if length and int(length) < needed:
+        yield (
+            f"takes sequences of {length} tokens, but the longest prompt and rollout.max_new_tokens together have "
+            f"{needed}; start it with {flag} {needed}, or lower rollout.max_new_tokens"
+        )

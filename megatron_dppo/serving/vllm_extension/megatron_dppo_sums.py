@@ -1,0 +1,82 @@
+"""Digests of the weights in a vLLM worker, as they were loaded and as they are used; runs inside vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron_dppo_digest import tensor_digest
+from torch import Tensor, nn
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+
+def sums_in_use(model: nn.Module) -> dict[str, str]:
+    """Of each tensor; of one that a CPU has packed out of reach, the digest of what it does to a fixed input."""
+    sums = {plain_name(name): digest_of(weight) for name, weight in model.named_parameters() if weight.numel()}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and not weight.numel() and hasattr(module, "cpu_linear"):
+            sums[plain_name(f"{name}.weight")] = _fingerprint(module, weight)
+    return sums
+
+
+def sums_as_loaded(model: nn.Module) -> dict[str, str]:
+    """Of the tensors that went through ``note_what_is_loaded`` in the last update."""
+    return getattr(model, "megatron_dppo_loaded", {})
+
+
+def plain_name(name: str) -> str:
+    """As vLLM's checkpoints and SGLang call it."""
+    return name.replace(".routed_experts.", ".")
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Hexadecimal."""
+    return tensor_digest(tensor).partition(":")[2]
+
+
+def note_what_is_loaded(model: nn.Module) -> None:
+    """From here to ``stop_noting``: the digest of each tensor that a layer got, before vLLM changes its form.
+
+    vLLM calls a layer's ``process_weights_after_loading`` when all of its weights are in, and before it has packed,
+    padded or reordered them.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    model.megatron_dppo_loaded = loaded = {}
+
+    def noting(process: Any) -> Any:
+        def process_weights_after_loading(layer: nn.Module) -> None:
+            for name, weight in layer.named_parameters(recurse=False) if id(layer) in names else ():
+                loaded[plain_name(f"{names[id(layer)]}.{name}")] = digest_of(weight)
+            process(layer)
+
+        return process_weights_after_loading
+
+    for method in {id(m): m for m in methods(model)}.values():
+        method.process_weights_after_loading = noting(method.process_weights_after_loading)
+
+
+def methods(model: nn.Module) -> Iterator[Any]:
+    """What changes the form of each layer's weights."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            yield method
+
+
+def stop_noting(model: nn.Module) -> None:
+    """The update is over; what was noted stays."""
+    for method in methods(model):
+        vars(method).pop("process_weights_after_loading", None)
+
+
+@torch.inference_mode()
+def _fingerprint(module: Any, weight: Tensor) -> str:
+    # The shape before packing, which vLLM keeps for reloads.
+    width = get_layerwise_info(module).restore_metadata[0]["weight"].shape[-1]
+    inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    output = module.cpu_linear(inputs, weight, None)
+    return hashlib.sha256(output.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()

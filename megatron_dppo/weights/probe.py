@@ -1,0 +1,202 @@
+"""The probe on the trainer's side: the same tokens on its own shards. Every rank takes part."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from megatron_dppo.config import Config
+from megatron_dppo.data.routing import count_differences
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.inputs import Inputs
+from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
+from megatron_dppo.rollout.probe import (
+    Expectation,
+    LostWeightsError,
+    ProbeAnswer,
+    ProbeError,
+    Reading,
+    RouteCounts,
+    ask,
+)
+from megatron_dppo.rollout.verdict import judge
+from megatron_dppo.types import TrainingSample
+from megatron_dppo.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from megatron_dppo.trainer import Packed, PolicyTrainer
+
+_PROBE_TOKENS = 256
+"""Enough to fill pages of the prefix cache, so that stale ones show."""
+_NEW_TOKENS = 64
+_Columns = dict[int, dict[str, Any]]
+"""by sample: what this rank knows of a ``Reading``"""
+
+
+class Findings(NamedTuple):
+    """What a probe found, by URL; servers that are as they should be are in neither."""
+
+    wrong: dict[str, str]
+    """they answer, but not what training needs"""
+    silent: dict[str, str]
+    """no answer that could be judged: dead, restarted, too slow, overloaded"""
+
+
+class Probe:
+    """Asks servers for a response, and computes the same on the trainer's own shards.
+
+    Args:
+        trainer: whose weights the servers should have.
+        config: the whole configuration.
+        inputs: its prompts make the request.
+    """
+
+    def __init__(self, trainer: PolicyTrainer, config: Config, inputs: Inputs) -> None:
+        self._trainer, self._config = trainer, config
+        rollout, context = config.rollout, inputs.hf_config.max_position_embeddings
+        new_tokens = min(_NEW_TOKENS, rollout.max_new_tokens)
+        text, tokens = _long_prompt(inputs, min(_PROBE_TOKENS, context - new_tokens))
+        coarse = "fp32" if rollout.dtype == config.model.dtype == "fp32" else "bf16"
+        self._expected: dict[str, Any] = {
+            "prompt": text,
+            "prompt_token_ids": tokens,
+            "vocab_size": inputs.hf_config.vocab_size,
+            "temperature": rollout.temperature,
+            "dtype": coarse,
+            "topk_logprobs": config.loss.topk if config.loss.is_topk else 0,
+            "routing": trainer.routing_shape if config.needs_engine_routing else None,
+            "max_new_tokens": new_tokens,
+        }
+
+    def run(self, sync: WeightSync | None, urls: Sequence[str], version: int) -> Findings:
+        """Why servers are not what they should be. A collective; ``sync`` on rank 0."""
+        expected, world = Expectation(**self._expected, policy_version=version), self._trainer.groups.world
+        found = Findings({}, {})
+        answers: list[ProbeAnswer] = []
+        if sync is not None:
+            # A name that no server knows: one that hangs may still work on the request of another attempt or run.
+            name = f"probe-{uuid.uuid4().hex[:12]}"
+            for url, answer in sync.ask(lambda server: ask(server, expected, request_id=name), urls).items():
+                if isinstance(answer, ProbeAnswer):
+                    answers.append(answer)
+                else:
+                    lies = isinstance(answer, ProbeError | ContractBreach) and not isinstance(answer, LostWeightsError)
+                    (found.wrong if lies else found.silent)[url] = str(answer)
+        found, answers = from_leader(lambda: (found, answers), world)
+        if not answers:
+            return found
+        readings = read_answers(self._trainer, answers, expected, self._config.train.micro_batch_tokens)
+        return from_leader(lambda: Findings(found.wrong | _problems(answers, expected, readings), found.silent), world)
+
+
+def _problems(
+    answers: Sequence[ProbeAnswer], expected: Expectation, readings: Sequence[Sequence[Reading]]
+) -> dict[str, str]:
+    wrong = {}
+    for answer, reading in zip(answers, readings, strict=True):
+        try:
+            judge(answer, expected, reading)
+        except ServerError as error:
+            wrong[answer.url] = str(error)
+    return wrong
+
+
+def read_answers(
+    trainer: PolicyTrainer, answers: Sequence[ProbeAnswer], expected: Expectation, budget: int
+) -> list[list[Reading]]:
+    """What the trainer computes for each response of each answer; every data-parallel rank computes all of them.
+
+    A collective over all ranks; the result is complete on the first rank of each replica, and empty on the others.
+
+    Args:
+        trainer: with router replay switched on, if routes are expected.
+        answers: of the servers.
+        expected: what they were asked.
+        budget: tokens of one micro-batch.
+    """
+    samples = [_sample(expected, generation) for answer in answers for generation in answer.generations]
+    packed = trainer.pack(samples, budget)
+    found: _Columns = {i: {} for i in range(len(samples))}
+    readings, routes = trainer.readings(packed.batches, None if expected.routing is None else "record")
+    for i, where, number in _places(packed, samples):
+        mask = samples[i].loss_mask
+        if readings:
+            columns = {name: None if c is None else c[where] for name, c in readings[number]._asdict().items()}
+            found[i] |= {name: _numbers(column, mask) for name, column in columns.items()}
+        if routes:
+            given = samples[i].routed_experts
+            assert given is not None
+            found[i]["routes"] = count_differences(given, routes[number][where]).numpy()
+    if expected.routing is not None:
+        readings, _ = trainer.readings(packed.batches, "replay")
+        for i, where, number in _places(packed, samples) if readings else ():
+            found[i]["replayed"] = _numbers(readings[number].logprobs[where], samples[i].loss_mask)
+    complete = iter(_together(found, trainer))
+    return (
+        [[next(complete) for _ in answer.generations] for answer in answers]
+        if is_leader(trainer.groups.replica)
+        else []
+    )
+
+
+def _sample(expected: Expectation, generation: Any) -> TrainingSample:
+    topk = None
+    if generation.topk_token_ids is not None:
+        topk = (generation.topk_token_ids, generation.topk_logprobs)
+    return to_training_sample(
+        expected.prompt_token_ids, generation.token_ids, None, 0.0, topk, generation.routed_experts
+    )
+
+
+def _places(packed: Packed, samples: Sequence[TrainingSample]) -> list[tuple[int, slice, int]]:
+    """Where each sample stands: its index, its part of the row, the row."""
+    return [
+        (i, slice(start, start + samples[i].num_tokens), number)
+        for number, (part, batch) in enumerate(zip(packed.bins, packed.batches, strict=True))
+        for i, start in zip(part, batch.cu_seqlens.tolist(), strict=False)  # a padding sequence may follow
+    ]
+
+
+def _numbers(column: Tensor | None, mask: Tensor) -> Any:
+    return None if column is None else column.cpu()[mask].double().numpy()
+
+
+def _together(found: _Columns, trainer: PolicyTrainer) -> list[Reading]:
+    """The stages' parts as one; ranks of tensor and context parallelism all know the same."""
+    groups = trainer.groups
+    mine = found if is_leader(groups.tp) and is_leader(groups.cp) else {}
+    stages = [part for part in from_each(mine, groups.replica) if part]
+    result = []
+    for i in found:
+        last = next(part[i] for part in stages if "logprobs" in part[i])
+        counts = [RouteCounts(part[i]["routes"]) for part in stages if "routes" in part[i]]
+        result.append(
+            Reading(
+                logprobs=last["logprobs"],
+                raw_logprobs=last["raw_logprobs"],
+                topk_logprobs=last["id_logprobs"],
+                raw_topk_logprobs=last["raw_id_logprobs"],
+                best_logprobs=last["best_logprobs"],
+                routes=sum(counts, RouteCounts()) if counts else None,
+                replayed_logprobs=last.get("replayed"),
+            )
+        )
+    return result
+
+
+def _long_prompt(inputs: Inputs, most: int) -> tuple[str, tuple[int, ...]]:
+    """The first prompts one after the other, up to ``most`` tokens, at least one prompt."""
+    text, tokens = "", tuple[int, ...]()
+    for i in range(len(inputs.train_prompts)):
+        longer = text + inputs.train_prompts[i].text
+        encoded = tuple(inputs.tokenizer.encode(longer, add_special_tokens=False))
+        if text and len(encoded) > most:
+            break
+        text, tokens = longer, encoded
+        if len(tokens) >= most:
+            break
+    return text, tokens

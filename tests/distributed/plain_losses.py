@@ -1,0 +1,155 @@
+"""Every policy loss a second time, one token at a time and in plain arithmetic: shares no line with the package.
+
+Written from the papers' formulas (arXiv 2602.04879, equations 10 to 16 and the appendix on the unified gradient;
+1707.06347, 1912.09729, 2507.18071, 2506.13585). Slow, float64, for a few hundred tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.config import LossConfig
+from megatron_dppo.types import LossInputs
+
+CLIP = (0.2, 0.28)
+MISMATCH = (0.5, 2.0)
+
+
+def plain_loss(x: LossInputs, c: LossConfig) -> tuple[Tensor, float]:
+    """The aggregated loss, and the share of tokens with a signal that it drops."""
+    kept: list[bool] = []
+    total = torch.zeros((), dtype=torch.float64)
+    weights = token_weights(x, c)
+    for t in [t for t, inside in enumerate(x.loss_mask.tolist()) if inside]:
+        advantage = float(x.advantages[t])
+        keep, term = TERMS.get(c.name, masked_term)(x, c, t, advantage)
+        if c.kl_coef:
+            assert x.reference_logprobs is not None
+            back = x.reference_logprobs[t].double() - x.logprobs[t]
+            term = term + c.kl_coef * (back.exp() - back - 1)  # k3
+        if c.entropy_coef:
+            assert x.entropy is not None
+            term = term - c.entropy_coef * x.entropy[t]
+        total = total + weights[t] * term
+        kept += [keep] if advantage else []
+    return total, kept.count(False) / len(kept)
+
+
+def token_weights(x: LossInputs, c: LossConfig) -> list[float]:
+    """1 / N, 1 / H, 1 / (S L) or 1 / (S H) for each token (docs/loss.md, "Aggregation")."""
+    assert x.sequence_ids is not None
+    ids = x.sequence_ids.tolist()
+    lengths = [0] * (max(ids) + 1)
+    for i, inside in zip(ids, x.loss_mask.tolist(), strict=True):
+        lengths[i] += inside
+    kind = c.aggregation or ("seq_mean_token_mean" if c.name == "gspo" else "token_mean")
+    by_length = {
+        "token_mean": lambda length: 1 / sum(lengths),
+        "token_sum_norm": lambda length: 1 / (c.horizon or 1),
+        "seq_mean_token_mean": lambda length: 1 / (len(lengths) * length),
+        "seq_mean_token_sum_norm": lambda length: 1 / (len(lengths) * (c.horizon or 1)),
+    }[kind]
+    return [by_length(lengths[i]) for i in ids]
+
+
+def probabilities(x: LossInputs, t: int) -> tuple[float, float, float]:
+    """pi, mu and the anchor of the sampled token."""
+    assert x.rollout_logprobs is not None and x.anchor_logprobs is not None
+    columns = (x.logprobs.detach(), x.rollout_logprobs, x.anchor_logprobs)
+    pi, mu, anchor = (math.exp(float(column[t])) for column in columns)
+    return pi, mu, anchor
+
+
+def divergence(x: LossInputs, c: LossConfig, t: int) -> float:
+    """D of the token: binary or on the Top-K set, total variation or KL with mu first."""
+    pi, mu, anchor = probabilities(x, t)
+    kind = c.name[-2:]
+    if "topk" not in c.name:
+        old = anchor if "recompute" in c.name else mu
+        pairs = [(pi, old), (1 - pi, 1 - old)]
+    else:
+        assert x.topk_logprobs is not None and x.rollout_topk_logprobs is not None and x.topk_valid is not None
+        used = [slot for slot, valid in enumerate(x.topk_valid[t].tolist()) if valid]
+        if c.topk_eviction and len(used) > c.topk:
+            used.remove(c.topk - 1)
+        pairs = [(math.exp(float(x.topk_logprobs[t, s])), math.exp(float(x.rollout_topk_logprobs[t, s]))) for s in used]
+        rest = [1 - sum(side) for side in zip(*pairs, strict=True)]
+        pairs.append((max(rest[0], 1e-12), max(rest[1], 1e-12)))
+    if kind == "tv":
+        return sum(abs(p - m) for p, m in pairs) / 2
+    return sum(m * math.log(m / p) for p, m in pairs if m > 0)
+
+
+def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
+    """``-A sg(min(r, C)) M log pi``, or with ``form = "ratio"`` ``-A min(r, C) M``."""
+    pi, mu, anchor = probabilities(x, t)
+    old = anchor if "recompute" in c.name or c.name == "minirl" else mu
+    if c.name in ("grpo", "minirl"):
+        low, high = c.clip_ratio_low or CLIP[0], c.clip_ratio_high or CLIP[1]
+        outside = pi / old > 1 + high if advantage > 0 else pi / old < 1 - low
+    elif c.name in ("pg_is", "cispo"):
+        outside = False
+    else:
+        limit = c.divergence_threshold_high if advantage > 0 else c.divergence_threshold_low
+        assert limit is not None
+        outside = (pi > old if advantage > 0 else pi < old) and divergence(x, c, t) > limit
+    keep = advantage == 0 or not outside
+    if c.mismatch == "mask_sequence":
+        keep = keep and MISMATCH[0] <= math.exp(sum(sequence_log_ratios(x, t))) <= MISMATCH[1]
+    cap = c.ratio_cap or math.inf
+    if not keep:
+        return False, 0 * x.logprobs[t]
+    if c.form == "ratio":
+        assert x.rollout_logprobs is not None
+        return True, -advantage * (x.logprobs[t] - x.rollout_logprobs[t].double()).exp().clamp(max=cap)
+    return True, -advantage * min(pi / mu, cap) * x.logprobs[t]
+
+
+def sequence_log_ratios(x: LossInputs, t: int) -> list[float]:
+    """log pi - log mu of the tokens of t's sequence that count."""
+    assert x.sequence_ids is not None and x.rollout_logprobs is not None
+    mine = (x.sequence_ids == x.sequence_ids[t]) & x.loss_mask
+    return (x.logprobs.detach() - x.rollout_logprobs.double())[mine].tolist()
+
+
+def surrogate(ratio: Tensor, c: LossConfig, advantage: float) -> tuple[bool, Tensor]:
+    """PPO's pessimistic bound, and the dual clip below it."""
+    low, high = c.clip_ratio_low or CLIP[0], c.clip_ratio_high or CLIP[1]
+    r = float(ratio.detach())
+    keep = not ((advantage > 0 and r > 1 + high) or (advantage < 0 and r < 1 - low))
+    term = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+    if c.dual_clip is not None and advantage < 0 and r > c.dual_clip:
+        return False, torch.full_like(term, -advantage * c.dual_clip)
+    return keep, term
+
+
+def ppo_clip(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
+    """Ratio pi / mu."""
+    assert x.rollout_logprobs is not None
+    return surrogate((x.logprobs[t] - x.rollout_logprobs[t].double()).exp(), c, advantage)
+
+
+def ppo_decoupled(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
+    """Ratio pi / anchor, times anchor / mu limited to [0, 2]."""
+    assert x.anchor_logprobs is not None
+    _, mu, anchor = probabilities(x, t)
+    keep, term = surrogate((x.logprobs[t] - x.anchor_logprobs[t].double()).exp(), c, advantage)
+    return keep, min(anchor / mu, MISMATCH[1]) * term
+
+
+def gspo(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
+    """Geometric mean of the ratios of the sequence, with the gradient of this token."""
+    ratios = sequence_log_ratios(x, t)
+    own = x.logprobs[t] - x.logprobs[t].detach()
+    return surrogate((own + sum(ratios) / len(ratios)).exp(), c, advantage)
+
+
+TERMS: Mapping[str, Callable[[LossInputs, LossConfig, int, float], tuple[bool, Tensor]]] = {
+    "ppo_clip": ppo_clip,
+    "ppo_decoupled": ppo_decoupled,
+    "gspo": gspo,
+}

@@ -1,0 +1,217 @@
+"""Real checkpoints of two ranks, damaged in every file: the older one is used, no traceback, and nothing is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.platform import Platform
+from tests.distributed.parity import Case, HFSide, build_trainer
+from tests.distributed.spawn import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+STATE: dict[str, Any] = {"identity": {}, "layout": {}, "config": {}, "cursor": 0}
+
+
+class Evil:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def make_trainer() -> Any:
+    from megatron_dppo.mcore.compat import apply_shims
+
+    here = Platform.detect(force_cpu=True)
+    apply_shims(here)
+    return build_trainer(Case({}), HFSide(Case()).model, here, "fp32")
+
+
+def damages(file: Path) -> Iterator[tuple[str, bytes | None]]:
+    """Names and contents of everything that is done to a file; None = it is deleted."""
+    data = file.read_bytes()
+    for length in {0, len(data) // 2, len(data) - 1}:
+        yield f"cut to {length}", data[:length]
+    yield "longer", data + b"\0"
+    yield "deleted", None
+    for place, bit in ((0, 0), (len(data) // 3, 5), (len(data) // 2, 7), (len(data) - 1, 2)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << bit
+        yield f"bit {bit} of byte {place}", bytes(flipped)
+
+
+def put(file: Path, data: bytes | None) -> None:
+    """Change a file after every rank has read it, and before any reads it again."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file.unlink(missing_ok=True)
+        if data is not None:
+            file.write_bytes(data)
+    dist.barrier()
+
+
+def check_every_damage(trainer: Any, folder: Path) -> None:
+    from megatron_dppo.resume import newest_usable
+
+    older, newest = folder / "step_000001", folder / "step_000002"
+    assert newest_usable(folder) == (newest, [])
+    names = sorted(path.name for path in newest.iterdir())
+    assert {".metadata", "common.pt", "metadata.json", "manifest.json", "state.json", "__1_0.distcp"} <= set(names)
+    for name in names:
+        file = newest / name
+        whole = file.read_bytes()
+        for what, data in damages(file):
+            put(file, data)
+            chosen, (passed,) = newest_usable(folder)
+            assert chosen == older, f"{name}: {what}"
+            assert passed.kind == "damaged" and name in passed.reason and "\n" not in passed.reason, passed
+            put(file, whole)
+    put(newest / "extra.distcp", b"x")
+    assert "extra.distcp does not belong" in newest_usable(folder)[1][0].reason
+    put(newest / "extra.distcp", None)
+    assert newest_usable(folder) == (newest, [])
+    assert trainer.load(newest)["step"] == 2
+
+
+def check_loads_without_manifest(trainer: Any, folder: Path) -> None:
+    """What Megatron finds by itself is a CheckpointError too; it derives some errors from BaseException."""
+    from megatron_dppo.resume import newest_usable
+
+    newest = folder / "step_000002"
+    manifest = (newest / "manifest.json").read_bytes()
+    put(newest / "manifest.json", None)
+    assert newest_usable(folder, accept_unverified=True)[0] == newest
+    refused = 0
+    for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
+        file = newest / name
+        whole = file.read_bytes()
+        for data in (None, whole[: len(whole) // 2]):
+            put(file, data)
+            try:
+                trainer.load(newest)
+            except CheckpointError as error:
+                refused += 1
+                assert "cannot be loaded" in str(error) and "\n" not in str(error)
+            put(file, whole)
+    assert refused == 8
+    put(newest / "manifest.json", manifest)
+
+
+def check_nothing_is_run(trainer: Any, folder: Path) -> None:
+    from megatron_dppo.mcore.manifest import hash_files, list_files, write_manifest
+    from megatron_dppo.resume import newest_usable
+
+    newest, trap = folder / "step_000002", folder / "trap"
+    evil = pickle.dumps(Evil(trap))
+    if dist.get_rank() == 0:
+        pickle.loads(evil)
+        trap.rmdir()  # it was made
+    metadata = pickle.loads((newest / ".metadata").read_bytes())
+    place = next(v for k, v in metadata.storage_data.items() if k.fqn.startswith("random_states"))
+    shard = (newest / place.relative_path).read_bytes()
+    assert len(evil) < place.length
+    for name, data in (
+        (".metadata", evil),
+        ("common.pt", evil),
+        (place.relative_path, shard[: place.offset] + evil + shard[place.offset + len(evil) :]),
+    ):
+        whole = (newest / name).read_bytes()
+        put(newest / name, data)
+        if dist.get_rank() == 0:
+            write_manifest(newest, hash_files(newest, list_files(newest)))
+        dist.barrier()
+        assert newest_usable(folder) == (newest, []), "its manifest fits: only the loading itself can refuse it"
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            trainer.load(newest)
+        assert not trap.exists(), name
+        put(newest / name, whole)
+    if dist.get_rank() == 0:
+        write_manifest(newest, hash_files(newest, list_files(newest)))
+    dist.barrier()
+
+
+def check_finite_weights_are_kept(trainer: Any, folder: Path) -> None:
+    from megatron_dppo.mcore.checkpoint_folder import checkpoints
+    from megatron_dppo.resume import newest_usable
+
+    weight = next(iter(trainer.models[0].parameters()))
+    before = weight.data.flatten()[0].clone()
+    if dist.get_rank() == 1:
+        weight.data.view(-1)[0] = float("nan")
+    manifest = (folder / "step_000002/manifest.json").read_bytes()
+    trainer.save(folder, 2, {**STATE, "step": 2}, keep=1)
+    assert (folder / "step_000002/manifest.json").read_bytes() == manifest, "finite weights were written over"
+    for step in (3, 4, 5):
+        trainer.save(folder, step, {**STATE, "step": step}, keep=2)
+        assert json.loads((folder / f"step_{step:06d}/state.json").read_text())["finite"] is False
+    assert [path.name for path in checkpoints(folder)] == ["step_000002", "step_000004", "step_000005"]
+    chosen, passed_over = newest_usable(folder)
+    assert chosen == folder / "step_000002" and [each.kind for each in passed_over] == ["nonfinite"] * 2
+    weight.data.view(-1)[0] = before
+    part = trainer.optimizer.megatron.chained_optimizers[0]
+    moment = next(iter(part.optimizer.state.values()))["exp_avg_sq"]
+    moment.view(-1)[-1] = float("inf")
+    trainer.save(folder, 6, {**STATE, "step": 6}, keep=1)
+    assert newest_usable(folder)[0] == folder / "step_000002", "an infinite moment ends the run at its next update"
+    moment.view(-1)[-1] = 0.0
+    trainer.save(folder, 7, {**STATE, "step": 7}, keep=1)
+    assert [path.name for path in checkpoints(folder)] == ["step_000007"]
+
+
+def check_no_good_one(trainer: Any, folder: Path) -> None:
+    from megatron_dppo.resume import newest_usable
+
+    put(folder / "step_000007/common.pt", b"")
+    with pytest.raises(CheckpointError, match=r"can be continued from:\n  step_000007: common.pt has 0 bytes"):
+        newest_usable(folder)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "step_000007")
+    dist.barrier()
+    assert newest_usable(folder) == (None, [])
+
+
+def check_weights_alone(trainer: Any, folder: Path) -> None:
+    """What the conversion tools write and read."""
+    from megatron_dppo.mcore.checkpoint import load_model, save_model
+
+    save_model(folder, trainer.models, {"note.json": "{}"})
+    assert load_model(folder, trainer.models) == "" and not folder.with_name("alone.partial").exists()
+    whole = (folder / "common.pt").read_bytes()
+    put(folder / "common.pt", whole[:-1])
+    with pytest.raises(CheckpointError, match=r"alone is damaged: common\.pt has"):
+        load_model(folder, trainer.models)
+    put(folder / "common.pt", whole)
+    put(folder / "manifest.json", None)
+    assert "it has no manifest.json" in load_model(folder, trainer.models)
+
+
+def all_checks(rank: int, world_size: int, path: str) -> None:
+    trainer, folder = make_trainer(), Path(path)
+    for step in (1, 2):
+        trainer.save(folder, step, {**STATE, "step": step}, keep=2)
+    check_every_damage(trainer, folder)
+    check_loads_without_manifest(trainer, folder)
+    check_nothing_is_run(trainer, folder)
+    check_finite_weights_are_kept(trainer, folder)
+    check_no_good_one(trainer, folder)
+    check_weights_alone(trainer, folder / "alone")
+    assert torch.isfinite(next(iter(trainer.models[0].parameters()))).all()
+
+
+def test_every_damage_of_every_file_is_found_and_costs_the_newest_checkpoint_alone(tmp_path: Path) -> None:
+    run_distributed(all_checks, 2, str(tmp_path), timeout=480)

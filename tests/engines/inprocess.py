@@ -1,0 +1,91 @@
+"""A Megatron trainer in this process, with the weights of a tiny model. Call ``prepare`` before anything else."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.config import Config
+from megatron_dppo.hf import model_shape, read_hf_config, stream_model
+from megatron_dppo.layout import resolve_layout
+from megatron_dppo.platform import Platform
+from tests.engines.tiny import make_tiny
+
+
+@functools.cache
+def prepare() -> Platform:
+    """Before the first import of megatron."""
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    return platform
+
+
+@functools.cache
+def _groups(layout: Any) -> Any:
+    from megatron_dppo.mcore.setup import initialize_megatron
+
+    return initialize_megatron(layout, prepare(), seed=1, timeout_minutes=3)
+
+
+def trainer_of(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
+    """A one-process trainer that replays routes and needs a Top-K; the process group must be there."""
+    platform = prepare()
+    from megatron_dppo.trainer import PolicyTrainer
+
+    rollout = {"prompts_per_step": 8, "samples_per_prompt": 2, "max_new_tokens": 64}
+    config = Config.model_validate(
+        {
+            "run": {"output_dir": str(folder), "num_steps": 1},
+            "model": {"path": str(folder), "dtype": dtype},
+            "data": {"train": "unused"},
+            "rollout": {**rollout, "temperature": temperature, "dtype": dtype},
+            "loss": {"name": "dppo_topk_tv", "topk": topk},
+            "train": {"router_replay": "rollout"},
+            "optimizer": {"lr": 1e-6},
+        }
+    )
+    hf_config = read_hf_config(folder)
+    layout = resolve_layout(config, 1, model_shape(hf_config))
+    return PolicyTrainer(
+        config=config,
+        hf_config=hf_config,
+        weights=weights_of(folder),
+        layout=layout,
+        groups=_groups(layout),
+        platform=platform,
+        optimizer=config.optimizer,
+        total_steps=1,
+    )
+
+
+def weights_of(folder: Path) -> Any:
+    """A source for the trainer's bridge."""
+    from megatron_dppo.trainer import DictWeights
+
+    return DictWeights(stream_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
+
+
+def make_model(folder: Path, seed: int, sharpness: float, moved: float = 0.0) -> Path:
+    """A tiny model on disk.
+
+    Args:
+        folder: is made.
+        seed: of the weights.
+        sharpness: factor of its output layer; 15 makes a confident policy.
+        moved: each weight goes up or down by that.
+    """
+    make_tiny(folder, seed)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(sharpness)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).sign() * moved)
+    model.save_pretrained(folder)
+    return folder

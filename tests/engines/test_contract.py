@@ -1,0 +1,95 @@
+"""A real server that lies between probes: each lie is routed around, or ends the run, and the server is named."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.contract import Contract
+from megatron_dppo.rollout.pool import ServerPool
+from megatron_dppo.rollout.server import GenerateRequest, Generation
+from megatron_dppo.rollout.sglang import SGLangServer
+from tests.engines.calls import SHORT, ask
+from tests.engines.lies import LIES, generation_lie
+from tests.engines.proxy import Proxy
+from tests.engines.servers import Engine
+from tests.engines.tiny import END, ROUTING, VOCAB
+
+CONTRACT = Contract(vocab_size=VOCAB, end_tokens=(END,))
+
+
+def over(urls: list[str], use: Callable[[ServerPool], Any], **more: Any) -> Any:
+    """Run ``use`` with a pool of real servers, whatever weights they have."""
+
+    async def run() -> Any:
+        clients = [SGLangServer(url) for url in urls]
+        settings = {"max_in_flight": 16, "health_seconds": 5.0, "patience_seconds": 1.0}
+        pool = ServerPool(clients, CONTRACT, **{**settings, **more})
+        pool.use_version(-1, urls)
+        pool._versions = [-1]
+        try:
+            return await use(pool)
+        finally:
+            for client in clients:
+                await client.close()
+
+    return asyncio.run(run())
+
+
+async def answers(pool: ServerPool, requests: list[GenerateRequest]) -> list[Generation]:
+    return await asyncio.gather(*(pool.generate(request, request.request_id) for request in requests))
+
+
+@pytest.mark.parametrize("topk", [4, 0])
+def test_each_lie_is_routed_around_and_alone_ends_in_an_error_that_names_it(sglang: Engine, topk: int) -> None:
+    async def both(pool: ServerPool) -> Any:
+        found = await answers(pool, requests)
+        return found, pool.counts
+
+    async def alone(pool: ServerPool) -> None:
+        await answers(pool, requests)
+
+    with Proxy(sglang.url) as proxy:
+        for name, (lie, said) in LIES.items():
+            if "Top-K" in name and not topk:
+                continue
+            # Without a Top-K the witness is one token, which has to be sampled sometimes, as of a trained model.
+            more: dict[str, Any] = {"topk": topk, "temperature": 1.0 if topk else 0.2}
+            requests = [ask([*SHORT, i], 24, routing=ROUTING, stop=(END,), **more) for i in range(6)]
+            proxy.lie = generation_lie(lie())
+            found, counts = over([proxy.url, sglang.url], both)
+            assert all(len(g.token_ids) == 24 or g.token_ids[-1] == END for g in found), name
+            assert counts.breaches >= 2, name
+            told = [message for message in counts.messages if re.search(said, message)]
+            assert told and all(proxy.url in message for message in counts.messages), (name, counts.messages)
+            proxy.lie = generation_lie(lie())
+            message = rf"none of 1 can be used.*{proxy.url}: it broke the contract \d+ times.*({said})"
+            with pytest.raises(ServerError, match=message):
+                over([proxy.url], alone)
+
+
+def test_honest_answers_of_a_real_server_keep_the_contract_to_the_bit(sglang: Engine) -> None:
+    """The tolerance is for other kernels: here nothing differs at all."""
+    worst = 0.0
+
+    async def use(pool: ServerPool) -> tuple[list[Generation], Any]:
+        requests = [
+            ask(range(10 + i, 40), 150, topk=(8, 1)[i % 2], temperature=(1.0, 0.6, 0.0)[i % 3], stop=(END,))
+            for i in range(24)
+        ]
+        return await answers(pool, requests), pool.counts
+
+    found, counts = over([sglang.url], use)
+    assert counts.breaches == 0 == counts.retries
+    for answer in found:
+        assert answer.echo is not None and answer.echo.best_logprobs is not None
+        for i, (token, value) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+            if answer.echo.best_token_ids[i] == token:  # type: ignore[index]
+                worst = max(worst, abs(float(answer.echo.best_logprobs[i]) - value))
+    assert worst == 0.0
+    assert {answer.finish_reason for answer in found} == {"stop", "length"}

@@ -1,0 +1,168 @@
+"""A real server that confirms an update of its weights and does something else is found out in that sync."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from megatron_dppo.config import WeightSyncConfig
+from megatron_dppo.rollout.attempt import SyncResult
+from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.rollout.vllm import VLLMServer
+from megatron_dppo.weight_sync import WeightSync
+from tests.engines.proxy import Exchange, Proxy
+from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+from tests.engines.tiny import Reference
+
+Lie = Callable[[Exchange], Awaitable[bool]]
+K_PROJ, GATE = "model.layers.1.self_attn.k_proj.weight", "model.layers.{}.mlp.gate.weight"
+EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def sglang_bf16(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = start_sglang(old_model.folder, tmp_path_factory.mktemp("bf16") / "log", "--dtype", "bfloat16")
+    try:
+        yield wait_ready(engine)
+    finally:
+        stop_engine(engine)
+
+
+def swallow(path: str) -> Lie:
+    """The call is confirmed and never made."""
+
+    async def before(exchange: Exchange) -> bool:
+        exchange.answer = {"success": True, "message": "Success"}
+        return not exchange.path.endswith(path)
+
+    return before
+
+
+def in_body(change: Callable[[dict[str, torch.Tensor]], None]) -> Lie:
+    """Tensors that are sent by value are others when they arrive."""
+
+    async def before(exchange: Exchange) -> bool:
+        if exchange.path == "/update_weights_from_tensor":
+            # What this test's own client has packed.
+            tensors = dict(pickle.loads(base64.b64decode(exchange.request["serialized_named_tensors"][0])))
+            change(tensors)
+            packed = base64.b64encode(pickle.dumps(list(tensors.items()))).decode()
+            exchange.request["serialized_named_tensors"] = [packed]
+        elif exchange.path == "/update_weights":
+            tensors = load(base64.b64decode(exchange.request["update_info"]["safetensors"]))
+            change(tensors)
+            exchange.request["update_info"]["safetensors"] = base64.b64encode(save(tensors)).decode()
+        return True
+
+    return before
+
+
+def one_element(tensors: dict[str, torch.Tensor]) -> None:
+    if K_PROJ in tensors:
+        tensors[K_PROJ] = tensors[K_PROJ].clone()
+        tensors[K_PROJ][3, 5] += 0.5
+
+
+def one_missing(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.pop(EXPERT, None)
+
+
+def swapped_names(path: str) -> Lie:
+    """In a broadcast: two tensors of one shape change places."""
+
+    async def before(exchange: Exchange) -> bool:
+        if exchange.path == path:
+            names = (exchange.request.get("update_info") or exchange.request)["names"]
+            if GATE.format(0) in names and GATE.format(1) in names:
+                i, j = (names.index(GATE.format(layer)) for layer in (0, 1))
+                names[i], names[j] = names[j], names[i]
+        return True
+
+    return before
+
+
+def other_folder(folder: Path) -> Lie:
+    async def before(exchange: Exchange) -> bool:
+        request = exchange.request or {}
+        if exchange.path == "/update_weights_from_disk":
+            request["model_path"] = str(folder)
+        elif "folder" in request.get("kwargs", {}):
+            request["kwargs"]["folder"] = str(folder)
+        return True
+
+    return before
+
+
+def syncs(
+    engine: Engine, model: Reference, other: Reference, place: Path, method: str, dtype: torch.dtype, lies: list[Lie]
+) -> Iterator[tuple[SyncResult, SyncResult]]:
+    """For each lie: a sync under it, and one more attempt without it. The weights change each time."""
+    with Proxy(engine.url) as proxy:
+        client: Any = SGLangServer(proxy.url) if engine.kind == "sglang" else VLLMServer(proxy.url)
+        config = WeightSyncConfig(method=method, timeout_seconds=60)  # type: ignore[arg-type]
+        device = torch.device("cpu")
+        sync = WeightSync([client], config, model_folder=model.folder, weights_folder=place, dtype=dtype, device=device)
+        try:
+            assert sync.send(iter(other.weights()), 0).good
+            for version, lie in enumerate(lies, 1):
+                weights = [(n, w * (1 + version / 8)) for n, w in (model if version % 2 else other).weights()]
+                proxy.before = lie
+                lied = sync.send(iter(weights), version)
+                proxy.before = None
+                yield lied, sync.send(iter(weights), version)
+        finally:
+            sync.close()
+
+
+def check(results: Iterator[tuple[SyncResult, SyncResult]], named: list[str]) -> None:
+    for (lied, mended), name in zip(results, named, strict=True):
+        (complaint,) = lied.failed.values()
+        assert not lied.good and "not what was sent" in complaint and name in complaint, complaint
+        assert mended.good and not mended.notes
+
+
+QKV = "model.layers.1.self_attn.{q,k,v}_proj.weight"
+DOWN = "model.layers.0.mlp.experts.*.down_proj.weight"
+
+
+def by_value(kind: str) -> list[Lie]:
+    path = "/update_weights_from_tensor" if kind == "sglang" else "/update_weights"
+    return [swallow(path), in_body(one_element), in_body(one_missing)]
+
+
+NAMED = ["model.embed_tokens.weight", QKV, DOWN]
+"""by the lies of ``by_value``"""
+
+
+def test_each_version_of_sglang_is_found_out(
+    sglang: Engine, old_model: Reference, new_model: Reference, tmp_path: Path
+) -> None:
+    where = (sglang, new_model, old_model, tmp_path)
+    check(syncs(*where, "tensor", torch.float32, by_value("sglang")), NAMED)
+
+
+@pytest.mark.parametrize(("engine", "dtype"), [("sglang_bf16", torch.bfloat16), ("vllm", torch.float32)])
+def test_an_update_that_is_confirmed_and_not_done_or_done_with_a_wrong_tensor_is_named(
+    engine: str,
+    dtype: torch.dtype,
+    request: pytest.FixtureRequest,
+    old_model: Reference,
+    new_model: Reference,
+    tmp_path: Path,
+) -> None:
+    server: Engine = request.getfixturevalue(engine)
+    where = (server, new_model, old_model, tmp_path)
+    check(syncs(*where, "tensor", dtype, by_value(server.kind)), NAMED)
+    path = "/update_weights_from_distributed" if server.kind == "sglang" else "/update_weights"
+    check(syncs(*where, "distributed", dtype, [swapped_names(path)]), [f"{GATE.format(0)}, {GATE.format(1)}"])
+    lies = [other_folder(old_model.folder)]
+    if server.kind == "sglang":
+        lies.append(swallow("/update_weights_from_disk"))
+    check(syncs(*where, "disk", dtype, lies), [NAMED[0]] * len(lies))

@@ -1,0 +1,76 @@
+"""The runs that are killed: tiny ones, each with another part of what a run saves or sends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
+_SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+}
+_BASE: dict[str, dict[str, Any]] = {
+    "run": {"output_dir": "run", "num_steps": 3},
+    "model": {"path": "model", "random_init": True, "dtype": "fp32"},
+    "data": {"train": "task:chain_sum", "eval": "task:chain_sum"},
+    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 3, "dtype": "fp32"},
+    "optimizer": {"lr": 0.01},
+    "warmup": {"num_steps": 1, "batch_size": 2},
+    "eval": {"every": 1, "max_prompts": 2},
+    "checkpoint": {"save_every": 1, "keep": 1, "keep_best": True},
+    "log": {"tensorboard": False},
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A configuration and how it is started."""
+
+    name: str
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    world_size: int = 1
+    method: str = ""
+    """of the weight sync with a server; empty = the local engine"""
+
+    def prepare(self, folder: Path, port: int = 0) -> None:
+        """Write model and configuration to a new folder, where the run is started."""
+        shutil.copytree(_MODEL, folder / "model")
+        config = json.loads((folder / "model/config.json").read_text())
+        (folder / "model/config.json").write_text(json.dumps(config | _SMALL))
+        sections = {name: dict(values) for name, values in _BASE.items()}
+        changes = dict(self.changes)
+        if self.method:
+            changes["rollout"] = {"engine": "sglang"}
+            changes["rollout.servers"] = {"urls": [f"http://127.0.0.1:{port}"]}
+            changes["rollout.weight_sync"] = {"method": self.method, "bucket_megabytes": 1}
+        for name, values in changes.items():
+            sections.setdefault(name, {}).update(values)
+        (folder / "run.toml").write_text("".join(_section(name, values) for name, values in sections.items()))
+
+
+def _section(name: str, values: dict[str, Any]) -> str:
+    return f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("plain"),
+        Variant(
+            "ahead",
+            {"train": {"max_staleness": 1, "mini_batches": 2}, "rollout": {"dynamic_sampling": True, "max_refills": 1}},
+        ),
+        Variant("two-ranks", {"parallel": {"expert_model_parallel_size": 2}}, world_size=2),
+        Variant("disk", method="disk"),
+        Variant("tensor", method="tensor"),
+    )
+}

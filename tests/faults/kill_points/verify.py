@@ -1,0 +1,82 @@
+"""What a run leaves behind, without what depends on the clock; and what must be true right after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.faults.kill_points.launcher import Ended
+
+_CLOCK = {"starts.jsonl", ".megatron_dppo_run.json", "summary.json", ".metadata", "manifest.json"}
+"""Files that tell when and how often the run was started, or that pickle sets: they have to be there. What a manifest
+says is compared with the files instead."""
+_COMPLETED = re.compile(r"rename checkpoints/(step_\d+)\.partial -> checkpoints/\1 \| after")
+_ADDRESS = re.compile(rb"127\.0\.0\.1:\d+")
+"""Of the server, which has another port in each case."""
+_RESUMED = re.compile(r"resumed  \S+ \(step (\d+),")
+
+
+def left_behind(run: Path) -> dict[str, str]:
+    """Each file of a run's folder and the digest of its content."""
+    return {
+        path.relative_to(run).as_posix(): _content(path, run) for path in sorted(run.rglob("*")) if not path.is_dir()
+    } | {path.relative_to(run).as_posix() + "/": "" for path in run.rglob("*") if path.is_dir()}
+
+
+def _content(path: Path, run: Path) -> str:
+    name = path.relative_to(run).as_posix()
+    if path.name in _CLOCK:
+        return ""
+    if name == "metrics.jsonl":
+        records = [_untimed(json.loads(line)) for line in path.read_text().splitlines()]
+        return _digest(json.dumps(records).encode())
+    return _digest(_ADDRESS.sub(b"server", path.read_bytes()))
+
+
+def _untimed(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if not key.startswith("perf/")}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def differences(found: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """What is missing, too much, or has another content."""
+    changed = sorted(name for name in found.keys() & expected.keys() if found[name] != expected[name])
+    return [
+        *(f"{name} is missing" for name in sorted(expected.keys() - found.keys())),
+        *(f"{name} is left over" for name in sorted(found.keys() - expected.keys())),
+        *(f"{name} has other content" for name in changed),
+    ]
+
+
+def manifest_problems(run: Path) -> list[str]:
+    """Checkpoints whose files are not those of their manifest."""
+    problems = []
+    for checkpoint in sorted((run / "checkpoints").glob("step_*")):
+        try:
+            records = json.loads((checkpoint / "manifest.json").read_text())["files"]
+            found = {
+                path.name: [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
+                for path in checkpoint.iterdir()
+                if path.name != "manifest.json"
+            }
+            problems += [f"{checkpoint.name}: the manifest is not that of the files"] if found != records else []
+        except (OSError, ValueError, KeyError) as error:
+            problems.append(f"{checkpoint.name}: {type(error).__name__}: {error}")
+    return problems
+
+
+def completed_step(trace: list[str]) -> int:
+    """The newest checkpoint that had its name when the run was killed; 0 = none."""
+    return max((int(match[1].removeprefix("step_")) for line in trace if (match := _COMPLETED.search(line))), default=0)
+
+
+def resumed_step(ended: Ended) -> int:
+    """Where a start went on; 0 = at the beginning."""
+    match = _RESUMED.search(ended.output)
+    return int(match[1]) if match else 0

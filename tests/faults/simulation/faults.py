@@ -1,0 +1,171 @@
+"""What can go wrong, and the seeded schedules of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+CALLS = (
+    "/generate",
+    "/health",
+    "/model_info",
+    "/server_info",
+    "/pause_generation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weights_from_disk",
+    "/end_weight_update",
+    "/update_weight_version",
+    "/flush_cache",
+    "/weights_checker",
+    "/continue_generation",
+    "/abort_request",
+    "/tokenize",
+)
+
+PROCESS = ("crash", "freeze", "slow", "partition")
+"""of a whole server"""
+WIRE = ("lose_request", "lose_answer", "reset_before", "reset_after", "twice", "late", "status", "junk")
+"""of one call or a few"""
+WEIGHTS = ("skip_update", "stuck_label", "spoil_tensor", "corrupt", "label")
+"""what is confirmed and not so"""
+LIES = (
+    "shift_logprobs",
+    "nan_logprobs",
+    "positive_logprobs",
+    "null_logprob",
+    "round_logprobs",
+    "scale_logprobs",
+    "swap_content",
+    "swap_answer",
+    "repeat_answer",
+    "truncate",
+    "shift_routes",
+    "wrong_routes",
+    "scale_topk",
+    "shift_topk",
+    "swap_topk_ids",
+    "huge_token",
+    "negative_token",
+    "string_token",
+    "wrong_span",
+    "wrong_reason",
+    "too_long",
+)
+"""of answers to /generate"""
+OUTSIDE = ("abort_all", "kill_trainer")
+KINDS = (*PROCESS, *WIRE, *WEIGHTS, *(f"lie:{name}" for name in LIES), *OUTSIDE)
+STATUSES = (400, 408, 425, 429, 500, 502, 503, 504)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    kind: str
+    server: int
+    at: float
+    """virtual seconds"""
+    span: float
+    """how long it lasts"""
+    choice: int
+    """which variant"""
+    on: str = ""
+    """Not at a time: when the server gets this call for the ``nth`` time."""
+    nth: int = 0
+
+    def __str__(self) -> str:
+        when = f"at {self.at:.2f} s" if not self.on else f"on call {self.nth} of {self.on}"
+        return f"{self.kind} of server {self.server} {when} for {self.span:.2f} s, variant {self.choice}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One schedule: the run, and what goes wrong in it. All of it follows from the seed."""
+
+    seed: int
+    servers: int = 2
+    steps: int = 3
+    prompts: int = 2
+    siblings: int = 2
+    new_tokens: int = 6
+    topk: int = 0
+    routing: bool = False
+    method: str = "tensor"
+    engine_version: str = "0.5.23"
+    stopping: bool = False
+    """stop the slowest, carry on"""
+    partial: int = 0
+    oversample: float = 1.0
+    dynamic: bool = False
+    staleness: int = 0
+    max_in_flight: int = 64
+    health_seconds: float = 5.0
+    attempts: int = 3
+    probe_every: int = 1
+    token_seconds: float = 0.1
+    latency: float = 0.01
+    train_seconds: float = 2.0
+    save_every: int = 1
+    faults: tuple[Fault, ...] = field(default=())
+
+    def __str__(self) -> str:
+        mode = "stopping" if self.stopping else f"staleness {self.staleness}"
+        return (
+            f"seed {self.seed}: {self.servers} servers ({self.engine_version}, {self.method}), {self.steps} steps of "
+            f"{self.prompts} x {self.siblings}, {mode}, topk {self.topk}, routing {self.routing}, "
+            f"{len(self.faults)} faults"
+        )
+
+
+def draw(seed: int) -> Plan:
+    """The schedule of a seed."""
+    rng = random.Random(seed)
+    stopping = rng.random() < 0.4
+    servers, steps = rng.choice((1, 2, 2, 2, 3)), rng.choice((1, 2, 2, 3))
+    plan = Plan(
+        seed=seed,
+        servers=servers,
+        steps=steps,
+        prompts=rng.choice((1, 2, 3)),
+        siblings=2,
+        new_tokens=rng.choice((3, 6, 10)),
+        topk=rng.choice((0, 3)),
+        routing=rng.random() < 0.5,
+        method=rng.choice(("tensor", "tensor", "distributed", "disk")),
+        engine_version=rng.choice(("0.5.23", "0.5.23", "0.5.20")),
+        stopping=stopping,
+        partial=rng.choice((0, 1, 2)) if stopping else 0,
+        oversample=rng.choice((1.5, 2.0)) if stopping else rng.choice((1.0, 1.0, 1.5)),
+        dynamic=rng.random() < 0.25,
+        staleness=0 if stopping else rng.choice((0, 0, 0, 1)),
+        max_in_flight=rng.choice((2, 64)),
+        health_seconds=rng.choice((2.0, 10.0)),
+        attempts=rng.choice((1, 2, 3)),
+        probe_every=rng.choice((1, 1, 1, 2)),
+        token_seconds=rng.choice((0.02, 0.3, 1.0)),
+        latency=rng.choice((0.002, 0.05, 0.3)),
+        train_seconds=rng.choice((0.5, 20.0)),
+        save_every=rng.choice((1, 1, 2)),
+    )
+    # About as long as a run takes when nothing happens.
+    way, answer = 20 * 2 * plan.latency, plan.new_tokens * plan.token_seconds
+    seconds = (steps + 1) * (way + answer) + steps * (answer + plan.train_seconds)
+    count = rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5))
+    return replace(plan, faults=tuple(_fault(rng, servers, seconds) for _ in range(count)))
+
+
+def _fault(rng: random.Random, servers: int, seconds: float) -> Fault:
+    family = rng.choice((PROCESS, PROCESS, WIRE, WEIGHTS, LIES, LIES, OUTSIDE))
+    name = rng.choice(family)
+    on, nth = ("", 0) if rng.random() < 0.5 else (rng.choice(CALLS), rng.choice((1, 1, 2, 2, 3, 4)))
+    return Fault(
+        kind=f"lie:{name}" if family is LIES else name,
+        server=rng.randrange(servers),
+        at=round(rng.uniform(0, seconds), 3),
+        span=round(rng.choice((0.5, 5.0, 30.0, 300.0)) * rng.uniform(0.5, 1.5), 3),
+        choice=rng.getrandbits(16),
+        on=on,
+        nth=nth,
+    )

@@ -1,0 +1,173 @@
+"""What must hold of everything that trains, whatever went wrong. Each function returns what is wrong, or nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.types import Completion, Prompt, RolloutGroup
+from tests.faults.simulation import model
+
+
+def check_completion(
+    prompt: Prompt, c: Completion, digests: Mapping[int, int], versions: Iterable[int], plan: Any
+) -> Iterator[str]:
+    """Whether each number of a response is exactly that of the weights which its version means.
+
+    Args:
+        prompt: that it answers.
+        c: the response.
+        digests: of the weights of each version, in this run's own history.
+        versions: which ones may train in this step.
+        plan: of the run: what was asked for.
+    """
+    allowed, tokens = set(versions), list(c.token_ids)
+    yield from _check_shape(tokens, c, plan.new_tokens)
+    edges = [0, *(span.end for span in c.policy_versions)]
+    if [span.start for span in c.policy_versions] != edges[:-1] or edges[-1] != len(tokens):
+        yield f"spans {c.policy_versions} of {len(tokens)} tokens"
+        return
+    for version, _, _ in c.policy_versions:
+        if version not in allowed:
+            yield f"tokens of version {version}, where {sorted(allowed)} may train"
+            return
+    sequence, first = [*prompt.token_ids, *tokens], len(prompt.token_ids)
+    for span in c.policy_versions:
+        rows = model.rows_of(sequence[: first + span.end], digests[span.policy_version])
+        part = rows[first - 1 + span.start : -1]
+        yield from _check_logprobs(part, tokens[span.start : span.end], (c.logprobs or ())[span.start : span.end])
+        if plan.topk:
+            yield from _check_topk(part, tokens[span.start : span.end], c, span, plan.topk)
+        if plan.routing:
+            begin = 0 if span.start == 0 else first - 1 + span.start
+            yield from _check_routes(rows[begin:-1], c, begin)
+
+
+def _check_shape(tokens: Sequence[int], c: Completion, limit: int) -> Iterator[str]:
+    if not tokens or any(type(t) is not int or not 0 <= t < model.VOCABULARY for t in tokens):
+        yield f"token ids {tokens}"
+    if len(tokens) > limit or len(c.logprobs or ()) != len(tokens):
+        yield f"{len(tokens)} tokens and {len(c.logprobs or ())} log-probs, limit {limit}"
+    if model.END in tokens[:-1]:
+        yield f"an end token in the middle of {tokens}"
+    ended = bool(tokens) and tokens[-1] == model.END
+    if not ended and len(tokens) < limit:
+        yield f"a response that was cut off after {len(tokens)} of {limit} tokens"
+    # At the limit SGLang says "length" of an end token, too.
+    if (c.finish_reason == "stop") != ended and not (ended and len(tokens) == limit):
+        yield f"finish reason {c.finish_reason!r} after {tokens[-1:]}"
+
+
+def _check_logprobs(rows: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> Iterator[str]:
+    if any(not 0 <= t < model.VOCABULARY for t in tokens):
+        return
+    right = model.logprobs_of(rows, tokens)
+    if list(logprobs) != right:
+        yield f"log-probs {[round(p, 4) for p in logprobs]}, those of the weights are {[round(p, 4) for p in right]}"
+
+
+def _check_topk(rows: Sequence[int], tokens: Sequence[int], c: Completion, span: Any, k: int) -> Iterator[str]:
+    if c.topk_token_ids is None or c.topk_logprobs is None:
+        yield "no Top-K"
+        return
+    ids, values = c.topk_token_ids[span.start : span.end].numpy(), c.topk_logprobs[span.start : span.end].numpy()
+    if not np.array_equal(ids[:, :k], model.RANKED[rows, :k]):
+        yield "Top-K ids of other weights or another prefix"
+    elif not np.array_equal(values[:, :k], model.RANKED_LOGPROBS[rows, :k]):
+        yield "Top-K values of other weights or another prefix"
+    for i, token in enumerate(tokens):
+        inside = token in ids[i, :k]
+        if (ids[i, k] != -1) if inside else (ids[i, k] != token or values[i, k] != model.LOGPROBS[rows[i], token]):
+            yield "Top-K: the sampled token's own slot"
+            return
+
+
+def _check_routes(rows: Sequence[int], c: Completion, begin: int) -> Iterator[str]:
+    if c.routed_experts is None:
+        yield "no routes"
+    elif not np.array_equal(c.routed_experts[begin : begin + len(rows)].numpy(), model.ROUTES[rows]):
+        yield "routes of other weights, another prefix or another position"
+
+
+def check_prompts(trained: Mapping[int, Sequence[int]], saved: Any, dropped: int, given_up: int) -> Iterator[str]:
+    """Whether every prompt that was taken from the stream is trained on, waiting, or left out by the rules, once.
+
+    Args:
+        trained: positions by step.
+        saved: the state after the last step.
+        dropped: groups that the code says it left out.
+        given_up: groups that were stopped and may not be carried on any longer.
+    """
+    positions = [p for step in trained.values() for p in step]
+    carried = [group.position for groups in saved.carried for group in groups]
+    ahead = [p for batch in saved.batches for p in batch.positions(0)]
+    counts = Counter([*positions, *carried, *ahead])
+    if doubled := sorted(p for p, count in counts.items() if count > 1):
+        yield f"prompts {doubled} are there twice (trained {trained}, carried {carried}, ahead {ahead})"
+    if beyond := sorted(p for p in counts if p >= saved.cursor):
+        yield f"prompts {beyond} lie beyond the cursor {saved.cursor}"
+    lost = saved.cursor - len(counts)
+    if lost != dropped + given_up:
+        yield (
+            f"{lost} prompts are gone, {dropped} were left out and {given_up} given up (trained {trained}, carried "
+            f"{carried}, ahead {ahead}, cursor {saved.cursor})"
+        )
+
+
+def check_groups(groups: Sequence[RolloutGroup], siblings: int, wanted: int) -> Iterator[str]:
+    """Whether a step has its groups, each whole."""
+    if len(groups) != wanted:
+        yield f"{len(groups)} groups, expected {wanted}"
+    for group in groups:
+        if len(group.rollouts) != siblings:
+            yield f"{len(group.rollouts)} siblings of prompt {group.prompt.prompt_id}, expected {siblings}"
+        if any(rollout.prompt is not group.prompt for rollout in group.rollouts):
+            yield f"a rollout of another prompt among those of {group.prompt.prompt_id}"
+
+
+_HARMLESS = {"crash", "freeze", "slow", "partition", "lose_request", "lose_answer", "reset_before", "reset_after"} | {
+    "twice",
+    "late",
+    "status",
+    "junk",
+    "kill_trainer",
+}
+"""Faults that a run has to survive as long as one server is untouched: answers do not come, and none is wrong."""
+
+
+def must_finish(plan: Any, happened: Sequence[Any]) -> str:
+    """Why this run had to finish all its steps; empty when it need not."""
+    touched = {fault.server for fault in happened if fault.kind != "kill_trainer"}
+    refused = any(fault.kind == "status" and fault.choice % 8 == 0 for fault in happened)
+    if len(touched) == plan.servers or refused or any(fault.kind not in _HARMLESS for fault in happened):
+        return ""
+    # One member that fails makes a whole broadcast fail, and one fault may hit each of the attempts.
+    if plan.method == "distributed" and touched:
+        return ""
+    untouched = sorted(set(range(plan.servers)) - touched)
+    return f"though nothing ever happened to servers {untouched}"
+
+
+_NUMBERS = ("log-probs", "Top-K", "routes")
+
+
+def unseen(wrong: Sequence[str], happened: Sequence[Any], on_policy: bool) -> list[str]:
+    """Which of these nothing of ours can see between two syncs, because a server lies in numbers that fit together.
+
+    The contract sees what no honest server answers; the guard sees every other number, but for a Top-K beside the
+    sampled token, and only in steps whose tokens are all of the current weights. A server that is no liar, however
+    often it dies or hangs, is never excused.
+    """
+    lying = [fault for fault in happened if fault.kind not in _HARMLESS | {"abort_all"} or _keeps_name(fault)]
+    if not lying:
+        return []
+    shown = _NUMBERS if not on_policy else ("Top-K",)
+    return [text for text in wrong if any(f": {name}" in text for name in shown)]
+
+
+def _keeps_name(fault: Any) -> bool:
+    """A restart whose weights have the name of others."""
+    return fault.kind == "crash" and fault.choice % 8 in (5, 6)

@@ -1,0 +1,185 @@
+"""Where the simulation takes the place of threads, sockets, clocks, files and other ranks. Nothing else is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from megatron_dppo import engines, prefetch, weight_sync
+from megatron_dppo.data.routing import count_differences
+from megatron_dppo.rollout import http, server_engine
+from megatron_dppo.rollout.probe import Reading, RouteCounts
+from megatron_dppo.rollout.response import GrowingResponse
+from megatron_dppo.rollout.sglang import client
+from megatron_dppo.rollout.sglang import wire as client_wire
+from megatron_dppo.weights import probe as trainer_probe
+from tests.faults.simulation import model
+from tests.faults.simulation import trainer as trainer_model
+
+_numbers = itertools.count()
+
+
+class Task(asyncio.Task):
+    """Stands in sets by its number, not by its address, so that every run of a seed goes through them alike."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._number = next(_numbers)
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Gathering(asyncio.tasks._GatheringFuture):  # type: ignore[name-defined]
+    """Likewise."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._number = next(_numbers)
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> Task:
+    return Task(coroutine, loop=loop, **kwargs)
+
+
+class World:
+    """Which simulation runs in this process now."""
+
+    loop: Any
+    network: Any
+    life: Any
+    trainer: Any
+    disk: dict[str, dict[str, bytes]]
+    names: Iterator[int]
+    """in place of random names"""
+    foreign: dict[int, Any]
+    """answers that were given to another request, by their address"""
+    taken: list[str]
+    """those of them that our code took"""
+
+
+NOW = World()
+
+
+class _Runner:
+    """In place of a ``LoopThread`` and of an ``asyncio.Runner``."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return NOW.loop.run(coroutine)
+
+    def close(self) -> None:
+        pass
+
+
+class _Executor:
+    """In place of the thread that samples ahead: it samples when somebody waits for it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def submit(self, call: Any) -> Any:
+        return SimpleNamespace(result=call)
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
+def _decode(answer: Any, request: Any, url: str, decode: Any = client.decode_generation) -> Any:
+    generation = decode(answer, request, url)
+    name = answer["meta_info"].get("id")
+    if name != client_wire.wire_id(request.request_id):
+        NOW.foreign[id(generation)] = generation
+    return generation
+
+
+def _append(response: Any, generation: Any, append: Any = GrowingResponse.append_sampled) -> None:
+    if id(generation) in NOW.foreign and generation.token_ids:
+        NOW.taken.append("an answer to another request was taken")
+    append(response, generation)
+
+
+def _open(http_client: Any) -> Any:
+    if http_client._session is None:
+        http_client._session = NOW.network.session(NOW.life)
+    return http_client._session
+
+
+def _save_folder(folder: Path, model_folder: Path, weights: Any, dtype: Any) -> None:
+    NOW.disk[str(folder.resolve())] = {name: tensor.numpy().tobytes() for name, tensor in weights}
+
+
+def _read_answers(trainer: Any, answers: Any, expected: Any, budget: int) -> list[list[Reading]]:
+    return [[_read(trainer, expected, g) for g in answer.generations] for answer in answers]
+
+
+def _read(trainer: Any, expected: Any, generation: Any) -> Reading:
+    """What the trainer computes for a response, by the table."""
+    tokens = [int(token) for token in generation.token_ids]
+    rows = np.array(trainer.rows([*expected.prompt_token_ids, *tokens])[:-1])
+    part = rows[len(expected.prompt_token_ids) - 1 :]
+    logprobs = model.LOGPROBS[part].astype(np.float64)
+    own = logprobs[np.arange(len(tokens)), tokens]
+    topk = best = routes = replayed = None
+    if k := expected.topk_logprobs:
+        topk = np.take_along_axis(logprobs, generation.topk_token_ids.numpy()[:, :k].astype(np.int64), 1)
+        best = model.RANKED_LOGPROBS[part, :k].astype(np.float64)
+    if expected.routing is not None:
+        live = torch.from_numpy(model.ROUTES[rows]).to(generation.routed_experts.dtype)
+        routes = RouteCounts(count_differences(generation.routed_experts, live).numpy())
+        changed = trainer_model.replayed(rows, generation.routed_experts.numpy())[-len(tokens) :]
+        replayed = model.LOGPROBS[changed, tokens].astype(np.float64)
+    return Reading(
+        logprobs=own,
+        raw_logprobs=own,
+        topk_logprobs=topk,
+        raw_topk_logprobs=topk,
+        best_logprobs=best,
+        routes=routes,
+        replayed_logprobs=replayed,
+    )
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Every seam, for as long as it lasts."""
+    clock = SimpleNamespace(monotonic=lambda: NOW.loop.time())
+    alone = SimpleNamespace(get_rank=lambda: 0)
+    patches = [
+        mock.patch.object(server_engine, "LoopThread", _Runner),
+        mock.patch("uuid.uuid4", lambda: SimpleNamespace(hex=f"{next(NOW.names):032x}"[::-1])),
+        mock.patch.object(weight_sync.asyncio, "Runner", _Runner),
+        mock.patch.object(weight_sync, "save_hf_folder", _save_folder),
+        mock.patch.object(Path, "mkdir", lambda *_, **__: None),
+        mock.patch.object(prefetch, "ThreadPoolExecutor", _Executor),
+        mock.patch.object(http.HttpClient, "_open", _open),
+        mock.patch.object(engines, "dist", alone),
+        mock.patch.object(client, "decode_generation", _decode),
+        mock.patch.object(GrowingResponse, "append_sampled", _append),
+        mock.patch.object(trainer_probe, "read_answers", _read_answers),
+        mock.patch.object(asyncio.tasks, "_GatheringFuture", _Gathering),
+        *(
+            mock.patch.object(module, "time", clock)
+            for name, module in list(sys.modules.items())
+            if name.startswith("megatron_dppo.rollout") and hasattr(module, "time")
+        ),
+    ]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield

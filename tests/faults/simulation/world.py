@@ -1,0 +1,278 @@
+"""One schedule from its start to its end: servers, faults, and the lives of a trainer that is killed and resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_dppo.carried import Carry
+from megatron_dppo.clock import Clock
+from megatron_dppo.engines import build_engine, build_publisher, connect_servers
+from megatron_dppo.errors import TrainingStopped, UserError
+from megatron_dppo.prefetch import Prefetch
+from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
+from megatron_dppo.sampling import Collected, collect_rollouts
+from tests.faults.simulation import invariants, seams
+from tests.faults.simulation.broadcast import Broadcasts
+from tests.faults.simulation.chaos import Chaos
+from tests.faults.simulation.clock import Killed, Stuck, VirtualLoop
+from tests.faults.simulation.faults import Plan
+from tests.faults.simulation.network import Life, Network, Node
+from tests.faults.simulation.outcome import Outcome
+from tests.faults.simulation.server import SimServer
+from tests.faults.simulation.trainer import (
+    HF_CONFIG,
+    Prompts,
+    Saved,
+    Scorer,
+    SimTrainer,
+    Tokenizer,
+    configure,
+    fresh_weights,
+)
+
+_LONGEST = 48 * 3600.0
+"""Virtual seconds of a run. Each call has a deadline of at most an hour, and is made a few times at most."""
+_MOST_ROUNDS = 200_000
+_INPUTS = SimpleNamespace(
+    hf_config=HF_CONFIG, tokenizer=Tokenizer(), train_prompts=Prompts(), layout=SimpleNamespace(dp=1), eval_prompts={}
+)
+_PLATFORM: Any = SimpleNamespace(device=torch.device("cpu"))
+
+
+def simulate(plan: Plan, note: Callable[[str], None] | None = None) -> Outcome:
+    """Run a schedule.
+
+    Args:
+        plan: the schedule.
+        note: gets each event as a line.
+    """
+    run = _Run(plan, note)
+    try:
+        run.run()
+    finally:
+        run.close()
+    return run.outcome
+
+
+class _Run:
+    def __init__(self, plan: Plan, note: Callable[[str], None] | None) -> None:
+        self.plan, self.outcome = plan, Outcome(plan)
+        random.seed(plan.seed)
+        self.loop = VirtualLoop(_LONGEST, _MOST_ROUNDS)
+        self.loop.set_task_factory(seams.make_task)
+        self._sink = note
+        self._note = None if note is None else self._timed
+        self.disk: dict[str, dict[str, bytes]] = {}
+        initial = fresh_weights("initial", plan.seed)
+        self.nodes = [self._node(i, initial) for i in range(plan.servers)]
+        broadcasts = Broadcasts(self.loop)
+        self.chaos = Chaos(self.loop, self.nodes, broadcasts, self._note)
+        self.network = Network(
+            self.loop,
+            {f"s{node.place}:80": node for node in self.nodes},
+            broadcasts,
+            seed=plan.seed,
+            latency=plan.latency,
+            note=self._note,
+            apply=self.chaos.apply,
+        )
+        self.broadcasts = broadcasts
+        self.config = configure(plan)
+        self.digests: dict[int, int] = {}
+        self.trained: dict[int, list[int]] = {}
+        self.dropped: dict[int, int] = {}
+        self.given_up: dict[int, int] = {}
+        self.saved = Saved(0, 0, initial)
+        seams.NOW.loop, seams.NOW.network, seams.NOW.disk = self.loop, self.network, self.disk
+        seams.NOW.names, seams.NOW.foreign, seams.NOW.taken = itertools.count(1), {}, []
+
+    def _node(self, place: int, initial: dict[str, bytes]) -> Node:
+        server = SimServer(
+            self.loop,
+            f"http://s{place}:80",
+            version=self.plan.engine_version,
+            token_seconds=self.plan.token_seconds,
+            initial=initial,
+            disk=self.disk,
+        )
+        return Node(place, server)
+
+    def _timed(self, text: str) -> None:
+        assert self._sink is not None
+        self._sink(f"{self.loop.time():10.3f}  {text}")
+
+    def say(self, text: str) -> None:
+        if self._note is not None:
+            self._note(text)
+
+    def run(self) -> None:
+        self.chaos.arm(self.plan.faults)
+        outcome = self.outcome
+        while True:
+            try:
+                self._live()
+                outcome.end = "done"
+            except Killed:
+                self.say("the trainer is killed")
+                self._bury()
+                outcome.lives += 1
+                continue
+            except UserError as error:
+                outcome.end = f"{type(error).__name__}: {error}"
+            except Stuck as error:
+                outcome.end = "stuck"
+                outcome.violations.append(str(error))
+            except Exception as error:
+                outcome.end = f"{type(error).__name__}: {error}"
+                last = "".join(traceback.format_tb(error.__traceback__)[-3:])
+                outcome.violations.append(f"an error that is none for the user: {outcome.end}\n{last}")
+            break
+        self.say(f"END {outcome.end}")
+        outcome.happened = self.chaos.happened
+        outcome.seconds, outcome.rounds = self.loop.time(), self.loop.rounds
+        outcome.violations += [*self._ended_well(), *seams.NOW.taken]
+
+    def _ended_well(self) -> Iterator[str]:
+        if self.outcome.end == "done":
+            yield from invariants.check_prompts(
+                self.trained, self.saved, sum(self.dropped.values()), sum(self.given_up.values())
+            )
+        elif reason := invariants.must_finish(self.plan, self.outcome.happened):
+            yield f"the run stopped, {reason}: {self.outcome.end}"
+
+    def _bury(self) -> None:
+        seams.NOW.life.dead = True
+        self.loop.cancel_all()
+        self.broadcasts.gone(None)
+
+    def close(self) -> None:
+        """Nothing of this run goes on."""
+        seams.NOW.life.dead = True
+        for node in self.nodes:
+            node.server.stop()
+        with contextlib.suppress(Killed, Stuck):
+            self.loop.cancel_all()
+        self.loop._ready.clear()  # type: ignore[attr-defined]
+        self.loop.close()
+
+    # one life of the trainer
+
+    def _live(self) -> None:
+        saved, plan, config = self.saved, self.plan, self.config
+        seams.NOW.life = Life()
+        trainer = SimTrainer(dict(saved.weights), saved.step)
+        seams.NOW.trainer = trainer
+        self.digests = {v: d for v, d in self.digests.items() if v < saved.step} | {saved.step: trainer.digest}
+        for record in (self.trained, self.dropped, self.given_up):
+            for step in [s for s in record if s >= saved.step]:
+                del record[step]
+        engine = build_engine(config, _INPUTS, trainer, _PLATFORM, connect_servers(config), None)
+        publisher = build_publisher(config, _INPUTS, trainer, engine, _PLATFORM)
+        publisher._sync._transport = self.broadcasts
+        publisher._probe._expected["enough_tokens"] = 1  # one answer says enough where all numbers are exact
+        session = self._session(trainer, self._counting(engine))
+        self._publish(publisher)
+        while session.step < plan.steps:
+            self._step(session, trainer, publisher)
+
+    def _session(self, trainer: SimTrainer, engine: Any) -> Any:
+        prefetch, carry = Prefetch(self.plan.staleness, torch.device("cpu")), Carry()
+        prefetch.restore(list(self.saved.batches))
+        carry.restore(self.saved.carried, 1)
+        return SimpleNamespace(
+            config=self.config,
+            inputs=_INPUTS,
+            trainer=trainer,
+            groups=SimTrainer.groups,
+            engine=engine,
+            scorer=Scorer(),
+            prefetch=prefetch,
+            carry=carry,
+            step=self.saved.step,
+            cursor=self.saved.cursor,
+        )
+
+    def _counting(self, engine: Any) -> Any:
+        """The engine, with a count of the groups that a stop gives up for good."""
+        first = engine.generate_first
+
+        def generate_first(prompts: Any, keys: Any, siblings: Any, params: Any, enough: Any, keep: Any) -> Any:
+            found = first(prompts, keys, siblings, params, enough, keep)
+            lost = sum(groups is None and key not in keep for key, groups in zip(keys, found, strict=True))
+            self._given_up_now += lost
+            return found
+
+        engine.generate_first = generate_first
+        return engine
+
+    _given_up_now = 0
+
+    def _publish(self, publisher: Any) -> None:
+        for text in publisher.publish():
+            self.say(f"published: {text}")
+
+    def _step(self, session: Any, trainer: SimTrainer, publisher: Any) -> None:
+        self._given_up_now = 0
+        collected = collect_rollouts(session, Clock())
+        wrong = self._examine(collected, session.step)
+        self._guard(collected, trainer, wrong)
+        self.trained[session.step] = [int(group.prompt.prompt_id) for group in collected.groups]
+        self.dropped[session.step] = collected.num_dropped
+        self.given_up[session.step] = self._given_up_now
+        self.say(f"step {session.step} trains on {self.trained[session.step]}")
+        self.loop.run(asyncio.sleep(self.plan.train_seconds))
+        # Another life learns something else from the same prompts.
+        trainer.learn([self.outcome.lives, *([r.completion.token_ids for r in g.rollouts] for g in collected.groups)])
+        session.prefetch.wait(Clock())
+        self.digests[trainer.policy_version] = trainer.digest
+        self._publish(publisher)
+        session.step += 1
+        if session.step % self.plan.save_every and session.step < self.plan.steps:
+            return
+        self.saved = Saved(
+            session.step,
+            session.cursor,
+            dict(trainer.weights),
+            [list(groups) for groups in session.carry.groups],
+            session.prefetch.ready(),
+        )
+
+    def _guard(self, collected: Collected, trainer: SimTrainer, wrong: list[str]) -> None:
+        """The guard of the first update, as ``loop.update_policy`` has it; what it lets through has trained."""
+        dropped = dropped_tokens(collected.groups)
+        share = float(dropped.numerator) / max(float(dropped.denominator), 1.0)
+        on_policy = max(collected.token_ages, default=0) == 0
+        guard = FirstUpdateGuard.of(self.config, dropped=share, on_policy=on_policy)
+        try:
+            guard({"abs_prob_diff": trainer.difference(collected.groups)})
+        except TrainingStopped:
+            self.outcome.guard_only = wrong
+            if not wrong:
+                self.outcome.violations.append("the guard stopped a step in which nothing was wrong")
+            raise
+        unseen = invariants.unseen(wrong, self.chaos.happened, on_policy)
+        self.outcome.unseen += unseen
+        self.outcome.violations += [text for text in wrong if text not in unseen]
+        for text in wrong:
+            self.say(f"WRONG {text}")
+
+    def _examine(self, collected: Collected, step: int) -> list[str]:
+        plan = self.plan
+        age = plan.partial if plan.stopping else plan.staleness
+        versions = range(max(0, step - age), step + 1)
+        wrong = list(invariants.check_groups(collected.groups, plan.siblings, plan.prompts))
+        for group in collected.groups:
+            for rollout in group.rollouts:
+                self.outcome.tokens += len(rollout.completion.token_ids)
+                for text in invariants.check_completion(group.prompt, rollout.completion, self.digests, versions, plan):
+                    wrong.append(f"step {step}, prompt {group.prompt.prompt_id}: {text}")
+        return wrong

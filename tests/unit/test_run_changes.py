@@ -1,0 +1,107 @@
+"""Which keys a resumed run may change: every key of the configuration has a class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.run.changes import CLASSES, changes_between, check_changes, class_of
+from tests.unit.configs import config
+
+FREE = {
+    *("run.output_dir", "run.overwrite", "run.threads_per_rank", "run.timeout_minutes", "run.hang_minutes"),
+    *("reward.timeout_seconds", "reward.num_workers", "reward.async_concurrency"),
+}
+"""What does not change results, of the sections that have both kinds."""
+
+
+def keys(model: Any = Config, prefix: str = "") -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            found += keys(field.annotation, f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def test_every_key_has_a_class_and_every_pattern_a_key() -> None:
+    from fnmatch import fnmatchcase
+
+    first = {key: next((p for p in CLASSES if fnmatchcase(key, p)), None) for key in keys()}
+    assert not [key for key, pattern in first.items() if pattern is None]
+    assert not CLASSES.keys() - set(first.values()), "these patterns match nothing that an earlier one does not"
+    assert class_of("new_section.key") == "results"
+
+
+def test_in_sections_with_both_kinds_each_key_was_looked_at() -> None:
+    """A new key of ``run`` or ``reward`` has to be put into one class here."""
+    mixed = [key for key in keys() if key.split(".")[0] in ("run", "reward")]
+    assert {key for key in mixed if class_of(key) == "free"} == FREE
+    for section in ("model", "data", "loss", "train", "optimizer", "warmup", "eval"):
+        assert {class_of(key) for key in keys() if key.startswith(f"{section}.")} <= {"results", "fixed"}
+    for section in ("parallel", "checkpoint", "log", "rollout.servers", "rollout.weight_sync"):
+        assert {class_of(key) for key in keys() if key.startswith(f"{section}.")} == {"free"}
+
+
+def other(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return f"{value}-other"
+
+
+def test_a_change_of_any_key_is_seen_and_needs_the_flag_exactly_when_it_changes_results() -> None:
+    base = config(optimizer={"lr_decay_style": "linear"})
+    for key in keys():
+        before = base.model_dump(mode="json")
+        *sections, name = key.split(".")
+        table = before
+        for section in sections:
+            table = table[section]
+        table[name] = other(table[name])
+        (change,) = changes_between(before, base)
+        assert change.key == key and change.kind == class_of(key)
+        if change.kind == "results":
+            with pytest.raises(CheckpointError, match=f"  {key}: .* -> "):
+                check_changes([change], Path("step_000001"), accepted=False)
+        else:
+            check_changes([change], Path("step_000001"), accepted=False)
+        check_changes([change], Path("step_000001"), accepted=True)
+
+
+def test_all_changed_keys_are_named_at_once() -> None:
+    before = config().model_dump(mode="json")
+    now = config(loss={"name": "grpo"}, rollout={"temperature": 0.5}, model={"transformer": {"x": 1}})
+    with pytest.raises(CheckpointError) as caught:
+        check_changes(changes_between(before, now), Path("step_000001"), accepted=False)
+    lines = [line.strip() for line in str(caught.value).splitlines()[1:-1]]
+    assert lines == [
+        "loss.name: 'dppo_binary_tv' -> 'grpo'",
+        "model.transformer.x: None -> 1",
+        "rollout.temperature: 1.0 -> 0.5",
+    ]
+
+
+def test_a_longer_run_is_free_only_when_no_schedule_ends_with_it() -> None:
+    for style, kind in (("constant", "free"), ("linear", "results"), ("cosine", "results")):
+        optimizer = {"lr": 1e-3, "lr_decay_style": style}
+        before = config(optimizer=optimizer, run={"output_dir": "out", "num_steps": 10})
+        now = config(optimizer=optimizer, run={"output_dir": "out", "num_steps": 20})
+        assert [c.kind for c in changes_between(before.model_dump(mode="json"), now)] == [kind]
+
+
+def test_a_key_that_an_older_version_did_not_have_counts_as_its_default() -> None:
+    before = config().model_dump(mode="json")
+    del before["checkpoint"]["accept_changes"], before["train"]["mask_truncated"]
+    before["train"]["of_the_past"] = 3
+    changes = changes_between(before, config(train={"mask_truncated": True}))
+    assert [(c.key, c.old, c.new, c.kind) for c in changes] == [
+        ("train.mask_truncated", False, True, "results"),
+        ("train.of_the_past", 3, None, "results"),
+    ]

@@ -1,0 +1,129 @@
+"""One run at a time in a folder, by real processes: refused, killed, stopped, on another machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.run.lock import LOCK, FolderLock, this_process
+
+ROOT = Path(__file__).parents[2]
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from megatron_dppo.run.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+if os.fork() == 0:  # as a writer or a reward worker of the run does
+    time.sleep(60)
+    os._exit(0)
+print("held", flush=True)
+sys.stdin.readline()
+lock.release()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds ``tmp_path``, in a session of its own with a child."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_second_run_is_refused_with_host_and_process_and_the_lock_goes_with_its_owner(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    for stopped in (False, True):
+        if stopped:
+            holder.send_signal(signal.SIGSTOP)
+        with pytest.raises(ConfigError, match=rf"in use by another run: process {holder.pid} on .*delete .*{LOCK}"):
+            FolderLock(tmp_path)
+    holder.kill()
+    holder.wait()  # its child lives on
+    lock = FolderLock(tmp_path)
+    assert f"process {holder.pid} on " in lock.note and "is gone" in lock.note
+    lock.release()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_released_folder_is_free_and_says_nothing(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    assert holder.stdin is not None
+    holder.stdin.write("\n")
+    holder.stdin.flush()
+    holder.wait()
+    lock = FolderLock(tmp_path)
+    assert lock.note == ""
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+        FolderLock(tmp_path)  # of the same process, for which the kernel's lock is no obstacle
+    lock.release()
+
+
+def test_a_process_id_that_was_used_again_does_not_hold_the_folder(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text(json.dumps(this_process() | {"born": "1"}))
+    lock = FolderLock(tmp_path)
+    assert "is gone" in lock.note
+    lock.release()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": "a"}', "\0" * 100])
+def test_a_lock_file_that_says_nothing_is_taken(tmp_path: Path, text: str) -> None:
+    (tmp_path / LOCK).write_text(text)
+    FolderLock(tmp_path).release()
+
+
+def test_an_owner_on_another_machine_holds_the_folder_as_long_as_it_gives_signs_of_life(tmp_path: Path) -> None:
+    owner = {"host": "node7", "machine": "another", "pid": 5, "born": "9"}
+    file, stop = tmp_path / LOCK, threading.Event()
+
+    def live() -> None:
+        beat = 0
+        while not stop.wait(0.05):
+            beat += 1
+            file.write_text(json.dumps(owner | {"beat": beat}))
+
+    file.write_text(json.dumps(owner))
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="process 5 on node7"):
+            FolderLock(tmp_path, watch_seconds=20)
+    finally:
+        stop.set()
+        thread.join()
+    lock = FolderLock(tmp_path, watch_seconds=0.5)
+    assert "node7" in lock.note and "is gone" in lock.note
+    lock.release()
+
+
+def test_the_owner_gives_signs_of_life(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, heartbeat_seconds=0.02)
+    first, end = (tmp_path / LOCK).read_bytes(), time.monotonic() + 20
+    while (tmp_path / LOCK).read_bytes() == first:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    lock.release()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        FolderLock(tmp_path)
