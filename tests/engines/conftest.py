@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.calls import call
 from tests.engines.servers import Engine, start_sglang, start_vllm, stop_engine, wait_ready
 from tests.engines.tiny import Reference, make_tiny
 
@@ -33,11 +34,18 @@ def new_model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(make_tiny(tmp_path_factory.mktemp("models") / "new", seed=1))
 
 
+def with_weights_of(engine: Engine, model: Reference) -> Engine:
+    """The server as if nobody had used it: a test before may have given it other weights, with a version of its own."""
+    if call(engine, lambda server: server.info()).policy_version != -1:
+        call(engine, lambda server: server.update_from_disk(str(model.folder), -1))
+    return engine
+
+
 @pytest.fixture(scope="session", params=SGLANG_VERSIONS)
-def sglang(
+def sglang_server(
     request: pytest.FixtureRequest, old_model: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    """A server of each supported version of SGLang."""
+    """One of each supported version."""
     log = tmp_path_factory.mktemp("sglang") / "log"
     engine = start_sglang(old_model.folder, log, "--enable-return-routed-experts", version=request.param)
     try:
@@ -46,14 +54,26 @@ def sglang(
         stop_engine(engine)
 
 
+@pytest.fixture
+def sglang(sglang_server: Engine, old_model: Reference) -> Engine:
+    """A server of each supported version of SGLang, with the old weights."""
+    return with_weights_of(sglang_server, old_model)
+
+
 @pytest.fixture(scope="session")
-def vllm(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """A server as it should be started."""
+def vllm_server(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One as it should be started."""
     engine = start_vllm(old_model.folder, tmp_path_factory.mktemp("vllm") / "log")
     try:
         yield wait_ready(engine)
     finally:
         stop_engine(engine)
+
+
+@pytest.fixture
+def vllm(vllm_server: Engine, old_model: Reference) -> Engine:
+    """A server as it should be started, with the old weights."""
+    return with_weights_of(vllm_server, old_model)
 
 
 @pytest.fixture(scope="session")
