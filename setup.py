@@ -1,12 +1,17 @@
 """Package metadata; the tools' settings are in pyproject.toml."""
 
+import ast
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# Read, not imported: the package may need what is not installed yet.
+tree = ast.parse(Path(__file__).with_name("megatron_dppo").joinpath("__init__.py").read_text(encoding="utf-8"))
+(version,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__version__")
+
 setup(
     name="megatron-dppo",
-    version="0.1.0",
+    version=ast.literal_eval(version),
     description="DPPO post-training of mixture-of-experts language models on Megatron Core",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

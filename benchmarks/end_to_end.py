@@ -28,8 +28,8 @@ from typing import Any
 
 from cpu_meter import Reading, run_metered
 
-from megatron_dppo.config_io import load_config
-from megatron_dppo.inputs import read_inputs
+from megatron_dppo.config.io import load_config
+from megatron_dppo.run.inputs import read_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "benchmarks" / "end_to_end.toml"

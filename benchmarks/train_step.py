@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_dppo.metrics import read_metrics
+from megatron_dppo.report.metrics import read_metrics
 
 PARTS = ("rollout", "reward", "waiting", "forward_backward", "optimizer", "publish", "overhead")
 MAX_OVERHEAD = 0.10

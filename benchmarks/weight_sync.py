@@ -77,9 +77,9 @@ def _status(field: str) -> float:
 
 def build_bridge(folder: Path, ranks: int) -> Any:
     """The policy on this rank's shards: experts over all ranks."""
-    from megatron_dppo.config import ModelConfig, ParallelConfig
+    from megatron_dppo.config.layout import resolve_parallel
+    from megatron_dppo.config.schema import ModelConfig, ParallelConfig
     from megatron_dppo.hf import model_shape, read_hf_config
-    from megatron_dppo.layout import resolve_parallel
     from megatron_dppo.mcore.compat import apply_shims
     from megatron_dppo.platform import Platform
 
@@ -100,10 +100,10 @@ def build_bridge(folder: Path, ranks: int) -> Any:
 
 def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     """One rank: send by every way, in the same order on all ranks."""
-    from megatron_dppo.config import WeightSyncConfig
+    from megatron_dppo.config.servers import WeightSyncConfig
     from megatron_dppo.hf import drain
     from megatron_dppo.rollout.sglang import SGLangServer
-    from megatron_dppo.weight_sync import WeightSync
+    from megatron_dppo.weights.sync import WeightSync
 
     ranks = int(os.environ["WORLD_SIZE"])
     bridge = build_bridge(folder, ranks)

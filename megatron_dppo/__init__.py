@@ -1,1 +1,59 @@
-"""DPPO post-training of mixture-of-experts language models on Megatron Core."""
+"""DPPO post-training of mixture-of-experts language models on Megatron Core.
+
+What is listed here is for use inside other trainers, and stays as it is within a minor version. It needs torch and
+pydantic alone, and is loaded when it is first asked for:
+
+    import megatron_dppo as md
+
+    output = md.dppo_loss(md.LossInputs(...), md.LossConfig(name="dppo_topk_tv"))
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.loss import LossConfig
+    from megatron_dppo.head.loss import dppo_head_loss
+    from megatron_dppo.losses.advantages import group_relative_advantages
+    from megatron_dppo.losses.policy_loss import dppo_loss, policy_loss
+    from megatron_dppo.parallel.vocab_logprobs import vocab_parallel_logprobs
+    from megatron_dppo.parallel.vocab_topk import vocab_parallel_topk
+    from megatron_dppo.types import LossInputs, LossOutput, TokenTargets
+
+__version__ = "0.1.0"
+__all__ = [
+    "LossConfig",
+    "LossInputs",
+    "LossOutput",
+    "TokenTargets",
+    "__version__",
+    "dppo_head_loss",
+    "dppo_loss",
+    "group_relative_advantages",
+    "policy_loss",
+    "vocab_parallel_logprobs",
+    "vocab_parallel_topk",
+]
+
+_MODULES = {
+    "LossConfig": "config.loss",
+    "LossInputs": "types",
+    "LossOutput": "types",
+    "TokenTargets": "types",
+    "dppo_head_loss": "head.loss",
+    "dppo_loss": "losses.policy_loss",
+    "group_relative_advantages": "losses.advantages",
+    "policy_loss": "losses.policy_loss",
+    "vocab_parallel_logprobs": "parallel.vocab_logprobs",
+    "vocab_parallel_topk": "parallel.vocab_topk",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_dppo.atomic_files import fsync
+from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.layout import ModelShape
+from megatron_dppo.files.atomic import fsync
 from megatron_dppo.types import RoutingShape
 
 WeightStream = Iterable[tuple[str, Tensor]]

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from megatron_dppo.cli.convert import conversion_parser, parallel_of, reporting_errors
-from megatron_dppo.conversion import open_converter
+from megatron_dppo.weights.conversion import open_converter
 
 LOGPROB_BOUNDS = {"fp32": 1e-4, "bf16": 0.25}
 

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from megatron_dppo.cli.convert import conversion_parser, parallel_of, reporting_errors
-from megatron_dppo.conversion import open_converter
 from megatron_dppo.platform import DTYPES
+from megatron_dppo.weights.conversion import open_converter
 
 
 @reporting_errors

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
 
 HEAD = """# Configuration
 
@@ -84,7 +84,7 @@ def section(name: str, model: type[BaseModel]) -> str:
             nested.append(section(f"{name}.{key}" if name else key, field.annotation))
         else:
             plain.append(row(key, field))
-    about = (model.__doc__ or "").strip().replace("``", "`")
+    about = (model.__doc__ or "").partition("\n\n    Example:")[0].strip().replace("``", "`")
     head = f"\n## [{name}]\n\n{about}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
     return (head + "\n".join(plain) + "\n" if plain else "") + "".join(nested)
 

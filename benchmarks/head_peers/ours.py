@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from head_peers.task import Statistics, Task, token_loss
-from megatron_dppo.parallel.fused_head import vocab_parallel_head_stats
-from megatron_dppo.parallel.fused_head_loss import dppo_head_loss
+from megatron_dppo.head.loss import dppo_head_loss
+from megatron_dppo.head.stats import vocab_parallel_head_stats
 from megatron_dppo.types import LossOutput
 
 

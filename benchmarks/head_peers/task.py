@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.head.stats import RowPlan
 from megatron_dppo.losses import policy_loss
-from megatron_dppo.parallel.fused_head import RowPlan
 from megatron_dppo.types import LossInputs, LossOutput, TokenTargets
 
 _ROWS = 64

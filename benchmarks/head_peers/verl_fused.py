@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from head_peers.shards import local, picked, reduced
 from head_peers.task import Statistics, Task
-from megatron_dppo.parallel.mixed_gemm import logits_into
+from megatron_dppo.head.mixed_gemm import logits_into
 
 FORWARD_VOCAB, BACKWARD_VOCAB = 1024, 9504
 

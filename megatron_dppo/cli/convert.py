@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 
 from megatron_dppo.cli.main import report_error
-from megatron_dppo.config import ParallelConfig
+from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.errors import UserError
 
 _SIZES = (

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_dppo.config_io import Read, dump_toml, unusable
-from megatron_dppo.errors import ConfigError
-from megatron_dppo.layout import describe
-from megatron_dppo.problems import Problems
-from megatron_dppo.resume import find_resume_point
+from megatron_dppo.config.io import Read, dump_toml, unusable
+from megatron_dppo.config.layout import describe
+from megatron_dppo.errors import ConfigError, Problems
 from megatron_dppo.run.preflight import Start, find_problems
+from megatron_dppo.run.resume import find_resume_point
 
 
 def dry_run(path: str | Path, found: Read, world_size: int | None) -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
+from megatron_dppo import __version__
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
 from megatron_dppo.errors import ConfigError, UserError
 
@@ -15,6 +19,7 @@ from megatron_dppo.errors import ConfigError, UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code (docs/launch.md has them all)."""
     parser = argparse.ArgumentParser(prog="megatron-dppo", description=__doc__)
+    parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="post-train a model by a configuration file", epilog=_OVERRIDES)
     add_train_arguments(train)
@@ -26,6 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "serve":
         return serve_or_report(options, overrides)
     return run_train(options, overrides)
+
+
+class _Version(argparse.Action):
+    """The package's version and what a report of a fault needs of the environment."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the versions of the package and what it stands on")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parts = [f"python {platform.python_version()}"]
+        for name in ("torch", "megatron-core", "transformers"):
+            with suppress(PackageNotFoundError):
+                parts.append(f"{name} {version(name)}")
+        print(f"megatron-dppo {__version__} ({', '.join(parts)})")
+        parser.exit()
 
 
 def serve_or_report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -64,7 +84,7 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
 def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Load the configuration, then train or, with ``--dry-run``, report everything that would stop the run."""
     from megatron_dppo.cli.dry_run import dry_run
-    from megatron_dppo.config_io import read_config, unusable
+    from megatron_dppo.config.io import read_config, unusable
 
     try:
         if options.world_size is not None and not options.dry_run:
@@ -74,7 +94,7 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             return dry_run(options.config, found, options.world_size)
         if found.problems or found.config is None:
             raise unusable(options.config, found.problems)
-        from megatron_dppo.loop import run
+        from megatron_dppo.run.loop import run
 
         return run(found.config)
     except UserError as error:

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     Raises:
         UserError: a wrong configuration, a server that does not start or ends.
     """
-    from megatron_dppo.config_io import load_config
+    from megatron_dppo.config.io import load_config
     from megatron_dppo.serving.command import check_engine, plan_servers
     from megatron_dppo.serving.gpus import visible_gpus
 
@@ -57,8 +57,8 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             gpus = plan.env.get("CUDA_VISIBLE_DEVICES")
             print(shlex.join(plan.argv) if gpus is None else f"CUDA_VISIBLE_DEVICES={gpus} {shlex.join(plan.argv)}")
         return 0
-    from megatron_dppo.run.processes import no_orphans
     from megatron_dppo.serving.processes import ServerGroup, StopRequest
+    from megatron_dppo.supervision.processes import no_orphans
 
     if options.urls_file is not None:
         options.urls_file.unlink(missing_ok=True)

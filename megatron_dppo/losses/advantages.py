@@ -16,6 +16,11 @@ def group_relative_advantages(
 ) -> Tensor:
     """Reward minus the mean of the siblings; ``std`` also divides by their standard deviation (GRPO).
 
+    Example:
+        >>> group_relative_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]))
+        tensor([[ 0.5000, -0.5000, -0.5000,  0.5000],
+                [ 0.0000,  0.0000,  0.0000,  0.0000]])
+
     Args:
         rewards: ``[groups, samples]`` float; one row holds the samples of one prompt.
         mode: ``mean`` (arXiv 2602.04879), ``std`` (arXiv 2402.03300; Bessel-corrected deviation plus 1e-4) or

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.policy_loss import policy_loss, supervised_loss
 from megatron_dppo.losses.topk import topk_sums
 from megatron_dppo.types import LossInputs, LossOutput

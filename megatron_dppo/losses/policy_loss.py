@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.loss_metrics import common_metrics, policy_metrics
 from megatron_dppo.losses.reduce import masked_sum, statistics_dtype
 from megatron_dppo.losses.rules import Decision, decide
@@ -28,6 +28,21 @@ _MAX_LOG_KL_RATIO = 20.0
 def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     """A DPPO loss, for use inside another trainer; arguments, result and errors are those of ``policy_loss``.
 
+    Example: the second of two tokens has moved 0.4 from its rollout probability, more than the 0.15 of DPPO-Binary-TV,
+    and would move on. It gets no gradient; the first gets minus its ratio 0.5 / 0.4.
+        >>> inputs = LossInputs(
+        ...     logprobs=torch.tensor([0.5, 0.9]).log().requires_grad_(),
+        ...     rollout_logprobs=torch.tensor([0.4, 0.5]).log(),
+        ...     advantages=torch.tensor([1.0, 1.0]),
+        ...     loss_mask=torch.tensor([True, True]),
+        ... )
+        >>> output = dppo_loss(inputs, LossConfig(name="dppo_binary_tv"))
+        >>> output.keep_mask
+        tensor([ True, False])
+        >>> output.loss_sum.backward()
+        >>> inputs.logprobs.grad
+        tensor([-1.2500,  0.0000])
+
     Raises:
         ValueError: also when ``config.name`` is not a ``dppo_*`` loss.
     """
@@ -39,6 +54,19 @@ def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     """The loss that ``config.name`` says, summed over the tokens of the loss mask; docs/loss.md has the formulas.
+
+    Example: PPO's clipping on the same two tokens as in ``dppo_loss``: both ratios, 1.25 and 1.8, against 1.28.
+        >>> inputs = LossInputs(
+        ...     logprobs=torch.tensor([0.5, 0.9]).log().requires_grad_(),
+        ...     rollout_logprobs=torch.tensor([0.4, 0.5]).log(),
+        ...     advantages=torch.tensor([1.0, 1.0]),
+        ...     loss_mask=torch.tensor([True, True]),
+        ... )
+        >>> output = policy_loss(inputs, LossConfig(name="ppo_clip"))
+        >>> output.keep_mask, output.loss_sum.detach()
+        (tensor([ True, False]), tensor(-2.5300))
+        >>> output.metrics["mask_fraction"].numerator, output.metrics["mask_fraction"].denominator
+        (tensor(1), tensor(2))
 
     Args:
         inputs: per-token tensors ``[T]``, log-probabilities in nats; values outside ``loss_mask`` may be anything, NaN

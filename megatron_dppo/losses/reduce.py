@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import Aggregation
+from megatron_dppo.config.loss import Aggregation
 
 
 def statistics_dtype(*tensors: Tensor) -> torch.dtype:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig, LossName
+from megatron_dppo.config.loss import LossConfig, LossName
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.reduce import per_sequence
 from megatron_dppo.losses.tokens import Tokens

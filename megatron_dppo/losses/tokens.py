@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.reduce import statistics_dtype
 from megatron_dppo.losses.topk import divergence_from_sums, evict, topk_kl, topk_tv
 from megatron_dppo.types import LossInputs

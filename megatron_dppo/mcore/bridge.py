@@ -12,8 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.layout import ModelShape
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.model import padded_vocab_size
 from megatron_dppo.parallel.groups import ParallelGroups

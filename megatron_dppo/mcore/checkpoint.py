@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dppo.atomic_files import write_synced
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.files.atomic import write_synced
 from megatron_dppo.mcore import checkpoint_folder, manifest
 from megatron_dppo.mcore.checkpoint_folder import STATE, checkpoint_name, checkpoints, read_state
 from megatron_dppo.mcore.finite import all_finite

@@ -14,8 +14,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.atomic_files import fsync, write_synced
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.files.atomic import fsync, write_synced
 
 STATE = "state.json"
 _STEP = re.compile(r"step_(\d{6,})")

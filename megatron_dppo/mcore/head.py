@@ -20,11 +20,11 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.head.loss import dppo_head_loss
+from megatron_dppo.head.row_plan import RowPlan
+from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.losses import Objective
 from megatron_dppo.parallel.context import ContextShard
-from megatron_dppo.parallel.fused_head import HeadStatistics, loss_inputs, vocab_parallel_head_stats
-from megatron_dppo.parallel.fused_head_loss import dppo_head_loss
-from megatron_dppo.parallel.row_plan import RowPlan
 from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.types import LossInputs, LossOutput, MicroBatch, TokenTargets
 

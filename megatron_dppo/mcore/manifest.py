@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_dppo.atomic_files import fsync, write_synced
+from megatron_dppo.files.atomic import fsync, write_synced
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dppo.layout import ModelShape
+from megatron_dppo.config.layout import ModelShape
 
 Join = Callable[[Sequence[Tensor], ModelShape], Tensor]
 Split = Callable[[Tensor, ModelShape], list[Tensor]]

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from megatron_dppo.config import ModelConfig
+from megatron_dppo.config.layout import Layout
+from megatron_dppo.config.schema import ModelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import model_shape, rope_theta
-from megatron_dppo.layout import Layout
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.moe import balance_coefficients
 from megatron_dppo.mcore.overrides import checked_overrides

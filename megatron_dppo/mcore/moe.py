@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 
-from megatron_dppo.layout import Layout
+from megatron_dppo.config.layout import Layout
 
 
 def balance_coefficients(overrides: dict[str, Any], layout: Layout) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_dppo.config import OptimizerConfig, ParallelConfig
+from megatron_dppo.config.schema import OptimizerConfig, ParallelConfig
 
 
 def wrap_for_training(

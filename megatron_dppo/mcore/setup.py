@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_dppo.layout import Layout
+from megatron_dppo.config.layout import Layout
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
 

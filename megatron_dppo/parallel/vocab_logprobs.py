@@ -67,6 +67,30 @@ def vocab_parallel_logprobs_and_entropy(
     return logprobs, entropy
 
 
+def vocab_parallel_logprobs(
+    logits: Tensor, labels: Tensor, *, group: ProcessGroup | None, vocab_size: int, temperature: float = 1.0
+) -> Tensor:
+    """Log-probability of each label, in nats, with gradient.
+
+    Example:
+        >>> logits = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
+        >>> vocab_parallel_logprobs(logits, torch.tensor([0, 2]), group=None, vocab_size=3).exp()
+        tensor([0.5000, 0.7000])
+
+    Args:
+        logits, labels, group, vocab_size, temperature: as in ``vocab_parallel_logprobs_and_entropy``.
+
+    Returns:
+        ``[T]`` in fp32, or in float64 for float64 logits; equal on all ranks of the group.
+
+    Raises:
+        ValueError: as in ``vocab_parallel_logprobs_and_entropy``.
+    """
+    return vocab_parallel_logprobs_and_entropy(
+        logits, labels, group=group, vocab_size=vocab_size, temperature=temperature
+    )[0]
+
+
 def statistics_at(
     logits: Tensor,
     labels: Tensor,

@@ -81,6 +81,12 @@ def vocab_parallel_topk(
     Ordered by logit, the lower id first where logits are equal; the order does not depend on the group, the temperature
     or the device. Entries of probability 0 come last, by id. Padding is never among them.
 
+    Example:
+        >>> logits = torch.tensor([[0.2, 0.5, 0.3, 9.0]]).log()  # the fourth column pads the vocabulary of three
+        >>> logprobs, ids = vocab_parallel_topk(logits, 2, group=None, vocab_size=3)
+        >>> ids, logprobs.exp()
+        (tensor([[1, 2]]), tensor([[0.5000, 0.3000]]))
+
     Args:
         logits: ``[T, V_local]`` this rank's shard, any float dtype.
         k: number of ids a row, from 1 to V; may be above V_local.

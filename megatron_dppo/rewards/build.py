@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rewards.shaping import Shaping

@@ -8,7 +8,16 @@ from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.types import Completion, Metric, Prompt, Rollout, RolloutGroup, SamplingParams, TrainingSample
+from megatron_dppo.types import (
+    Completion,
+    FinishReason,
+    Metric,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    TrainingSample,
+)
 
 
 def sample_completions(
@@ -88,6 +97,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [r for r in rollouts if not r.reward_failed]
     lengths = [len(r.completion.token_ids) for r in rollouts]
+    reasons = [r.completion.finish_reason for r in rollouts]
     flat = [len({r.reward for r in group.rollouts if not r.reward_failed}) < 2 for group in groups]
     sampled = sum(sum(r.completion.loss_mask or [True] * len(r.completion.token_ids)) for r in rollouts)
     kept = sum(int(s.loss_mask.sum()) for s in samples)
@@ -97,7 +107,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
         "reward_failed_fraction": Metric(len(rollouts) - len(scored), len(rollouts)),
         "response_length": Metric(sum(lengths), len(rollouts)),
         "response_length_max": Metric(max(lengths, default=0), kind="max"),
-        "truncated_fraction": Metric(sum(r.completion.finish_reason == "length" for r in rollouts), len(rollouts)),
+        **{f"finish/{reason}": Metric(reasons.count(reason), len(rollouts)) for reason in FinishReason},
         "groups_without_signal": Metric(sum(flat), len(groups)),
         "dropped_token_fraction": Metric(sampled - kept, sampled),
         "given_token_fraction": Metric(sum(lengths) - sampled, sum(lengths)),

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.errors import ContractBreach
 from megatron_dppo.rollout.server import GenerateRequest, Generation
+from megatron_dppo.types import FinishReason
 
 _SHOWN = 120
 """Characters of a wrong value in a message."""
@@ -99,12 +100,12 @@ class _Answer:
             self._breach("number of response tokens", length, f"at most {limit}")
         if len(given.logprobs) != length:
             self._breach("number of log-probabilities", len(given.logprobs), f"{length}, one a token")
-        if reason == "length" and length != limit:
+        if reason == FinishReason.LENGTH and length != limit:
             self._breach("finish reason", f"'length' after {length} tokens", f"{limit} tokens, or another reason")
-        if reason not in ("stop", "length", "abort"):
+        if reason not in tuple(FinishReason):
             self._breach("finish reason", repr(reason), "stop, length or abort")
-        if not length and reason != "abort":
-            self._breach("finish reason", f"{reason!r} without a token", "'abort', or tokens")
+        if not length and reason != FinishReason.ABORT:
+            self._breach("finish reason", f"'{reason}' without a token", "'abort', or tokens")
         edges = [0, *(span.end for span in given.versions)]
         whole = [span.start for span in given.versions] == edges[:-1] and edges[-1] == length
         if not whole or any(span.end <= span.start for span in given.versions):
@@ -125,7 +126,7 @@ class _Answer:
             self._breach(f"token {place}", f"the end token {inner[place]}", f"none before the last of {self._length}")
         echo = self._given.echo
         named = None if echo is None else echo.ended_by
-        if self._given.finish_reason == "stop":
+        if self._given.finish_reason == FinishReason.STOP:
             # A model folder may name end tokens that only the server reads; it says which one it found.
             if named is not None and named != last:
                 self._breach("last token", last, f"{named!r}, by which the server says that it ended")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.errors import ContractBreach, ServerError
-from megatron_dppo.types import VersionSpan
+from megatron_dppo.types import FinishReason, VersionSpan
 
 _SHOWN = 80
 _HIGHEST = 2**31 - 1
@@ -64,6 +64,13 @@ class Fields:
         if not isinstance(value, str):
             self.refuse(field, f"is {shown(value)}, expected a string")
         return value
+
+    def finish(self, value: Any, field: str) -> FinishReason:
+        """Why a response ended, by the name that both engines give it."""
+        if not isinstance(value, str) or value not in tuple(FinishReason):
+            *others, last = FinishReason
+            self.refuse(field, f"is {shown(value)}, expected {', '.join(others)} or {last}")
+        return FinishReason(value)
 
     def integer(self, value: Any, field: str) -> int:
         """A count or an id: 0 to 2^31 - 1."""

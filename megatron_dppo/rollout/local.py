@@ -80,7 +80,7 @@ class LocalEngine:
         tokens = decoded.tokens[row].tolist()
         end = next((i for i, token in enumerate(tokens) if token in self._eos), None)
         length = len(tokens) if end is None else end + 1
-        reason: FinishReason = "length" if end is None else "stop"
+        reason = FinishReason.LENGTH if end is None else FinishReason.STOP
         ids, logprobs = decoded.topk_ids, decoded.topk_logprobs
         return Completion(
             token_ids=tuple(tokens[:length]),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
-from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Generation:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """[R] at the sampling temperature"""
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
     """``abort``: stopped from outside; the tokens so far are good"""
     versions: tuple[VersionSpan, ...]
     """which weights sampled which of the R tokens, without gaps; version -1 = weights that are not one of ours"""

@@ -193,11 +193,11 @@ class ServerEngine:
             generation = await self._pool.generate(request, f"{sample.prompt.prompt_id}/{sample.params.seed}")
             sample.response.append_sampled(generation)
             sample.parts += 1
-            if generation.finish_reason != "abort":
+            if generation.finish_reason != FinishReason.ABORT:
                 return generation.finish_reason
             # An engine that is told to stop while it samples the end token says abort of what is complete.
             if generation.token_ids and generation.token_ids[-1] in (*self._end, *stop):
-                return "stop"
+                return FinishReason.STOP
             empty = 0 if generation.token_ids else empty + 1
             if empty > _EMPTY_ANSWERS:
                 raise ServerError(
@@ -207,7 +207,7 @@ class ServerEngine:
                 )
             if empty:
                 await asyncio.sleep(0.02 * 2**empty)
-        return "length"
+        return FinishReason.LENGTH
 
     def _completion(self, sample: _Sample) -> Completion:
         assert sample.reason is not None

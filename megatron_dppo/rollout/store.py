@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, VersionSpan
+from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
 
 _CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (Completion, Rollout, RolloutGroup)}
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -76,6 +76,8 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {"tensor": _keep(value.detach().cpu().contiguous(), tensors)}
     if isinstance(value, VersionSpan):
         return {"span": list(value)}
+    if isinstance(value, FinishReason):
+        return {"finish": str(value)}
     if isinstance(value, tuple):
         numbers = _as_tensor(value)
         if numbers is not None:
@@ -100,6 +102,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor], prompt: Prompt) -> Any:
         return tensors[content]
     if kind == "span":
         return VersionSpan(*content)
+    if kind == "finish":
+        return FinishReason(content)
     if kind == "tuple":
         rows = tensors[content].tolist()
         return tuple(tuple(row) if isinstance(row, list) else row for row in rows)

@@ -56,7 +56,7 @@ class Turns:
     ) -> None:
         self.prompt, self.params, self.tokenizer = prompt, params, tokenizer
         self._response, self._sample = response, sample
-        self._reason: FinishReason = "stop"
+        self._reason = FinishReason.STOP
         self.completion: Completion | None = None
         """what ``finish`` gave"""
 
@@ -80,7 +80,7 @@ class Turns:
         """
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
         start = len(self._response.tokens)
-        self._reason = "length" if limit <= 0 else await self._sample(limit, tuple(stop_token_ids))
+        self._reason = FinishReason.LENGTH if limit <= 0 else await self._sample(limit, tuple(stop_token_ids))
         tokens = tuple(self._response.tokens[start:])
         return Turn(tokens, self.tokenizer.decode(tokens, skip_special_tokens=True), self._reason)
 
@@ -93,7 +93,7 @@ class Turns:
         fits = tokens[: self.tokens_left]
         self._response.append_given(fits)
         if len(fits) < len(tokens):
-            self._reason = "length"
+            self._reason = FinishReason.LENGTH
         return len(fits)
 
     def finish(self, reward: float | None = None) -> Completion:

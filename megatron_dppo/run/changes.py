@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 
 Class = Literal["results", "free", "fixed"]

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.config import Config
-from megatron_dppo.disk import disk_errors, require_space
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import DiskError
+from megatron_dppo.files.disk import disk_errors, require_space
 from megatron_dppo.hf import drain, save_hf_folder
-from megatron_dppo.inputs import Inputs
 from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.run.inputs import Inputs
 
 if TYPE_CHECKING:
-    from megatron_dppo.trainer import PolicyTrainer
+    from megatron_dppo.policy.trainer import PolicyTrainer
 
 
 def export_hf(trainer: PolicyTrainer, inputs: Inputs, config: Config, target: Path, dtype: torch.dtype) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dppo.atomic_files import write_synced
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.files.atomic import write_synced
 from megatron_dppo.parallel.objects import agreed, is_leader
-from megatron_dppo.run.lock import FolderLock
+from megatron_dppo.supervision.lock import FolderLock
 
 MARKER = ".megatron_dppo_run.json"
 OLD = "old"

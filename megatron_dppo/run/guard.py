@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.types import Metric, RolloutGroup
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dppo.config import Config
-from megatron_dppo.disk import existing_parent, require_space
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.inputs import Inputs
+from megatron_dppo.files.disk import existing_parent, require_space
 from megatron_dppo.run.folder import OLD
+from megatron_dppo.run.inputs import Inputs
 
 _BYTES = {"fp32": 4, "bf16": 2}
 _OPTIMIZER_BYTES = 12

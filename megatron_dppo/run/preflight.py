@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from megatron_dppo.config import Config
-from megatron_dppo.engines import connect_servers, generate_function
-from megatron_dppo.errors import ConfigError, SeveralProblems, UserError
-from megatron_dppo.inputs import Inputs, read_inputs
-from megatron_dppo.metrics import require_sinks
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError, Problems, SeveralProblems, UserError
 from megatron_dppo.platform import Platform, require_devices
-from megatron_dppo.problems import Problems
+from megatron_dppo.report.metrics import require_sinks
 from megatron_dppo.rewards.build import build_scorer
+from megatron_dppo.run.engines import connect_servers, generate_function
 from megatron_dppo.run.folder import check_place
+from megatron_dppo.run.inputs import Inputs, read_inputs
 from megatron_dppo.run.output import output_problems, space_problems
 from megatron_dppo.run.servers import check_servers
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ServerError, UserError
-from megatron_dppo.inputs import Inputs
+from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.serving.checks import Needs, server_problems
 from megatron_dppo.serving.command import api_key
 

@@ -14,9 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.atomic_files import write_synced
-from megatron_dppo.config import Config
-from megatron_dppo.config_io import dump_toml
+from megatron_dppo.config.io import dump_toml
+from megatron_dppo.config.schema import Config
+from megatron_dppo.files.atomic import write_synced
 
 STARTS = "starts.jsonl"
 CONFIG = "config.toml"

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.routing import count_differences
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.errors import ContractBreach, ServerError
-from megatron_dppo.inputs import Inputs
 from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
 from megatron_dppo.rollout.probe import (
     Expectation,
@@ -25,10 +25,10 @@ from megatron_dppo.rollout.probe import (
 )
 from megatron_dppo.rollout.verdict import judge
 from megatron_dppo.types import TrainingSample
-from megatron_dppo.weight_sync import WeightSync
+from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from megatron_dppo.trainer import Packed, PolicyTrainer
+    from megatron_dppo.policy.trainer import Packed, PolicyTrainer
 
 _PROBE_TOKENS = 256
 """Enough to fill pages of the prefix cache, so that stale ones show."""
@@ -52,19 +52,23 @@ class Probe:
     Args:
         trainer: whose weights the servers should have.
         config: the whole configuration.
-        inputs: its prompts make the request.
+        hf_config: of the model, for its context and vocabulary.
+        tokenizer: of the model.
+        prompts: the first of them make the request.
     """
 
-    def __init__(self, trainer: PolicyTrainer, config: Config, inputs: Inputs) -> None:
+    def __init__(
+        self, trainer: PolicyTrainer, config: Config, hf_config: Any, tokenizer: Any, prompts: PromptDataset
+    ) -> None:
         self._trainer, self._config = trainer, config
-        rollout, context = config.rollout, inputs.hf_config.max_position_embeddings
+        rollout, context = config.rollout, hf_config.max_position_embeddings
         new_tokens = min(_NEW_TOKENS, rollout.max_new_tokens)
-        text, tokens = _long_prompt(inputs, min(_PROBE_TOKENS, context - new_tokens))
+        text, tokens = _long_prompt(tokenizer, prompts, min(_PROBE_TOKENS, context - new_tokens))
         coarse = "fp32" if rollout.dtype == config.model.dtype == "fp32" else "bf16"
         self._expected: dict[str, Any] = {
             "prompt": text,
             "prompt_token_ids": tokens,
-            "vocab_size": inputs.hf_config.vocab_size,
+            "vocab_size": hf_config.vocab_size,
             "temperature": rollout.temperature,
             "dtype": coarse,
             "topk_logprobs": config.loss.topk if config.loss.is_topk else 0,
@@ -188,12 +192,12 @@ def _together(found: _Columns, trainer: PolicyTrainer) -> list[Reading]:
     return result
 
 
-def _long_prompt(inputs: Inputs, most: int) -> tuple[str, tuple[int, ...]]:
+def _long_prompt(tokenizer: Any, prompts: PromptDataset, most: int) -> tuple[str, tuple[int, ...]]:
     """The first prompts one after the other, up to ``most`` tokens, at least one prompt."""
     text, tokens = "", tuple[int, ...]()
-    for i in range(len(inputs.train_prompts)):
-        longer = text + inputs.train_prompts[i].text
-        encoded = tuple(inputs.tokenizer.encode(longer, add_special_tokens=False))
+    for i in range(len(prompts)):
+        longer = text + prompts[i].text
+        encoded = tuple(tokenizer.encode(longer, add_special_tokens=False))
         if text and len(encoded) > most:
             break
         text, tokens = longer, encoded

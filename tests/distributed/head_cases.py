@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
-from megatron_dppo.parallel import HeadStatistics
-from megatron_dppo.parallel.fused_head import loss_inputs
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.head.stats import HeadStatistics, loss_inputs
 from megatron_dppo.types import LossInputs, TokenTargets
 
 SHARDS = 4

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.hf import build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
+from megatron_dppo.policy.update import Updater
 from megatron_dppo.types import LossInputs, TrainingSample
-from megatron_dppo.update import Updater
 from tests.distributed.parity import Case, build_trainer, config_for, gradient_reader, hf_reference, on_cpu
 from tests.distributed.plain_losses import plain_loss
 

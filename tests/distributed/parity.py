@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.clock import Clock
-from megatron_dppo.config import Config, LossConfig
+from megatron_dppo.config.layout import resolve_layout
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.schema import Config
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.hf import build_hf_model, model_shape, stream_model
-from megatron_dppo.layout import resolve_layout
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
+from megatron_dppo.policy.update import Updater
+from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import TrainingSample
-from megatron_dppo.update import Updater
 
 STEPS, SAMPLES = 3, 16
 LR, BETAS, EPS, CLIP = 1e-2, (0.9, 0.95), 1e-4, 1.0
@@ -165,7 +166,7 @@ def config_for(case: Case, dtype: str = "fp32", **sections: dict[str, Any]) -> C
 def build_trainer(case: Case, model: Any, platform: Platform, dtype: str, **sections: dict[str, Any]) -> Any:
     """A trainer with the weights of a transformers model; joins the process groups of the layout."""
     from megatron_dppo.mcore.setup import initialize_megatron
-    from megatron_dppo.trainer import DictWeights, PolicyTrainer
+    from megatron_dppo.policy.trainer import DictWeights, PolicyTrainer
 
     config = config_for(case, dtype, **sections)
     layout = resolve_layout(config, dist.get_world_size(), model_shape(model.config))

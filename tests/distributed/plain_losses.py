@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.types import LossInputs
 
 CLIP = (0.2, 0.28)

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.clock import Clock
-from megatron_dppo.config import TrainConfig
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.routing import compact_routes, is_missing, missing_rows
 from megatron_dppo.hf import build_hf_model, routing_shape, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
+from megatron_dppo.policy.update import Updater
+from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import TrainingSample
-from megatron_dppo.update import Updater
 from tests.distributed.objective import in_float64
 from tests.distributed.parity import (
     LOSS,

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.hf import build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
-from megatron_dppo.update import Updater
+from megatron_dppo.policy.update import Updater
 from tests.distributed.objective import (
     TEMPERATURE,
     in_float64,

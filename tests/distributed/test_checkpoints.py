@@ -66,7 +66,7 @@ def put(file: Path, data: bytes | None) -> None:
 
 
 def check_every_damage(trainer: Any, folder: Path) -> None:
-    from megatron_dppo.resume import newest_usable
+    from megatron_dppo.run.resume import newest_usable
 
     older, newest = folder / "step_000001", folder / "step_000002"
     assert newest_usable(folder) == (newest, [])
@@ -90,7 +90,7 @@ def check_every_damage(trainer: Any, folder: Path) -> None:
 
 def check_loads_without_manifest(trainer: Any, folder: Path) -> None:
     """What Megatron finds by itself is a CheckpointError too; it derives some errors from BaseException."""
-    from megatron_dppo.resume import newest_usable
+    from megatron_dppo.run.resume import newest_usable
 
     newest = folder / "step_000002"
     manifest = (newest / "manifest.json").read_bytes()
@@ -114,7 +114,7 @@ def check_loads_without_manifest(trainer: Any, folder: Path) -> None:
 
 def check_nothing_is_run(trainer: Any, folder: Path) -> None:
     from megatron_dppo.mcore.manifest import hash_files, list_files, write_manifest
-    from megatron_dppo.resume import newest_usable
+    from megatron_dppo.run.resume import newest_usable
 
     newest, trap = folder / "step_000002", folder / "trap"
     evil = pickle.dumps(Evil(trap))
@@ -147,7 +147,7 @@ def check_nothing_is_run(trainer: Any, folder: Path) -> None:
 
 def check_finite_weights_are_kept(trainer: Any, folder: Path) -> None:
     from megatron_dppo.mcore.checkpoint_folder import checkpoints
-    from megatron_dppo.resume import newest_usable
+    from megatron_dppo.run.resume import newest_usable
 
     weight = next(iter(trainer.models[0].parameters()))
     before = weight.data.flatten()[0].clone()
@@ -174,7 +174,7 @@ def check_finite_weights_are_kept(trainer: Any, folder: Path) -> None:
 
 
 def check_no_good_one(trainer: Any, folder: Path) -> None:
-    from megatron_dppo.resume import newest_usable
+    from megatron_dppo.run.resume import newest_usable
 
     put(folder / "step_000007/common.pt", b"")
     with pytest.raises(CheckpointError, match=r"can be continued from:\n  step_000007: common.pt has 0 bytes"):

@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.head import loss as fused_head_loss
+from megatron_dppo.head.loss import dppo_head_loss
+from megatron_dppo.head.row_plan import RowPlan
+from megatron_dppo.head.stats import HeadStatistics, vocab_parallel_head_stats
+from megatron_dppo.head.sums import SlotSums
 from megatron_dppo.losses import policy_loss, topk_sums
-from megatron_dppo.parallel import HeadStatistics, RowPlan, dppo_head_loss, fused_head_loss, vocab_parallel_head_stats
-from megatron_dppo.parallel.head_sums import SlotSums
 from megatron_dppo.types import LossOutput
 from tests.distributed.collectives import recorded_collectives
 from tests.distributed.head_cases import (

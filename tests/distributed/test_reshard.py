@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_dppo.hf import stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
-from megatron_dppo.update import Updater
+from megatron_dppo.policy.update import Updater
 from tests.distributed.parity import (
     LOSS,
     STEPS,

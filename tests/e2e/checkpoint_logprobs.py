@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.config_io import load_config
+from megatron_dppo.config.io import load_config
+from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.data.packing import pack
 from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config
-from megatron_dppo.layout import resolve_layout
 from megatron_dppo.platform import Platform
 from megatron_dppo.types import TrainingSample
 
@@ -23,7 +23,7 @@ def compare(rank: int, world_size: int, run: str, reference: str) -> None:
     apply_shims(platform)
     from megatron_dppo.mcore.checkpoint import checkpoints
     from megatron_dppo.mcore.setup import initialize_megatron
-    from megatron_dppo.trainer import PolicyTrainer
+    from megatron_dppo.policy.trainer import PolicyTrainer
 
     config = load_config(Path(run) / "config.toml")
     hf_config = read_hf_config(config.model.path)

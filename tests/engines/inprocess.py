@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.layout import resolve_layout
+from megatron_dppo.config.schema import Config
 from megatron_dppo.hf import model_shape, read_hf_config, stream_model
-from megatron_dppo.layout import resolve_layout
 from megatron_dppo.platform import Platform
 from tests.engines.tiny import make_tiny
 
@@ -36,7 +36,7 @@ def _groups(layout: Any) -> Any:
 def trainer_of(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
     """A one-process trainer that replays routes and needs a Top-K; the process group must be there."""
     platform = prepare()
-    from megatron_dppo.trainer import PolicyTrainer
+    from megatron_dppo.policy.trainer import PolicyTrainer
 
     rollout = {"prompts_per_step": 8, "samples_per_prompt": 2, "max_new_tokens": 64}
     config = Config.model_validate(
@@ -66,7 +66,7 @@ def trainer_of(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
 
 def weights_of(folder: Path) -> Any:
     """A source for the trainer's bridge."""
-    from megatron_dppo.trainer import DictWeights
+    from megatron_dppo.policy.trainer import DictWeights
 
     return DictWeights(stream_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
 

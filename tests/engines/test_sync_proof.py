@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from megatron_dppo.config import WeightSyncConfig
+from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.rollout.attempt import SyncResult
 from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.rollout.vllm import VLLMServer
-from megatron_dppo.weight_sync import WeightSync
+from megatron_dppo.weights.sync import WeightSync
 from tests.engines.proxy import Exchange, Proxy
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
 from tests.engines.tiny import Reference

@@ -16,13 +16,13 @@ import psutil
 import pytest
 import torch
 
-from megatron_dppo.config import WeightSyncConfig
+from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.rollout.fields import policy_version
 from megatron_dppo.rollout.http import Deadlines
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.sglang import SGLangServer
-from megatron_dppo.weight_sync import WeightSync
+from megatron_dppo.weights.sync import WeightSync
 from tests.e2e.runs import CONFIG, command, environment, records, train
 from tests.engines.lies import generation_lie, nan_logprobs, shifted_topk
 from tests.engines.proxy import Proxy

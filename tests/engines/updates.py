@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from megatron_dppo.parallel.transfer_group import (
+from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
+from megatron_dppo.weights.transfer_group import (
     broadcast_bucket,
     close_transfer_group,
     flatten_bucket,
     open_transfer_group,
 )
-from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
 from tests.engines.servers import free_port
 from tests.engines.tiny import Reference
 
@@ -65,7 +65,7 @@ def off(model: Reference, answer: Generation, prompt: tuple[int, ...]) -> float:
 def vanishing_trainer(host: str, port: int, name: str) -> subprocess.Popen:
     """A trainer of its own process that opens a group of two and waits to be killed."""
     program = (
-        "import sys; from megatron_dppo.parallel.transfer_group import open_transfer_group as g; "
+        "import sys; from megatron_dppo.weights.transfer_group import open_transfer_group as g; "
         f"g({host!r}, {port}, name={name!r}, rank=0, world_size=2, backend='gloo'); print('in'); sys.stdin.read()"
     )
     return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

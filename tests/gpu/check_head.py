@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_dppo.parallel import dppo_head_loss, row_kernels, vocab_parallel_head_stats
+from megatron_dppo.head import row_kernels
+from megatron_dppo.head.loss import dppo_head_loss
+from megatron_dppo.head.stats import vocab_parallel_head_stats
 from megatron_dppo.types import LossInputs, LossOutput, TokenTargets
 from tests.gpu.checks import Result
 

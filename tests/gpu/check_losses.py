@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig, LossName
+from megatron_dppo.config.loss import LossConfig, LossName
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.types import LossInputs, LossOutput
 from tests.gpu.checks import Result

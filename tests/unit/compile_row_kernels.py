@@ -19,8 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_dppo.parallel.row_kernels_triton import NUM_WARPS, constants, id_slots
-from megatron_dppo.parallel.triton_kernels import gradient_kernel, statistics_kernel
+from megatron_dppo.head.row_kernels_triton import NUM_WARPS, constants, id_slots
+from megatron_dppo.head.triton_kernels import gradient_kernel, statistics_kernel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PAIRS = (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dppo.config import Config
-from megatron_dppo.config_io import validate
+from megatron_dppo.config.io import validate
+from megatron_dppo.config.schema import Config
 
 
 def minimal() -> dict[str, Any]:

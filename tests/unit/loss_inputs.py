@@ -7,7 +7,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig, LossName
+from megatron_dppo.config.loss import LossConfig, LossName
 from megatron_dppo.types import LossInputs, LossOutput
 
 NAMES: tuple[LossName, ...] = get_args(LossName)

@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 def gradient(logits: Tensor, row: Row, out: Tensor) -> Tensor:
-    from megatron_dppo.parallel.row_kernels_triton import row_gradient
+    from megatron_dppo.head.row_kernels_triton import row_gradient
 
     returned = row_gradient(logits, *row, out)
     assert returned is out

@@ -14,7 +14,7 @@ INF, NAN = math.inf, math.nan
 
 
 def statistics(*arguments: object) -> Tensor:
-    from megatron_dppo.parallel.row_kernels_triton import row_statistics
+    from megatron_dppo.head.row_kernels_triton import row_statistics
 
     return row_statistics(*arguments)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_dppo.config import Aggregation, LossConfig
+from megatron_dppo.config.loss import Aggregation, LossConfig
 from megatron_dppo.losses import BatchTotals, policy_loss, sequence_weight, token_weights
 from tests.unit.loss_inputs import make_inputs
 

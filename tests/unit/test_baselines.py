@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses import BatchTotals, mismatch_keep_mask, policy_loss, token_weights
 from tests.unit.loss_inputs import NAMES, loss_config, make_inputs, value
 

@@ -8,8 +8,9 @@ from typing import Any, get_args
 import pytest
 import tomli_w
 
-from megatron_dppo.config import Config, LossConfig, LossName
-from megatron_dppo.config_io import dump_toml, load_config, validate
+from megatron_dppo.config.io import dump_toml, load_config, validate
+from megatron_dppo.config.loss import LossConfig, LossName
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from tests.unit.configs import config, minimal
 

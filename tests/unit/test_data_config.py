@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo import evaluation
 from megatron_dppo.cli.main import train_main
-from megatron_dppo.config import Config
-from megatron_dppo.config_io import dump_toml, load_config
+from megatron_dppo.config.io import dump_toml, load_config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.inputs import Inputs, read_inputs
-from megatron_dppo.metrics import reduce_metrics
+from megatron_dppo.report.metrics import reduce_metrics
+from megatron_dppo.run import evaluation
+from megatron_dppo.run.inputs import Inputs, read_inputs
 from megatron_dppo.types import Completion, Metric, Rollout, RolloutGroup
 from tests.unit.configs import config
 from tests.unit.data_files import LAYOUTS, write_jsonl, write_parquet
@@ -142,7 +142,7 @@ def test_a_mixed_file_is_refused_before_anything_starts(tmp_path: Path, capsys: 
 
 
 def test_the_sources_are_part_of_what_a_checkpoint_must_agree_with(tmp_path: Path) -> None:
-    from megatron_dppo.resume import run_identity
+    from megatron_dppo.run.resume import run_identity
 
     identities = []
     for label in ("2", "3"):

@@ -16,12 +16,12 @@ from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import DataError
-from megatron_dppo.evaluation import record_answers
-from megatron_dppo.metrics import read_metrics
+from megatron_dppo.report.metrics import read_metrics
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.worker import Worker
 from megatron_dppo.rollout.store import load_groups, save_groups
+from megatron_dppo.run.evaluation import record_answers
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 
 MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"

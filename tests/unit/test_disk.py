@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dppo import disk
 from megatron_dppo.cli.main import report_error
-from megatron_dppo.disk import disk_errors, in_words, require_space
 from megatron_dppo.errors import DiskError, UserError
-from megatron_dppo.evaluation import record_answers
+from megatron_dppo.files import disk
+from megatron_dppo.files.disk import disk_errors, in_words, require_space
 from megatron_dppo.hf import build_hf_model, read_hf_config, save_hf_folder, stream_model
-from megatron_dppo.metrics import MetricsWriter, read_metrics
+from megatron_dppo.report.metrics import MetricsWriter, read_metrics
+from megatron_dppo.run.evaluation import record_answers
 
 MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config_io import dump_toml, load_config, validate
-from megatron_dppo.layout import ModelShape, resolve_layout
+from megatron_dppo.config.io import dump_toml, load_config, validate
+from megatron_dppo.config.layout import ModelShape, resolve_layout
 from megatron_dppo.serving.command import plan_servers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
-from megatron_dppo.carried import Carried, Carry
-from megatron_dppo.clock import Clock
+from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.server_engine import ServerEngine
-from megatron_dppo.sampling import Collected, collect_rollouts
+from megatron_dppo.run.stream.carried import Carried, Carry
+from megatron_dppo.run.stream.sampling import Collected, collect_rollouts
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.unit.configs import config
 from tests.unit.fake_servers import END, FakeServer
@@ -179,7 +179,7 @@ def test_ranks_take_new_prompts_one_after_the_other_whatever_each_carries(monkey
         barrier.wait(10)
         return values
 
-    monkeypatch.setattr("megatron_dppo.fastest.from_each", from_each)
+    monkeypatch.setattr("megatron_dppo.run.stream.fastest.from_each", from_each)
     runs = [run_with(Turtle({1: 1, 3: 1}), carry=2, dp=2, rank=rank) for rank in range(2)]
     found: dict[int, list[Collected]] = {}
     threads = [

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.parallel import HeadStatistics, RowPlan, vocab_parallel_head_stats
-from megatron_dppo.parallel.row_plan import default_chunk_tokens, gradient_rows
+from megatron_dppo.head.row_plan import RowPlan, default_chunk_tokens, gradient_rows
+from megatron_dppo.head.stats import HeadStatistics, vocab_parallel_head_stats
 from tests.distributed.head_cases import (
     LOGPROB_BOUND,
     HeadCase,

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.head.loss import dppo_head_loss
+from megatron_dppo.head.row_plan import RowPlan
+from megatron_dppo.head.stats import loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.losses import policy_loss, supervised_loss
-from megatron_dppo.parallel import RowPlan, dppo_head_loss, loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.types import LossInputs, LossOutput, Metric
 from tests.distributed.head_cases import (
     TOKEN_LOSSES,

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_dppo.config import LossName
+from megatron_dppo.config.loss import LossName
 from tests.gpu.checks import Result, run_check, table
 
 SCRIPT = Path(__file__).parents[1] / "gpu/run_all.sh"

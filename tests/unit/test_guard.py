@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_dppo.clock import Clock
-from megatron_dppo.config import TrainConfig
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.errors import ConfigError, TrainingStopped
+from megatron_dppo.policy.update import Updater
+from megatron_dppo.report.clock import Clock
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
-from megatron_dppo.update import Updater
 from tests.unit.configs import config
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo.head import loss as fused_head_loss
+from megatron_dppo.head.loss import dppo_head_loss
+from megatron_dppo.head.row_plan import chunks_in_flight
+from megatron_dppo.head.rows import Head
 from megatron_dppo.losses import policy_loss
-from megatron_dppo.parallel import dppo_head_loss, fused_head_loss
-from megatron_dppo.parallel.head_rows import Head
-from megatron_dppo.parallel.row_plan import chunks_in_flight
 from megatron_dppo.types import LossInputs, LossOutput
 from tests.distributed.head_cases import (
     TOKEN_LOSSES,

@@ -14,111 +14,65 @@ PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
 # vLLM's workers load what is in that folder, as modules of their own; the package imports the digests alone.
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.parent.name != "vllm_extension")
 
-_LOWER = {"config", "errors", "layout", "hf", "parallel", "platform", "types"}
-_TORCH_DISTRIBUTED = {
-    "parallel",
-    "mcore",
-    "metrics",
-    "trainer",
-    "session",
-    "session_state",
-    "run",
-    "resume",
-    "evaluation",
-    "stop_signal",
-    "conversion",
-    "update",
-    "weight_sync",
-    "weights",
-    "engines",
-}
+_TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "supervision", "policy", "weights", "run"}
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
-    # room: (our rooms, packages from elsewhere)
+    # room: (our rooms, packages from elsewhere); a room stands above all that it imports
     "errors": (set(), set()),
-    "atomic_files": (set(), set()),
-    "problems": ({"errors"}, set()),
-    "disk": ({"errors"}, set()),
-    "hf_weights": ({"errors", "hf"}, {"torch", "safetensors"}),
     "types": (set(), {"torch"}),
-    "config_section": (set(), {"pydantic"}),
-    "config_loss": ({"config_section"}, {"pydantic"}),
-    "config_servers": ({"config_section"}, {"pydantic"}),
-    "config_data": ({"config_section", "config_servers"}, {"pydantic"}),
-    "config": ({"config_data", "config_loss", "config_section", "config_servers"}, {"pydantic"}),
+    "parallel": (set(), {"torch"}),
+    "files": ({"errors"}, set()),
     "platform": ({"errors"}, {"torch"}),
-    "config_io": ({"config", "errors"}, {"pydantic", "pydantic_core", "tomli_w"}),
-    "layout": ({"config", "errors"}, set()),
-    "hf": ({"atomic_files", "errors", "layout", "types"}, {"torch", "safetensors", "transformers"}),
-    "metrics": ({"atomic_files", "errors", "problems", "types"}, {"torch", "wandb"}),
-    "losses": ({"types", "config"}, {"torch"}),
-    "parallel": ({"types"}, {"torch", "triton"}),
+    "config": ({"errors"}, {"pydantic", "pydantic_core", "tomli_w"}),
+    "head": ({"parallel", "types"}, {"torch", "triton"}),
     "data": ({"errors", "types"}, {"torch", "numpy", "transformers", "pyarrow", "datasets", "reasoning_gym"}),
+    "losses": ({"config", "types"}, {"torch"}),
+    "report": ({"errors", "files", "types"}, {"torch", "wandb", "matplotlib", "tqdm"}),
     "rewards": ({"config", "errors", "types"}, {"numpy", "math_verify", "reasoning_gym"}),
+    "serving": ({"config", "errors"}, set()),
+    "hf": ({"config", "errors", "files", "types"}, {"torch", "safetensors", "transformers"}),
+    "supervision": ({"config", "errors", "report"}, {"torch"}),
     "rollout": (
-        {"types", "errors", "data", "rewards", "hf"},
+        {"data", "errors", "hf", "rewards", "types"},
         {"aiohttp", "numpy", "torch", "transformers", "safetensors"},
     ),
-    "report": ({"metrics"}, {"matplotlib", "tqdm"}),
-    "mcore": (_LOWER | {"atomic_files", "losses", "problems"}, {"torch", "megatron", "transformer_engine"}),
-    "trainer": (_LOWER | {"data", "losses", "mcore", "metrics"}, {"torch"}),
-    "update": ({"clock", "config", "data", "losses", "parallel", "trainer", "types"}, {"torch"}),
-    "warmup": ({"atomic_files", "clock", "config", "data", "losses", "stop_signal", "trainer"}, set()),
-    "inputs": ({"config", "data", "errors", "hf", "hf_weights", "layout", "problems"}, set()),
-    "prefetch": ({"clock", "config", "rollout", "types"}, {"torch"}),
-    "weight_digests": ({"rollout", "serving"}, {"torch"}),
-    "weight_judge": ({"rollout", "weight_digests"}, set()),
-    "weight_proof": ({"rollout", "weight_digests", "weight_judge"}, {"torch"}),
-    "weight_sync": ({"config", "disk", "errors", "hf", "parallel", "rollout", "weight_proof"}, {"torch"}),
+    "mcore": (
+        {"config", "errors", "files", "head", "hf", "losses", "parallel", "platform", "types"},
+        {"torch", "megatron", "transformer_engine"},
+    ),
+    "policy": (
+        {
+            "config",
+            "data",
+            "errors",
+            "files",
+            "head",
+            "hf",
+            "losses",
+            "mcore",
+            "parallel",
+            "platform",
+            "report",
+            "types",
+        }
+        | {"supervision"},
+        {"torch"},
+    ),
     "weights": (
-        {"config", "data", "errors", "inputs", "parallel", "rollout", "trainer", "types", "weight_sync"},
-        {"torch"},
-    ),
-    "publish": (
-        {"config", "errors", "hf", "inputs", "parallel", "rollout", "trainer", "weight_sync", "weights"},
-        set(),
-    ),
-    "engines": (
-        {"config", "inputs", "parallel", "platform", "publish", "rollout", "serving", "trainer", "weight_sync"},
-        {"torch"},
-    ),
-    "carried": ({"types"}, set()),
-    "fastest": ({"carried", "clock", "parallel", "rollout", "session", "types"}, set()),
-    "session": (
-        _LOWER
-        | {"carried", "disk", "engines", "inputs", "mcore", "metrics", "prefetch", "publish", "report", "resume"}
-        | {"rewards", "rollout", "run", "stop_signal", "trainer", "warmup"},
-        {"torch"},
-    ),
-    "session_state": ({"disk", "mcore", "metrics", "parallel", "prefetch", "resume", "run", "session"}, {"torch"}),
-    "run": (
-        {"atomic_files", "clock", "config", "config_io", "disk", "engines", "errors", "hf", "inputs", "mcore"}
-        | {"metrics", "parallel", "platform", "problems", "rewards", "serving", "trainer", "types"},
-        {"numpy", "torch"},
-    ),
-    "resume": ({"config", "errors", "hf", "inputs", "mcore", "parallel", "run"}, {"torch"}),
-    "stop_signal": (set(), {"torch"}),
-    "clock": (set(), set()),
-    "evaluation": ({"atomic_files", "clock", "disk", "metrics", "parallel", "rollout", "session", "types"}, {"torch"}),
-    "sampling": ({"carried", "clock", "evaluation", "fastest", "parallel", "prefetch", "session", "types"}, set()),
-    "logbook": (
-        {"clock", "disk", "evaluation", "parallel", "platform", "report", "rollout", "run", "sampling", "session"}
+        {"config", "data", "errors", "files", "hf", "mcore", "parallel", "platform", "policy", "rollout", "serving"}
         | {"types"},
-        set(),
+        {"torch", "transformers"},
     ),
-    "loop": (
-        {"config", "data", "errors", "hf", "losses", "rollout", "types"}
-        | {"clock", "evaluation", "logbook", "report", "run", "sampling", "session", "session_state", "stop_signal"}
-        | {"update"},
-        {"torch"},
+    "run": (
+        {"config", "data", "errors", "files", "hf", "losses", "mcore", "parallel", "platform", "policy", "report"}
+        | {"rewards", "rollout", "serving", "supervision", "types", "weights"},
+        {"numpy", "torch", "safetensors"},
     ),
-    "conversion": (_LOWER | {"data", "mcore"}, {"torch", "transformers"}),
-    "serving": ({"config", "errors"}, set()),
-    "cli": ({"config", "config_io", "errors", "layout", "loop", "problems", "resume", "run", "serving"}, set()),
+    "cli": ({"__version__", "config", "errors", "run", "serving", "supervision"}, set()),
     "train": ({"cli"}, set()),
 }
 
 TRITON = ("row_kernels_triton", "triton_kernels")
-"""the modules of ``parallel`` that need Triton"""
+"""the modules of ``head`` that need Triton"""
 
 
 def room_of(file: Path) -> str:
@@ -166,12 +120,12 @@ def test_the_reader_of_imports_finds_each_form_of_a_forbidden_import() -> None:
         ("losses", "import torch.distributed as dist"),
         ("losses", "from megatron_dppo.errors import UserError"),
         ("losses", "from megatron_dppo import parallel"),
-        ("trainer", "class A:\n    def f(self):\n        import megatron.core"),
+        ("policy", "class A:\n    def f(self):\n        import megatron.core"),
         ("rollout", "from megatron_dppo.mcore.bridge import Bridge"),
         ("rollout", "import importlib\nimportlib.import_module('sglang.srt')"),
         ("rollout", "try:\n    import vllm\nexcept ImportError:\n    pass"),
         ("mcore", "from megatron_dppo.rollout import engine"),
-        ("types", "from megatron_dppo.config import Config"),
+        ("types", "from megatron_dppo.config.schema import Config"),
     ):
         assert forbidden(room, source), source
     assert not forbidden("mcore", "from megatron.core import parallel_state\nimport torch.distributed as dist")
@@ -205,11 +159,11 @@ def test_triton_is_imported_by_its_kernels_alone_and_those_only_when_they_are_ca
             for module in (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
         }
         if file.stem != "row_kernels_triton":
-            assert not {f"megatron_dppo.parallel.{name}" for name in TRITON} & at_import, file
+            assert not {f"megatron_dppo.head.{name}" for name in TRITON} & at_import, file
 
 
 def test_no_rooms_import_each_other_in_a_circle() -> None:
-    left = {room: set(ours) for room, (ours, _) in ROOMS.items()}
+    left = {room: ours & ROOMS.keys() for room, (ours, _) in ROOMS.items()}
     while left:
         free = [room for room, ours in left.items() if not ours & left.keys()]
         assert free, f"a circle among {sorted(left)}"
@@ -217,21 +171,26 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
             del left[room]
 
 
-def rooms_without_megatron() -> list[str]:
-    """Modules of the rooms from which no chain of top-level imports leads to mcore, by the files as they are."""
-    reach = {room: set[str]() for room in ROOMS}
+def name_of(file: Path) -> str:
+    return ".".join(("megatron_dppo", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def modules_without_megatron() -> list[str]:
+    """Modules from which no chain of top-level imports leads to mcore, by the files as they are."""
+    known = {name_of(file) for file in FILES}
+    reach = {name: set[str]() for name in known}
     for file in FILES:
         for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_dppo."):
-                reach.get(room_of(file), set()).add((node.module or "").split(".")[1])
-    heavy = {"mcore"}
-    while more := {room for room, used in reach.items() if used & heavy} - heavy:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_dppo"):
+                found = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+                reach[name_of(file)] |= found & known
+    heavy = {name for name in known if name.startswith("megatron_dppo.mcore")}
+    while more := {name for name, used in reach.items() if used & heavy} - heavy:
         heavy |= more
-    light = [file for file in FILES if room_of(file) not in {*heavy, "__init__", "train"} and file.stem not in TRITON]
-    return [".".join(("megatron_dppo", *f.relative_to(PACKAGE).with_suffix("").parts)) for f in light]
+    return sorted(name for name in known - heavy if name.split(".")[-1] not in (*TRITON, "train"))
 
 
-@pytest.mark.parametrize("modules", [["megatron_dppo"], rooms_without_megatron()], ids=["package", "light rooms"])
+@pytest.mark.parametrize("modules", [["megatron_dppo"], modules_without_megatron()], ids=["package", "light modules"])
 def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> None:
     program = (
         f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
@@ -244,9 +203,10 @@ def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> N
 
 
 def test_the_rooms_that_load_without_megatron_are_those_that_the_table_promises() -> None:
-    rooms = {name.split(".")[1] for name in rooms_without_megatron()}
-    promised = {"types", "config", "config_io", "platform", "errors", "layout", "hf", "metrics", "losses", "parallel"}
-    assert promised | {"data", "rewards", "rollout", "report", "cli", "serving"} <= rooms
+    light = set(modules_without_megatron())
+    heavy = {room_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
+    assert heavy == {"mcore", "policy", "run"}
+    assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.run.engines"} <= light
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.config.layout import Layout, ModelShape, describe, resolve_layout
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.layout import Layout, ModelShape, describe, resolve_layout
 from tests.unit.configs import config
 
 MOE = ModelShape(

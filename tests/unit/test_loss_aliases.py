@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.config import LOSS_ALIASES, LossConfig
+from megatron_dppo.config.loss import LOSS_ALIASES, LossConfig
 from tests.unit.test_loss_cases import CASES, run_case
 
 ALIASES = sorted(LOSS_ALIASES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.types import LossInputs, LossOutput
 from tests.unit.loss_inputs import topk_fields, value

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses import policy_loss
 from tests.unit.loss_inputs import NAMES, loss_config, make_inputs, value
 

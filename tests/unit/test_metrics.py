@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.metrics import MetricsWriter, read_metrics, reduce_metrics
+from megatron_dppo.report.metrics import MetricsWriter, read_metrics, reduce_metrics
 from megatron_dppo.types import Metric
 
 

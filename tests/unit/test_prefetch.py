@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.clock import Clock
 from megatron_dppo.errors import CheckpointError, ConfigError
-from megatron_dppo.prefetch import Batch, Prefetch, describe_batches, load_batches, save_batches, why_unusable
+from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.store import load_groups, save_groups
-from megatron_dppo.sampling import Collected, choose, collect_rollouts, oversampled
+from megatron_dppo.run.stream.prefetch import (
+    Batch,
+    Prefetch,
+    describe_batches,
+    load_batches,
+    save_batches,
+    why_unusable,
+)
+from megatron_dppo.run.stream.sampling import Collected, choose, collect_rollouts, oversampled
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams
 from tests.unit.configs import config
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo import disk
 from megatron_dppo.cli.main import train_main
-from megatron_dppo.config_io import read_config
+from megatron_dppo.config.io import read_config
 from megatron_dppo.errors import ConfigError, SeveralProblems, UserError
+from megatron_dppo.files import disk
 from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
-from megatron_dppo.hf_weights import check_weights_fit, parameter_count
 from megatron_dppo.run import preflight
+from megatron_dppo.run.hf_weights import check_weights_fit, parameter_count
 from megatron_dppo.run.preflight import Start, find_problems
 from megatron_dppo.run.servers import check_servers
 
@@ -219,7 +219,7 @@ def test_an_output_folder_below_a_file_is_told(dry: Any, tmp_path: Path) -> None
 
 
 def test_a_run_that_asks_for_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from megatron_dppo import metrics
+    from megatron_dppo.report import metrics
 
     monkeypatch.setattr(metrics, "require_wandb", lambda project: object())
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -338,7 +338,7 @@ def test_a_server_that_a_dead_trainer_left_paused_does_not_hold_up_the_next_one(
 
 
 def test_several_errors_are_one_error_whose_parts_are_told_once() -> None:
-    from megatron_dppo.problems import Problems
+    from megatron_dppo.errors import Problems
 
     problems = Problems()
     problems.add(SeveralProblems([ConfigError("a"), ConfigError("b\nc")]))

@@ -12,7 +12,7 @@ import psutil
 
 PROGRAM = """
 import os, signal, time
-from megatron_dppo.run.processes import no_orphans
+from megatron_dppo.supervision.processes import no_orphans
 with no_orphans():
     child = os.fork()
     if child == 0:

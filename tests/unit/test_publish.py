@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo import publish
-from megatron_dppo.config import WeightSyncConfig
+from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import PublishError
-from megatron_dppo.publish import ServerPublisher
 from megatron_dppo.weights.probe import Findings
+from megatron_dppo.weights.publish import ServerPublisher
 from tests.unit.weight_server import FakeServer, make, weights
 
 
@@ -38,9 +37,9 @@ class _Trainer:
 def publisher(
     servers: list[FakeServer], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[_Trainer, ServerPublisher]:
-    monkeypatch.setattr(publish, "Probe", lambda *_: SimpleNamespace(run=lambda *_: Findings({}, {})))
+    probe = SimpleNamespace(run=lambda *_: Findings({}, {}))
     trainer, config = _Trainer(), SimpleNamespace(rollout=SimpleNamespace(weight_sync=WeightSyncConfig(attempts=2)))
-    return trainer, ServerPublisher(trainer, None, make(servers, folder), config, None)  # type: ignore[arg-type]
+    return trainer, ServerPublisher(trainer, None, make(servers, folder), config, probe)  # type: ignore[arg-type]
 
 
 def test_a_run_whose_server_goes_on_lying_ends_with_its_tensors_and_one_that_stops_lying_goes_on(

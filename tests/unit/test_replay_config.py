@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.replay_checks import refuse_what_ignores_replay
-from megatron_dppo.prefetch import why_unusable
+from megatron_dppo.run.stream.prefetch import why_unusable
 from tests.unit.configs import config
 
 

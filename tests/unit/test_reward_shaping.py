@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo import evaluation
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.metrics import reduce_metrics
+from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rewards import RewardItem, RewardScorer, Shaping
 from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.math import is_well_formed
 from megatron_dppo.rewards.shaping import overlong_punishment
 from megatron_dppo.rollout.collect import rollout_metrics, score_completions
+from megatron_dppo.run import evaluation
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 from tests.unit.configs import config
 

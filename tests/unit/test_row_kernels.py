@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.parallel import row_kernels
-from megatron_dppo.parallel.mixed_gemm import WeightGradient, logits_into
-from megatron_dppo.parallel.row_kernels import (
+from megatron_dppo.head import row_kernels
+from megatron_dppo.head.mixed_gemm import WeightGradient, logits_into
+from megatron_dppo.head.row_kernels import (
     gradient_of_exponentials,
     row_gradient,
     row_statistics,

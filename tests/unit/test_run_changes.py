@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.run.changes import CLASSES, changes_between, check_changes, class_of
 from tests.unit.configs import config

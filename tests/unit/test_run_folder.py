@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.folder import MARKER, OLD, OURS, check_place, open_folder
-from megatron_dppo.run.lock import LOCK
+from megatron_dppo.supervision.lock import LOCK
 from tests.unit.configs import config
 
 SCHEDULER = (

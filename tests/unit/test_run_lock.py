@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.lock import LOCK, FolderLock, this_process
+from megatron_dppo.supervision.lock import LOCK, FolderLock, this_process
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from megatron_dppo.run.lock import FolderLock
+from megatron_dppo.supervision.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 if os.fork() == 0:  # as a writer or a reward worker of the run does
     time.sleep(60)

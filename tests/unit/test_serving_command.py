@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.config import Config
-from megatron_dppo.config_io import load_config
+from megatron_dppo.config.io import load_config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.serving.command import ServerPlan, plan_servers
 from megatron_dppo.serving.gpus import visible_gpus

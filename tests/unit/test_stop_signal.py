@@ -14,7 +14,7 @@ import pytest
 START = """
 import ctypes, multiprocessing, os, signal, subprocess, sys, time
 import torch.distributed as dist
-from megatron_dppo.stop_signal import StopSignal
+from megatron_dppo.supervision.stop_signal import StopSignal
 
 def main():
     with StopSignal() as stop:

@@ -42,7 +42,7 @@ if DEFAULT_GROUP:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     c10d._get_default_group = lambda: default
 c10d.ProcessGroupNCCL, c10d.is_nccl_available = NCCL, lambda: True
-from megatron_dppo.parallel import transfer_group
+from megatron_dppo.weights import transfer_group
 transfer_group._get_default_group = _get_default_group = c10d._get_default_group
 contextmanager = contextlib.contextmanager
 GUARD

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.run.watchdog import EXIT_CODE, Beat, Seen, describe, find_behind
+from megatron_dppo.supervision.watchdog import EXIT_CODE, Beat, Seen, describe, find_behind
 from tests.engines.servers import free_port
 
 PROGRAM = """
 import os, signal, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from megatron_dppo.clock import PROGRESS, Clock
-from megatron_dppo.config import RunConfig
-from megatron_dppo.run.watchdog import Watchdog
+from megatron_dppo.report.clock import PROGRESS, Clock
+from megatron_dppo.config.schema import RunConfig
+from megatron_dppo.supervision.watchdog import Watchdog
 
 folder, who, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", timeout=timedelta(seconds=120))

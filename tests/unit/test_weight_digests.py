@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 from megatron_dppo.serving.vllm_extension.megatron_dppo_digest import PartsDigest, tensor_digest
-from megatron_dppo.weight_digests import StreamDigests
-from megatron_dppo.weight_judge import ServerRecord
+from megatron_dppo.weights.digests import StreamDigests
+from megatron_dppo.weights.judge import ServerRecord
 
 HEADS, KV_HEADS, DIM, HIDDEN, EXPERTS, INTER, VOCAB = 4, 2, 4, 8, 4, 16, 70
 SGLANG_GPU_HASH = [

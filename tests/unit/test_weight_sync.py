@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo import weight_sync
-from megatron_dppo.config import WeightSyncConfig
+from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.weight_sync import WeightSync
+from megatron_dppo.weights import sync as weight_sync
+from megatron_dppo.weights.sync import WeightSync
 from tests.unit.weight_server import CPU, FakeServer, make, weights
 
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_dppo.config import WeightSyncConfig
+from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 from megatron_dppo.serving.vllm_extension.megatron_dppo_digest import tensor_digest
-from megatron_dppo.weight_sync import WeightSync
+from megatron_dppo.weights.sync import WeightSync
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from megatron_dppo.data.routing import compact_routes
 from megatron_dppo.rollout.fields import Fields, shown
 from megatron_dppo.rollout.replies import refuse_filters, with_sampled
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
-from megatron_dppo.types import SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, SamplingParams, VersionSpan
 
 _NEVER = float(np.finfo(np.float32).min) / 2
 """SGLang writes -inf as the lowest float32, since JSON has no infinity."""
@@ -105,8 +105,8 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     """
     reader = _Reader(answer, request, url)
     reason = reader.finish_reason()
-    if reason == "abort" and not reader.complete():
-        return Generation(token_ids=(), logprobs=(), finish_reason="abort", versions=(), echo=reader.name())
+    if reason == FinishReason.ABORT and not reader.complete():
+        return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=(), echo=reader.name())
     tokens = reader.tokens()
     if not tokens:
         return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=(), echo=reader.name())
@@ -151,12 +151,10 @@ class _Reader(Fields):
         reason = self._field("finish_reason")
         return {"type": reason} if isinstance(reason, str) else self.mapping(reason, "meta_info.finish_reason")
 
-    def finish_reason(self) -> Any:
+    def finish_reason(self) -> FinishReason:
         """``stop``, ``length`` or ``abort``."""
         kind = self._reason().get("type")
-        if not isinstance(kind, str) or kind not in ("stop", "length", "abort"):
-            self.refuse("meta_info.finish_reason", f"is {shown(kind)}, expected stop, length or abort")
-        return kind
+        return self.finish(kind, "meta_info.finish_reason")
 
     def tokens(self) -> tuple[int, ...]:
         """[R]"""

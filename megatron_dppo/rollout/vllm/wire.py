@@ -16,7 +16,7 @@ from megatron_dppo.data.routing import compact_routes
 from megatron_dppo.rollout.fields import Fields, shown
 from megatron_dppo.rollout.replies import refuse_filters, with_sampled
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
-from megatron_dppo.types import SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, SamplingParams, VersionSpan
 
 _NEVER = -9998.0
 """vLLM writes -9999 for everything below, and for what is not a number."""
@@ -98,7 +98,7 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     """
     reader = _Reader(answer, request, url)
     reason, tokens = reader.finish_reason(), reader.tokens()
-    if not tokens or (reason == "abort" and not reader.complete()):
+    if not tokens or (reason == FinishReason.ABORT and not reader.complete()):
         return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=(), echo=reader.name())
     entries = reader.entries(tokens)
     logprobs = tuple(_never(reader.numbers([entry.get("logprob") for entry in entries], f"{_CONTENT}.logprob")))
@@ -135,12 +135,10 @@ class _Reader(Fields):
     def _field(self, name: str, cause: str | None = None) -> Any:
         return self.present(self._choice, name, f"choices[0].{name}", cause)
 
-    def finish_reason(self) -> Any:
+    def finish_reason(self) -> FinishReason:
         """``stop``, ``length`` or ``abort``."""
         reason = self._field("finish_reason")
-        if not isinstance(reason, str) or reason not in ("stop", "length", "abort"):
-            self.refuse("choices[0].finish_reason", f"is {shown(reason)}, expected stop, length or abort")
-        return reason
+        return self.finish(reason, "choices[0].finish_reason")
 
     def tokens(self) -> tuple[int, ...]:
         """[R]"""

@@ -144,7 +144,7 @@ def unbound_default_group() -> Iterator[None]:
 
     vLLM binds that group to a device; torch then makes every NCCL group by ``ncclCommSplit`` of its communicator, which
     waits for all of its ranks to do the same, in the same order. The twin of the trainer's in
-    ``parallel/transfer_group.py``, which is not installed here.
+    ``weights/transfer_group.py``, which is not installed here.
     """
     default = _get_default_group() if dist.is_initialized() else None
     bound = None if default is None else default.bound_device_id

@@ -42,13 +42,6 @@ def warm_up() -> None:
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
     from transformers import AutoTokenizer  # noqa: F401
 
-    import megatron_dppo.cli.main
-    import megatron_dppo.data.supervised
-    import megatron_dppo.loop
-    import megatron_dppo.mcore.checkpoint
-    import megatron_dppo.publish
-    import megatron_dppo.trainer  # noqa: F401
-
     matplotlib.use("Agg")
     # The picture costs more than the run, and nothing is resumed from it.
     matplotlib.figure.Figure.savefig = lambda self, path, **kwargs: Path(path).write_bytes(b"picture")  # type: ignore[method-assign,assignment]

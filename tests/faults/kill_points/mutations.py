@@ -24,7 +24,7 @@ class Mutation:
 
 def _no_fsync() -> None:
     """Whatever we write stays in memory; Megatron's own shards are synced."""
-    for name in ("atomic_files", "metrics", "mcore.manifest"):
+    for name in ("files.atomic", "report.metrics", "mcore.manifest"):
         module = sys.modules[f"megatron_dppo.{name}"]
         module.os = types.SimpleNamespace(**{**vars(os), "fsync": lambda file: None})  # type: ignore[attr-defined]
 
@@ -66,8 +66,8 @@ def _not_atomic() -> None:
 
 def _metrics_not_cut() -> None:
     """Records of steps that are done again stay."""
-    from megatron_dppo import session_state
-    from megatron_dppo.metrics import MetricsWriter
+    from megatron_dppo.report.metrics import MetricsWriter
+    from megatron_dppo.run import session_state
 
     class Writer(MetricsWriter):
         def __init__(self, *arguments: Any, resumed_step: int | None, **keywords: Any) -> None:
@@ -78,7 +78,7 @@ def _metrics_not_cut() -> None:
 
 def _prompts_again() -> None:
     """The position in the data is not restored."""
-    from megatron_dppo import session_state
+    from megatron_dppo.run import session_state
 
     restore = session_state._restore
 
@@ -98,7 +98,7 @@ def _optimizer_anew() -> None:
 
 def _warm_too_early() -> None:
     """The warm-up is marked as done before its weights are there."""
-    from megatron_dppo import session
+    from megatron_dppo.run import session
 
     export, mark = session.export_hf, session.mark_warm
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from megatron_dppo import fastest
-from megatron_dppo.carried import Carry
 from megatron_dppo.rollout import pool
 from megatron_dppo.rollout.member import Member
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.sglang import client
+from megatron_dppo.run.stream import fastest
+from megatron_dppo.run.stream.carried import Carry
 from megatron_dppo.types import VersionSpan
-from megatron_dppo.weight_proof import SyncProof
+from megatron_dppo.weights.proof import SyncProof
 from tests.faults.simulation.faults import WEIGHTS, Plan
 from tests.faults.simulation.seams import NOW
 

@@ -15,14 +15,16 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_dppo import engines, prefetch, weight_sync
 from megatron_dppo.data.routing import count_differences
 from megatron_dppo.rollout import http, server_engine
 from megatron_dppo.rollout.probe import Reading, RouteCounts
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.sglang import client
 from megatron_dppo.rollout.sglang import wire as client_wire
+from megatron_dppo.run import engines
+from megatron_dppo.run.stream import prefetch
 from megatron_dppo.weights import probe as trainer_probe
+from megatron_dppo.weights import sync as weight_sync
 from tests.faults.simulation import model
 from tests.faults.simulation import trainer as trainer_model
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeConfig
 
-from megatron_dppo.config import Config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.hf import routing_shape
 from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.types import Prompt, RolloutGroup

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.carried import Carry
-from megatron_dppo.clock import Clock
-from megatron_dppo.engines import build_engine, build_publisher, connect_servers
 from megatron_dppo.errors import TrainingStopped, UserError
-from megatron_dppo.prefetch import Prefetch
+from megatron_dppo.report.clock import Clock
+from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
-from megatron_dppo.sampling import Collected, collect_rollouts
+from megatron_dppo.run.stream.carried import Carry
+from megatron_dppo.run.stream.prefetch import Prefetch
+from megatron_dppo.run.stream.sampling import Collected, collect_rollouts
 from tests.faults.simulation import invariants, seams
 from tests.faults.simulation.broadcast import Broadcasts
 from tests.faults.simulation.chaos import Chaos

@@ -1,0 +1,1 @@
+"""The configuration: its sections, reading it, and the layout of ranks that follows from it."""

@@ -1,0 +1,199 @@
+"""The sections ``[data]``, ``[rollout]`` and ``[reward]``: what is asked, how it is answered and scored."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megatron_dppo.config.section import DType, Section
+from megatron_dppo.config.servers import ServersConfig, WeightSyncConfig
+
+
+class DataConfig(Section):
+    """Prompts. A source is ``task:chain_sum``, ``task:reasoning_gym:NAME``, a JSONL or Parquet file, or
+    ``hf:owner/name`` (``docs/data.md``)."""
+
+    train: str | list[str]
+    """Prompts that are trained on: one source, or several, one after the other."""
+    eval: str | dict[str, str] | None = None
+    """Held-out prompts: one source, or a table name = source (each also reported as ``eval/<name>/accuracy``); None =
+    no evaluation."""
+    prompt_key: str | None = None
+    """Column with a string or a list of chat messages (``a.b`` = field ``b`` of column ``a``); None = recognised."""
+    label_key: str | None = None
+    """Column with the reference answer, likewise; None = recognised."""
+    deduplicate: str = "auto"
+    """Keep the first row of each problem, told by ``auto`` (same prompt or ``extra_info.index``), ``prompt``, a column;
+    ``off`` = keep all."""
+    apply_chat_template: bool | None = None
+    """None = messages and bare problems go through the tokenizer's template, a string under ``prompt`` is taken as it
+    stands; true = strings do too, as one user message; false = nothing does."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, for example ``enable_thinking = false``."""
+    system_prompt: str | None = None
+    """System message for prompts that have none (needs a chat template)."""
+    max_prompt_tokens: int = Field(1024, gt=0)
+    """Longest prompt, chat template included."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What becomes of a longer prompt; dropped ones are counted at the start."""
+
+    @field_validator("train")
+    @classmethod
+    def _has_a_source(cls, value: str | list[str]) -> str | list[str]:
+        if not value:
+            raise ValueError("name at least one source")
+        return value
+
+    @field_validator("eval")
+    @classmethod
+    def _sets_have_names(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        names = list(value) if isinstance(value, dict) else ["one"]
+        if not names:
+            raise ValueError("an empty table has no set; leave data.eval out for no evaluation")
+        if bad := [name for name in names if not re.fullmatch(r"[A-Za-z0-9_.-]+", name)]:
+            raise ValueError(f"the name {bad[0]!r} becomes part of a metric; use letters, digits, '_', '.' and '-'")
+        return value
+
+
+class RolloutConfig(Section):
+    """How samples are drawn."""
+
+    engine: Literal["local", "sglang", "vllm"] = "local"
+    """``local``: a transformers copy of the policy in the trainer's processes; the others: servers over HTTP."""
+    servers: ServersConfig = ServersConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of each SGLang server that ``megatron-dppo serve`` starts, e.g. ``tp-size = 2``."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of each vLLM server, likewise."""
+    prompts_per_step: int = Field(gt=0)
+    """Prompts of one step, over all ranks."""
+    samples_per_prompt: int = Field(gt=1)
+    """Size of a group."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits in sampling and in training."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Only 1 (no filter): training computes the whole distribution, so a filtered rollout would look off-policy."""
+    top_k: int = Field(0, ge=0)
+    """Only 0 (no filter), for the same reason."""
+    max_new_tokens: int = Field(gt=0)
+    """Longest response, the end-of-sequence token included."""
+    dtype: DType = "bf16"
+    """Dtype of the engine's copy of the weights."""
+    return_logprobs: bool = True
+    """Rollout log-probabilities: the anchor of every loss."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal (they give no gradient) by new prompts (DAPO)."""
+    max_refills: int = Field(3, ge=1)
+    """Rounds of replacement in one step; groups without signal that are left after them are kept."""
+    oversample: float = Field(1.0, ge=1)
+    """Draw this many times the prompts that are needed (rounded up on each rank, also in rounds of replacement), and
+    train on the first groups that carry signal."""
+    abort_slowest: bool = False
+    """With oversample: stop the responses that are not complete when enough groups are (only with servers)."""
+    partial_rollouts: int = Field(0, ge=0)
+    """Rollout steps that a group which was stopped so is carried on, with new weights; 0 = it is thrown away."""
+    generate: str | None = None
+    """``module:function`` or ``path/to/file.py:function`` that makes a response of several turns, as with tools
+    (``docs/engines.md``); None = one turn."""
+
+    @model_validator(mode="after")
+    def _needs_of_servers_and_oversampling(self) -> RolloutConfig:
+        for key, value in (("abort_slowest", self.abort_slowest), ("generate", self.generate)):
+            if value and self.engine == "local":
+                raise ValueError(
+                    f"{key} = {value!r} needs inference servers: set engine to 'sglang' or 'vllm' (the local engine "
+                    "samples whole batches)"
+                )
+        if self.abort_slowest and self.oversample == 1:
+            raise ValueError(
+                "abort_slowest = true has no effect with oversample = 1: every group is needed. Set oversample above 1"
+            )
+        if self.partial_rollouts and not self.abort_slowest:
+            raise ValueError(
+                f"partial_rollouts = {self.partial_rollouts} has no effect without abort_slowest = true: no response "
+                "is stopped"
+            )
+        if self.abort_slowest and self.generate:
+            raise ValueError(
+                f"abort_slowest = true with generate = {self.generate!r}: a function of your own cannot be stopped and "
+                "continued; choose one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sections_belong_to_the_engine(self) -> RolloutConfig:
+        for section, engines in _ENGINES_OF_SECTIONS.items():
+            default = type(self).model_fields[section].get_default(call_default_factory=True)
+            if self.engine not in engines and getattr(self, section) != default:
+                raise ValueError(
+                    f"[rollout.{section}] has no effect with rollout.engine = {self.engine!r}; set it to "
+                    f"{' or '.join(map(repr, engines))}, or remove the section"
+                )
+        return self
+
+
+_ENGINES_OF_SECTIONS = {
+    "servers": ("sglang", "vllm"),
+    "weight_sync": ("sglang", "vllm"),
+    "sglang": ("sglang",),
+    "vllm": ("vllm",),
+}
+
+
+class RewardConfig(Section):
+    """Verifiable reward."""
+
+    function: str = "math"
+    """``math`` (last boxed answer or Answer: line), ``reasoning_gym``, or ``module:function`` or
+    ``path/to/file.py:function`` of your own."""
+    signature: Literal["auto", "megatron_dppo", "slime", "verl", "trl"] = "auto"
+    """How your own function is called; ``auto`` = by the names of its parameters."""
+    partial_credit: bool = False
+    """Keep reasoning-gym's scores below 1 (instead of 0 for them)."""
+    format: float = Field(0.0, ge=0, lt=1)
+    """Added to the score of a response with exactly one closed answer and at most one, closed, thinking block."""
+    overlong_buffer_tokens: int = Field(0, ge=0)
+    """The last tokens before ``rollout.max_new_tokens``, over which the punishment grows linearly; 0 = none (DAPO)."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """Subtracted from the score of a response of ``rollout.max_new_tokens`` tokens."""
+    timeout_seconds: float = Field(10.0, gt=0)
+    """Limit for one sample, or for one call of a function for batches; a slower one is stopped and counted as
+    failed."""
+    num_workers: int = Field(1, ge=1)
+    """Processes per rank that compute slow rewards."""
+    async_concurrency: int = Field(64, ge=1)
+    """Samples that an async function has under way at a time in one process."""
+
+    @model_validator(mode="after")
+    def _options_have_a_meaning(self) -> RewardConfig:
+        if self.partial_credit and self.function != "reasoning_gym":
+            raise ValueError(
+                f"partial_credit = true is an option of function = 'reasoning_gym', but function = {self.function!r}; "
+                "remove it"
+            )
+        if self.signature != "auto" and self.function in ("math", "reasoning_gym"):
+            raise ValueError(
+                f"signature = {self.signature!r} is for a function of your own, but function = {self.function!r} is "
+                "built in; remove it"
+            )
+        if self.overlong_penalty != 1 and not self.overlong_buffer_tokens:
+            raise ValueError(
+                f"overlong_penalty = {self.overlong_penalty} has no effect without overlong_buffer_tokens; set it to "
+                "the number of tokens over which the punishment grows"
+            )
+        return self
+
+    def check_length(self, max_new_tokens: int) -> None:
+        """Refuse a punishment that would begin before the first token.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        if self.overlong_buffer_tokens >= max_new_tokens:
+            raise ValueError(
+                f"reward.overlong_buffer_tokens = {self.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
+                f"{max_new_tokens}: every response would be punished. DAPO uses a fifth of it"
+            )

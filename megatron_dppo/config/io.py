@@ -1,0 +1,272 @@
+"""TOML file and command-line overrides to a checked ``Config``, and back."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_dppo.config.schema import Config, OptimizerConfig, ParallelConfig
+from megatron_dppo.errors import ConfigError
+
+_ALIASES: dict[str, tuple[str, str, Any]] = {
+    "bf16": ("model", "dtype", "bf16"),
+    "no_bf16": ("model", "dtype", "fp32"),
+    "seed": ("run", "seed", None),
+    "wandb_project": ("log", "wandb_project", None),
+}
+"""Megatron's flags that live in another section here: name -> (section, key, value or None = takes one)."""
+
+_PATHS = (
+    ("model", "path"),
+    ("data", "train"),
+    ("data", "eval"),
+    ("warmup", "data"),
+    ("reward", "function"),
+    ("rollout", "generate"),
+)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A configuration file with overrides, and what is wrong with them."""
+
+    config: Config | None
+    """What is left when wrong flags, unknown keys and wrong values are taken out; None = nothing that could run"""
+    problems: list[str]
+    unsure: frozenset[str]
+    """sections in which a wrong value was taken out, so that the default stands there: what follows from them says
+    nothing about the run that is meant"""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a configuration.
+
+    Args:
+        path: a TOML file. Paths to models and data in it are taken relative to the file when they exist there.
+        overrides: ``--section.key value`` or ``--section.key=value``, and Megatron's own flags such as
+            ``--tensor-model-parallel-size 2`` or ``--sequence-parallel``; flags of Megatron's TransformerConfig that
+            have no section here (``--recompute-granularity full``) go to ``model.transformer``.
+
+    Raises:
+        ConfigError: with every problem found: unknown keys with the nearest known one, wrong values, bad combinations.
+    """
+    found = read_config(path, overrides)
+    if found.problems or found.config is None:
+        raise unusable(path, found.problems)
+    return found.config
+
+
+def unusable(path: str | Path, problems: Sequence[str]) -> ConfigError:
+    """The error that lists what is wrong with a configuration."""
+    return ConfigError(f"{path} cannot be used:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Read:
+    """``load_config`` without giving up at what is wrong, for a report on everything else as well.
+
+    Raises:
+        ConfigError: there is no such file, or it is no TOML.
+    """
+    file = Path(path)
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"configuration file {str(path)!r} does not exist") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"configuration file {str(path)!r} is not valid TOML: {error}") from error
+    _resolve_paths(values, file.parent)
+    parsed, problems = _parse_overrides(overrides)
+    for section, key, value in parsed:
+        try:
+            _insert(values, section, key, value)
+        except ConfigError as error:
+            problems.append(str(error))
+    return _read_values(values, problems)
+
+
+def _read_values(values: dict[str, Any], problems: list[str]) -> Read:
+    """Validate; put something else for what is wrong, and validate again, until nothing is wrong or nothing helps."""
+    unsure: set[str] = set()
+    while True:
+        try:
+            return Read(Config.model_validate(values), problems, frozenset(unsure))
+        except ValidationError as error:
+            details = error.errors()
+        # What is wrong with a section in which something else stands may be wrong because of that.
+        told = [d for d in details if not unsure or (d["loc"] and d["loc"][0] not in unsure)]
+        problems += [text for text in map(_explain, told) if text not in problems]
+        if not any([_replace(values, detail["loc"]) for detail in details]):
+            return Read(None, problems, frozenset(unsure))
+        unsure |= {str(d["loc"][0]) for d in details if d["loc"] and d["type"] != "extra_forbidden"}
+
+
+_STAND_IN: dict[str, dict[str, Any]] = {
+    "run": {"output_dir": ".", "num_steps": 1},
+    "model": {"path": "."},
+    "data": {"train": "task:chain_sum"},
+    "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 1},
+    "optimizer": {"lr": 1.0},
+}
+"""For keys without a default that are missing or wrong, so that other sections can be looked at."""
+
+
+def _replace(values: dict[str, Any], location: tuple[int | str, ...]) -> bool:
+    """Take a key out of nested tables, or put its stand-in there; False when nothing changes."""
+    path = [part for part in location if isinstance(part, str)]
+    if not path:
+        return False
+    needed = _STAND_IN.get(path[0], {})
+    if len(path) == 1:
+        before = values.pop(path[0], None)
+        values |= {path[0]: dict(needed)} if needed else {}
+        return bool(before != needed)
+    table: Any = values
+    for depth, part in enumerate(path[:-1]):
+        if not isinstance(table.get(part), dict):
+            return table.pop(part, None) is not None
+        table = table[part]
+        if depth + 2 < len(path) and not isinstance(table, dict):
+            return False
+    before = table.pop(path[-1], None)
+    if len(path) == 2 and path[1] in needed:
+        table[path[1]] = needed[path[1]]
+        return bool(before != needed[path[1]])
+    return before is not None
+
+
+def validate(values: dict[str, Any], origin: str) -> Config:
+    """A ``Config`` from nested dictionaries, or a ConfigError that lists every problem."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise unusable(origin, [_explain(detail) for detail in error.errors()]) from error
+
+
+def dump_toml(config: Config) -> str:
+    """The resolved configuration as TOML; loading it again gives an equal ``Config``."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
+    for section, key in _PATHS:
+        table = values.get(section)
+        if isinstance(table, dict) and key in table:
+            table[key] = _beside(table[key], folder)
+    _resolve_program(values, folder)
+
+
+def _resolve_program(values: dict[str, Any], folder: Path) -> None:
+    """The path of a program in ``rollout.servers.command``; a bare name is looked up in PATH."""
+    table: Any = values
+    for part in ("rollout", "servers", "command"):
+        table = table.get(part) if isinstance(table, dict) else None
+    if isinstance(table, list) and table and isinstance(table[0], str) and "/" in table[0]:
+        # Not a Path: "./serve" must keep its slash.
+        beside = os.path.join(folder, table[0])
+        table[0] = beside if os.path.exists(beside) else table[0]
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    """A path that exists in ``folder``, as seen from here; in lists and tables each. Anything else as it is."""
+    if isinstance(value, list):
+        return [_beside(part, folder) for part in value]
+    if isinstance(value, dict):
+        return {name: _beside(part, folder) for name, part in value.items()}
+    if not isinstance(value, str) or value.startswith(("task:", "hf:")):
+        return value
+    file = value.rpartition(".py:")[0] + ".py" if ".py:" in value else value  # path/to/file.py:function
+    return str(folder / value) if (folder / file).exists() else value
+
+
+def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:
+    table = values
+    for part in section.split("."):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--{section}.{key}: {part!r} is a value, not a section")
+    table[key] = value
+
+
+def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, Any]], list[str]]:
+    """``(section, key, value)`` of each flag, in order, and what is wrong with the others."""
+    result: list[tuple[str, str, Any]] = []
+    problems: list[str] = []
+    rest = list(arguments)
+    while rest:
+        flag, equals, inline = rest.pop(0).partition("=")
+        if not flag.startswith("--") or flag == "--":
+            problems.append(f"unexpected argument {flag!r}; overrides look like --section.key value")
+            continue
+        name = flag[2:]
+        section, key, fixed = _locate(name)
+        if fixed is not None:
+            if equals:
+                problems.append(f"{flag} takes no value, got {inline!r}; leave it out to keep the configured value")
+            result.append((section, key, fixed))
+            continue
+        if equals:
+            text = inline
+        elif rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        elif "." not in name:
+            text = "true"  # Megatron's switches, such as --sequence-parallel
+        else:
+            problems.append(f"{flag} needs a value: {flag} VALUE")
+            continue
+        result.append((section, key, _parse_value(text)))
+    return result, problems
+
+
+def _locate(name: str) -> tuple[str, str, Any]:
+    """Section and key of a flag; the third part is its value when the flag takes none."""
+    if "." in name:
+        section, _, key = name.rpartition(".")
+        return section, key.replace("-", "_"), None
+    key = name.replace("-", "_")
+    if key in _ALIASES:
+        return _ALIASES[key]
+    for section, model in (("parallel", ParallelConfig), ("optimizer", OptimizerConfig)):
+        if key in model.model_fields:
+            return section, key, None
+        if key.startswith("no_") and key[3:] in model.model_fields:
+            return section, key[3:], False
+    return "model.transformer", key, None
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(detail: ErrorDetails) -> str:
+    place = ".".join(str(part) for part in detail["loc"])
+    value, message = detail["input"], detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        return f"{place} = {value!r}: unknown key{_nearest(detail['loc'])}"
+    if detail["type"] == "missing":
+        return f"{place} is missing; it has no default"
+    if isinstance(value, dict):
+        return f"{place}: {message}" if place else message
+    return f"{place} = {value!r}: {message}"
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    """The closest known name for an unknown key, and what the section knows."""
+    model: Any = Config
+    for part in location[:-1]:
+        model = model.model_fields[part].annotation
+    known = list(model.model_fields)
+    close = get_close_matches(str(location[-1]), known, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known)}"

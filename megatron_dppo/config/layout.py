@@ -1,0 +1,228 @@
+"""The arithmetic of a layout: how ranks, layers, heads, experts and samples divide, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_dppo.config.schema import Config, ParallelConfig
+from megatron_dppo.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a model that a layout has to divide."""
+
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int
+    num_experts: int | None
+    hidden_size: int
+    vocab_size: int
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = True
+    has_shared_expert: bool = False
+    """One expert more that every token visits, behind a gate of its own (Qwen2-MoE)."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers without experts in a mixture-of-experts model, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Resolved parallel sizes; ``vpp`` is 1 without an interleaved pipeline."""
+
+    world_size: int
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    expert_dp: int
+    sequence_parallel: bool
+    overlap_p2p_comm: bool
+
+    def __str__(self) -> str:
+        """Short form, for example ``tp1 pp1 cp1 dp2 ep2 etp1``."""
+        virtual = f" vpp{self.vpp}" if self.vpp > 1 else ""
+        return f"tp{self.tp} pp{self.pp}{virtual} cp{self.cp} dp{self.dp} ep{self.ep} etp{self.etp}"
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each sequence of a packed row is padded to a multiple of this (context parallelism splits it in chunks)."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """Packed rows are padded to a multiple of this (sequence parallelism splits each context share of a row)."""
+        return math.lcm(self.sequence_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
+
+
+def resolve_layout(config: Config, world_size: int, shape: ModelShape) -> Layout:
+    """``resolve_parallel`` for a run, whose prompts and samples have to divide too.
+
+    Raises:
+        ConfigError: with the arithmetic of every check that fails.
+    """
+    layout = _fill_in(config.parallel, world_size)
+    _refuse(_world_problems(config.parallel, layout))
+    _refuse(_model_problems(layout, shape) + _batch_problems(config, layout))
+    return layout
+
+
+def resolve_parallel(parallel: ParallelConfig, world_size: int, shape: ModelShape) -> Layout:
+    """Fill in the defaults of a layout and check that processes, layers, heads and experts divide.
+
+    Raises:
+        ConfigError: with the arithmetic of every check that fails.
+    """
+    layout = _fill_in(parallel, world_size)
+    _refuse(_world_problems(parallel, layout))
+    _refuse(_model_problems(layout, shape))
+    return layout
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _fill_in(parallel: ParallelConfig, world_size: int) -> Layout:
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    vpp = parallel.virtual_pipeline_model_parallel_size or 1
+    ep = parallel.expert_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or (tp if ep == 1 else 1)
+    sequence_parallel = tp > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel
+    overlap = vpp > 1 if parallel.overlap_p2p_comm is None else parallel.overlap_p2p_comm
+    return Layout(
+        world_size=world_size,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        dp=world_size // (tp * pp * cp),
+        ep=ep,
+        etp=etp,
+        expert_dp=world_size // (etp * ep * pp),
+        sequence_parallel=sequence_parallel,
+        overlap_p2p_comm=overlap,
+    )
+
+
+def _world_problems(parallel: ParallelConfig, layout: Layout) -> list[str]:
+    problems = []
+    world, tp, pp, cp, ep, etp = (
+        layout.world_size,
+        layout.tp,
+        layout.pp,
+        layout.cp,
+        layout.ep,
+        layout.etp,
+    )
+    if world % (tp * pp * cp):
+        problems.append(
+            f"tensor * pipeline * context parallel size = {tp} * {pp} * {cp} = {tp * pp * cp} does not divide the "
+            f"{world} processes; start a multiple of {tp * pp * cp}, or lower one of them"
+        )
+    if world % (etp * ep * pp):
+        problems.append(
+            f"expert tensor * expert * pipeline parallel size = {etp} * {ep} * {pp} = {etp * ep * pp} does not divide "
+            f"the {world} processes; start a multiple of {etp * ep * pp}, or lower one of them"
+        )
+    if layout.sequence_parallel and tp == 1:
+        problems.append(
+            "sequence_parallel = true splits rows over tensor_model_parallel_size = 1; leave it out, or use 2"
+        )
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        problems.append("overlap_param_gather = true needs use_distributed_optimizer and overlap_grad_reduce")
+    return problems
+
+
+def _model_problems(layout: Layout, shape: ModelShape) -> list[str]:
+    checks = [
+        (shape.num_attention_heads, layout.tp, "attention heads", "tensor_model_parallel_size"),
+        (shape.num_query_groups, layout.tp, "query groups", "tensor_model_parallel_size"),
+        (shape.num_layers, layout.pp * layout.vpp, "layers", "pipeline * virtual pipeline size"),
+    ]
+    if shape.num_experts:
+        checks.append((shape.num_experts, layout.ep, "experts", "expert_model_parallel_size"))
+    problems = [
+        f"{count} {what} are not a multiple of {name} = {size} ({count} / {size} = {count / size:g})"
+        for count, size, what, name in checks
+        if count % size
+    ]
+    if not shape.num_experts and layout.ep > 1:
+        problems.append(f"expert_model_parallel_size = {layout.ep}, but the model has no experts")
+    if layout.overlap_p2p_comm and layout.vpp == 1:
+        problems.append(
+            "overlap_p2p_comm = true needs an interleaved pipeline, Megatron's plain one has nothing to overlap; leave "
+            "it out, or set virtual_pipeline_model_parallel_size above 1"
+        )
+    if layout.vpp > 1 and layout.pp == 1:
+        problems.append(f"virtual_pipeline_model_parallel_size = {layout.vpp} needs pipeline_model_parallel_size > 1")
+    return problems + _wrong_numbers(layout, shape)
+
+
+def _wrong_numbers(layout: Layout, shape: ModelShape) -> list[str]:
+    """Layouts that Megatron Core accepts and computes wrongly, without an error (seen on 0.16.1)."""
+    problems = []
+    if shape.num_experts and layout.ep == 1 and layout.etp != layout.tp:
+        problems.append(
+            f"expert_tensor_parallel_size = {layout.etp} with tensor_model_parallel_size = {layout.tp} and "
+            "expert_model_parallel_size = 1: Megatron then takes the experts' shards for replicas of dense weights and "
+            "their gradients are wrong (forward is exact, so nothing shows it). Use expert_tensor_parallel_size = "
+            f"{layout.tp}, or expert parallelism above 1"
+        )
+    if layout.vpp > 1 and not layout.overlap_p2p_comm:
+        problems.append(
+            f"virtual_pipeline_model_parallel_size = {layout.vpp} with overlap_p2p_comm = false: Megatron's "
+            "interleaved schedule then gives a wrong loss and gradients off by a factor of 10 from 4 micro-batches on. "
+            "Set overlap_p2p_comm = true"
+        )
+    if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+        problems.append(
+            f"tensor_model_parallel_size = {layout.tp} with sequence_parallel = false: Megatron's experts need "
+            "sequence parallelism under tensor parallelism. Set sequence_parallel = true"
+        )
+    return problems
+
+
+def _batch_problems(config: Config, layout: Layout) -> list[str]:
+    problems = []
+    prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
+    if prompts % layout.dp:
+        problems.append(
+            f"rollout.prompts_per_step = {prompts} is not a multiple of the data parallel size {layout.dp} "
+            f"({layout.world_size} processes / (tp {layout.tp} * pp {layout.pp} * cp {layout.cp}))"
+        )
+    elif (prompts // layout.dp * samples) % config.train.mini_batches:
+        per_rank = prompts // layout.dp * samples
+        problems.append(
+            f"each data parallel rank has {prompts} / {layout.dp} * {samples} = {per_rank} samples, which do not "
+            f"divide into train.mini_batches = {config.train.mini_batches}"
+        )
+    if config.warmup.num_steps and config.warmup.batch_size % layout.dp:
+        problems.append(
+            f"warmup.batch_size = {config.warmup.batch_size} is not a multiple of the data parallel size {layout.dp}"
+        )
+    return problems
+
+
+def describe(layout: Layout, config: Config) -> str:
+    """The batch arithmetic in words, printed before the run starts."""
+    prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
+    total, updates = prompts * samples, config.train.mini_batches * config.train.epochs
+    per_rank = total // layout.dp
+    return (
+        f"layout   {layout.world_size} processes = {layout}\n"
+        f"rollout  {prompts} prompts x {samples} samples = {total} samples a step, {per_rank} on each of "
+        f"{layout.dp} data parallel ranks\n"
+        f"updates  {config.train.epochs} epoch(s) x {config.train.mini_batches} mini-batches of "
+        f"{total // config.train.mini_batches} samples = {updates} a step, {updates * config.run.num_steps} in "
+        f"{config.run.num_steps} steps"
+    )

@@ -1,0 +1,297 @@
+"""The configuration: one model per TOML section. Unknown keys are errors. Loading lives in ``config.io``.
+
+Keys that exist in Megatron carry Megatron's own name, so that its command-line flags work as they stand.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from megatron_dppo.config.data import DataConfig, RewardConfig, RolloutConfig
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.section import DType
+from megatron_dppo.config.section import Section as _Section
+
+
+class RunConfig(_Section):
+    """Where the run writes and how long it is."""
+
+    output_dir: str
+    """Everything the run writes goes here."""
+    seed: int = Field(0, ge=0)
+    """Seeds weight initialisation, prompt order and sampling."""
+    num_steps: int = Field(gt=0)
+    """Rollout steps. One step = one batch of rollouts and ``train.mini_batches * train.epochs`` optimizer updates."""
+    overwrite: bool = False
+    """Start again in an ``output_dir`` that already holds a run; the old run is moved to ``old/`` in it. Once a job: a
+    job that was requeued or restarted continues what it began."""
+    threads_per_rank: int | None = Field(None, gt=0)
+    """CPU threads of each process; None = cores divided by local ranks."""
+    timeout_minutes: float = Field(30.0, gt=0)
+    """Limit of one collective; a rank that waits longer fails with an error."""
+    hang_minutes: float | None = Field(None, gt=0)
+    """End when no rank has begun anything new for so long; say who is waited for. None = 0.9 ``timeout_minutes``."""
+
+    @model_validator(mode="after")
+    def _hang_is_seen_first(self) -> RunConfig:
+        limit, timeout = self.hang_minutes or 0, self.timeout_minutes
+        if limit >= timeout:
+            raise ValueError(f"hang_minutes = {limit} must be below timeout_minutes = {timeout}")
+        return self
+
+
+class ModelConfig(_Section):
+    """The policy."""
+
+    path: str
+    """Hugging Face folder: config.json, tokenizer files and, unless ``random_init``, safetensors weights."""
+    random_init: bool = False
+    """Start from random weights drawn by the folder's config (only with a warm-up, or for tests)."""
+    reference_path: str | None = None
+    """Hugging Face folder of the reference policy of ``loss.kl_coef``; None = the policy as it is before RL."""
+    dtype: DType = "bf16"
+    """Parameter dtype of training."""
+    fused_head: bool = True
+    """Output layer, statistics and loss gradient in one chunked pass; False = the whole logits, for comparison."""
+    transformer: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of Megatron's TransformerConfig, by Megatron's name."""
+
+
+class ParallelConfig(_Section):
+    """Parallel layout, in Megatron's words."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that split each weight and the vocabulary."""
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    """Stages that split the layers."""
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=1)
+    """Chunks of layers per stage (interleaved pipeline)."""
+    context_parallel_size: int = Field(1, ge=1)
+    """Ranks that split each sequence."""
+    expert_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that split the experts among them."""
+    expert_tensor_parallel_size: int | None = Field(None, ge=1)
+    """None = tensor_model_parallel_size when the expert parallel size is 1, else 1."""
+    sequence_parallel: bool | None = None
+    """None = on exactly when the tensor parallel size is above 1."""
+    use_distributed_optimizer: bool = True
+    """Split the optimizer state over data parallelism."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients behind the backward pass."""
+    overlap_param_gather: bool = False
+    """Gather updated weights behind the next forward pass; needs the two above."""
+    overlap_p2p_comm: bool | None = None
+    """None = on exactly with an interleaved pipeline (required there)."""
+
+
+RouterReplay = Literal["off", "rollout", "recorded", "compare"]
+ROUTER_REPLAY_ALIASES = {"R3": "rollout", "R2": "recorded", "disabled": "off"}
+"""Their names in verl and the papers."""
+
+
+def _resolve_alias(value: Any) -> Any:
+    return ROUTER_REPLAY_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+class TrainConfig(_Section):
+    """How rollouts become optimizer updates."""
+
+    mini_batches: int = Field(1, ge=1)
+    """Optimizer updates per epoch over one batch of rollouts."""
+    epochs: int = Field(1, ge=1)
+    micro_batch_tokens: int = Field(8192, gt=0)
+    """Token budget of one packed micro-batch."""
+    balance_ranks: bool = True
+    """Move samples between data parallel ranks, so that each computes about the same number of tokens."""
+    advantage: Literal["mean", "std", "leave_one_out"] = "mean"
+    """Reward minus the group's mean, the same divided by its deviation, or reward minus the mean of the others."""
+    mask_truncated: bool = False
+    """Leave responses that were cut off at max_new_tokens out of the loss (overlong filtering)."""
+    max_staleness: int = Field(0, ge=0)
+    """Rollout steps that the weights which sampled a batch may be old; above 0 the next rollouts are sampled while the
+    policy trains. 0 = on-policy."""
+    router_replay: Annotated[RouterReplay, BeforeValidator(_resolve_alias)] = "off"
+    """Which experts each token visits in training: ``off`` = the trainer's own choice; ``rollout`` = the rollout
+    engine's (R3); ``recorded`` = the trainer's choice at the start of the step, in all its updates (R2); ``compare`` =
+    as ``off``, and the engine's are only compared with it (``docs/router_replay.md``)."""
+    max_skipped_updates: int = Field(5, ge=1)
+    """Stop after this many updates in a row with a non-finite gradient."""
+    max_first_prob_diff: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
+    """Stop before the first update of a step when the mean |pi - mu| is above this; ``auto`` = 0.001 in fp32, 0.06 with
+    bf16 in the engine or in training; ``off`` = never. Only where the current weights sampled every token."""
+    max_dropped_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["off"] = 0.01
+    """Stop there too when more of the sampled tokens have no finite rollout log-probability; ``off`` = never."""
+
+
+class OptimizerConfig(_Section):
+    """Adam and its schedule (counted in rollout steps), in Megatron's words."""
+
+    lr: float = Field(gt=0)
+    """Highest learning rate."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Steps of linear increase; the first step already has a rate above 0."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """From the end of the warm-up to the last step."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.99, ge=0, lt=1)
+    adam_eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0)
+    """Global gradient norm limit; 0 = no clipping."""
+
+    @model_validator(mode="after")
+    def _min_below_lr(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}")
+        return self
+
+
+class WarmupOptimizerConfig(OptimizerConfig):
+    """The same keys with the defaults of the embedded task; each can be set alone."""
+
+    lr: float = Field(6e-3, gt=0)
+    min_lr: float = Field(6e-4, ge=0)
+    lr_warmup_steps: int = Field(20, ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    weight_decay: float = Field(0.01, ge=0)
+
+
+class WarmupConfig(_Section):
+    """A short supervised phase before RL; 0 steps = none."""
+
+    num_steps: int = Field(0, ge=0)
+    data: str = "task:chain_sum"
+    """``task:chain_sum`` or a JSONL file with ``prompt`` and ``response``."""
+    batch_size: int = Field(96, gt=0)
+    """Sequences per update, over all ranks."""
+    optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()
+
+
+class EvalConfig(_Section):
+    """Evaluation on ``data.eval``: greedy by default."""
+
+    every: int = Field(10, ge=1)
+    """Steps between evaluations; one more runs before the first step and one after the last."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """k of avg@k: ``eval/accuracy`` is the mean over all samples, ``eval/pass_at_k`` the share of solved prompts."""
+    temperature: float = Field(0.0, ge=0)
+    """0 = greedy; needed above 0 for more than one sample."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_prompts: int | None = Field(None, gt=0)
+    """Evaluate on a fixed random sample of this size; None = all."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvalConfig:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples_per_prompt = {self.samples_per_prompt} with temperature = 0 repeats one greedy answer; set "
+                "temperature above 0"
+            )
+        return self
+
+
+class CheckpointConfig(_Section):
+    """Megatron torch_dist checkpoints under ``output_dir/checkpoints``."""
+
+    save_every: int | None = Field(None, ge=1)
+    """Steps between checkpoints; None = only the last. SIGTERM always saves."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that stay on disk."""
+    keep_best: bool = False
+    """Also save at every new best ``eval/accuracy``, and keep that checkpoint (``checkpoints/best.json`` names it)."""
+    resume: Literal["auto", "never"] = "auto"
+    """``auto``: continue from the newest whole checkpoint of finite weights in output_dir, if there is one."""
+    accept_changes: bool = False
+    """Continue although keys that change the results differ from those of the run so far; each one is printed."""
+    accept_unverified: bool = False
+    """Continue also from a checkpoint without manifest, as older versions wrote them: nothing shows that its files are
+    whole (``docs/checkpoints.md``)."""
+    export_hf: bool = True
+    """Write the final weights as a Hugging Face folder."""
+
+
+class LogConfig(_Section):
+    """Sinks besides ``metrics.jsonl``."""
+
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    """Weights & Biases project; needs the extra ``[wandb]``."""
+    progress: bool = True
+    """Progress bar and one line a step on rank 0."""
+
+
+class Config(_Section):
+    """A whole run."""
+
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig = RewardConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig
+    warmup: WarmupConfig = WarmupConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def needs_engine_routing(self) -> bool:
+        """Whether the rollout engine has to report which experts it chose."""
+        return self.train.router_replay in ("rollout", "compare")
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Config:
+        if not self.rollout.return_logprobs:
+            raise ValueError(
+                f"loss.name = {self.loss.name!r} is anchored on the rollout policy's own log-probabilities, but "
+                "rollout.return_logprobs = false; set it to true (a recomputed anchor is not the same algorithm)"
+            )
+        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
+            raise ValueError(
+                f"rollout.top_p = {self.rollout.top_p}, rollout.top_k = {self.rollout.top_k}: the rollout's "
+                "log-probabilities would be those of the filtered distribution, training computes the whole one, and "
+                "the difference would count as divergence. Use top_p = 1 and top_k = 0, as the paper does"
+            )
+        if self.loss.uses_anchor and self.train.max_staleness:
+            raise ValueError(
+                f"train.max_staleness = {self.train.max_staleness} with loss.name = {self.loss.name!r}, which needs "
+                "log-probabilities recomputed at the rollout's weights: those are gone when an older batch is trained "
+                "on. Set max_staleness = 0, or use a loss that is anchored on the rollout alone"
+            )
+        if self.rollout.abort_slowest and self.train.max_staleness:
+            raise ValueError(
+                f"rollout.abort_slowest = true with train.max_staleness = {self.train.max_staleness} is not supported: "
+                "a batch that is sampled ahead is sampled whole. Set max_staleness = 0, or abort_slowest = false"
+            )
+        if self.train.router_replay == "recorded" and self.train.mini_batches * self.train.epochs == 1:
+            raise ValueError(
+                "train.router_replay = 'recorded' has no effect with one update a step: it replays the routing of the "
+                "step's start in its later updates. Set train.mini_batches or train.epochs above 1, or use 'rollout'"
+            )
+        self.reward.check_length(self.rollout.max_new_tokens)
+        samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if samples % self.train.mini_batches:
+            raise ValueError(
+                f"rollout.prompts_per_step * rollout.samples_per_prompt = {self.rollout.prompts_per_step} * "
+                f"{self.rollout.samples_per_prompt} = {samples} samples cannot be split into train.mini_batches = "
+                f"{self.train.mini_batches} equal parts"
+            )
+        if self.model.reference_path is not None and "reference_logprobs" not in self.loss.required_inputs:
+            raise ValueError(
+                f"model.reference_path = {self.model.reference_path!r} has no effect without loss.kl_coef above 0 and "
+                "loss.kl_anchor = 'reference'"
+            )
+        if self.model.random_init and self.warmup.num_steps == 0:
+            raise ValueError(
+                "model.random_init = true starts RL from noise, where no reward is ever found; set warmup.num_steps "
+                "above 0, or point model.path to a folder with weights"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""Writing files so that nothing is lost or half there."""

@@ -1,0 +1,58 @@
+"""What the head knows of rows before it has their logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_dppo.head.row_plan import RowPlan
+from megatron_dppo.head.rows import Head
+from megatron_dppo.types import TokenTargets
+
+
+class Columns(NamedTuple):
+    """Of some rows, by token."""
+
+    targets: TokenTargets
+    labels: Tensor
+    """[n] index in this shard, -1 = not of this shard"""
+    ids: Tensor | None
+    """[n, K] global, like ``valid``"""
+    valid: Tensor | None
+    local_ids: Tensor | None
+    """[n, K] index in this shard, -1 = not of this shard or an unused slot"""
+
+    @classmethod
+    def of(cls, head: Head, targets: TokenTargets, plan: RowPlan | None) -> Columns:
+        """Of all rows of the plan.
+
+        Raises:
+            ValueError: the targets know whole sequences.
+        """
+        _check_no_sequences(targets)
+        targets = targets if plan is None else targets.select(plan.rows)
+        ids, valid = looked_up_ids(targets)
+        return cls(targets, head.local(targets.labels), ids, valid, None if ids is None else head.local(ids, valid))
+
+    def select(self, rows: Tensor | slice) -> Columns:
+        """Some of the rows."""
+        ids, valid, local_ids = (None if column is None else column[rows] for column in self[2:])
+        return Columns(self.targets.select(rows), self.labels[rows], ids, valid, local_ids)
+
+
+def looked_up_ids(targets: TokenTargets) -> tuple[Tensor | None, Tensor | None]:
+    """The ids that the head looks up, all slots but the label's, and which of them are in use."""
+    if targets.rollout_topk_ids is None:
+        return None, None
+    ids = targets.rollout_topk_ids[:, :-1].long()
+    return ids, ids >= 0
+
+
+def _check_no_sequences(targets: TokenTargets) -> None:
+    if targets.sequence_ids is not None:
+        raise ValueError(
+            "dppo_head_loss sees some rows at a time, so a loss of whole sequences (gspo, a sequence mask) cannot use "
+            "it, but targets.sequence_ids is given; use vocab_parallel_head_stats, or for a loss of single tokens pass "
+            "targets without sequence_ids"
+        )

@@ -1,0 +1,169 @@
+"""The gradients of hidden states, weight and bias, added up over the chunks of a head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_dppo.head.mixed_gemm import WeightGradient
+from megatron_dppo.head.row_plan import Rows, gradient_rows
+from megatron_dppo.head.rows import Head
+
+
+class HeadGradient:
+    """Takes the gradient of the logits chunk by chunk.
+
+    On the CPU the bf16 gradients of several chunks are put together, because the product with the hidden states, and
+    the sum that it is added to, cost less for many rows at a time. Otherwise that of a chunk overwrites its logits.
+
+    Args:
+        head: the layer.
+        rows: the rows of the call.
+        hidden: ``[T, H]``
+        needed: whether hidden, weight and bias need a gradient.
+        chunk: rows in a chunk.
+        main_grad: add the weight's gradient to this fp32 tensor; None = keep it here.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        rows: Rows,
+        hidden: Tensor,
+        needed: tuple[bool, bool, bool],
+        chunk: int,
+        main_grad: Tensor | None,
+    ) -> None:
+        self._head, self.rows, self._source = head, rows, hidden.detach()
+        self.chunk, self.wanted = chunk, any(needed)
+        self.in_main_grad = needed[1] and main_grad is not None
+        count, weight = rows.num_gradient, head.weight
+        in_place = weight.is_cuda or weight.dtype != torch.bfloat16 or not any(needed)
+        at_a_time = chunk if in_place else gradient_rows(count, chunk, len(weight))
+        self._room = None if in_place else weight.new_empty(min(at_a_time, count), len(weight))
+        self._hidden = hidden.new_empty(count, hidden.shape[1]) if needed[0] else None
+        self._weight = WeightGradient(weight, -(-count // at_a_time), main_grad) if needed[1] else None
+        self._bias = weight.new_zeros(len(weight), dtype=head.dtype) if needed[2] else None
+        self._first = self._last = 0
+
+    def place(self, logits: Tensor) -> Tensor:
+        """Where the gradient of the next ``logits [n, W]`` goes; then call ``add`` with it."""
+        if self._room is None:
+            # A bf16 row fills the first half of the fp32 row that it replaces.
+            return logits.view(self._head.weight.dtype)[:, : logits.shape[1]]
+        if self._last - self._first + len(logits) > len(self._room):
+            self._multiply(self._room)
+        start = self._last - self._first
+        return self._room[start : start + len(logits)]
+
+    def add(self, dlogits: Tensor) -> None:
+        """``dlogits [n, W]`` of the next rows of the plan."""
+        self._last += len(dlogits)
+        if self._room is None:
+            self._multiply(dlogits)
+
+    def _multiply(self, dlogits: Tensor) -> None:
+        first, last = self._first, self._last
+        if first == last:
+            return
+        dlogits, self._first = dlogits[: last - first], last
+        if self._hidden is not None:
+            torch.mm(dlogits, self._head.weight, out=self._hidden[first:last])
+        if self._weight is not None:
+            self._weight.add(dlogits, self.rows.take(self._source, first, last))
+        if self._bias is not None:
+            self._bias += dlogits.sum(0, dtype=self._bias.dtype)
+
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """This shard's part of the gradient of hidden ``[n, H]`` in the rows with one, of weight ``[W, H]`` and bias
+        ``[W]``; None for what is not needed, and for a weight whose gradient went to ``main_grad``."""
+        if self._room is not None:
+            self._multiply(self._room)
+            self._room = None
+        return (
+            self._hidden,
+            None if self._weight is None else self._weight.result(),
+            None if self._bias is None else self._bias.to(self._head.weight.dtype),
+        )
+
+
+def checked_main_grad(weight: Tensor, accumulate: bool) -> Tensor | None:
+    """``weight.main_grad`` if the gradient is to be added there, else None.
+
+    Raises:
+        ValueError: there is none, or it is not float32 in the shape of the weight.
+    """
+    if not accumulate or not weight.requires_grad or not torch.is_grad_enabled():
+        return None
+    main_grad = getattr(weight, "main_grad", None)
+    if not isinstance(main_grad, Tensor):
+        raise ValueError("accumulate_main_grad needs weight.main_grad, which Megatron's gradient buffers set")
+    if main_grad.dtype != torch.float32 or main_grad.shape != weight.shape or weight.dtype == torch.float64:
+        raise ValueError(
+            f"accumulate_main_grad needs a float32 weight.main_grad {tuple(weight.shape)} for a weight of at most "
+            f"float32, got {main_grad.dtype} {tuple(main_grad.shape)} for {weight.dtype}"
+        )
+    return main_grad
+
+
+def mark_added(weight: Tensor) -> Tensor:
+    """Tell Megatron that the gradient is in ``main_grad``, and give autograd one of zeros that takes no memory yet.
+
+    The gradient must not be None: Megatron's hook on the parameter, which starts the reduction, would not run. It must
+    be 0: a tied embedding adds its own gradient to it.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return weight.new_zeros(1, 1).expand_as(weight)
+
+
+def attach_gradient(
+    loss_sum: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradient: HeadGradient
+) -> Tensor:
+    """``loss_sum`` with the gradients that ``gradient`` has of it; it can be differentiated once."""
+    apply: Callable[..., Tensor] = _AttachGradient.apply
+    return apply(hidden, weight, bias, loss_sum, gradient)
+
+
+class _AttachGradient(torch.autograd.Function):
+    """Multiplies gradients that exist already by that of the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss_sum: Tensor, gradient: HeadGradient
+    ) -> Tensor:
+        ctx.gradients = gradient.result()
+        ctx.rows, ctx.added_to = gradient.rows, weight if gradient.in_main_grad else None
+        return loss_sum.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise ValueError("the loss of dppo_head_loss can be differentiated once; it keeps no logits to do it again")
+        if ctx.added_to is not None:
+            _check_one(upstream)
+        (of_hidden, of_weight, of_bias), ctx.gradients = ctx.gradients, None
+        of_hidden, of_weight, of_bias = (_scaled(x, upstream) for x in (of_hidden, of_weight, of_bias))
+        if ctx.added_to is not None:
+            of_weight = mark_added(ctx.added_to)
+        return None if of_hidden is None else ctx.rows.spread(of_hidden), of_weight, of_bias, None, None
+
+
+def _check_one(upstream: Tensor) -> None:
+    if upstream.is_cuda:
+        torch._assert_async(upstream == 1, "with accumulate_main_grad the gradient of the loss must be 1")
+    elif float(upstream) != 1:
+        raise ValueError(
+            f"with accumulate_main_grad the gradient of the loss must be 1, got {float(upstream)}: weight.main_grad "
+            "has the gradient already; scale the loss function instead"
+        )
+
+
+def _scaled(gradient: Tensor | None, upstream: Tensor) -> Tensor | None:
+    if gradient is None or (not upstream.is_cuda and float(upstream) == 1):
+        return gradient
+    return gradient.mul_(upstream)

@@ -1,0 +1,276 @@
+"""A token-level loss straight from the hidden states: its gradient is made in forward, in three GEMMs.
+
+For each chunk of rows: the logits; the shard's statistics; one all-gather of them, 4 (4 + K) bytes a row (on CUDA the
+GEMM of the next chunk runs meanwhile); the loss itself, differentiated in the log-probabilities and the entropy of the
+chunk; the gradient of the logits, written over them; and from it that of hidden states and weight. As the loss of a row
+depends on that row alone, nothing is needed of the others, and nothing of the size of the vocabulary is kept. Backward
+multiplies by the gradient of the one number that came out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.head.columns import Columns, looked_up_ids
+from megatron_dppo.head.gradient import HeadGradient, attach_gradient, checked_main_grad
+from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size, chunks_in_flight
+from megatron_dppo.head.rows import Head, RowTotals, check_ids, gather_shards, merge
+from megatron_dppo.head.stats import HeadStatistics, loss_inputs
+from megatron_dppo.head.sums import SlotSums, merge_narrow, narrow, reduce_slots
+from megatron_dppo.types import LossInputs, LossOutput, Metric, TokenTargets
+
+LossFunction = Callable[[LossInputs], LossOutput]
+
+
+def dppo_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: TokenTargets,
+    loss: LossFunction,
+    *,
+    group: ProcessGroup | None,
+    vocab_size: int,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    entropy_gradient: bool = False,
+    plan: RowPlan | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_main_grad: bool = False,
+    slot_sums: SlotSums | None = None,
+) -> LossOutput:
+    """``loss`` of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group, with its gradients.
+
+    Example: one process, a vocabulary of three. The gradient is the mean of the weight's rows less the label's row.
+        >>> from megatron_dppo.losses import supervised_loss as loss
+        >>> hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+        >>> weight = torch.tensor([[0.5, 1.0], [0.25, 1.0], [0.25, 1.0]]).log()
+        >>> targets = TokenTargets(labels=torch.tensor([0]), advantages=torch.ones(1), loss_mask=torch.tensor([True]))
+        >>> dppo_head_loss(hidden, weight, targets, loss, group=None, vocab_size=3).loss_sum.backward(); hidden.grad
+        tensor([[-0.3466,  0.0000]])
+
+    Args:
+        hidden, weight, group, vocab_size, temperature, bias: as in ``vocab_parallel_head_stats``.
+        targets: of the T rows, the same on all ranks, and without ``sequence_ids``.
+        loss: a sum over tokens in which each token's term depends on that token alone. It is called on some rows at a
+            time, with the same inputs on all ranks.
+        entropy_gradient: whether the entropy that the loss gets carries a gradient.
+        plan: the rows with loss; None = all. A row that it leaves out has no loss, whatever the mask says.
+        chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
+        accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward (Megatron's gradient
+            accumulation fusion does so in backward). ``weight.grad`` gets zeros; ``loss_sum`` must get a gradient of 1.
+        slot_sums: ``losses.topk_sums``: several shards exchange these sums instead of the Top-K slots (``head.sums``),
+            and the loss gets ``topk_sums`` in place of ``topk_logprobs``.
+
+    Returns:
+        The loss of all rows: sums over the chunks, ``keep_mask [T]`` (False in rows outside the plan), and metrics
+        added up. Its ``loss_sum`` can be differentiated once.
+
+    Raises:
+        ValueError: before any collective: ``targets.sequence_ids`` is given; shapes, dtypes or devices do not fit, the
+            shards cannot hold the vocabulary, the temperature is not positive, a label or a valid id is outside the
+            vocabulary (on CUDA a device-side assertion, as for the next), a valid id stands twice in its row, or
+            ``main_grad`` does not fit. After them, on every rank alike: the loss has a gradient in a row that the plan
+            says has none. In backward: the gradient of ``loss_sum`` is not 1 with ``accumulate_main_grad``.
+    """
+    head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
+    check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
+    columns = Columns.of(head, targets, plan)
+    rows, main_grad = Rows.of(hidden, plan), checked_main_grad(weight, accumulate_main_grad)
+    gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad)
+    run = _Run(head, rows, hidden.detach(), columns, loss, entropy_gradient, in_flight, gradient, slot_sums)
+    output = _join([_finish(run, pending) for pending in _pending(run)], rows)
+    if not run.differentiates:
+        return output
+    return replace(output, loss_sum=attach_gradient(output.loss_sum, hidden, weight, bias, gradient))
+
+
+def _gradient(
+    head: Head,
+    rows: Rows,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk_tokens: int | None,
+    main_grad: Tensor | None,
+) -> tuple[HeadGradient, int]:
+    """What the gradient is gathered in, and how many chunks have their logits in memory at the same time."""
+    needed = _needed(hidden), _needed(weight), _needed(bias)
+    in_flight = chunks_in_flight(weight.device, head.group)
+    size = chunk_size(chunk_tokens, rows, weight, in_flight, 1 if head.group is None else head.group.size())
+    return HeadGradient(head, rows, hidden, needed, size, main_grad), in_flight
+
+
+def _needed(tensor: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call."""
+
+    head: Head
+    rows: Rows
+    hidden: Tensor
+    columns: Columns
+    """of the rows of the plan"""
+    loss: LossFunction
+    entropy_gradient: bool
+    in_flight: int
+    """chunks whose logits are in memory at the same time"""
+    gradient: HeadGradient
+    slot_sums: SlotSums | None
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether a gradient is wanted."""
+        return self.gradient.wanted
+
+    @property
+    def exchanges_sums(self) -> bool:
+        """One shard has all slots anyway."""
+        return self.slot_sums is not None and self.head.group is not None and self.columns.ids is not None
+
+    @property
+    def overwrites(self) -> bool:
+        """On the CPU exponentials cost more than memory, and without an entropy term the gradient needs no more."""
+        return self.differentiates and not self.entropy_gradient and not self.hidden.is_cuda
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A chunk whose statistics are under way."""
+
+    chunk: Chunk
+    columns: Columns
+    logits: Tensor
+    mine: Tensor
+    """this shard's row statistics; exponentials may have replaced the logits"""
+    parts: Tensor
+    work: dist.Work | None
+
+
+@torch.no_grad()
+def _pending(run: _Run) -> Iterator[_Pending]:
+    """The chunks in order, each after the GEMM of the next one was started if two are in flight; an empty one if there
+    are no rows."""
+    chunks = list(run.rows.chunks(run.gradient.chunk)) or [Chunk(0, 0, 0)]
+    number = min(run.in_flight, len(chunks))
+    buffers = [run.head.new_logits(min(run.gradient.chunk, run.rows.count)) for _ in range(number)]
+    started: list[_Pending] = []
+    for place, chunk in enumerate(chunks):
+        started.append(_start(run, chunk, buffers[place % number]))
+        if len(started) == number:
+            yield started.pop(0)
+    yield from started
+
+
+def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
+    head = run.head
+    hidden = run.rows.take(run.hidden, chunk.start, chunk.stop)
+    columns = run.columns.select(slice(chunk.start, chunk.stop))
+    logits = head.logits(hidden, buffer)
+    mine = head.statistics(logits, columns.labels, columns.local_ids, overwrite=run.overwrites)
+    sent = mine
+    if run.exchanges_sums and columns.ids is not None and columns.valid is not None:
+        sent = narrow(mine, columns.targets.labels, columns.ids, columns.valid)
+    return _Pending(chunk, columns, logits, mine, *gather_shards(sent, head.group))
+
+
+@torch.no_grad()
+def _finish(run: _Run, pending: _Pending) -> LossOutput:
+    """The loss of a chunk; its part of the gradients goes to ``run.gradient``."""
+    if pending.work is not None:
+        pending.work.wait()
+    head, columns = run.head, pending.columns
+    totals, sums = _totals(run, pending)
+    output, of_logprobs, of_entropy = _differentiate(run, columns.targets, totals, sums)
+    stop = pending.chunk.num_gradient if run.differentiates else 0
+    if run.differentiates:
+        _check_rest(stop, of_logprobs, of_entropy)
+    if stop:
+        part = slice(0, stop)
+        dlogits = head.gradient(
+            pending.logits[part],
+            columns.labels[part],
+            totals.select(part),
+            of_logprobs[part],
+            None if of_entropy is None else of_entropy[part],
+            run.gradient.place(pending.logits[part]),
+            pending.mine[part, 0] if run.overwrites else None,
+        )
+        run.gradient.add(dlogits)
+    return output
+
+
+def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
+    """The totals of the rows, and ``losses.topk_sums`` of all slots where those are exchanged in place of the slots."""
+    (targets, _, ids, valid, local_ids), head = pending.columns, run.head
+    if not run.exchanges_sums:
+        return merge(pending.parts, targets.labels, ids, valid, head.temperature), None
+    slots, of_rollout = targets.rollout_topk_ids, targets.rollout_topk_logprobs
+    assert local_ids is not None and slots is not None and of_rollout is not None
+    assert head.group is not None and run.slot_sums is not None
+    totals = merge_narrow(pending.parts, head.temperature)
+    sums, other = reduce_slots(
+        pending.mine, local_ids >= 0, of_rollout[:, :-1], totals, head.temperature, head.group, run.slot_sums
+    )
+    last = run.slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], slots[:, -1:] >= 0)
+    return totals._replace(other_logprob=other), sums + last.to(sums.dtype)
+
+
+def _differentiate(
+    run: _Run, targets: TokenTargets, totals: RowTotals, sums: Tensor | None
+) -> tuple[LossOutput, Tensor, Tensor | None]:
+    """The loss on some rows, and its derivatives in their log-probabilities and entropies ``[n]``."""
+    logprobs = totals.logprobs.detach().requires_grad_(run.differentiates)
+    entropy = totals.entropy.detach().requires_grad_(run.differentiates and run.entropy_gradient)
+    statistics = HeadStatistics(logprobs, entropy, totals.id_logprobs, totals.other_logprob, None, None)
+    with torch.set_grad_enabled(run.differentiates):
+        output = run.loss(replace(loss_inputs(targets, statistics), topk_sums=sums))
+    zeros = torch.zeros_like(totals.logprobs)
+    leaves = [leaf for leaf in (logprobs, entropy) if leaf.requires_grad]
+    if not leaves or not output.loss_sum.requires_grad:
+        return output, zeros, None
+    found = torch.autograd.grad(output.loss_sum, leaves, allow_unused=True)
+    detached = replace(output, loss_sum=output.loss_sum.detach())
+    return detached, zeros if found[0] is None else found[0], found[1] if len(found) > 1 else None
+
+
+def _check_rest(stop: int, *gradients: Tensor | None) -> None:
+    for values in gradients:
+        if values is None:
+            continue
+        wrong = (values[stop:] != 0).any()
+        if values.is_cuda:
+            torch._assert_async(~wrong, "the loss has a gradient in a row that the plan says has none")
+        elif bool(wrong):
+            raise ValueError(
+                "the loss has a gradient in a row that plan says has none (an entropy bonus or a KL penalty?); "
+                "make the plan without advantages"
+            )
+
+
+def _join(outputs: list[LossOutput], rows: Rows) -> LossOutput:
+    """The outputs of the chunks as that of all T rows."""
+    first, *rest = outputs
+    metrics = dict(first.metrics)
+    for output in rest:
+        metrics = {name: _add(metric, output.metrics[name]) for name, metric in metrics.items()}
+    return LossOutput(
+        loss_sum=torch.stack([output.loss_sum for output in outputs]).sum(),
+        num_tokens=torch.stack([output.num_tokens for output in outputs]).sum(),
+        keep_mask=rows.spread(torch.cat([output.keep_mask for output in outputs])),
+        metrics=metrics,
+    )
+
+
+def _add(a: Metric, b: Metric) -> Metric:
+    if a.kind == "max":
+        return Metric(torch.maximum(torch.as_tensor(a.numerator), torch.as_tensor(b.numerator)), kind="max")
+    return Metric(a.numerator + b.numerator, a.denominator + b.denominator)

@@ -1,0 +1,256 @@
+"""The two passes over the rows of a chunk of logits: the statistics of a shard, and the gradient of the logits.
+
+The plain torch version works everywhere and is the oracle of the Triton one, which takes over on CUDA where Triton is
+installed. On the CPU it goes through a few rows at a time, so that every pass but the first reads from the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+_UNDERFLOW = -1e4
+"""exp of this is 0 in every dtype; a finite stand-in for log 0, so that 0 log 0 comes out as 0 without a branch."""
+_BLOCK_BYTES = 1 << 20
+"""Size of a block of rows in the dtype of the statistics. There are two at a time: small enough for the cache of
+a core, and large enough that the number of calls does not count."""
+
+
+def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float) -> Tensor:
+    """What one shard knows about each row, in one read of the logits.
+
+    With ``z = (logit - m) / temperature``, over the first ``own`` entries of the row:
+
+    - column 0, m: the largest logit, before the temperature
+    - column 1, t: sum of exp(z) z
+    - column 2, o: sum of exp(z) over the entries that are neither the label nor one of the ids
+    - column 3, y: z of the label, -inf if it is not of this shard
+    - columns 4 to 3 + K: z of each id, -inf in the same way
+
+    A shard without entries, and a row of -inf, has m = y = -inf and t = o = 0. A NaN among the logits gives NaN.
+
+    Args:
+        logits: ``[n, W]`` float32, float64 or bfloat16.
+        own: entries of the shard that are not padding; columns from ``own`` on are not read.
+        labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
+        ids: ``[n, K]`` int64 index in this shard, -1 = not of this shard or an unused slot; None = none.
+        temperature: divides the logits.
+
+    Returns:
+        ``[n, 4 + K]`` float32, or float64 for float64 logits.
+    """
+    triton = _triton_kernels(logits)
+    function = row_statistics_torch if triton is None else triton.row_statistics
+    return function(logits, own, labels, ids, temperature)
+
+
+def row_gradient(
+    logits: Tensor,
+    own: int,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    entropy: Tensor | None,
+    temperature: float,
+    out: Tensor,
+) -> Tensor:
+    """The gradient of the logits from that of log p(label) and, if given, that of the entropy.
+
+    ``([j = label] g - p_j (g + e (log p_j + H))) / temperature`` with ``p_j log p_j = 0`` where p_j = 0.
+
+    Args:
+        logits: ``[n, W]`` as in ``row_statistics``.
+        own: entries of the shard that are not padding; the gradient of the others is 0.
+        labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
+        maximum: ``[n]`` the largest logit of the whole row over all shards, before the temperature.
+        total: ``[n]`` sum of exp((logit - maximum) / temperature) of the whole row.
+        grad_logprobs: ``[n]`` g.
+        grad_entropy: ``[n]`` e; None = no gradient of the entropy.
+        entropy: ``[n]`` H of the whole row; needed with ``grad_entropy``.
+        temperature: divides the logits.
+        out: ``[n, W]`` receives the gradient. It may lie in the memory of ``logits`` if its row i begins where row i of
+            the logits begins, and its elements are not larger: ``logits`` itself, or a bf16 view of it.
+
+    Returns:
+        ``out``.
+    """
+    triton = _triton_kernels(logits)
+    function = row_gradient_torch if triton is None else triton.row_gradient
+    return function(logits, own, labels, maximum, total, grad_logprobs, grad_entropy, entropy, temperature, out)
+
+
+def row_statistics_torch(
+    logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float, *, overwrite: bool = False
+) -> Tensor:
+    """``row_statistics`` in plain torch.
+
+    With ``overwrite``, for logits in the dtype of the statistics, exp((logit - m) / temperature) takes the place of the
+    first ``own`` logits, for ``gradient_of_exponentials``.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    chosen = labels[:, None] if ids is None else torch.cat([labels[:, None], ids], 1)
+    out = torch.zeros(len(logits), 3 + chosen.shape[1], dtype=dtype, device=logits.device)
+    maximum, weighted, others, values = out[:, 0], out[:, 1], out[:, 2], out[:, 3:]
+    if own == 0 or len(logits) == 0:
+        maximum.fill_(-torch.inf)
+        values.fill_(-torch.inf)
+        return out
+    of_shard = chosen >= 0
+    # In place of -1 another index of the row, or 0 where there is none: that entry comes back after the sum.
+    struck = torch.where(of_shard, chosen, chosen.amax(1, keepdim=True).clamp(min=0))
+    values.copy_(logits.gather(1, struck))
+    scale, difference = _bits_per_logit(temperature), _scratch(logits, own, dtype)
+    exponential = None if overwrite else torch.empty_like(difference)
+    columns = (maximum, weighted, others, struck)
+    for block, *(highest, moment, total, places) in _row_blocks(own, logits[:, :own], *columns):
+        z, exp = difference[: len(block)], block if exponential is None else exponential[: len(block)]
+        highest.copy_(block.amax(1))
+        torch.sub(block, _finite(highest)[:, None], out=z).mul_(scale)
+        torch.exp2(z, out=exp)
+        # A -inf has to give 0 times something finite.
+        torch.sum(z.clamp_(min=_UNDERFLOW).mul_(exp), 1, out=moment)
+        torch.sum(exp.scatter_(1, places, 0.0), 1, out=total)
+    weighted *= math.log(2)
+    below = values - _finite(maximum)[:, None]
+    exponentials = torch.exp2(below * scale)
+    others += torch.where(of_shard.any(1), 0.0, exponentials[:, 0])
+    if overwrite:
+        logits.scatter_(1, struck, exponentials)
+    values.copy_(torch.where(of_shard, below / temperature, -torch.inf))
+    return out
+
+
+def row_gradient_torch(
+    logits: Tensor,
+    own: int,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    entropy: Tensor | None,
+    temperature: float,
+    out: Tensor,
+) -> Tensor:
+    """``row_gradient`` in plain torch."""
+    if own == 0 or len(logits) == 0:
+        return out.zero_()
+    # -p (g + e (log p + H)) / temperature = exp(z) (base + slope z)
+    base, slope = -grad_logprobs / (total * temperature), None
+    if grad_entropy is not None and entropy is not None:
+        slope = -grad_entropy / (total * temperature)
+        base = base + slope * (entropy - total.log())
+    index = labels.clamp(min=0)
+    at_label = (logits.gather(1, index[:, None]).squeeze(1).to(maximum.dtype) - maximum) / temperature
+    factor = base if slope is None else base + slope * at_label.clamp(min=_UNDERFLOW)
+    at_label = at_label.exp() * factor + grad_logprobs / temperature
+    scale, scratch = _bits_per_logit(temperature), _scratch(logits, own, maximum.dtype)
+    exponential = None if slope is None else torch.empty_like(scratch)
+    columns = (maximum, base) if slope is None else (maximum, base, math.log(2) * slope)
+    for block, target, highest, *factors in _row_blocks(own, logits[:, :own], out[:, :own], *columns):
+        z = scratch[: len(block)]
+        torch.sub(block, _finite(highest)[:, None], out=z).mul_(scale)
+        if exponential is None:
+            z.exp2_().mul_(factors[0][:, None])
+        else:
+            exp = torch.exp2(z, out=exponential[: len(block)])
+            z.clamp_(min=_UNDERFLOW).mul_(factors[1][:, None]).add_(factors[0][:, None]).mul_(exp)
+        target.copy_(z)
+    return _finished(out, own, labels, at_label)
+
+
+def gradient_of_exponentials(
+    exponentials: Tensor,
+    own: int,
+    labels: Tensor,
+    shard_maximum: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    grad_logprobs: Tensor,
+    temperature: float,
+    out: Tensor,
+) -> Tensor:
+    """``row_gradient`` without an entropy term from what ``row_statistics_torch`` left behind, which it overwrites.
+
+    Args:
+        exponentials: ``[n, W]``
+        shard_maximum: ``[n]`` the largest logit of this shard, before the temperature.
+        own: as in ``row_gradient``, like the other arguments.
+        labels: the same.
+        maximum: the same.
+        total: the same.
+        grad_logprobs: the same.
+        temperature: the same.
+        out: ``[n, W]`` ``exponentials`` itself, or memory of its own.
+    """
+    if own == 0 or len(exponentials) == 0:
+        return out.zero_()
+    factor = -grad_logprobs / (total * temperature) * ((shard_maximum - maximum) / temperature).exp()
+    at_label = exponentials.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) * factor + grad_logprobs / temperature
+    in_place = out.data_ptr() == exponentials.data_ptr() and out.dtype == exponentials.dtype
+    for block, target, factors in _row_blocks(own, exponentials[:, :own], out[:, :own], factor):
+        product = block.mul_(factors[:, None])
+        if not in_place:
+            target.copy_(product)
+    return _finished(out, own, labels, at_label)
+
+
+def _finished(out: Tensor, own: int, labels: Tensor, at_label: Tensor) -> Tensor:
+    """Padding is 0, and at the label stands the sum of both terms, rounded once."""
+    if own < out.shape[1]:
+        out[:, own:] = 0.0
+    row = torch.arange(len(out), device=out.device)
+    # A row whose label is elsewhere gets back what it has.
+    out[row, labels.clamp(min=0)] = torch.where(labels >= 0, at_label.to(out.dtype), out[:, 0])
+    return out
+
+
+def _bits_per_logit(temperature: float) -> float:
+    """From a difference of logits to the exponent of 2: exp2 takes a third of the time of exp on the CPU.
+
+    The difference comes first, so that large logits lose nothing.
+    """
+    return 1 / (temperature * math.log(2))
+
+
+def _finite(maximum: Tensor) -> Tensor:
+    """Something finite in place of the maximum of a row of -inf, whose exponentials are then 0 and not NaN."""
+    return maximum.clamp(min=torch.finfo(maximum.dtype).min)
+
+
+def _rows_at_a_time(logits: Tensor, own: int) -> int:
+    if logits.is_cuda:
+        return len(logits)
+    return max(1, _BLOCK_BYTES // (own * (8 if logits.dtype == torch.float64 else 4)))
+
+
+def _scratch(logits: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    rows = min(len(logits), _rows_at_a_time(logits, columns))
+    return torch.empty(rows, columns, dtype=dtype, device=logits.device)
+
+
+def _row_blocks(own: int, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same few rows of each tensor at a time."""
+    step = _rows_at_a_time(logits, own)
+    return zip(*(tensor.split(step) for tensor in (logits, *others)), strict=True)
+
+
+def _triton_kernels(logits: Tensor) -> ModuleType | None:
+    """The Triton version for fp32 and bf16 logits on CUDA, where it is installed."""
+    return _imported_triton_kernels() if logits.is_cuda and logits.dtype != torch.float64 else None
+
+
+@functools.cache
+def _imported_triton_kernels() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("megatron_dppo.head.row_kernels_triton")

@@ -1,0 +1,266 @@
+"""From the shards' row statistics to those of the whole vocabulary, and the checks of what a head is given.
+
+Each shard sends m, t, o, y and y_i of ``row_kernels.row_statistics``: 4 (4 + K) bytes a row in fp32. With M the largest
+m, d = (m - M) / temperature and S the sum over shards:
+
+    o = S exp(d) o_r        y = max over shards of y_r + d        s = o + exp(y) + sum exp(y_i)      (no id twice)
+    t = S exp(d) (t_r + d s_r)      log p(id) = y_i - log s
+    log p(other) = log o - log s        entropy = log s - t / s
+
+Every sum has positive terms only, so ``other`` keeps its relative precision where the ids hold almost all of the mass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.head.mixed_gemm import accumulation_dtype, logits_into
+from megatron_dppo.head.row_kernels import (
+    gradient_of_exponentials,
+    row_gradient,
+    row_statistics,
+    row_statistics_torch,
+)
+
+
+class RowTotals(NamedTuple):
+    """Statistics over the whole vocabulary, equal on all ranks of the group; without gradient."""
+
+    maximum: Tensor
+    """[n] the largest logit, before the temperature"""
+    total: Tensor
+    """[n] sum of exp((logit - maximum) / temperature)"""
+    logprobs: Tensor
+    """[n]"""
+    entropy: Tensor
+    """[n]"""
+    id_logprobs: Tensor | None
+    """[n, K], -inf in unused slots"""
+    other_logprob: Tensor | None
+    """[n]"""
+
+    def select(self, rows: slice) -> RowTotals:
+        """Some of the rows."""
+        ids, other = self.id_logprobs, self.other_logprob
+        maximum, total, logprobs, entropy = (column[rows] for column in self[:4])
+        return RowTotals(
+            maximum,
+            total,
+            logprobs,
+            entropy,
+            None if ids is None else ids[rows],
+            None if other is None else other[rows],
+        )
+
+
+@dataclass(frozen=True)
+class Head:
+    """This rank's shard of the output layer, and where it lies in the vocabulary."""
+
+    weight: Tensor
+    bias: Tensor | None
+    group: ProcessGroup | None
+    """None = one shard holds all"""
+    first: int
+    """global id of the shard's first entry"""
+    own: int
+    """entries of the shard that are not padding"""
+    temperature: float
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ProcessGroup | None,
+        vocab_size: int,
+        temperature: float,
+    ) -> Head:
+        """Check the arguments, the same on every rank.
+
+        Raises:
+            ValueError: shapes, dtypes or devices do not fit, the shards cannot hold the vocabulary, or the temperature
+                is not positive.
+        """
+        _check_layer(hidden, weight, bias)
+        shards, rank, width = (1, 0, len(weight)) if group is None else (group.size(), group.rank(), len(weight))
+        if not 0 < vocab_size <= width * shards:
+            raise ValueError(f"vocab_size = {vocab_size} does not fit {shards} shards of {width} rows of the weight")
+        if not temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {temperature}")
+        group = group if shards > 1 else None
+        own = max(0, min(vocab_size - rank * width, width))
+        return cls(weight.detach(), None if bias is None else bias.detach(), group, rank * width, own, temperature)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of logits and statistics."""
+        return accumulation_dtype(self.weight)
+
+    def local(self, ids: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Global ids to indices in this shard; -1 for those of other shards and those not valid."""
+        mine = (ids >= self.first) & (ids < self.first + self.own)
+        return torch.where(mine if valid is None else mine & valid, ids - self.first, -1)
+
+    def new_logits(self, rows: int) -> Tensor:
+        """Memory for the logits of ``rows`` rows."""
+        return torch.empty(rows, len(self.weight), dtype=self.dtype, device=self.weight.device)
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """``[n, W]`` logits before the temperature, in the first n rows of ``out``."""
+        return logits_into(hidden, self.weight, self.bias, out[: len(hidden)])
+
+    def statistics(self, logits: Tensor, labels: Tensor, ids: Tensor | None, *, overwrite: bool = False) -> Tensor:
+        """``[n, 4 + K]`` of ``row_kernels.row_statistics``; with ``overwrite``, exponentials replace the logits."""
+        if overwrite:
+            return row_statistics_torch(logits, self.own, labels, ids, self.temperature, overwrite=True)
+        return row_statistics(logits, self.own, labels, ids, self.temperature)
+
+    def gradient(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        totals: RowTotals,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor | None,
+        out: Tensor,
+        overwritten: Tensor | None = None,
+    ) -> Tensor:
+        """``[n, W]`` gradient of the logits, written to ``out``.
+
+        ``overwritten`` is the shard's maximum ``[n]`` if ``statistics`` has replaced the logits.
+        """
+        maximum, total, entropy = totals.maximum, totals.total, totals.entropy
+        if overwritten is not None:
+            return gradient_of_exponentials(
+                logits, self.own, labels, overwritten, maximum, total, grad_logprobs, self.temperature, out
+            )
+        return row_gradient(
+            logits, self.own, labels, maximum, total, grad_logprobs, grad_entropy, entropy, self.temperature, out
+        )
+
+
+def gather_shards(mine: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
+    """All-gather ``[n, C]`` of each rank to ``[ranks, n, C]``, ready when the returned work (None = now) is done."""
+    if group is None or mine.numel() == 0:
+        return mine[None].expand(1 if group is None else group.size(), *mine.shape), None
+    parts = mine.new_empty(group.size(), *mine.shape)
+    return parts, dist.all_gather_into_tensor(parts.flatten(0, 1), mine, group=group, async_op=True)
+
+
+def merge(parts: Tensor, labels: Tensor, ids: Tensor | None, valid: Tensor | None, temperature: float) -> RowTotals:
+    """The shards' statistics ``[ranks, n, 4 + K]`` to those of the whole rows; see the formulas above.
+
+    ``labels [n]``, ``ids [n, K]`` and ``valid [n, K]`` are global. A row whose entries are all -inf gives NaN.
+    """
+    maxima, weighted, others, values = parts[..., 0], parts[..., 1], parts[..., 2], parts[..., 3:]
+    if ids is not None and valid is not None:
+        # The label counts once: where it is one of the ids too, only there.
+        repeated = ((ids == labels[:, None]) & valid).any(1)
+        counted = torch.cat([~repeated[:, None], valid], 1)
+    else:
+        counted = torch.ones_like(labels, dtype=torch.bool)[:, None]
+    maximum = maxima.amax(0)
+    shift = (maxima - maximum) / temperature
+    scale = shift.exp()
+    sums = others + torch.where(counted, values.exp(), 0.0).sum(-1)
+    # A shard of -inf only: its shift is -inf, and 0 times it must be 0.
+    weighted = torch.where(scale == 0, 0.0, scale * (weighted + shift * sums)).sum(0)
+    other = (scale * others).sum(0)
+    values = (values + shift[..., None]).amax(0)
+    total = other + torch.where(counted, values.exp(), 0.0).sum(-1)
+    log_total = total.log()
+    logprobs = values - log_total[:, None]
+    return RowTotals(
+        maximum=maximum,
+        total=total,
+        logprobs=logprobs[:, 0],
+        entropy=log_total - weighted / total,
+        id_logprobs=None if valid is None else torch.where(valid, logprobs[:, 1:], -torch.inf),
+        other_logprob=None if valid is None else other.log() - log_total,
+    )
+
+
+def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"expected hidden [T, H] and weight [V_local, H], got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"expected bias [V_local] = ({len(weight)},), got {tuple(bias.shape)}")
+    if hidden.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise ValueError(f"hidden must be float32, float64 or bfloat16, got {hidden.dtype}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and (tensor.dtype != hidden.dtype or tensor.device != hidden.device):
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, expected that of hidden, "
+                f"{hidden.dtype} on {hidden.device}"
+            )
+
+
+def check_ids(
+    rows: int, labels: Tensor, ids: Tensor | None, valid: Tensor | None, vocab_size: int, used: Tensor | None
+) -> None:
+    """Labels ``[T]`` and ids ``[T, K]`` fit ``rows`` = T and the vocabulary, in the rows ``used`` (None = all).
+
+    Raises:
+        ValueError: they do not. On CUDA a value out of range is a device-side assertion, because a check on the host
+            would wait for the device.
+    """
+    if labels.shape != (rows,) or labels.dtype != torch.int64:
+        raise ValueError(f"expected int64 labels [T] = ({rows},), got {labels.dtype} {tuple(labels.shape)}")
+    if (ids is None) != (valid is None):
+        raise ValueError("ids and ids_valid go together: give both or neither")
+    _assert_in_vocabulary("label", labels[:, None], None, vocab_size, used)
+    if ids is None or valid is None:
+        return
+    if ids.dim() != 2 or len(ids) != rows or ids.dtype != torch.int64:
+        raise ValueError(f"expected int64 ids [T, K] with T = {rows}, got {ids.dtype} {tuple(ids.shape)}")
+    if ids.shape[1] > vocab_size:
+        raise ValueError(f"K = {ids.shape[1]} ids are more than the vocabulary of {vocab_size} has")
+    if valid.shape != ids.shape or valid.dtype != torch.bool:
+        raise ValueError(f"expected bool ids_valid {tuple(ids.shape)}, got {valid.dtype} {tuple(valid.shape)}")
+    _assert_in_vocabulary("id", ids, valid, vocab_size, used)
+    _assert_distinct(ids, valid, used)
+
+
+def _where(row: int, slot: int, used: Tensor | None, name: str) -> str:
+    row = row if used is None else int(used[row])
+    return f"row {row}" if name == "label" else f"row {row}, slot {slot}"
+
+
+def _assert_in_vocabulary(name: str, ids: Tensor, valid: Tensor | None, vocab_size: int, used: Tensor | None) -> None:
+    if used is not None:
+        ids, valid = ids.index_select(0, used), None if valid is None else valid.index_select(0, used)
+    outside = (ids < 0) | (ids >= vocab_size)
+    if valid is not None:
+        outside &= valid
+    if ids.is_cuda:
+        torch._assert_async(~outside.any(), f"a {name} is outside the vocabulary [0, {vocab_size})")
+    elif bool(outside.any()):
+        row, slot = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name} {int(ids[row, slot])} in {_where(row, slot, used, name)} "
+            f"is outside the vocabulary [0, {vocab_size})"
+        )
+
+
+def _assert_distinct(ids: Tensor, valid: Tensor, used: Tensor | None) -> None:
+    if used is not None:
+        ids, valid = ids.index_select(0, used), valid.index_select(0, used)
+    # Unused slots get a negative number each, so that two of them never look alike.
+    unused = -1 - torch.arange(ids.shape[1], device=ids.device)
+    in_order = torch.where(valid, ids, unused).sort(dim=1).values
+    twice = in_order[:, 1:] == in_order[:, :-1]
+    if ids.is_cuda:
+        torch._assert_async(~twice.any(), "a valid id stands twice in its row")
+    elif bool(twice.any()):
+        row, place = twice.nonzero()[0].tolist()
+        raise ValueError(f"id {int(in_order[row, place])} stands twice in {_where(row, 0, used, 'label')}")

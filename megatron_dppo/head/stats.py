@@ -1,0 +1,228 @@
+"""Statistics of an output layer from the hidden states, without its logits in memory: for any loss.
+
+Forward goes through the rows in chunks: logits by one GEMM, ``row_kernels.row_statistics``, and then one all-gather of
+all rows, 4 (4 + K) bytes a row (8 k more with the policy's own Top-k). Backward computes the logits of a chunk
+again and overwrites them with their gradient. Four GEMMs in all. Saved are the arguments and O(T) numbers; one chunk of
+logits in float32 is in memory at a time.
+
+``head.loss`` saves the fourth GEMM where the loss of a token depends on that token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.head.gradient import HeadGradient, checked_main_grad, mark_added
+from megatron_dppo.head.row_plan import RowPlan, Rows, chunk_size
+from megatron_dppo.head.rows import Head, RowTotals, check_ids, gather_shards, merge
+from megatron_dppo.head.topk import candidates, merge_candidates
+from megatron_dppo.types import LossInputs, TokenTargets
+
+
+class HeadStatistics(NamedTuple):
+    """Per-token statistics in nats, fp32, or float64 for float64 inputs; equal on all ranks of the group.
+
+    Rows outside the plan are 0.
+    """
+
+    logprobs: Tensor
+    """[T] log p(label), with gradient"""
+    entropy: Tensor
+    """[T] with gradient where that was asked for"""
+    id_logprobs: Tensor | None
+    """[T, K] log p(id), without gradient; -inf in unused slots, and where the probability is 0. None without ids."""
+    other_logprob: Tensor | None
+    """[T] log of the mass outside the label and the valid ids, without gradient. None without ids."""
+    topk_logprobs: Tensor | None
+    """[T, k] the policy's own Top-k by rank, without gradient. None with ``topk = 0``."""
+    topk_ids: Tensor | None
+    """[T, k] int64 global ids"""
+
+
+def vocab_parallel_head_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    group: ProcessGroup | None,
+    vocab_size: int,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    ids: Tensor | None = None,
+    ids_valid: Tensor | None = None,
+    topk: int = 0,
+    entropy_gradient: bool = False,
+    plan: RowPlan | None = None,
+    chunk_tokens: int | None = None,
+    accumulate_main_grad: bool = False,
+) -> HeadStatistics:
+    """Log-probabilities, entropy and Top-K of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group.
+
+    Args:
+        hidden: ``[T, H]`` float32, float64 or bfloat16, the same on all ranks. Its gradient is this shard's part: the
+            region that brought it to all ranks sums it.
+        weight: ``[V_local, H]`` this rank's shard, in the dtype of ``hidden``. Not to be changed before backward.
+        labels: ``[T]`` int64 global ids, the same on all ranks, like all other arguments.
+        group: the vocabulary-parallel group; None = not sharded.
+        vocab_size: V without padding. Padded entries (global id >= V) never enter the softmax and get gradient 0.
+        temperature: divides the logits.
+        bias: ``[V_local]`` or None.
+        ids: ``[T, K]`` int64 global ids; the valid ones of a row are distinct, and the label may be one of them.
+        ids_valid: ``[T, K]`` bool, False = an unused slot; whatever stands there is ignored. Goes with ``ids``.
+        topk: k, how many of the most probable ids to find, from 0 to V; ties go to the lower id.
+        entropy_gradient: whether the entropy carries a gradient.
+        plan: the rows that matter; None = all. The gradient of rows that it says have none is not computed.
+        chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
+        accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in backward, as Megatron's
+            ``gradient_accumulation_fusion`` does; ``weight.grad`` then gets zeros.
+
+    Returns:
+        The statistics. A row whose logits are all -inf has no distribution and gives NaN.
+
+    Raises:
+        ValueError: before any collective: shapes, dtypes or devices do not fit, the shards cannot hold the vocabulary,
+            the temperature is not positive, a label or a valid id is outside the vocabulary (on CUDA a device-side
+            assertion, as for the next), a valid id stands twice in its row, there are more ids than the vocabulary
+            has, or ``main_grad`` does not fit.
+    """
+    head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
+    rows = Rows.of(hidden, plan)
+    check_ids(len(hidden), labels, ids, ids_valid, vocab_size, None if plan is None else plan.rows)
+    if not 0 <= topk <= vocab_size:
+        raise ValueError(f"topk must be from 0 to vocab_size = {vocab_size}, got {topk}")
+    main_grad = checked_main_grad(weight, accumulate_main_grad)
+    call = _Call(head, rows, weight, main_grad, topk, entropy_gradient, chunk_size(chunk_tokens, rows, weight))
+    apply: Callable[..., tuple[Any, ...]] = _HeadStatistics.apply
+    return HeadStatistics(*apply(hidden, weight, bias, labels, ids, ids_valid, call))
+
+
+def loss_inputs(targets: TokenTargets, statistics: HeadStatistics) -> LossInputs:
+    """What a loss takes, from the statistics at ``targets.rollout_topk_ids[:, :K]`` (all slots but the label's).
+
+    The last slot is the label, so its log-probability is that of the label, without gradient.
+    """
+    topk_logprobs = None
+    if statistics.id_logprobs is not None:
+        topk_logprobs = torch.cat([statistics.id_logprobs, statistics.logprobs.detach()[:, None]], 1)
+    return LossInputs(
+        logprobs=statistics.logprobs,
+        entropy=statistics.entropy,
+        advantages=targets.advantages,
+        loss_mask=targets.loss_mask,
+        rollout_logprobs=targets.rollout_logprobs,
+        topk_logprobs=topk_logprobs,
+        rollout_topk_logprobs=targets.rollout_topk_logprobs,
+        topk_valid=None if targets.rollout_topk_ids is None else targets.rollout_topk_ids >= 0,
+        topk_other_logprob=statistics.other_logprob,
+        anchor_logprobs=targets.anchor_logprobs,
+        reference_logprobs=targets.reference_logprobs,
+        sequence_ids=targets.sequence_ids,
+        token_weights=targets.token_weights,
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What both directions need besides the tensors."""
+
+    head: Head
+    rows: Rows
+    weight: Tensor
+    """the parameter itself, for its attributes"""
+    main_grad: Tensor | None
+    topk: int
+    entropy_gradient: bool
+    chunk: int
+
+
+class _HeadStatistics(torch.autograd.Function):
+    """Saves its arguments and the totals of the rows; recomputes the logits in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        ids: Tensor | None,
+        ids_valid: Tensor | None,
+        call: _Call,
+    ) -> tuple[Tensor | None, ...]:
+        rows, head = call.rows, call.head
+        labels = rows.take(labels)
+        ids, ids_valid = (None if x is None else rows.take(x) for x in (ids, ids_valid))
+        parts, work = gather_shards(_shard_rows(hidden, labels, ids, ids_valid, call), head.group)
+        if work is not None:
+            work.wait()
+        slots = 0 if ids is None else ids.shape[1]
+        totals = merge(parts[..., : 4 + slots], labels, ids, ids_valid, head.temperature)
+        top = (
+            merge_candidates(parts[..., 4 + slots :], call.topk, totals, head.temperature) if call.topk else (None,) * 2
+        )
+        ctx.save_for_backward(hidden, weight, labels, totals.maximum, totals.total, totals.entropy)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        found = (totals.logprobs, totals.entropy, totals.id_logprobs, totals.other_logprob, *top)
+        outputs = tuple(None if x is None else rows.spread(x) for x in found)
+        ctx.mark_non_differentiable(*(x for x in outputs[1 + call.entropy_gradient :] if x is not None))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, _weight, labels, maximum, total, entropy = ctx.saved_tensors
+        call: _Call = ctx.call
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 7
+        rows, head, stop = call.rows, call.head, call.rows.num_gradient
+        of_logprobs, of_entropy = (None if x is None else rows.take(x, 0, stop) for x in (grad_logprobs, grad_entropy))
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(total[:stop])
+        needed = ctx.needs_input_grad[:3]
+        gradient = HeadGradient(head, rows, hidden, needed, call.chunk, call.main_grad)
+        buffer = head.new_logits(min(call.chunk, stop))
+        totals = RowTotals(maximum, total, total, entropy, None, None)
+        local = head.local(labels)
+        for chunk in rows.chunks(call.chunk, stop):
+            part = slice(chunk.start, chunk.stop)
+            logits = head.logits(rows.take(hidden, chunk.start, chunk.stop), buffer)
+            dlogits = head.gradient(
+                logits,
+                local[part],
+                totals.select(part),
+                of_logprobs[part],
+                None if of_entropy is None else of_entropy[part],
+                gradient.place(logits),
+            )
+            gradient.add(dlogits)
+        of_hidden, of_weight, of_bias = gradient.result()
+        if gradient.in_main_grad:
+            of_weight = mark_added(call.weight)
+        return None if of_hidden is None else rows.spread(of_hidden), of_weight, of_bias, *(None,) * 4
+
+
+def _shard_rows(hidden: Tensor, labels: Tensor, ids: Tensor | None, valid: Tensor | None, call: _Call) -> Tensor:
+    """``[R, 4 + K + 2 k]`` what this shard sends of each row."""
+    head, width = call.head, min(call.topk, len(call.head.weight))
+    slots = 4 + (0 if ids is None else ids.shape[1])
+    mine = torch.empty(call.rows.count, slots + 2 * width, dtype=head.dtype, device=hidden.device)
+    local_labels, local_ids = head.local(labels), None if ids is None else head.local(ids, valid)
+    buffer = head.new_logits(min(call.chunk, call.rows.count))
+    for chunk in call.rows.chunks(call.chunk):
+        part = slice(chunk.start, chunk.stop)
+        logits = head.logits(call.rows.take(hidden, chunk.start, chunk.stop), buffer)
+        some_ids = None if local_ids is None else local_ids[part]
+        mine[part, :slots] = head.statistics(logits, local_labels[part], some_ids)
+        if width:
+            mine[part, slots:] = candidates(logits[:, : head.own], width, head.first)
+    return mine

@@ -1,0 +1,1 @@
+"""The policy that is trained: its warm-up, its update, its scores."""

@@ -1,0 +1,278 @@
+"""The policy on this rank: update it, read its log-probabilities and weights, save and load it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.config.layout import Layout
+from megatron_dppo.config.schema import Config, OptimizerConfig
+from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
+from megatron_dppo.hf import model_shape, routing_shape
+from megatron_dppo.losses import BatchTotals, Objective
+from megatron_dppo.mcore.bridge import Bridge, WeightSource
+from megatron_dppo.mcore.checkpoint import load_checkpoint, read_state, save_checkpoint
+from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
+from megatron_dppo.mcore.head import Head, TokenReadings
+from megatron_dppo.mcore.model import build_model, transformer_config
+from megatron_dppo.mcore.moe import BalanceLosses
+from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
+from megatron_dppo.mcore.reference import ReferenceWeights
+from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.platform import Platform
+from megatron_dppo.report.metrics import reduce_metrics
+from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
+
+
+class DictWeights:
+    """A stream of weights held in memory, as a source for the bridge."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors = dict(weights)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def names(self) -> set[str]:
+        """All names."""
+        return set(self._tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """One rank's part of a batch, ready for the schedule."""
+
+    bins: list[list[int]]
+    """for each micro-batch, the indices of its samples in the order of the row"""
+    batches: list[MicroBatch]
+    totals: BatchTotals
+    """of all ranks"""
+
+
+class PolicyTrainer:
+    """A Megatron model with its optimizer.
+
+    Args:
+        config: the whole configuration.
+        hf_config: the transformers config of the model.
+        weights: the initial weights, full tensors by Hugging Face name.
+        reference: the reference policy's; kept on the host and swapped in for ``logprobs(reference=True)``.
+        layout: the checked layout.
+        groups: its process groups.
+        platform: the device of this process.
+        optimizer: learning rate and schedule of this phase.
+        total_steps: length of the schedule, in the caller's steps.
+
+    Attributes:
+        policy_version: optimizer updates applied so far.
+        dp_rank: this rank's index among ranks with different samples.
+        optimizer: the optimizer; ``optimizer.set_step`` sets the learning rate.
+        row_shape: what packed rows have to be padded to.
+        routing_shape: the sizes of ``routed_experts``; None for a dense model.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        hf_config: Any,
+        weights: WeightSource,
+        reference: WeightSource | None = None,
+        layout: Layout,
+        groups: ParallelGroups,
+        platform: Platform,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+    ) -> None:
+        self.layout, self.groups, self.dp_rank = layout, groups, dist.get_rank(groups.dp)
+        self.policy_version = 0
+        replay = config.train.router_replay
+        megatron_config = transformer_config(hf_config, config.model, layout, platform, router_replay=replay != "off")
+        self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
+        self.bridge = Bridge(self.models, model_shape(hf_config), tied=hf_config.tie_word_embeddings, groups=groups)
+        self._reference = None
+        if reference is not None:
+            self.bridge.load(reference)
+            self._reference = ReferenceWeights(self.models)
+        self.bridge.load(weights)
+        self._chunks = wrap_for_training(self.models, megatron_config, config.parallel)
+        self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, config.parallel, total_steps)
+        temperature, fused = config.rollout.temperature, config.model.fused_head
+        self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, temperature, fused=fused)
+        self._cp_group = groups.cp if layout.cp > 1 else None
+        self.row_shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
+        # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
+        self._needs_equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
+        self._balance_losses = BalanceLosses(megatron_config)
+        self.routing_shape = routing_shape(hf_config)
+        self._replay_mode: ReplayMode = "compare" if replay == "compare" else "replay"
+        self._replay = None
+        if replay != "off" and self.routing_shape is not None:
+            tp_group = groups.tp if layout.sequence_parallel else None
+            self._replay = ReplayDriver(self.models, megatron_config, self.routing_shape, tp_group, self._cp_group)
+
+    def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
+        """One optimizer update from this rank's micro-batches (equally many on every rank)."""
+        metrics = self.accumulate(batches, objective)
+        return self.apply(metrics)
+
+    def accumulate(self, batches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
+        """Gradients of the global batch, divided by its token count; returns the reduced metrics."""
+        for chunk in self._chunks:
+            chunk.train()
+        self.optimizer.zero_grad()
+        with self._routing(batches, self._replay_mode) as plain:
+            local = forward_backward(self._chunks, plain, self._head, objective, self._cp_group)
+        first = dist.get_rank(self.groups.tp) == 0
+        metrics = reduce_metrics(local, self.groups.world, contributes=first)
+        first = first and dist.get_rank(self.groups.cp) == 0
+        return metrics | self._balance_losses(len(batches)) | self._routing_metrics(batches, is_first=first)
+
+    def _routing(
+        self, batches: Sequence[MicroBatch], mode: ReplayMode | None
+    ) -> AbstractContextManager[Sequence[MicroBatch]]:
+        """Router replay around one run of the schedule, if these micro-batches have routes or are to get them."""
+        if self._replay is None or mode is None or (mode != "record" and batches[0].routed_experts is None):
+            return nullcontext([replace(batch, routed_experts=None) for batch in batches])
+        return self._replay.running(batches, mode)
+
+    def _routing_metrics(self, batches: Sequence[MicroBatch], *, is_first: bool) -> dict[str, float]:
+        if self._replay is None or batches[0].routed_experts is None:
+            return {}
+        # Sequence parallelism is on wherever experts meet tensor parallelism, so every rank has tokens of its own.
+        return reduce_metrics([self._replay.metrics(is_first=is_first)], self.groups.world)
+
+    def apply(self, metrics: dict[str, float]) -> StepResult:
+        """Step with the accumulated gradients; skipped when their norm is not finite."""
+        applied, norm = self.optimizer.step()
+        self.policy_version += int(applied)
+        return StepResult(
+            policy_version=self.policy_version,
+            grad_norm=norm,
+            learning_rate=float(self.optimizer.megatron.param_groups[0]["lr"]),
+            skipped=not applied,
+            metrics=metrics,
+        )
+
+    def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:
+        """Log-probabilities ``[T]`` of the labels of each micro-batch; empty but on the last pipeline stage.
+
+        Args:
+            batches: this rank's.
+            reference: of the reference policy.
+
+        Raises:
+            RuntimeError: ``reference`` without reference weights.
+        """
+        if reference and self._reference is None:
+            raise RuntimeError("this trainer has no reference policy: pass reference= when it is built")
+        self.optimizer.finish_overlapped_gather()
+        mode: ReplayMode | None = "replay" if self._replay_mode == "replay" and not reference else None
+        with (
+            self._reference.swapped_in() if reference and self._reference else nullcontext(),
+            self._routing(batches, mode) as plain,
+        ):
+            return forward_logprobs(self._chunks, plain, self._head, self._cp_group)
+
+    def record_routing(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
+        """``logprobs`` with the live routers, and their choices: the routes ``[T, L, k]`` of each micro-batch.
+
+        Routes are known only for the layers of this pipeline stage, whose routers they are meant for.
+        """
+        assert self._replay is not None
+        self.optimizer.finish_overlapped_gather()
+        with self._routing(batches, "record") as plain:
+            found = forward_logprobs(self._chunks, plain, self._head, self._cp_group)
+        return found, self._replay.recorded(batches)
+
+    def readings(
+        self, batches: Sequence[MicroBatch], mode: Literal["record", "replay"] | None = None
+    ) -> tuple[list[TokenReadings], list[Tensor]]:
+        """What an engine's answers are compared with, and the routes ``[T, L, k]``, both for each micro-batch.
+
+        Args:
+            batches: this rank's.
+            mode: ``record``: the live routers' choices are returned too, those of this stage's layers; ``replay``: the
+                given routes are used; None = neither.
+
+        Returns:
+            Readings only on the last pipeline stage, routes only with ``record``.
+        """
+        assert mode is None or self._replay is not None
+        self.optimizer.finish_overlapped_gather()
+        with self._routing(batches, mode) as plain:
+            found = forward_readings(self._chunks, plain, self._head, self._cp_group)
+        return found, self._replay.recorded(batches) if self._replay is not None and mode == "record" else []
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the full weights by Hugging Face name (a collective; see ``Bridge.export``).
+
+        Not to be called between ``accumulate`` and ``apply``: Megatron would then skip the next parameter gather.
+        """
+        self.optimizer.finish_overlapped_gather()
+        return self.bridge.export()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return next(self.models[0].parameters()).device
+
+    def pack(self, samples: Sequence[TrainingSample], budget: int) -> Packed:
+        """This rank's samples as packed micro-batches, equally many on every rank; one or two collectives.
+
+        Args:
+            samples: this data-parallel rank's, at least one.
+            budget: tokens of one micro-batch.
+        """
+        bins, shape = fill_bins(samples, budget, self.row_shape), self.row_shape
+        per_sample = [int(sample.loss_mask.sum()) for sample in samples]
+        together = self._of_all_ranks([len(bins), sum(per_sample), sum(n > 0 for n in per_sample)])
+        # Megatron's interleaved schedule needs a multiple of the pipeline size.
+        multiple = self.layout.pp if self.layout.vpp > 1 else 1
+        bins = split_evenly(bins, -(-int(together[:, 0].max()) // multiple) * multiple)
+        if self._needs_equal_rows:
+            longest = max(sum(shape.padded(samples[i].num_tokens) for i in part) for part in bins)
+            longest = int(self._of_all_ranks([longest]).max())
+            shape = replace(shape, row_multiple=-(-longest // shape.row_multiple) * shape.row_multiple)
+        tokens, sequences = together[:, 1:].sum(0).tolist()
+        return Packed(
+            bins=bins,
+            batches=[pack([samples[i] for i in part], shape, samples[0]) for part in bins],
+            totals=BatchTotals(num_tokens=tokens, num_sequences=sequences),
+        )
+
+    def _of_all_ranks(self, values: list[int]) -> Tensor:
+        """``[data-parallel ranks, len(values)]``"""
+        mine = torch.tensor(values, device=self.device)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.groups.dp))]
+        dist.all_gather(every, mine, group=self.groups.dp)
+        return torch.stack(every)
+
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: dict[str, Any],
+        keep: int,
+        best: int | None = None,
+        also: Callable[[Path], None] | None = None,
+    ) -> Path:
+        """Write a checkpoint of this step; ``state`` is the caller's own, as JSON. See ``save_checkpoint``."""
+        self.optimizer.finish_overlapped_gather()
+        state = {**state, "policy_version": self.policy_version}
+        return save_checkpoint(folder, step, self.models, self.optimizer, state, keep, best, also)
+
+    def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
+        """Restore a checkpoint, also one of another layout, and return the caller's state."""
+        state = read_state(checkpoint)
+        load_checkpoint(checkpoint, self.models, self.optimizer, same_layout=same_layout)
+        self.policy_version = state["policy_version"]
+        return state

@@ -1,0 +1,117 @@
+"""The rollout engine of a run and what keeps its weights current, by the configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.parallel.objects import is_leader
+from megatron_dppo.platform import DTYPES, Platform
+from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.http import Deadlines
+from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.rollout.server import InferenceServer
+from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.rollout.turns import GenerateFunction, load_generate
+from megatron_dppo.rollout.vllm import VLLMServer
+from megatron_dppo.run.inputs import Inputs
+from megatron_dppo.serving.command import api_key
+from megatron_dppo.weights.sync import WeightSync
+
+if TYPE_CHECKING:
+    from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.weights.publish import Publisher
+
+
+def connect_servers(config: Config) -> list[InferenceServer]:
+    """A client of each server of the run, none for the local engine; nothing is sent yet.
+
+    Raises:
+        ConfigError: an API key is asked for and not there, or a URL is none.
+    """
+    if config.rollout.engine == "local":
+        return []
+    servers, sync = config.rollout.servers, config.rollout.weight_sync
+    deadlines = Deadlines(generate=servers.timeout_seconds, update=sync.timeout_seconds)
+    key = api_key(servers.api_key_env, os.environ, "rollout.servers.api_key_env")
+    admin = api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
+    if config.rollout.engine == "vllm":
+        return [VLLMServer(url, api_key=key, deadlines=deadlines) for url in servers.resolved_urls]
+    return [SGLangServer(url, api_key=key, admin_api_key=admin, deadlines=deadlines) for url in servers.resolved_urls]
+
+
+def generate_function(config: Config) -> GenerateFunction | None:
+    """The user's ``rollout.generate``.
+
+    Raises:
+        GenerateError: it cannot be used.
+    """
+    return None if config.rollout.generate is None else load_generate(config.rollout.generate)
+
+
+def build_engine(
+    config: Config,
+    inputs: Inputs,
+    trainer: PolicyTrainer,
+    platform: Platform,
+    servers: Sequence[InferenceServer],
+    function: GenerateFunction | None,
+) -> RolloutEngine | None:
+    """What samples for this rank; None on ranks that get their rollouts from the leader of their replica.
+
+    Args:
+        config: the whole configuration.
+        inputs: tokenizer and sizes.
+        trainer: whose rollouts these are.
+        platform: where the local engine computes.
+        servers: what ``connect_servers`` gave.
+        function: what ``generate_function`` gave.
+    """
+    if not is_leader(trainer.groups.replica):
+        return None
+    if config.rollout.engine == "local":
+        dtype = DTYPES[config.rollout.dtype]
+        return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=platform.device)
+    return ServerEngine(
+        servers,
+        inputs.tokenizer,
+        inputs.hf_config,
+        max_in_flight=config.rollout.servers.max_in_flight,
+        health_seconds=config.rollout.servers.health_seconds,
+        patience_seconds=config.rollout.servers.patience_seconds,
+        first=trainer.dp_rank,
+        function=function,
+    )
+
+
+def build_publisher(
+    config: Config, inputs: Inputs, trainer: PolicyTrainer, engine: RolloutEngine | None, platform: Platform
+) -> Publisher:
+    """What gives new weights to the engines of all ranks."""
+    from megatron_dppo.weights.probe import Probe
+    from megatron_dppo.weights.publish import LocalPublisher, ServerPublisher
+
+    if config.rollout.engine == "local":
+        assert engine is None or isinstance(engine, LocalEngine)
+        return LocalPublisher(trainer, engine)
+    assert engine is None or isinstance(engine, ServerEngine)
+    sync = None
+    if dist.get_rank() == 0:
+        settings = config.rollout.weight_sync
+        sync = WeightSync(
+            connect_servers(config),
+            settings,
+            model_folder=Path(config.model.path),
+            weights_folder=Path(settings.folder or Path(config.run.output_dir) / "weights"),
+            dtype=DTYPES[config.rollout.dtype],
+            device=platform.device,
+            tied=inputs.hf_config.tie_word_embeddings,
+        )
+    probe = Probe(trainer, config, inputs.hf_config, inputs.tokenizer, inputs.train_prompts)
+    return ServerPublisher(trainer, engine, sync, config, probe)

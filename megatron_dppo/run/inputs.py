@@ -1,0 +1,158 @@
+"""Model folder, tokenizer and data, read and checked before any process group is built."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.chain_sum import Split
+from megatron_dppo.data.chat import ChatOptions
+from megatron_dppo.data.prompts import PromptDataset, load_rows
+from megatron_dppo.data.supervised import SupervisedDataset
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.errors import ConfigError, Problems
+from megatron_dppo.hf import model_shape, read_hf_config, rope_theta
+from megatron_dppo.run.hf_weights import check_weights_fit, parameter_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the configuration names, read and checked before any process group is built."""
+
+    hf_config: Any
+    num_parameters: int
+    tokenizer: Any
+    layout: Layout
+    train_prompts: PromptDataset
+    eval_prompts: dict[str, PromptDataset]
+    """Held-out sets by name; a single one without a name is called ``""``; empty = no evaluation."""
+    warmup_data: SupervisedDataset | None
+    data_summary: str
+    """What was read, dropped and kept, for the terminal."""
+
+
+def read_inputs(config: Config, world_size: int) -> Inputs:
+    """Read model folder and data, and check that everything fits together.
+
+    Raises:
+        UserError: with what to change; everything that is wrong at once.
+    """
+    problems = Problems()
+    hf_config = problems.attempt(read_hf_config, config.model.path)
+    shape = None if hf_config is None else problems.attempt(model_shape, hf_config)
+    layout = None if shape is None else problems.attempt(resolve_layout, config, world_size, shape)
+    if hf_config is not None and shape is not None:
+        problems.attempt(_check_model, config, hf_config, shape)
+    tokenizer = problems.attempt(load_tokenizer, config.model.path)
+    reader = _PromptReader(config, tokenizer, None if hf_config is None else hf_config.max_position_embeddings)
+    train = problems.attempt(reader.read, config.data.train, "train", "train")
+    named = {"": config.data.eval} if isinstance(config.data.eval, str) else config.data.eval or {}
+    held_out = {
+        name: problems.attempt(reader.read, source, "eval", f"eval {name}".strip()) for name, source in named.items()
+    }
+    warmup = problems.attempt(reader.warmup)
+    problems.raise_if_any()
+    assert layout is not None and train is not None
+    return Inputs(
+        hf_config=hf_config,
+        num_parameters=parameter_count(hf_config),
+        tokenizer=tokenizer,
+        layout=layout,
+        train_prompts=train,
+        eval_prompts={name: prompts for name, prompts in held_out.items() if prompts is not None},
+        warmup_data=warmup,
+        data_summary="\n".join(reader.summary),
+    )
+
+
+def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
+    """Whether the model has what the configuration asks of it."""
+    problems, path = Problems(), config.model.path
+    problems.attempt(rope_theta, hf_config)
+    if not config.model.random_init:
+        problems.attempt(check_weights_fit, path, hf_config)
+    if config.loss.is_topk and config.loss.topk > shape.vocab_size:
+        problems.add(
+            ConfigError(
+                f"loss.topk = {config.loss.topk} is above the {shape.vocab_size} entries of the vocabulary of "
+                f"{path!r}; use at most that"
+            )
+        )
+    if config.train.router_replay != "off" and shape.num_experts is None:
+        problems.add(
+            ConfigError(
+                f"train.router_replay = {config.train.router_replay!r}, but {path!r} is a dense model, which has no "
+                "routers; set it to 'off'"
+            )
+        )
+    if config.model.reference_path is not None:
+        problems.attempt(_check_reference, config.model.reference_path, shape)
+    problems.raise_if_any()
+
+
+class _PromptReader:
+    """Sources to prompts by the configuration; ``summary`` has one line for each.
+
+    Without a tokenizer or a context length the files are read all the same, for what is wrong with them.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, context_length: int | None) -> None:
+        self._config, self._tokenizer, self._context_length = config, tokenizer, context_length
+        self.summary: list[str] = []
+
+    def read(self, source: str | Sequence[str], split: Split, name: str) -> PromptDataset | None:
+        config, data = self._config, self._config.data
+        loaded = load_rows(
+            source, split, prompt_key=data.prompt_key, label_key=data.label_key, deduplicate=data.deduplicate
+        )
+        if self._tokenizer is None or self._context_length is None:
+            return None
+        rows, most = loaded.rows, config.eval.max_prompts
+        if split == "eval" and most is not None and most < len(rows):
+            rows = random.Random(0).sample(rows, most)
+        prompts = PromptDataset(
+            rows,
+            self._tokenizer,
+            max_prompt_tokens=data.max_prompt_tokens,
+            max_new_tokens=config.rollout.max_new_tokens,
+            context_length=self._context_length,
+            seed=config.run.seed if split == "train" else None,
+            chat=ChatOptions(data.apply_chat_template, data.system_prompt, data.chat_template_kwargs),
+            overlong=data.overlong_prompts,
+        )
+        parts = [f"{len(prompts)} prompts"]
+        if repeated := loaded.num_read - len(loaded.rows):
+            parts.append(f"{repeated} repeated rows dropped")
+        if len(rows) < len(loaded.rows):
+            parts.append(f"a sample of {len(loaded.rows)}")
+        if prompts.num_dropped:
+            parts.append(f"{prompts.num_dropped} too long dropped")
+        named = source if isinstance(source, str) else ", ".join(source)
+        self.summary.append(f"data     {name}: {', '.join(parts)}; from {named} ({loaded.num_read} rows)")
+        return prompts
+
+    def warmup(self) -> SupervisedDataset | None:
+        """The samples of the warm-up, none longer than the context; None = there is no warm-up."""
+        config = self._config
+        if not config.warmup.num_steps:
+            return None
+        data = SupervisedDataset(config.warmup.data, self._tokenizer, config.run.seed)
+        if self._tokenizer is not None and self._context_length is not None:
+            data.check_lengths(self._context_length)
+        return data
+
+
+def _check_reference(path: str, expected: ModelShape) -> None:
+    """Refuse a reference policy that is not a complete folder of the same sizes."""
+    hf_config = read_hf_config(path)
+    found = model_shape(hf_config)
+    if found != expected:
+        raise ConfigError(
+            f"model.reference_path = {path!r} is a model of other sizes ({found}) than model.path ({expected}); the "
+            "reference policy is computed by the same model code and needs the same sizes"
+        )
+    check_weights_fit(path, hf_config, "model.reference_path")

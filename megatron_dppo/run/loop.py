@@ -1,0 +1,146 @@
+"""The run: collect, train, publish, log, evaluate, save. Every rank runs the same loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import TrainingStopped
+from megatron_dppo.losses import group_relative_advantages
+from megatron_dppo.policy.update import Updater
+from megatron_dppo.report.clock import PROGRESS, Clock
+from megatron_dppo.report.console import Console
+from megatron_dppo.rollout.collect import to_samples
+from megatron_dppo.run.evaluation import evaluate, reduce_over_samples
+from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
+from megatron_dppo.run.logbook import finish, log, step_metrics
+from megatron_dppo.run.session import Session, open_session
+from megatron_dppo.run.session_state import begin, save_session
+from megatron_dppo.run.stream.sampling import Collected, collect_rollouts, sampling_seed
+from megatron_dppo.supervision.processes import no_orphans, stop_when_torchrun_dies
+from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
+from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
+
+
+def run(config: Config) -> int:
+    """Train by ``config``; returns the exit code (0, also when a signal ended the run after a save)."""
+    with no_orphans(), StopSignal() as stop:
+        stop_when_torchrun_dies()
+        try:
+            with open_session(config, stop) as session:
+                begin(session)
+                stop.deferring = True
+                _train(session, stop)
+        except Stopped as reason:
+            Console(enabled=os.environ["RANK"] == "0" and config.log.progress).say(f"stopped  {reason}")
+    return 0
+
+
+def _train(session: Session, stop: StopSignal) -> None:
+    config = session.config
+    with PROGRESS.part("publish"):
+        publish(session)
+    if session.step == 0:
+        log(session, evaluate(session))
+    if stop.requested():
+        raise Stopped(f"by {stop.name} before the next step; the same command continues the run")
+    session.console.start("training", config.run.num_steps, session.step)
+    while session.step < config.run.num_steps:
+        PROGRESS.enter("loop", session.step)
+        clock = Clock()
+        collected = collect_rollouts(session, clock)
+        samples = make_samples(collected.groups, config)
+        results = update_policy(session, collected, samples, clock)
+        session.prefetch.wait(clock)  # an engine that samples must not get new weights
+        with clock.part("publish"):
+            publish(session)
+        session.step += 1
+        values = step_metrics(session, collected, samples, results, clock)
+        if session.step % config.eval.every == 0 or session.step == config.run.num_steps:
+            values |= evaluate(session)
+        log(session, values)
+        stopping = stop.requested()
+        if session.is_new_best(values.get("eval/accuracy")) or stopping or save_due(session):
+            with PROGRESS.part("save"):
+                session.console.say(f"saved    {save_session(session)}")
+        check_health(session)
+        if stopping:
+            raise Stopped(f"by {stop.name} after step {session.step}; the same command continues the run")
+    finish(session)
+
+
+def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[TrainingSample]:
+    """Rewards to group-relative advantages to training samples."""
+    rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
+    valid = torch.tensor([[not r.reward_failed for r in group.rollouts] for group in groups])
+    advantages = group_relative_advantages(rewards, config.train.advantage, valid)
+    samples = to_samples(groups, advantages.tolist())
+    if not config.train.mask_truncated:
+        return samples
+    cut = [r.completion.finish_reason == FinishReason.LENGTH for group in groups for r in group.rollouts]
+    return [
+        replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if is_cut else sample
+        for sample, is_cut in zip(samples, cut, strict=True)
+    ]
+
+
+def update_policy(
+    session: Session, collected: Collected, samples: Sequence[TrainingSample], clock: Clock
+) -> list[StepResult]:
+    """One optimizer update for each mini-batch of each epoch.
+
+    Raises:
+        TrainingStopped: the rollouts are not those of the policy; nothing was updated.
+    """
+    session.trainer.optimizer.set_step(session.step)
+    updater = Updater(session.trainer, session.config.train, session.config.loss)
+    guard, results = first_update_guard(session, collected), []
+    for result in updater.run(samples, sampling_seed(session, "order"), clock, guard):
+        session.skipped_in_a_row = session.skipped_in_a_row + 1 if result.skipped else 0
+        results.append(result)
+    return results
+
+
+def first_update_guard(session: Session, collected: Collected) -> FirstUpdateGuard:
+    """The guard of this step's first update; a collective over all ranks."""
+    local = {
+        "dropped": dropped_tokens(collected.groups),
+        "oldest": Metric(max(collected.token_ages, default=0), kind="max"),
+    }
+    found = reduce_over_samples(session, local)
+    return FirstUpdateGuard.of(session.config, dropped=found["dropped"], on_policy=found["oldest"] == 0)
+
+
+def publish(session: Session) -> None:
+    """Give the current weights to the engine; every rank takes part in gathering them."""
+    for note in session.publisher.publish():
+        session.console.say(f"servers  {note}")
+
+
+def save_due(session: Session) -> bool:
+    """Whether this step ends with a checkpoint."""
+    every = session.config.checkpoint.save_every
+    last = session.step == session.config.run.num_steps
+    return last or (every is not None and session.step % every == 0)
+
+
+def check_health(session: Session) -> None:
+    """Stop when no update could be applied several times in a row.
+
+    Raises:
+        TrainingStopped: after ``train.max_skipped_updates`` non-finite gradients; the weights were saved.
+    """
+    limit = session.config.train.max_skipped_updates
+    if session.skipped_in_a_row < limit:
+        return
+    saved = save_session(session)
+    raise TrainingStopped(
+        f"the gradient was not finite in {session.skipped_in_a_row} updates in a row (train.max_skipped_updates = "
+        f"{limit}); none of them was applied. Saved: {saved}. Look at train/ratio_max, "
+        f"train/prob_rise_max and train/grad_norm in {session.folder / 'metrics.jsonl'}: a rollout engine whose "
+        "log-probabilities do not fit the weights, a learning rate that is too high, and bf16 overflow are usual causes"
+    )

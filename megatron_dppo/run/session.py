@@ -1,0 +1,210 @@
+"""Everything a run needs, built in the order in which things can fail: inputs first, processes after."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.config.layout import describe
+from megatron_dppo.config.schema import Config, OptimizerConfig
+from megatron_dppo.files.disk import disk_errors, require_space
+from megatron_dppo.hf import FolderWeights, build_hf_model, stream_model
+from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.platform import Platform, pin_threads
+from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
+from megatron_dppo.report.console import Console
+from megatron_dppo.report.metrics import MetricsWriter
+from megatron_dppo.rewards.build import build_scorer
+from megatron_dppo.rewards.scorer import RewardScorer
+from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers, generate_function
+from megatron_dppo.run.export import export_hf
+from megatron_dppo.run.folder import open_folder
+from megatron_dppo.run.inputs import Inputs
+from megatron_dppo.run.preflight import Start, find_problems, require_inputs
+from megatron_dppo.run.resume import ResumePoint, find_resume_point
+from megatron_dppo.run.stream.carried import Carry
+from megatron_dppo.run.stream.prefetch import Prefetch
+from megatron_dppo.supervision.stop_signal import StopSignal
+from megatron_dppo.supervision.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from megatron_dppo.parallel.groups import ParallelGroups
+    from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.weights.publish import Publisher
+
+
+@dataclass
+class Session:
+    """One rank's view of a run."""
+
+    config: Config
+    inputs: Inputs
+    trainer: PolicyTrainer
+    groups: ParallelGroups
+    engine: RolloutEngine | None
+    """None on ranks that get their rollouts from the leader of their model-parallel group."""
+    publisher: Publisher
+    scorer: RewardScorer
+    prefetch: Prefetch
+    console: Console
+    writer: MetricsWriter | None
+    """None on all ranks but 0."""
+    started: float
+    """``time.time()`` at the start of the program"""
+    step: int = 0
+    """rollout steps done"""
+    cursor: int = 0
+    """prompts taken from the stream"""
+    skipped_in_a_row: int = 0
+    answers_before: list[dict[str, Any]] = field(default_factory=list)
+    carry: Carry = field(default_factory=Carry)
+    """groups that were stopped and go on in the next step"""
+    best: tuple[float, int] | None = None
+    """highest evaluation accuracy after training began, and its step"""
+    resume_point: ResumePoint | None = None
+    """where ``session_state.begin`` takes the run up again"""
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return Path(self.config.run.output_dir)
+
+    def is_new_best(self, accuracy: float | None) -> bool:
+        """Remember an evaluation; True when it is the best so far and such checkpoints are kept."""
+        if accuracy is None or (self.best is not None and accuracy <= self.best[0]):
+            return False
+        self.best = (accuracy, self.step)
+        return self.config.checkpoint.keep_best
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where its checkpoints are."""
+        return self.folder / "checkpoints"
+
+
+@contextmanager
+def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
+    """Join the other ranks, warm up if asked, build the policy; close everything at the end."""
+    started = time.time()
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    start = Start(config, world_size, rank)
+    errors = find_problems(start)
+    if world_size == 1:
+        require_inputs(start, errors)
+    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    # Megatron is imported from here on: the shims must come first.
+    from megatron_dppo.mcore.compat import apply_shims
+
+    apply_shims(platform)
+    from megatron_dppo.mcore import setup
+
+    setup.start_process_group(platform, config.run.timeout_minutes)
+    console = Console(enabled=rank == 0 and config.log.progress)
+    watchdog = Watchdog(config.run)
+    session = scorer = None
+    open_parts = ExitStack()
+    try:
+        inputs = require_inputs(start, errors)
+        servers, function, scorer = connect_servers(config), generate_function(config), build_scorer(config)
+        for note in open_parts.enter_context(open_folder(config)):
+            console.say(note)
+        watchdog.start()
+        point = find_resume_point(config, inputs)
+        console.say("\n".join([describe(inputs.layout, config), inputs.data_summary, *start.notes]))
+        groups = setup.initialize_megatron(
+            inputs.layout, platform, seed=config.run.seed, timeout_minutes=config.run.timeout_minutes
+        )
+        trainer = _build_policy(config, inputs, groups, platform, console, stop)
+        engine = build_engine(config, inputs, trainer, platform, servers, function)
+        publisher = build_publisher(config, inputs, trainer, engine, platform)
+        prefetch = Prefetch(config.train.max_staleness, platform.device)
+        session = Session(config, inputs, trainer, groups, engine, publisher, scorer, prefetch, console, None, started)
+        session.resume_point = point
+        yield session
+    finally:
+        watchdog.close()
+        console.finish()
+        if session is not None:
+            session.prefetch.close()  # before the scorer, which it may still use
+            if session.engine is not None:
+                session.engine.close()
+            session.publisher.close()
+            if session.writer is not None:
+                session.writer.close()
+        if scorer is not None:
+            scorer.close()
+        open_parts.close()  # the lock of the folder: after all that writes there
+        setup.shutdown_megatron()
+
+
+def _trainer(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, phase: str) -> PolicyTrainer:
+    """A trainer for one phase: ``warmup`` from random weights or the folder's, ``rl`` from the warmed-up ones."""
+    from megatron_dppo.policy.trainer import DictWeights, PolicyTrainer
+
+    warm = phase == "rl" and config.warmup.num_steps > 0
+    optimizer: OptimizerConfig = config.warmup.optimizer if phase == "warmup" else config.optimizer
+    if warm or not config.model.random_init:
+        weights: Any = FolderWeights(_base_folder(config) if warm else config.model.path)
+    else:
+        weights = DictWeights(stream_model(build_hf_model(inputs.hf_config, torch.float32, seed=config.run.seed)))
+    reference: Any = None
+    if phase == "rl" and "reference_logprobs" in config.loss.required_inputs:
+        reference = FolderWeights(config.model.reference_path) if config.model.reference_path else weights
+    return PolicyTrainer(
+        config=config,
+        hf_config=inputs.hf_config,
+        weights=weights,
+        reference=reference,
+        layout=inputs.layout,
+        groups=groups,
+        platform=platform,
+        optimizer=optimizer,
+        total_steps=config.warmup.num_steps if phase == "warmup" else config.run.num_steps,
+    )
+
+
+def _base_folder(config: Config) -> Path:
+    return Path(config.run.output_dir) / "base"
+
+
+def _build_policy(
+    config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, console: Console, stop: StopSignal
+) -> PolicyTrainer:
+    from megatron_dppo.mcore.setup import seed_random_states
+
+    base = _base_folder(config)
+    if inputs.warmup_data is not None and not is_warm(base, config):
+        steps = config.warmup.num_steps
+        agreed(lambda: require_space(base, 4 * inputs.num_parameters, "the warmed-up model"), groups.world)
+        console.say(f"warm-up  {steps} supervised steps of {config.warmup.batch_size} samples -> {base}")
+        console.start("warm-up", steps)
+
+        def report(step: int, loss: float) -> None:
+            console.advance()
+            if step % max(1, steps // 8) == 0 or step == steps - 1:
+                console.say(f"warm-up step {step + 1}/{steps}  loss {loss:.3f}")
+
+        trainer = _trainer(config, inputs, groups, platform, "warmup")
+        run_warmup(trainer, inputs.warmup_data, config, report, stop)
+        console.finish()
+        export_hf(trainer, inputs, config, base, torch.float32)
+        agreed(lambda: _mark_warm(base, config) if dist.get_rank() == 0 else None, groups.world)
+    # A start that finds warmed-up weights drew no random numbers for them: both go on from the same states.
+    seed_random_states(config.run.seed)
+    return _trainer(config, inputs, groups, platform, "rl")
+
+
+def _mark_warm(base: Path, config: Config) -> None:
+    with disk_errors(base, "the warm-up's marker"):
+        mark_warm(base, config)

@@ -1,0 +1,140 @@
+"""A session to a checkpoint and back."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_dppo.files.disk import disk_errors, require_space
+from megatron_dppo.mcore.checkpoint_folder import is_finite, prune, set_aside
+from megatron_dppo.parallel.objects import agreed, is_leader
+from megatron_dppo.report.metrics import MetricsWriter, read_metrics
+from megatron_dppo.run.output import space_for_save
+from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
+from megatron_dppo.run.session import Session
+from megatron_dppo.run.starts import record_start
+from megatron_dppo.run.stream.prefetch import describe_batches, load_batches, save_batches, why_unusable
+
+
+def begin(session: Session) -> None:
+    """Continue from the checkpoint that was found, if any, and open the run's records (a collective of all ranks).
+
+    Everything that can refuse a start comes before: until here, the records of the run are as they were.
+    """
+    point, layout = session.resume_point, session.inputs.layout
+    if point is not None:
+        _restore(session, point)
+    elif before := read_metrics(session.folder / "metrics.jsonl"):
+        session.console.say(
+            f"note     an earlier start here reached step {before[-1]['step']} and left no checkpoint: this one begins "
+            "at step 0"
+        )
+
+    def write() -> str:
+        for each in point.passed_over if point is not None else ():
+            set_aside(each.checkpoint, each.kind)
+        if point is not None:  # a save that was cut off while it pruned may have been the last one
+            prune(session.checkpoint_folder, session.config.checkpoint.keep, _best_step(session))
+        return record_start(
+            session.folder,
+            session.config,
+            world_size=layout.world_size,
+            layout=str(layout),
+            resumed_step=session.step if point is not None else None,
+            changes=[str(change) for change in point.changes] if point is not None else [],
+        )
+
+    if note := agreed(write, dist.group.WORLD):
+        session.console.say(note)
+    if dist.get_rank() == 0:
+        session.writer = _open_writer(session)
+
+
+def _open_writer(session: Session) -> MetricsWriter:
+    config = session.config
+    return MetricsWriter(
+        session.folder,
+        config.model_dump(),
+        tensorboard=config.log.tensorboard,
+        wandb_project=config.log.wandb_project,
+        resumed_step=session.step or None,
+    )
+
+
+def _restore(session: Session, point: ResumePoint) -> None:
+    """Put the run back to where the checkpoint was written."""
+    say = session.console.say
+    state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
+    session.step, session.cursor = state["step"], state["cursor"]
+    session.skipped_in_a_row, session.answers_before = state["skipped_in_a_row"], state["answers_before"]
+    session.best = tuple(state["best"]) if state["best"] else None
+    for each in point.passed_over:
+        say(f"warning  {each.checkpoint} is passed over: {each.reason}; it is renamed to end in .{each.kind}")
+    version = session.trainer.policy_version
+    say(f"resumed  {point.checkpoint} (step {session.step}, policy version {version})")
+    if not point.same_layout:
+        say("         on another layout: the same curve up to rounding, not bit for bit")
+    for change in point.changes:
+        accepted = ", by checkpoint.accept_changes" if change.kind == "results" else ""
+        say(f"         changed{accepted}: {change}")
+    _restore_prefetch(session, state, point.checkpoint)
+    carried = session.carry.restore(state.get("carried", []), session.inputs.layout.dp)
+    if carried and not session.config.rollout.abort_slowest:
+        say(f"         {carried} carried prompts are given up: rollout.abort_slowest is off now")
+
+
+def _restore_prefetch(session: Session, state: dict[str, Any], checkpoint: Path) -> None:
+    """Take the rollouts that were sampled ahead from the checkpoint, or their prompts back into the stream."""
+    described, dp = state.get("prefetch", {"batches": []}), session.inputs.layout.dp
+    if not described["batches"]:
+        return
+    if problem := why_unusable(described, state["config"], session.config, dp):
+        session.cursor = described["batches"][0]["cursor"]
+        session.console.say(f"         the rollouts that were sampled ahead are sampled again: {problem}")
+        return
+    prompt = session.inputs.train_prompts.__getitem__
+    session.prefetch.restore(load_batches(described, session.trainer.dp_rank, checkpoint, prompt))
+
+
+def save_session(session: Session) -> str:
+    """Write a checkpoint of this step; nothing may run in the background.
+
+    Returns:
+        Where it is, and what there is to say of it.
+    """
+    batches, groups = session.prefetch.ready(), session.groups
+    # One rank writes for each data-parallel rank: the one whose engine sampled.
+    writes = is_leader(groups.replica)
+    state = {
+        "step": session.step,
+        "cursor": session.cursor,
+        "skipped_in_a_row": session.skipped_in_a_row,
+        "answers_before": session.answers_before,
+        "best": session.best,
+        "carried": session.carry.groups,
+        "prefetch": describe_batches(batches, session.inputs.layout.dp),
+        "identity": run_identity(session.config, session.inputs),
+        "layout": layout_identity(session.config, session.inputs),
+        "config": session.config.model_dump(mode="json"),
+    }
+    config, best = session.config.checkpoint, _best_step(session)
+    also = partial(save_batches, batches if writes else [], session.trainer.dp_rank)
+    folder = session.checkpoint_folder
+    agreed(lambda: require_space(folder, space_for_save(session.config, session.inputs), "a checkpoint"), groups.world)
+    with disk_errors(folder, f"the checkpoint of step {session.step}"):
+        path = session.trainer.save(folder, session.step, state, config.keep, best, also)
+    return str(path) if agreed(lambda: is_finite(path), dist.group.WORLD) else f"{path} {_NOT_FINITE}"
+
+
+_NOT_FINITE = (
+    "(its weights or optimizer state are NaN or infinite; the newest checkpoint with finite ones is kept, and the same "
+    "command continues from there)"
+)
+
+
+def _best_step(session: Session) -> int | None:
+    """The step whose checkpoint is kept whatever its age."""
+    return session.best[1] if session.config.checkpoint.keep_best and session.best is not None else None

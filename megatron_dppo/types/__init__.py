@@ -1,0 +1,46 @@
+"""The records that flow through one step, each made in one place.
+
+    Prompt -> Completion -> Rollout / RolloutGroup -> TrainingSample -> MicroBatch
+           -> LossInputs -> LossOutput -> StepResult
+
+Conventions, fixed here and nowhere else:
+
+- *Alignment.* A sequence of S tokens gives per-token tensors of length T = S - 1. Position ``t`` of each of
+  them describes the prediction of ``labels[t] = sequence[t + 1]`` from ``tokens[t] = sequence[t]``.
+- *Missing is None.* A field that does not apply is None, never zero.
+- *Log-probabilities* are natural logarithms of the distribution that was sampled from (after temperature).
+"""
+
+from megatron_dppo.types.loss import LossInputs, LossOutput, Metric, StepResult
+from megatron_dppo.types.rollouts import (
+    MISSING_EXPERT,
+    Completion,
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    RoutingShape,
+    SamplingParams,
+    VersionSpan,
+)
+from megatron_dppo.types.samples import MicroBatch, TokenFields, TokenTargets, TrainingSample
+
+__all__ = [
+    "MISSING_EXPERT",
+    "Completion",
+    "FinishReason",
+    "LossInputs",
+    "LossOutput",
+    "Metric",
+    "MicroBatch",
+    "Prompt",
+    "Rollout",
+    "RolloutGroup",
+    "RoutingShape",
+    "SamplingParams",
+    "StepResult",
+    "TokenFields",
+    "TokenTargets",
+    "TrainingSample",
+    "VersionSpan",
+]

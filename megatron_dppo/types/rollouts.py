@@ -1,0 +1,140 @@
+"""What engines and rewards make of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MISSING_EXPERT: Mapping[torch.dtype, int] = {torch.uint8: 255, torch.int16: -1}
+"""What stands in ``routed_experts`` where a router's choice is not known, by dtype."""
+
+
+class FinishReason(StrEnum):
+    """Why an engine sampled no further; each is a metric, ``rollout/finish/<reason>``."""
+
+    STOP = "stop"
+    """an end token, which is the last of the response"""
+    LENGTH = "length"
+    """the limit"""
+    ABORT = "abort"
+    """It was told to. Never of a ``Completion``: what was stopped goes on, or is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingShape:
+    """The sizes of a mixture-of-experts model that routes ``[tokens, L, k]`` have to fit."""
+
+    num_layers: int
+    """L, dense layers included"""
+    num_experts: int
+    topk: int
+    """k, experts a token"""
+    dense_layers: frozenset[int] = frozenset()
+    """layers without a router, from 0; their rows are missing"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest one that holds every expert and the missing value."""
+        return torch.uint8 if self.num_experts <= MISSING_EXPERT[torch.uint8] else torch.int16
+
+
+class VersionSpan(NamedTuple):
+    """Response tokens ``[start, end)`` were sampled with the weights of ``policy_version``."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One problem, ready for an engine."""
+
+    prompt_id: str
+    """Stable identity, for example ``train.jsonl:12`` (file and line)."""
+    text: str
+    """The prompt as the model sees it (chat template applied)."""
+    token_ids: tuple[int, ...]
+    label: str
+    """The reference answer that the reward function gets."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the data row."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The row's chat messages; None when the row has a plain string."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How an engine samples. ``temperature`` 0 means greedy; ``top_p`` 1 and ``top_k`` 0 mean no filter."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    topk_logprobs: int = 0
+    """K: also report the K most probable tokens of every position; 0 = none."""
+    routed_experts: bool = False
+    """Also report which experts the routers chose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What an engine returns for one prompt. R response tokens, the end-of-sequence token included."""
+
+    token_ids: tuple[int, ...]
+    """[R]"""
+    logprobs: tuple[float, ...] | None
+    """[R] log-probability of each token under the policy that sampled it, at the sampling temperature."""
+    finish_reason: FinishReason
+    policy_version: int
+    """Version of the weights that produced the tokens; the newest one where there were several."""
+    text: str
+    """Decoded response without special tokens."""
+    topk_token_ids: Tensor | None = field(default=None, compare=False)
+    """[R, K+1] int32. Slots 0 to K-1: the most probable tokens by rank; slot K: the sampled token where it is not one
+    of them, else -1. -1 marks an unused slot everywhere."""
+    topk_logprobs: Tensor | None = field(default=None, compare=False)
+    """[R, K+1] float32, their log-probabilities; -inf = never sampled (a filter), which is a valid value"""
+    routed_experts: Tensor | None = field(default=None, compare=False)
+    """[P + R - 1, L, k] uint8 or int16: the experts that the engine's routers chose for each token of prompt and
+    response but the last, in each of the model's L layers; k = experts a token. See ``MISSING_EXPERT``."""
+    policy_versions: tuple[VersionSpan, ...] = ()
+    """Which weights sampled which tokens; empty = all of them ``policy_version``. Given tokens are in no span."""
+    loss_mask: tuple[bool, ...] | None = None
+    """[R] False on tokens that were given, not sampled (a tool's, a user's); None = all were sampled. At a given token
+    ``logprobs`` holds 0.0 and the Top-K only unused slots: neither means anything."""
+    reward: float | None = None
+    """What ``rollout.generate`` gave; None = the reward function is asked"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A completion with its reward."""
+
+    prompt: Prompt
+    completion: Completion
+    reward: float
+    """What training uses: the score with its shaping."""
+    reward_failed: bool = False
+    """True when the reward function raised or timed out; such a sample carries no training signal."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """``score`` (without shaping) and the named parts; empty when the reward is one unshaped number."""
+
+    @property
+    def score(self) -> float:
+        """The reward without shaping: what accuracy is computed from."""
+        return self.reward_parts.get("score", self.reward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutGroup:
+    """The siblings of one prompt: the unit over which group-relative advantages are computed."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]

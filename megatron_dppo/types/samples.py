@@ -1,0 +1,103 @@
+"""What training reads: columns of tokens, aligned to the labels (see the docstring of the room)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFields:
+    """What training needs of each token besides the policy itself, aligned to the labels (see the module docstring)."""
+
+    labels: Tensor
+    """[T] int64"""
+    loss_mask: Tensor
+    """[T] bool, True on response tokens that train"""
+    advantages: Tensor
+    """[T] float32"""
+    rollout_logprobs: Tensor | None = None
+    """[T] float32, 0 where loss_mask is False"""
+    rollout_topk_ids: Tensor | None = None
+    """[T, K+1] int32, -1 = unused slot (see Completion)"""
+    rollout_topk_logprobs: Tensor | None = None
+    """[T, K+1] float32"""
+    anchor_logprobs: Tensor | None = None
+    """[T] float32, recomputed by the trainer at the start of the step"""
+    reference_logprobs: Tensor | None = None
+    """[T] float32, under the reference policy"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSample(TokenFields):
+    """One sequence.
+
+    Example: prompt ``[5, 6]``, response ``[7, 2]`` gives ``tokens [5, 6, 7]``, ``labels [6, 7, 2]``,
+    ``loss_mask [False, True, True]``.
+    """
+
+    tokens: Tensor
+    """[T] int64, input ids"""
+    routed_experts: Tensor | None = None
+    """[T, L, k] uint8 or int16, the experts that are replayed: row t belongs to the input token t"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length T."""
+        return int(self.tokens.numel())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTargets(TokenFields):
+    """What a loss needs of each token of a row, or of some tokens of it.
+
+    Example: token 7 was sampled after a prompt of two tokens.
+        >>> targets = TokenTargets(
+        ...     labels=torch.tensor([6, 7]),
+        ...     loss_mask=torch.tensor([False, True]),
+        ...     advantages=torch.tensor([0.0, 0.5]),
+        ...     rollout_logprobs=torch.tensor([0.0, -0.7]),
+        ... )
+        >>> targets.select(targets.loss_mask).labels
+        tensor([7])
+    """
+
+    sequence_ids: Tensor | None = None
+    """[T] int64, index of the sequence inside the row"""
+    token_weights: Tensor | None = None
+    """[T] float32, the aggregation as per-token weights; None = 1 everywhere"""
+
+    def select(self, rows: Tensor | slice) -> TokenTargets:
+        """The tokens at ``rows``, in that order."""
+        columns = ((f.name, getattr(self, f.name)) for f in fields(TokenTargets))
+        chosen: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns}
+        return TokenTargets(**chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(TokenTargets):
+    """Several sequences packed end to end into one row of T tokens (Megatron's THD layout)."""
+
+    tokens: Tensor
+    """[T] int64"""
+    routed_experts: Tensor | None = None
+    """[T, L, k] uint8 or int16, missing on padding"""
+    num_padding: int = 0
+    """how many of the T positions are padding"""
+    position_ids: Tensor
+    """[T] int64, starting from 0 in each sequence"""
+    sequence_ids: Tensor
+    """[T] int64, index of the sequence inside this micro-batch"""
+    cu_seqlens: Tensor
+    """[number of sequences + 1] int32, where each sequence starts; the last entry is T"""
+    max_seqlen: int
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with every tensor on ``device``."""
+        tensors: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
+        }
+        return replace(self, **tensors)

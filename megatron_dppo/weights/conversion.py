@@ -1,0 +1,151 @@
+"""Hugging Face folders to Megatron ``torch_dist`` checkpoints and back, on any layout, streamed and self-checking."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.config.layout import Layout, resolve_parallel
+from megatron_dppo.config.schema import ModelConfig, ParallelConfig
+from megatron_dppo.data.packing import RowShape, pack
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf import FolderWeights, drain, model_shape, read_hf_config, save_hf_folder
+from megatron_dppo.platform import DTYPES, Platform
+
+_LAYOUT_FILE = "conversion.json"
+_CHECK_TOKENS = 48
+
+
+@dataclass
+class Converter:
+    """A model without optimizer, on this rank's part of a layout."""
+
+    hf_folder: Path
+    hf_config: Any
+    layout: Layout
+    models: list[Any]
+    bridge: Any
+    groups: Any
+
+    def load_hf(self) -> None:
+        """Take the weights of the Hugging Face folder."""
+        self.bridge.load(FolderWeights(self.hf_folder))
+
+    def save_megatron(self, target: Path) -> None:
+        """Write a ``torch_dist`` checkpoint of the weights."""
+        from megatron_dppo.mcore.checkpoint import save_model
+
+        if target.exists():
+            raise CheckpointError(f"{target} already exists; choose another folder or delete it")
+        dist.barrier()
+        text = json.dumps({"hf_folder": str(self.hf_folder), "layout": str(self.layout)}, indent=2)
+        save_model(target, self.models, {_LAYOUT_FILE: text + "\n"})
+
+    def load_megatron(self, checkpoint: Path) -> None:
+        """Take the weights of a ``torch_dist`` checkpoint, converted or written in training, of any layout.
+
+        Its files are compared with its manifest; one that has none (of another program) is read after a word on stderr.
+        """
+        from megatron_dppo.mcore.checkpoint import load_model
+
+        note = load_model(checkpoint, self.models)
+        if note and dist.get_rank() == 0:
+            print(f"note: {note}", file=sys.stderr)
+
+    def save_hf(self, target: Path, dtype: torch.dtype) -> None:
+        """Stream the weights to a Hugging Face folder; rank 0 writes."""
+        weights = self.bridge.export()
+        if dist.get_rank() == 0:
+            save_hf_folder(target, self.hf_folder, weights, dtype)
+        else:
+            drain(weights)
+        dist.barrier()
+
+    def problems(self) -> list[str]:
+        """Differences between the model's weights and the Hugging Face folder: names, shapes, dtypes, every bit."""
+        source = FolderWeights(self.hf_folder)
+        expected, found = source.names(), set()
+        result = []
+        for name, tensor in self.bridge.export():
+            found.add(name)
+            if name not in expected:
+                result.append(f"{name} is not in {self.hf_folder}")
+                continue
+            original = source[name].to(tensor.dtype)
+            if original.shape != tensor.shape:
+                result.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(original.shape)}")
+            elif not torch.equal(original, tensor.cpu()):
+                largest = float((original.double() - tensor.cpu().double()).abs().max())
+                result.append(f"{name} differs by up to {largest:.1e}")
+        tied = {"lm_head.weight"} if self.hf_config.tie_word_embeddings else set()
+        return result + [f"{name} was never exported" for name in sorted(expected - found - tied)]
+
+    def logprob_error(self) -> float:
+        """Largest difference of log-probabilities to transformers (fp32) on a made-up sequence."""
+        from megatron_dppo.mcore.forward import forward_logprobs
+        from megatron_dppo.mcore.head import Head
+
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.hf_config.vocab_size, (_CHECK_TOKENS + 1,), generator=generator).tolist()
+        sample = to_training_sample(ids[:1], ids[1:], None, 0.0)
+        head = Head(self.models[-1], self.groups.tp, self.hf_config.vocab_size, 1.0)
+        batch = pack([sample], RowShape(row_multiple=self.layout.row_multiple))
+        found = forward_logprobs(self.models, [batch], head)
+        error = torch.zeros(1)
+        if found:
+            expected = _transformers_logprobs(self.hf_folder, sample.tokens, sample.labels)
+            error[0] = (found[0].cpu()[: sample.num_tokens] - expected).abs().max()
+        if self.groups.world is not None:
+            device = next(self.models[0].parameters()).device
+            error = error.to(device)
+            dist.all_reduce(error, dist.ReduceOp.MAX)
+        return float(error)
+
+
+def _transformers_logprobs(folder: Path, tokens: Tensor, labels: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    with torch.no_grad():
+        logp = model(tokens[None]).logits[0].float().log_softmax(-1)
+    return logp.gather(-1, labels[:, None]).squeeze(-1)
+
+
+@contextmanager
+def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iterator[Converter]:
+    """Build the model of a Hugging Face folder on the layout of the running processes (torchrun, or one process).
+
+    Raises:
+        UserError: the folder is not usable, or the layout does not fit.
+    """
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    apply_shims(platform)
+    from megatron_dppo.mcore import model, setup
+    from megatron_dppo.mcore.bridge import Bridge
+
+    hf_config = read_hf_config(hf_folder)
+    shape = model_shape(hf_config)
+    layout = resolve_parallel(parallel, int(os.environ.get("WORLD_SIZE", "1")), shape)
+    setup.start_process_group(platform, timeout_minutes=30.0)
+    try:
+        groups = setup.initialize_megatron(layout, platform, seed=0, timeout_minutes=30.0)
+        model_config = ModelConfig(path=hf_folder, dtype="bf16" if DTYPES[dtype] == torch.bfloat16 else "fp32")
+        config = model.transformer_config(hf_config, model_config, layout, platform)
+        models = model.build_model(config, hf_config, dist.get_rank(groups.pp), platform.device)
+        bridge = Bridge(models, shape, tied=hf_config.tie_word_embeddings, groups=groups)
+        yield Converter(Path(hf_folder), hf_config, layout, models, bridge, groups)
+    finally:
+        setup.shutdown_megatron()

@@ -1,0 +1,118 @@
+"""Asks servers for the digests of their weights before and after a sync, and lets them be judged."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_dppo.rollout.attempt import Attempt
+from megatron_dppo.rollout.server import InferenceServer, ServerInfo
+from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
+from megatron_dppo.weights.digests import StreamDigests
+from megatron_dppo.weights.judge import ServerRecord
+
+
+def kv_heads(model_folder: Path) -> int:
+    """Key and value heads of a Hugging Face model; 1 where its configuration does not say."""
+    try:
+        config = json.loads((model_folder / "config.json").read_text())
+    except OSError:
+        return 1
+    return int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 1)
+
+
+class WeightProofs:
+    """The records of all servers of a run, by URL.
+
+    Args:
+        heads: key and value heads of the model.
+    """
+
+    def __init__(self, heads: int) -> None:
+        self._heads = heads
+        self._records: dict[str, ServerRecord] = {}
+        self._versions: dict[str, int] = {}
+
+    async def begin(self, servers: Sequence[InferenceServer], attempt: Attempt, *, again: bool) -> SyncProof:
+        """Before anything is sent to the paused servers.
+
+        Args:
+            servers: that get the weights.
+            attempt: notes who fails.
+            again: the same weights as in the attempt before: a server that failed is compared with what it had then.
+        """
+        layouts: dict[str, WeightLayout] = {}
+
+        async def ask(server: InferenceServer) -> None:
+            layouts[server.url] = await server.weight_layout()
+            record = self._records.setdefault(server.url, ServerRecord())
+            same = self._versions.get(server.url) == attempt.infos[server.url].policy_version
+            if not record.known or not (same or again):
+                record.begin(await server.weight_sums())
+
+        await attempt.each(servers, ask)
+        return SyncProof(self._records, layouts, StreamDigests(layouts.values(), self._heads))
+
+    def done(self, good: Sequence[str], version: int) -> None:
+        """Which servers have which version; another one that they name later is not from here."""
+        self._versions |= dict.fromkeys(good, version)
+
+
+class SyncProof:
+    """One attempt's."""
+
+    def __init__(
+        self, records: dict[str, ServerRecord], layouts: dict[str, WeightLayout], stream: StreamDigests
+    ) -> None:
+        self._records, self._layouts, self._stream = records, layouts, stream
+
+    def watch(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The stream that is sent, in the type that it is sent in; nothing may write into its tensors later."""
+        return self._stream.watch(weights)
+
+    async def judge(self, servers: Sequence[InferenceServer], attempt: Attempt) -> None:
+        """Note in ``attempt`` who does not hold what was sent, and what could not be proved of the others."""
+        sums: dict[str, tuple[RankSums, ...]] = {}
+
+        async def note(server: InferenceServer) -> None:
+            sums[server.url] = await server.weight_sums()
+
+        await attempt.each(servers, note)
+        for url, ranks in sums.items():
+            layout = self._layouts[url]
+            expected = {rank.tp_rank: self._stream.expected(layout, rank.tp_rank) for rank in ranks}
+            proof = self._records[url].judge(layout, ranks, expected)
+            if complaint := proof.complaint():
+                attempt.failed[url] = complaint
+            elif note_text := proof.note():
+                attempt.notes[url] = note_text
+        _compare(sums, attempt)
+
+
+def _compare(sums: dict[str, tuple[RankSums, ...]], attempt: Attempt) -> None:
+    """Servers of one kind and layout must have the same bytes."""
+    for kind in {_kind(attempt.infos[url]) for url in sums}:
+        alike = {url: ranks for url, ranks in sums.items() if _kind(attempt.infos[url]) == kind}
+        (common, _), *others = Counter(map(_fingerprint, alike.values())).most_common()
+        for url, ranks in alike.items():
+            if others and (_fingerprint(ranks) != common or len(alike) == 2):
+                attempt.failed.setdefault(url, f"its weights differ from those of the other servers: {_names(alike)}")
+
+
+def _fingerprint(ranks: Sequence[RankSums]) -> frozenset[tuple[int, str, str]]:
+    return frozenset((i, name, digest) for i, rank in enumerate(ranks) for name, digest in rank.sums.items())
+
+
+def _names(alike: dict[str, tuple[RankSums, ...]]) -> str:
+    """Some of the tensors that are not the same everywhere."""
+    every = [_fingerprint(ranks) for ranks in alike.values()]
+    names = sorted({name for _, name, _ in frozenset.union(*every) - frozenset.intersection(*every)})
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _kind(info: ServerInfo) -> tuple[str, str, int]:
+    return info.engine, info.engine_version, info.world_size

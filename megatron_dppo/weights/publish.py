@@ -1,0 +1,147 @@
+"""The policy's weights to the rollout engine, and the proof that they arrived. Every rank takes part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import PublishError
+from megatron_dppo.hf import drain
+from megatron_dppo.parallel.objects import from_leader
+from megatron_dppo.rollout.attempt import SyncResult
+from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.weights.probe import Findings, Probe
+from megatron_dppo.weights.sync import WeightSync
+
+if TYPE_CHECKING:
+    from megatron_dppo.policy.trainer import PolicyTrainer
+
+
+class Publisher(Protocol):
+    """Gives the policy's current weights to the engine that samples."""
+
+    def publish(self) -> list[str]:
+        """Until the engine has exactly the current version; returns what the user should know. A collective."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class LocalPublisher:
+    """For an engine in this process; None on ranks that have none."""
+
+    def __init__(self, trainer: PolicyTrainer, engine: LocalEngine | None) -> None:
+        self._trainer, self._engine = trainer, engine
+
+    def publish(self) -> list[str]:
+        """See ``Publisher``."""
+        weights = self._trainer.export_weights()
+        if self._engine is not None:
+            self._engine.update_weights(weights, self._trainer.policy_version)
+        else:
+            drain(weights)
+        return []
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What rank 0 tells all ranks of an attempt."""
+
+    good: list[str]
+    problems: dict[str, str]
+    """by URL: the servers that did not get the weights, or do not show them"""
+    final: bool
+    """whether to go on with these servers"""
+    unproved: dict[str, str]
+    """by URL: what of good servers' weights could not be proved byte by byte"""
+
+
+def _named(texts: dict[str, str]) -> list[str]:
+    """Each with the URL that it belongs to."""
+    return [text if url in text else f"{url}: {text}" for url, text in texts.items()]
+
+
+class ServerPublisher:
+    """For inference servers. Rank 0 sends; all ranks gather the weights and compute the probe.
+
+    A server that fails in a sync gets the weights again, ``attempts`` times in all; then the run goes on without it,
+    or, when none is left, stops. One that does not answer at all is left out at once. Either gets its chance at the
+    next sync, before it gets any work.
+
+    Args:
+        trainer: the policy.
+        engine: this rank's; None on ranks that get their rollouts from another one.
+        sync: rank 0's; None on all others.
+        config: the whole configuration.
+        probe: what looks at servers after a sync.
+    """
+
+    def __init__(
+        self,
+        trainer: PolicyTrainer,
+        engine: ServerEngine | None,
+        sync: WeightSync | None,
+        config: Config,
+        probe: Probe,
+    ) -> None:
+        self._trainer, self._engine, self._sync, self._config = trainer, engine, sync, config
+        self._probe = probe
+        self._published = 0
+        self._told: set[str] = set()
+
+    def publish(self) -> list[str]:
+        """See ``Publisher``.
+
+        Raises:
+            PublishError: no server could be given the weights, or one of them answers with other weights.
+        """
+        settings, version = self._config.rollout.weight_sync, self._trainer.policy_version
+        probes = self._published == 0 or (settings.probe_every and self._published % settings.probe_every == 0)
+        notes: list[str] = []
+        for attempt in range(1, settings.attempts + 1):
+            verdict = self._attempt(version, is_last=attempt == settings.attempts, probes=bool(probes))
+            notes += [f"weights version {version}, attempt {attempt}: {text}" for text in _named(verdict.problems)]
+            if verdict.final:
+                break
+        if not verdict.good:
+            raise PublishError(
+                f"no inference server has the weights of version {version} after {settings.attempts} attempts:\n"
+                + "\n".join(f"  - {note}" for note in notes)
+            )
+        if self._engine is not None:
+            self._engine.use_version(version, verdict.good)
+        self._published += 1
+        # Once, not at each sync.
+        told, self._told = self._told, self._told | set(_named(verdict.unproved))
+        return [*notes, *sorted(self._told - told)]
+
+    def _attempt(self, version: int, *, is_last: bool, probes: bool) -> _Verdict:
+        weights, result = self._trainer.export_weights(), SyncResult(version, {})
+        if self._sync is not None:
+            result = self._sync.send(weights, version)
+        else:
+            drain(weights)
+        result = from_leader(lambda: result, self._trainer.groups.world)
+        found = self._probe.run(self._sync, list(result.good), version) if probes and result.good else Findings({}, {})
+        wrong, lost = found.wrong, found.wrong | found.silent
+        if wrong and is_last:
+            # Servers that sample from other weights, or mean something else, are not to be worked around.
+            raise PublishError("\n".join(wrong.values()))
+        again = bool(result.failed or lost or not result.good)
+        good = [url for url in result.good if url not in lost]
+        return _Verdict(
+            good,
+            {**result.absent, **result.failed, **lost},
+            final=not again or (is_last and bool(good)),
+            unproved=result.notes,
+        )
+
+    def close(self) -> None:
+        """Leave the servers as they are."""
+        if self._sync is not None:
+            self._sync.close()
