@@ -10,7 +10,8 @@
 #   --nproc-per-node N    trainer ranks (default 1)
 #   PYTHON                the interpreter to use (default python3)
 #
-# SIGTERM: the trainer finishes its step, saves and ends with 0; the same command goes on from there.
+# SIGTERM: the trainer finishes its step, saves and ends with 0; the same command goes on from there. A kill -9 of this
+# script does the same, by launch/guard.sh.
 set -euo pipefail
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
@@ -46,6 +47,10 @@ python=${PYTHON:-python3}
 
 work=$(mktemp -d)
 server="" trainer="" stopping=""
+# Only this script holds the other end of the guard's input: all that it starts for long gets 9>&-.
+exec 9> >("$(dirname "${BASH_SOURCE[0]}")/guard.sh" "$work" >&2)
+# In a subshell, which a broken pipe may kill.
+tell_guard() { (printf '%s\n' "$@" >&9) 2>/dev/null || true; }
 
 # shellcheck disable=SC2329  # called by the traps
 finish() {
@@ -56,6 +61,7 @@ finish() {
         kill -TERM "$server" 2>/dev/null || true
         wait "$server" || true
     fi
+    tell_guard trainer server
     rm -rf "$work"
     exit "$code"
 }
@@ -73,12 +79,13 @@ trap finish EXIT
 trap forward TERM
 trap 'exit 130' INT
 
-mode=$("$python" -m megatron_dppo.cli.main serve "${arguments[@]}" --print-mode)
+mode=$("$python" -m megatron_dppo.cli.main serve "${arguments[@]}" --print-mode 9>&-)
 case $mode in
-attach) "$python" -m megatron_dppo.cli.main serve "${arguments[@]}" ;;
+attach) "$python" -m megatron_dppo.cli.main serve "${arguments[@]}" 9>&- ;;
 start)
-    "$python" -m megatron_dppo.cli.main serve "${arguments[@]}" --skip-gpus "$nproc" --urls-file "$work/urls" &
+    "$python" -m megatron_dppo.cli.main serve "${arguments[@]}" --skip-gpus "$nproc" --urls-file "$work/urls" 9>&- &
     server=$!
+    tell_guard "server $server"
     until [ -e "$work/urls" ]; do
         # Its own message says what is wrong.
         kill -0 "$server" 2>/dev/null || { wait "$server" && exit 1 || exit $?; }
@@ -87,8 +94,9 @@ start)
     ;;
 esac
 
-"$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m megatron_dppo.train "${arguments[@]}" &
+"$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m megatron_dppo.train "${arguments[@]}" 9>&- &
 trainer=$!
+tell_guard "trainer $trainer"
 # A signal interrupts wait; then it is asked again.
 while true; do
     ended=
@@ -96,10 +104,12 @@ while true; do
     wait -n -p ended ${server:+"$server"} "$trainer" || code=$?
     if [ "${ended:-}" = "$trainer" ]; then
         trainer=
+        tell_guard trainer
         exit "$code"
     fi
     if [ -n "${ended:-}" ]; then
         server=
+        tell_guard server
         if [ -n "$stopping" ]; then continue; fi
         say "the servers have ended (exit code $code), so training stops; the message above says why"
         exit 1

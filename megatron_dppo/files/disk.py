@@ -23,6 +23,9 @@ _REASONS = {
     errno.ENOTDIR: "a part of the path is a file",
     errno.EISDIR: "there is a folder of that name",
     errno.ENOENT: "the folder is gone",
+    errno.EMFILE: "this process may not open more files (ulimit -n)",
+    errno.ENFILE: "this machine may not open more files",
+    errno.ENAMETOOLONG: "its name is too long",
     errno.ESTALE: "the network file system has lost it (stale handle)",
 }
 _TEXTS = {os.strerror(number): number for number in _REASONS}
@@ -91,10 +94,19 @@ def _message(path: Path, what: str, number: int, error: BaseException) -> str:
         free = "its free space cannot be read"
     named = getattr(error, "filename", None)
     file = f" ({named})" if named and str(named) != str(path) else ""
+    reason = _REASONS[number] + (f". It says {in_one_line(error)}" if number == _UNTOLD else "")
     return (
-        f"{what} cannot be written to {path}{file}: {_REASONS[number]} ({free}, seen at {place}). What was written "
-        "there before is untouched; make room or mend it, and start the same command again"
+        f"{what} cannot be written to {path}{file}: {reason} ({free}, seen at {place}). What was written there before "
+        "is untouched; make room or mend it, and start the same command again"
     )
+
+
+def in_one_line(error: BaseException) -> str:
+    """Type and message; of the first rank that failed, when torch's distributed checkpoint collected them."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        error = next(iter(failures.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def _errno(error: BaseException) -> int | None:

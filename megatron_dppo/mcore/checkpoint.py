@@ -7,11 +7,8 @@ rank has finished, so a process that dies in mid-save leaves the older ones unto
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.files.disk import disk_errors, in_one_line
 from megatron_dppo.mcore import checkpoint_folder, manifest
 from megatron_dppo.mcore.checkpoint_folder import STATE, checkpoint_name, checkpoints, read_state
 from megatron_dppo.mcore.finite import all_finite
@@ -64,14 +62,14 @@ def save_checkpoint(
     names there.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written to; older checkpoints are as they were.
+        DiskError: the disk is full or cannot be written to; older checkpoints are as they were.
     """
     final = folder / checkpoint_name(step)
     partial = checkpoint_folder.partial_of(final)
     is_finite = all_finite(models, optimizer)
     if not is_finite and agreed(lambda: checkpoint_folder.is_finite(final), dist.group.WORLD):
         return final
-    with _writing(partial):
+    with disk_errors(folder, f"the checkpoint of step {step}"):
         agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
         dist_checkpointing.save(_sharded_state(models, optimizer, is_loading=False), str(partial))
         if also is not None:
@@ -158,7 +156,7 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
     """Write the weights alone, and text files beside them, to a new folder (a collective of all ranks).
 
     Raises:
-        CheckpointError: the disk is full or cannot be written to.
+        DiskError: the disk is full or cannot be written to.
     """
     partial = checkpoint_folder.partial_of(folder)
 
@@ -166,7 +164,7 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
         for name, text in texts.items():
             write_synced(partial / name, text)
 
-    with _writing(partial):
+    with disk_errors(folder, "the weights"):
         agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
         dist_checkpointing.save(_sharded_model(models), str(partial))
         dist.barrier()
@@ -200,28 +198,8 @@ def _load(template: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
             return dist_checkpointing.load(template, str(checkpoint))
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
-            f"{checkpoint} cannot be loaded: {_in_one_line(error)}. Its files are not those of a checkpoint of this "
+            f"{checkpoint} cannot be loaded: {in_one_line(error)}. Its files are not those of a checkpoint of this "
             "model; choose another run.output_dir, or set it aside (rename it) to continue from an older one"
-        ) from error
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Type and message; of the first rank that failed, when Megatron collected them."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-
-
-@contextmanager
-def _writing(partial: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, CheckpointException) as error:
-        there = next(folder for folder in (partial, *partial.parents) if folder.exists())
-        free = shutil.disk_usage(there).free / 2**30
-        raise CheckpointError(
-            f"{partial} cannot be written: {_in_one_line(error)} ({free:.1f} GiB free, process {os.getpid()}); older "
-            "checkpoints are as they were. Make room, then the same command continues"
         ) from error
 
 

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.supervised import SupervisedDataset
+from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files.atomic import write_synced
 from megatron_dppo.losses import SUPERVISED
+from megatron_dppo.mcore.checkpoint_folder import step_of
+from megatron_dppo.parallel.objects import from_leader
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 
@@ -60,7 +63,8 @@ def run_warmup(
         data: the stream of samples.
         config: the run's configuration.
         report: gets the step and its loss.
-        stop: a signal ends the warm-up after a step; the same warm-up then goes on from there.
+        stop: a signal ends the warm-up after a step; the same warm-up then goes on from there. It goes on deferring
+            signals afterwards: until the weights are exported, the warm-up would be lost.
 
     Raises:
         Stopped: after such a signal.
@@ -81,7 +85,6 @@ def run_warmup(
                 f"by {stop.name} after step {step + 1} of {num_steps} of the warm-up; the same command continues it"
             )
     PROGRESS.enter("start", 0)
-    stop.deferring = False
 
 
 def _unfinished(config: Config) -> Path:
@@ -93,13 +96,27 @@ def _state(trainer: PolicyTrainer, config: Config) -> dict[str, str]:
 
 
 def _resume(trainer: PolicyTrainer, config: Config) -> int:
-    """Steps that an interrupted run of exactly this warm-up has done; its state is loaded."""
-    saved = sorted(_unfinished(config).glob("step_*/state.json"))
-    if not saved or config.checkpoint.resume == "never":
+    """Steps that an interrupted run of exactly this warm-up has done; its state is loaded (a collective of all ranks).
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    from megatron_dppo.mcore.checkpoint import NO_MANIFEST, checkpoints, find_damage, read_state
+
+    if config.checkpoint.resume == "never":
         return 0
-    checkpoint = saved[-1].parent
-    state = json.loads(saved[-1].read_text(encoding="utf-8"))
-    if any(state[key] != value for key, value in _state(trainer, config).items()):
+    found = from_leader(lambda: checkpoints(_unfinished(config)), trainer.groups.world)
+    if not found:
         return 0
-    trainer.load(checkpoint)
-    return int(checkpoint.name.removeprefix("step_"))
+    newest = found[-1]
+    damage = find_damage(newest)
+    if damage and not (damage == NO_MANIFEST and config.checkpoint.accept_unverified):
+        raise CheckpointError(
+            f"{newest}, where a signal has stopped the warm-up, is damaged: {damage}. Put a copy of it back, or delete "
+            f"{newest.parent}: then the warm-up begins again at step 0"
+        )
+    state = read_state(newest)
+    if any(state.get(key) != value for key, value in _state(trainer, config).items()):
+        return 0
+    trainer.load(newest)
+    return step_of(newest)

@@ -33,7 +33,7 @@ from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
 from megatron_dppo.run.stream.carried import Carry
 from megatron_dppo.run.stream.prefetch import Prefetch
-from megatron_dppo.supervision.stop_signal import StopSignal
+from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.supervision.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -200,6 +200,9 @@ def _build_policy(
         console.finish()
         export_hf(trainer, inputs, config, base, torch.float32)
         agreed(lambda: _mark_warm(base, config) if dist.get_rank() == 0 else None, groups.world)
+        if stop.requested():
+            raise Stopped(f"by {stop.name} after the warm-up; the same command goes on with the warmed-up model")
+        stop.deferring = False
     # A start that finds warmed-up weights drew no random numbers for them: both go on from the same states.
     seed_random_states(config.run.seed)
     return _trainer(config, inputs, groups, platform, "rl")

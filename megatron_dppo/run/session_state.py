@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dppo.files.disk import disk_errors, require_space
+from megatron_dppo.files.disk import require_space
 from megatron_dppo.mcore.checkpoint_folder import is_finite, prune, set_aside
 from megatron_dppo.parallel.objects import agreed, is_leader
 from megatron_dppo.report.metrics import MetricsWriter, read_metrics
@@ -124,8 +124,7 @@ def save_session(session: Session) -> str:
     also = partial(save_batches, batches if writes else [], session.trainer.dp_rank)
     folder = session.checkpoint_folder
     agreed(lambda: require_space(folder, space_for_save(session.config, session.inputs), "a checkpoint"), groups.world)
-    with disk_errors(folder, f"the checkpoint of step {session.step}"):
-        path = session.trainer.save(folder, session.step, state, config.keep, best, also)
+    path = session.trainer.save(folder, session.step, state, config.keep, best, also)
     return str(path) if agreed(lambda: is_finite(path), dist.group.WORLD) else f"{path} {_NOT_FINITE}"
 
 

@@ -52,8 +52,11 @@ class Run:
         self.checkpoints, self._log = folder / "checkpoints", log
         reward = f"{log.parent}/blocking.py:reward"
         arguments = [*SMALL, *flags(run__output_dir=folder, reward__function=reward, **more)]
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
+        self.process = self._start(arguments, processes)
+
+    def _start(self, arguments: list[str], processes: int) -> subprocess.Popen[bytes]:
+        with self._log.open("w") as file:
+            return subprocess.Popen(
                 command(arguments, processes),
                 env=environment() | {"PYTHONUNBUFFERED": "1"},
                 stdout=file,

@@ -142,7 +142,10 @@ def test_the_kernels_own_message_of_a_full_device_is_named(tmp_path: Path) -> No
         Path("/dev/full").write_text("x")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EIO, errno.EFBIG])
+@pytest.mark.parametrize(
+    "number",
+    [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EMFILE, errno.ENAMETOOLONG],
+)
 @pytest.mark.parametrize("wrap", ["plain", "cause", "text", "rust", "failures", "argument"])
 def test_the_reason_is_found_however_a_library_wraps_it(number: int, wrap: str, tmp_path: Path) -> None:
     cause = OSError(number, os.strerror(number))
@@ -159,6 +162,17 @@ def test_the_reason_is_found_however_a_library_wraps_it(number: int, wrap: str, 
             raise RuntimeError("saving failed") from cause
         raise errors[wrap]
     assert disk._REASONS[number] in str(raised.value)
+
+
+def test_what_a_library_says_without_a_reason_is_passed_on_in_one_line(tmp_path: Path) -> None:
+    """A rank whose own writes went well gets such an exception too: it has no cause."""
+    raised_there = RuntimeError("unexpected pos 64\nvs 0")
+    failed = type("CheckpointException", (BaseException,), {"failures": {1: (raised_there, "trace")}})
+    with pytest.raises(DiskError) as raised, disk_errors(tmp_path, "the checkpoint of step 3"):
+        raise failed("CheckpointException ranks:dict_keys([1])\nTraceback ...")
+    message = str(raised.value)
+    assert "its library does not say why" in message and "It says RuntimeError: unexpected pos 64 vs 0 (" in message
+    assert "\n" not in message and "Traceback" not in message
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.unit.test_serving import STUB, free_ports, runs
@@ -18,19 +19,21 @@ from tests.unit.test_serving import STUB, free_ports, runs
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/chain_sum"
 
-# In the place of torchrun: one rank, which ends by a file or at SIGTERM, and its parent, which then kills it.
+# In the place of torchrun: one rank, which ends by a file or at SIGTERM after the step that it is in, and its parent,
+# which then kills it.
 TORCHRUN = """
 import signal, subprocess, sys, os
 folder = os.environ["STUB_FOLDER"]
 rank = '''
 import pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
-signal.signal(signal.SIGTERM, lambda *_: (folder / "saved").touch())
+signal.signal(signal.SIGTERM, lambda *_: (folder / "asked").touch())
 (folder / "training").touch()
-while not (folder / "saved").exists():
+while not (folder / "asked").exists() or (folder / "step").exists():
     if (folder / "end").exists():
         sys.exit(int((folder / "end").read_text()))
     time.sleep(0.05)
+(folder / "saved").touch()
 '''
 open(os.path.join(folder, "trainer.json"), "w").write(__import__("json").dumps(sys.argv[1:]))
 child = subprocess.Popen([sys.executable, "-c", rank, folder])
@@ -106,6 +109,39 @@ def test_sigterm_reaches_the_ranks_while_the_servers_stay_until_they_have_saved(
     assert output.index("saves") < output.index("ending the servers")
     assert (folder / "saved").exists() and not (folder / "killed").exists()
     assert not any(map(runs, launch.server_pids()))
+
+
+@pytest.mark.parametrize("config", ["sglang.toml", "dppo.toml"])
+def test_kill_9_of_the_script_lets_the_ranks_save_and_ends_the_servers_after_that(folder: Path, config: str) -> None:
+    launch = Launch(folder, "serve", config)
+    launch.until("training")
+    servers = launch.server_pids() if config == "sglang.toml" else []
+    family = psutil.Process(launch.process.pid).children(recursive=True)
+    (folder / "step").touch()
+    launch.process.kill()
+    assert launch.process.wait() == -signal.SIGKILL
+    until((folder / "asked").exists)
+    time.sleep(2)  # longer than a server takes to end
+    assert all(map(runs, servers)) and not (folder / "saved").exists()
+    (folder / "step").unlink()
+    until(lambda: not any(runs(process.pid) for process in family))
+    assert (folder / "saved").exists() and not (folder / "killed").exists() and not any(map(runs, servers))
+    assert "has been killed: the trainer finishes its step and saves" in launch.process.communicate()[0]
+
+
+def test_kill_9_of_the_script_ends_servers_that_are_still_loading(folder: Path) -> None:
+    launch = Launch(folder, "slow", "sglang.toml")
+    launch.until(f"started-{launch.port}.json")
+    launch.process.kill()
+    until(lambda: not any(map(runs, launch.server_pids())))
+    assert "the trainer" not in launch.process.communicate()[0] and not (folder / "training").exists()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_the_death_of_the_servers_ends_training(folder: Path) -> None:
