@@ -191,11 +191,12 @@ class FolderWeights:
     """Random access to the safetensors weights of a folder, one tensor at a time."""
 
     def __init__(self, path: str | Path) -> None:
-        self._files: dict[str, Path] = {}
+        # Opened once: a file has thousands of tensors, and opening it reads the names of all.
+        self._files: dict[str, Any] = {}
         for file in sorted(Path(path).glob("*.safetensors")):
             try:
-                with safe_open(file, framework="pt") as handle:
-                    self._files.update(dict.fromkeys(handle.keys(), file))
+                handle = safe_open(file, framework="pt")
+                self._files.update(dict.fromkeys(handle.keys(), handle))
             except SafetensorError as error:
                 raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
         if not self._files:
@@ -207,8 +208,8 @@ class FolderWeights:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._files:
             raise CheckpointError(f"weight {name} is missing; the folder holds {sorted(self._files)[:3]}, ...")
-        with safe_open(self._files[name], framework="pt") as handle:
-            return handle.get_tensor(name)
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
 
     def names(self) -> set[str]:
         """All weight names in the folder."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,47 +13,48 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_dppo.mcore.length_buckets import Bucket, buckets
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import MicroBatch
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """Megatron's PackedSeqParams with the index of every token, so that attention needs no host sync."""
+    """Megatron's PackedSeqParams with what attention needs to lay out a row; made once a row, for all layers."""
 
-    sequence_ids: Tensor | None = None
-    """[T] which sequence a token belongs to"""
-    positions: Tensor | None = None
-    """[T] its position inside that sequence"""
+    starts: tuple[int, ...] = ()
+    """``[sequences + 1]``, on the host"""
     shard: ContextShard | None = None
     """the tokens of the row that this rank computes; None = all of them"""
 
     @classmethod
-    def of(cls, batch: MicroBatch, shard: ContextShard | None = None) -> PackedRow:
-        """The parameters of one packed micro-batch."""
+    def of(cls, batch: MicroBatch, starts: Sequence[int], shard: ContextShard | None = None) -> PackedRow:
+        """The parameters of one packed micro-batch; ``starts`` is its ``cu_seqlens`` on the host."""
         return cls(
             qkv_format="thd",
             cu_seqlens_q=batch.cu_seqlens,
             cu_seqlens_kv=batch.cu_seqlens,
             max_seqlen_q=batch.max_seqlen,
             max_seqlen_kv=batch.max_seqlen,
-            sequence_ids=batch.sequence_ids,
-            positions=batch.position_ids,
+            starts=tuple(starts),
             shard=shard,
         )
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The sequences in groups of similar length."""
+        assert self.cu_seqlens_q is not None
+        return buckets(self.starts, self.cu_seqlens_q.device, self.shard)
 
 
 class SDPACoreAttention(MegatronModule):
     """Causal attention with grouped queries over packed sequences.
 
-    The packed row is laid out as ``[sequences, longest]`` for one batched call; padding sits on the right, where the
-    causal mask hides it. A pack whose padded area would be more than ``_MAX_PADDING`` times its tokens is computed
-    sequence by sequence instead.
+    Each group of sequences of similar length is laid out as ``[sequences, longest]`` for one batched call; padding sits
+    on the right, where the causal mask hides it.
 
     Under context parallelism each rank gathers all keys and values, and computes the rows of its own queries.
     """
-
-    _MAX_PADDING = 4
 
     def __init__(
         self,
@@ -88,80 +90,31 @@ class SDPACoreAttention(MegatronModule):
         shard = packed_seq_params.shard
         if shard is not None:
             key, value = shard.gather_for_partial(key), shard.gather_for_partial(value)
-        queries, keys = _Layout.of_queries(packed_seq_params), _Layout.of_row(packed_seq_params)
-        if keys.area <= self._MAX_PADDING * key.shape[0]:
-            return self._batched(query, key, value, queries, keys, is_sharded=shard is not None).flatten(1)
-        rows = []
-        for own, whole in zip(queries.slices(), keys.slices(), strict=True):
-            mask = None if shard is None else _causal_mask(queries.positions[own][None], whole.stop - whole.start)
-            rows.append(self._attend(query[own][None], key[whole][None], value[whole][None], mask)[0])
-        return torch.cat(rows).flatten(1)
-
-    def _batched(
-        self, query: Tensor, key: Tensor, value: Tensor, queries: _Layout, keys: _Layout, *, is_sharded: bool
-    ) -> Tensor:
-        mask = None
-        if is_sharded:
-            # An empty slot gets position 0: it sees one key, so its softmax is defined and its result is dropped.
-            mask = _causal_mask(queries.spread(queries.positions), keys.longest)
-        out = self._attend(queries.spread(query), keys.spread(key), keys.spread(value), mask)
-        return out[queries.sequence_ids, queries.slots]
+        found = []
+        for bucket in packed_seq_params.buckets:
+            mask = None
+            if shard is not None:
+                # An empty slot gets position 0: it sees one key, so its softmax is defined and its result is dropped.
+                mask = _causal_mask(bucket.queries.spread(shard.split(bucket.positions)), bucket.keys.longest)
+            parts = bucket.queries.spread(query), bucket.keys.spread(key), bucket.keys.spread(value)
+            found.append(bucket.queries.collect(self._attend(*parts, mask)))
+        tokens = torch.cat([bucket.queries.tokens for bucket in packed_seq_params.buckets])
+        return torch.empty_like(query).index_copy(0, tokens, torch.cat(found)).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """``query [batch, q, heads, d]``, ``key, value [batch, s, groups, d]`` to the shape of ``query``."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         repeat = q.shape[1] // k.shape[1]
-        if repeat > 1:
+        # Without the copies the backward needs less memory; with a mask, CUDA's fast kernels know no groups.
+        groups = repeat > 1 and mask is None
+        if repeat > 1 and not groups:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=groups
+        )
         return out.transpose(1, 2)
 
 
 def _causal_mask(positions: Tensor, keys: int) -> Tensor:
     """``positions [batch, q]`` of the queries to ``[batch, 1, q, keys]`` bool, True = visible."""
     return positions[:, None, :, None] >= torch.arange(keys, device=positions.device)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How the tokens of a row, or of this rank's share of it, lie in ``[sequences, longest]``."""
-
-    sequence_ids: Tensor
-    """[N] the sequence of each token"""
-    slots: Tensor
-    """[N] its place in the padded layout of that sequence"""
-    positions: Tensor
-    """[N] its position in the whole sequence"""
-    starts: Tensor
-    """[sequences + 1]"""
-    longest: int
-
-    @classmethod
-    def of_row(cls, row: PackedRow) -> _Layout:
-        assert row.sequence_ids is not None and row.positions is not None
-        return cls(row.sequence_ids, row.positions, row.positions, row.cu_seqlens_q, row.max_seqlen_q)
-
-    @classmethod
-    def of_queries(cls, row: PackedRow) -> _Layout:
-        whole = cls.of_row(row)
-        if row.shard is None:
-            return whole
-        size = row.shard.group.size()
-        starts = whole.starts // size
-        ids = row.shard.split(whole.sequence_ids)
-        slots = torch.arange(ids.numel(), device=ids.device) - starts[ids]
-        return cls(ids, slots, row.shard.split(whole.positions), starts, whole.longest // size)
-
-    @property
-    def area(self) -> int:
-        """Cells of the padded layout."""
-        return (self.starts.numel() - 1) * self.longest
-
-    def spread(self, values: Tensor) -> Tensor:
-        """``[N, ...]`` to ``[sequences, longest, ...]``, zeros on the right."""
-        target = values.new_zeros(self.starts.numel() - 1, self.longest, *values.shape[1:])
-        return target.index_put((self.sequence_ids, self.slots), values)
-
-    def slices(self) -> list[slice]:
-        """Each sequence's tokens."""
-        return [slice(a, b) for a, b in pairwise(self.starts.tolist())]

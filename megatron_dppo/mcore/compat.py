@@ -159,6 +159,23 @@ def _uneven_collectives() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
 
 
+def _collectives_of_one() -> None:
+    from megatron.core.distributed import param_and_grad_buffer
+
+    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def call(output: Any, source: Any, *args: Any, group: Any = None, **more: Any) -> Any:
+            # The only shard of a buffer is the buffer: what should arrive is there.
+            if group is not None and group.size() == 1 and output.data_ptr() == source.data_ptr():
+                return None
+            return collective(output, source, *args, group=group, **more)
+
+        return call
+
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(param_and_grad_buffer, name, unless_alone(getattr(param_and_grad_buffer, name)))
+
+
 def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -221,6 +238,12 @@ SHIMS = (
     ),
     Shim(_splits_to_host, "all-to-all split sizes become lists only when they are on CUDA", _ALL, _DEVICE_AGNOSTIC),
     Shim(_uneven_collectives, "gloo has no all-gather and reduce-scatter of uneven parts", _ALL, "gloo gets them"),
+    Shim(
+        _collectives_of_one,
+        "gloo copies a whole buffer in a group of one rank, which takes three times as long as Adam",
+        _ALL,
+        "the distributed optimizer leaves such collectives out",
+    ),
     Shim(_optimizer_type_names, "parameters are told apart by 'torch.cuda.FloatTensor'", _ALL, _DEVICE_AGNOSTIC),
     Shim(
         _adam,

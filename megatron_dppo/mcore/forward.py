@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.losses import Objective
-from megatron_dppo.mcore.attention import PackedRow
 from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, Row, TokenReadings, hidden_states_only
 from megatron_dppo.types import Metric, MicroBatch
 
@@ -95,7 +94,7 @@ def _forward_step(loss_function: Callable[..., Any], data: Iterator[Row], model:
         input_ids=row.split(row.batch.tokens)[None],
         position_ids=row.split(row.batch.position_ids)[None],
         attention_mask=None,
-        packed_seq_params=PackedRow.of(row.batch, row.shard),
+        packed_seq_params=row.packing,
         **extra,
     )
     return output, partial(loss_function, row)

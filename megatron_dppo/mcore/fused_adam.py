@@ -1,4 +1,4 @@
-"""Apex FusedAdam's contract on plain torch operations.
+"""Apex FusedAdam's contract on torch's own fused kernels, for CPU and CUDA.
 
 Megatron takes Adam from Transformer Engine or Apex and falls back to ``torch.optim.AdamW``. That fallback cannot be
 checkpointed: it keeps ``step`` per parameter, which Megatron's distributed-optimizer checkpoints either miss
@@ -21,12 +21,15 @@ class FusedAdam(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        bias_correction: divide the moments by ``1 - beta ** step``.
+        bias_correction: divide the moments by ``1 - beta ** step``; only True.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         adam_w_mode: True = decoupled weight decay (AdamW), False = L2 added to the gradient.
         weight_decay: coefficient of either.
         kernel_options: what later versions of Megatron pass to the CUDA kernels (``capturable``, ...); no effect here.
+
+    Raises:
+        ValueError: no bias correction, which torch's kernels always do.
     """
 
     def __init__(
@@ -41,6 +44,8 @@ class FusedAdam(torch.optim.Optimizer):
         **kernel_options: Any,
     ) -> None:
         del kernel_options
+        if not bias_correction:
+            raise ValueError("FusedAdam: bias_correction = False, expected True; torch's fused kernels always correct")
         self.adam_w_mode = adam_w_mode
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, defaults)
@@ -59,22 +64,21 @@ class FusedAdam(torch.optim.Optimizer):
         for p in params:
             if "exp_avg" not in self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        beta1, beta2 = group["betas"]
-        grads = [p.grad for p in params if p.grad is not None]
-        first = [self.state[p]["exp_avg"] for p in params]
-        second = [self.state[p]["exp_avg_sq"] for p in params]
-        if group["weight_decay"]:
-            if self.adam_w_mode:
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            else:
-                grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        step = group["step"]
-        correction1 = 1 - beta1**step if group["bias_correction"] else 1.0
-        correction2 = 1 - beta2**step if group["bias_correction"] else 1.0
-        denominator = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominator, correction2**0.5)
-        torch._foreach_add_(denominator, group["eps"])
-        torch._foreach_addcdiv_(params, first, denominator, -group["lr"] / correction1)
+        update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        # Of all parameters one tensor: it is read only.
+        steps = [torch.full((), float(group["step"]), device=params[0].device)] * len(params)
+        update(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )

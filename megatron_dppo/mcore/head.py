@@ -24,6 +24,7 @@ from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.losses import Objective
+from megatron_dppo.mcore.attention import PackedRow
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.types import LossInputs, LossOutput, MicroBatch, TokenTargets
@@ -61,6 +62,8 @@ class Row:
     """the targets of this rank's tokens"""
     plan: RowPlan
     """which of those have a loss, and a gradient"""
+    packing: PackedRow
+    """for attention"""
     shard: ContextShard | None
 
     @classmethod
@@ -71,11 +74,10 @@ class Row:
         shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
         mask, advantages = (x if shard is None else shard.split(x) for x in (batch.loss_mask, batch.advantages))
         plan = RowPlan.of(mask, advantages if skips_zero_advantage else None, device)
-        batch = batch.to(device)
-        if shard is None:
-            return cls(batch, batch, plan, None)
-        shard = shard.to(device)
-        return cls(batch, batch.select(shard.index), plan, shard)
+        starts, batch = batch.cu_seqlens.tolist(), batch.to(device)
+        shard = None if shard is None else shard.to(device)
+        packing = PackedRow.of(batch, starts, shard)
+        return cls(batch, batch if shard is None else batch.select(shard.index), plan, packing, shard)
 
     def split(self, values: Tensor) -> Tensor:
         """``[T, ...]`` of the row to what this rank computes."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -118,13 +119,12 @@ class Optimizer:
         Returns:
             (whether the update was applied, the gradient norm before clipping); equal on all ranks.
         """
-        self.megatron.prepare_grads()
-        norm = float(self.megatron.get_grad_norm())
+        found_inf, norm = self.megatron.prepare_grads(), self.megatron.get_grad_norm()
         if not math.isfinite(norm):
-            return False, norm
-        # Megatron's step prepares the gradients again: prepare_grads only copies, so this repeats no arithmetic.
-        applied, _, _ = self.megatron.step()
-        return bool(applied), norm
+            return False, float(norm)
+        with _known(self.megatron, prepare_grads=found_inf, get_grad_norm=norm):
+            applied, _, _ = self.megatron.step()
+        return bool(applied), float(norm)
 
     def finish_overlapped_gather(self) -> None:
         """Wait for parameters that are still being gathered behind the next forward pass."""
@@ -135,3 +135,15 @@ class Optimizer:
     def sharded_state_dict(self, model_state: dict[str, Any], *, is_loading: bool, metadata: dict[str, Any]) -> Any:
         """Megatron's sharded optimizer state for dist_checkpointing."""
         return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+
+
+@contextmanager
+def _known(optimizer: Any, **results: Any) -> Iterator[None]:
+    """Methods of Megatron's optimizer give what they gave before: its step would compute all of it once more."""
+    for name, result in results.items():
+        setattr(optimizer, name, lambda result=result: result)
+    try:
+        yield
+    finally:
+        for name in results:
+            delattr(optimizer, name)
