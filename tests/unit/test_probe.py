@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.rollout.agreement import decimals, distance, log_odds
+from megatron_dppo.errors import ContractBreach
+from megatron_dppo.rollout.agreement import better_explanation, decimals, distance, log_odds, missing_from_best
 from megatron_dppo.rollout.probe import ProbeError
 from megatron_dppo.rollout.probe import ask as ask_server
-from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer, ServerInfo
+from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation, InferenceServer, ServerInfo
 from megatron_dppo.rollout.verdict import judge
 from megatron_dppo.types import VersionSpan
 from tests.unit.policies import EXPECTED, Policy, ask
@@ -202,11 +204,11 @@ class Short:
         self.requests.append(request)
         given = Generation(
             token_ids=(1, 2, 3, 4, 5),
-            logprobs=(-1.0,) * 5,
+            logprobs=(-2.0137,) * 5,
             finish_reason="stop",
             versions=(VersionSpan(3, 0, 5),),
-            topk_token_ids=torch.tensor([[7, 8, 1]] * 5),
-            topk_logprobs=torch.full((5, 3), -1.0),
+            topk_token_ids=torch.tensor([[7, 8, 9, 10, sampled] for sampled in range(1, 6)]),
+            topk_logprobs=torch.full((5, 5), -2.0137),
         )
         return replace(given, **self.changes)
 
@@ -229,9 +231,12 @@ def test_short_responses_are_asked_for_until_there_are_enough_tokens() -> None:
     [
         ({"token_ids": (1, 2, 3, 4, 50)}, "token 50, and the trainer's vocabulary has 50"),
         ({"token_ids": (1, -1, 3, 4, 5)}, "gives token -1"),
-        ({"topk_token_ids": torch.tensor([[7, 50, 1]] * 5)}, "gives token 50"),
-        ({"topk_token_ids": torch.tensor([[7, -3, 1]] * 5)}, "gives token -3"),
-        ({"topk_token_ids": torch.tensor([[7, 7, 1]] * 5)}, r"wrong Top-K: .* token 0 are not different: \[7, 7, 1\]"),
+        ({"topk_token_ids": torch.tensor([[7, 8, 9, 50, 1]] * 5)}, "gives token 50"),
+        ({"topk_token_ids": torch.tensor([[7, 8, 9, -3, 1]] * 5)}, "gives token -3"),
+        (
+            {"topk_token_ids": torch.tensor([[7, 8, 9, 7, 1]] * 5)},
+            r"wrong Top-K: .* token 0 are not different: \[7, 8, 9, 7, 1\]",
+        ),
         ({"token_ids": ()}, "generated nothing"),
         ({"versions": (VersionSpan(2, 0, 5),)}, r"version \[2\], expected 3"),
     ],
@@ -239,6 +244,57 @@ def test_short_responses_are_asked_for_until_there_are_enough_tokens() -> None:
 def test_answers_that_the_trainer_cannot_compute_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ProbeError, match=match):
         answer_of(Short(**changes), policy_version=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"echo": Echo(request_id="other")}, "request id is 'other', expected 'probe-0'"),
+        ({"echo": Echo(response_length=6)}, "number of response tokens is 5, expected 6"),
+        ({"logprobs": (-2.0,) * 4}, "number of log-probabilities is 4"),
+        ({"finish_reason": "length"}, "finish reason is 'length' after 5 tokens, expected 64"),
+        ({"token_ids": (1, 5, 3, 4, 5)}, "token 1 is the end token 5"),
+        ({"token_ids": (1, 2, 3, 4, 6)}, "last token is 6, expected an end token"),
+        ({"topk_token_ids": None}, "Top-K is missing"),
+        ({"topk_logprobs": torch.full((5, 3), -2.0)}, r"Top-K is of shape \[5, 5\] and \[5, 3\]"),
+    ],
+)
+def test_an_answer_that_breaks_the_contract_is_an_error_that_names_server_and_field(
+    changes: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ContractBreach, match=f"http://s: the answer to request probe-0 .*{match}"):
+        answer_of(Short(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"logprobs": (-2.0137, -2.0137, 0.5137, -2.0137, -2.0137)},
+            "log-probability 2 is 0.5137, expected a finite number",
+        ),
+        ({"topk_logprobs": torch.full((5, 5), -1.0137)}, "Top-K: mass, at token 0, is 1.4.*expected at most 1"),
+        (
+            {"echo": Echo(best_token_ids=np.full(5, 9, np.int32), best_logprobs=np.full(5, -3.0, np.float32))},
+            "log-probability of the sampled token, at token 0, is -2.01.*, expected at most the lowest",
+        ),
+    ],
+)
+def test_probabilities_that_break_the_contract_are_named_where_the_trainers_numbers_show_no_cause(
+    changes: dict[str, Any], match: str
+) -> None:
+    answer = answer_of(Short(**changes), enough_tokens=12)
+    _, expected, (reading,) = ask(Policy(USUAL, parts=1))
+    # A verdict whose own numbers leave nothing to name: the trainer computes what was reported.
+    readings = []
+    for given in answer.generations:
+        logprobs, topk = np.array(given.logprobs), given.topk_logprobs[:, :4].double().numpy()
+        same = {"logprobs": logprobs, "raw_logprobs": logprobs, "topk_logprobs": topk, "raw_topk_logprobs": topk}
+        readings.append(replace(reading, **same, best_logprobs=topk))
+    assert len(answer.generations) == 3
+    with pytest.raises(ProbeError, match=f"http://s: the answer to request probe-0 .*{match}"):
+        judge(answer, expected, readings)
+    judge(replace(answer, breach=None), expected, readings)
 
 
 def test_log_odds_and_distance_by_hand() -> None:
@@ -249,6 +305,33 @@ def test_log_odds_and_distance_by_hand() -> None:
     found = distance(reported, computed)
     assert found == pytest.approx((np.log(1.8), np.log(1.8), 0.4, np.log(9)))
     assert distance(reported[:5], computed[:5]).odds == 0, "five tokens tell nothing"
+
+
+ODD = (math.nan, -math.inf, math.inf, 1e308, -1e308, 0.0, -0.5)
+
+
+def probability(logprob: float) -> float:
+    return math.inf if logprob > 709 else math.exp(logprob)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("told", ODD)
+@pytest.mark.parametrize("true", ODD)
+def test_no_number_however_odd_makes_a_warning_or_passes_for_a_right_one(told: float, true: float) -> None:
+    for odd in (1, 7, 8):  # of eight
+        where = np.arange(8) < odd
+        reported, computed = np.where(where, told, -0.5), np.where(where, true, -0.5)
+        found = distance(reported, computed)
+        equal = told == true and math.isfinite(told)
+        assert found.mean == 0 if equal else not found.mean < 0.05, found
+        assert found.largest == 0 if equal else not found.largest < 0.4, found
+        apart = probability(told) - probability(true)
+        assert math.isnan(found.probability) == math.isnan(apart), found
+        assert decimals(reported, computed) is None or np.isfinite(reported).all()
+        below = missing_from_best(reported[:, None], computed[:, None])
+        assert below == 0 if equal else below != 0
+        best = better_explanation([reported], [computed], [computed], [computed], 0.1)
+        assert best is None or math.isfinite(best.odds)
 
 
 def test_true_numbers_are_not_taken_for_rounded_ones() -> None:
