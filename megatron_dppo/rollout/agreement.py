@@ -8,7 +8,8 @@ blind to neither.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,15 @@ class Explanation(NamedTuple):
     """that they are scaled by"""
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """No warning where a number that a server made up is subtracted from its like or is too large to add: the result
+    is NaN or infinite, and that is what the caller compares with its bounds, which neither keeps."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        yield
+
+
+@_quietly()
 def distance(reported: Array, computed: Array) -> Distance:
     """Of log-probabilities of the same tokens, of any shape, at least one."""
     difference = np.abs(reported - computed)
@@ -78,6 +88,7 @@ def _odds(reported: Array, computed: Array) -> float | None:
     return float(np.median(np.abs(log_odds(reported[uncertain]) - log_odds(computed[uncertain]))))
 
 
+@_quietly()
 def better_explanation(
     reported: Sequence[Array], computed: Sequence[Array], raw: Sequence[Array], places: Sequence[Array], floor: float
 ) -> Explanation | None:
@@ -108,6 +119,7 @@ def better_explanation(
     return best if best.odds < min(own / 2, _FITS) else None
 
 
+@_quietly()
 def decimals(reported: Array, computed: Array) -> int | None:
     """To how many decimals, at most 3, the reported numbers are rounded; None = they are not, or too few tell."""
     for count in range(4):
@@ -117,6 +129,7 @@ def decimals(reported: Array, computed: Array) -> int | None:
     return None
 
 
+@_quietly()
 def missing_from_best(computed: Array, best: Array) -> float:
     """By how much, on average, the trainer's log-probabilities ``[R, K]`` at a server's Top-K ids are below its own
     Top-K. Ties and what is equal but for rounding make no difference."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dppo.errors import ServerError
@@ -30,18 +30,21 @@ class Attempt:
 
     Args:
         version: of the weights that they are to get.
+        kept: by URL: servers that have these weights by an attempt before, and are left as they are.
     """
 
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.infos: dict[str, ServerInfo] = {}
+    def __init__(self, version: int, kept: Mapping[str, ServerInfo]) -> None:
+        self.version, self.kept = version, kept
+        self.infos: dict[str, ServerInfo] = dict(kept)
         self.failed: dict[str, str] = {}
         self.absent: dict[str, str] = {}
         self.notes: dict[str, str] = {}
+        self._errors: dict[str, ServerError] = {}
 
     def left(self, servers: Sequence[InferenceServer]) -> list[InferenceServer]:
-        """Those that have not failed."""
-        return [s for s in servers if s.url not in self.failed and s.url not in self.absent]
+        """Those that are to get the weights and have not failed."""
+        gone = self.failed.keys() | self.absent.keys() | self.kept.keys()
+        return [s for s in servers if s.url not in gone]
 
     async def each(
         self,
@@ -62,8 +65,10 @@ class Attempt:
 
         async def one(server: InferenceServer) -> object:
             answer = await caught(call(server))
-            if on_failure is not None and isinstance(answer, ServerError):
-                on_failure()
+            if isinstance(answer, ServerError):
+                self._errors.setdefault(server.url, answer)
+                if on_failure is not None:
+                    on_failure()
             return answer
 
         answers = await asyncio.gather(*(one(server) for server in servers))
@@ -77,6 +82,11 @@ class Attempt:
         """Note the same reason for each that has none yet."""
         for server in servers:
             self.failed.setdefault(server.url, reason)
+
+    def culprits(self) -> set[str]:
+        """Who may have made the others fail: those that gave no answer, or else the one that failed first."""
+        silent = {url for url, error in self._errors.items() if error.status is None}
+        return silent or set(list(self._errors)[:1])
 
     def result(self) -> SyncResult:
         """What became of it."""

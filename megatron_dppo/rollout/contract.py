@@ -53,15 +53,28 @@ def check_generation(generation: Generation, request: GenerateRequest, contract:
     Raises:
         ContractBreach: it cannot be; names the field, the value and what was expected.
     """
+    check_frame(generation, request, contract, url)
+    check_values(generation, request, contract, url)
+
+
+def check_frame(generation: Generation, request: GenerateRequest, contract: Contract, url: str) -> None:
+    """The part of ``check_generation`` that looks at no probability: all that a computation on the answer relies on."""
     answer = _Answer(generation, request, contract, url)
     answer.check_echo()
     answer.check_lengths()
     if len(generation.token_ids):
         answer.check_tokens()
+        answer.check_columns()
+        answer.check_routes()
+
+
+def check_values(generation: Generation, request: GenerateRequest, contract: Contract, url: str) -> None:
+    """The rest, of an answer whose frame is right."""
+    answer = _Answer(generation, request, contract, url)
+    if len(generation.token_ids):
         answer.check_logprobs()
         answer.check_best()
         answer.check_topk()
-        answer.check_routes()
 
 
 class _Answer:
@@ -150,8 +163,8 @@ class _Answer:
         ids, values = echo.best_token_ids[:, None], echo.best_logprobs[:, None]
         self._check_candidates("most probable token", ids, values)
 
-    def check_topk(self) -> None:
-        """The K most probable tokens, and the sampled one among them or in the last column."""
+    def check_columns(self) -> None:
+        """A Top-K where one was asked for, with K + 1 columns."""
         k = self._request.params.topk_logprobs
         given_ids, given_values = self._given.topk_token_ids, self._given.topk_logprobs
         if not k:
@@ -164,6 +177,13 @@ class _Answer:
         if tuple(given_ids.shape) != shape or tuple(given_values.shape) != shape:
             shapes = f"of shape {list(given_ids.shape)} and {list(given_values.shape)}"
             self._breach("Top-K", shapes, f"{list(shape)}: a row a token, K + 1 columns")
+
+    def check_topk(self) -> None:
+        """The K most probable tokens, and the sampled one among them or in the last column."""
+        k = self._request.params.topk_logprobs
+        given_ids, given_values = self._given.topk_token_ids, self._given.topk_logprobs
+        if given_ids is None or given_values is None:
+            return
         ids, values = given_ids.numpy(), given_values.numpy()
         inside = self._check_candidates("Top-K", ids[:, :k], values[:, :k])
         sampled = np.array(self._given.token_ids)

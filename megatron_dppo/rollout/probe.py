@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.errors import ServerError
+from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.rollout.contract import Contract, check_frame, check_values
 from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer, ServerInfo
 from megatron_dppo.types import RoutingShape, SamplingParams
 
@@ -37,6 +38,8 @@ class Expectation:
     """the trainer's tokens of it, no special ones added"""
     vocab_size: int
     """of the trainer's model"""
+    end_tokens: tuple[int, ...]
+    """after which a response is complete"""
     temperature: float
     dtype: str
     """``fp32``, ``bf16`` or ``fp16``: the coarser one of server and trainer"""
@@ -58,6 +61,9 @@ class ProbeAnswer:
     url: str
     generations: tuple[Generation, ...]
     """at least one; none is empty"""
+    breach: str | None = None
+    """Of the contract that every rollout keeps: probabilities that no weights can have. The verdict tells it when the
+    trainer's own numbers show no cause that could be named."""
 
 
 class RouteCounts:
@@ -113,7 +119,8 @@ async def ask(server: InferenceServer, expected: Expectation, *, request_id: str
     """Send the probe's requests, with everything that the run's requests ask for.
 
     Raises:
-        ServerError: no answer, or a field is missing (the message names it and the flag to set).
+        ServerError: no answer, a field is missing (the message names it and the flag to set), or the answer breaks
+            the contract of a rollout in anything but its probabilities.
         ProbeError: another tokenizer, another vocabulary, another policy version, an impossible Top-K.
     """
     info = await server.info()
@@ -125,8 +132,9 @@ async def ask(server: InferenceServer, expected: Expectation, *, request_id: str
             f"training makes {list(expected.prompt_token_ids[:8])}... ({len(expected.prompt_token_ids)}). It serves "
             f"{info.model!r}; start it with the tokenizer of model.path (--tokenizer-path, vLLM: --tokenizer)",
         )
+    contract = Contract(vocab_size=expected.vocab_size, end_tokens=expected.end_tokens)
 
-    async def one(number: int) -> Generation:
+    async def one(number: int) -> tuple[Generation, str | None]:
         params = SamplingParams(
             max_new_tokens=expected.max_new_tokens,
             temperature=expected.temperature,
@@ -141,13 +149,21 @@ async def ask(server: InferenceServer, expected: Expectation, *, request_id: str
         )
         generation = await server.generate(request)
         _check(generation, expected, info, server.url)
-        return generation
+        check_frame(generation, request, contract, server.url)
+        try:
+            check_values(generation, request, contract, server.url)
+        except ContractBreach as error:
+            return generation, error.detail
+        return generation, None
 
     generations: list[Generation] = []
+    breach: str | None = None
     # One after the other: together they take no longer than one long response.
     while len(generations) < _MOST_REQUESTS and sum(len(g.token_ids) for g in generations) < expected.enough_tokens:
-        generations.append(await one(len(generations)))
-    return ProbeAnswer(info=info, url=server.url, generations=tuple(generations))
+        generation, broken = await one(len(generations))
+        generations.append(generation)
+        breach = breach or broken
+    return ProbeAnswer(info=info, url=server.url, generations=tuple(generations), breach=breach)
 
 
 def _check(generation: Generation, expected: Expectation, info: ServerInfo, url: str) -> None:

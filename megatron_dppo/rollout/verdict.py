@@ -87,7 +87,10 @@ def judge(answer: ProbeAnswer, expected: Expectation, readings: Sequence[Reading
         ProbeError: they differ by more than the dtype explains, or something else explains the answer better; the
             message names the likely cause and the fix.
     """
-    return _Judge(answer, expected, readings).verdict()
+    verdict = _Judge(answer, expected, readings).verdict()
+    if answer.breach is not None:
+        raise ProbeError(answer.url, answer.breach)
+    return verdict
 
 
 class _Judge:

@@ -13,6 +13,7 @@ from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.routing import count_differences
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.hf import end_tokens
 from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
 from megatron_dppo.rollout.probe import (
     Expectation,
@@ -69,6 +70,7 @@ class Probe:
             "prompt": text,
             "prompt_token_ids": tokens,
             "vocab_size": hf_config.vocab_size,
+            "end_tokens": tuple(sorted(end_tokens(hf_config, tokenizer))),
             "temperature": rollout.temperature,
             "dtype": coarse,
             "topk_logprobs": config.loss.topk if config.loss.is_topk else 0,

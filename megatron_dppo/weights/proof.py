@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -36,6 +36,7 @@ class WeightProofs:
         self._heads = heads
         self._records: dict[str, ServerRecord] = {}
         self._versions: dict[str, int] = {}
+        self._sums: dict[str, tuple[RankSums, ...]] = {}
 
     async def begin(self, servers: Sequence[InferenceServer], attempt: Attempt, *, again: bool) -> SyncProof:
         """Before anything is sent to the paused servers.
@@ -55,20 +56,28 @@ class WeightProofs:
                 record.begin(await server.weight_sums())
 
         await attempt.each(servers, ask)
-        return SyncProof(self._records, layouts, StreamDigests(layouts.values(), self._heads))
+        kept = {url: self._sums[url] for url in attempt.kept if url in self._sums}
+        return SyncProof(self._records, layouts, StreamDigests(layouts.values(), self._heads), kept)
 
-    def done(self, good: Sequence[str], version: int) -> None:
+    def done(self, good: Sequence[str], version: int, proof: SyncProof | None) -> None:
         """Which servers have which version; another one that they name later is not from here."""
         self._versions |= dict.fromkeys(good, version)
+        self._sums = {} if proof is None else proof.sums
 
 
 class SyncProof:
     """One attempt's."""
 
     def __init__(
-        self, records: dict[str, ServerRecord], layouts: dict[str, WeightLayout], stream: StreamDigests
+        self,
+        records: dict[str, ServerRecord],
+        layouts: dict[str, WeightLayout],
+        stream: StreamDigests,
+        kept: Mapping[str, tuple[RankSums, ...]],
     ) -> None:
         self._records, self._layouts, self._stream = records, layouts, stream
+        self.sums = dict(kept)
+        """by URL: of the servers that were judged, and of those that have these weights by an attempt before"""
 
     def watch(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The stream that is sent, in the type that it is sent in; nothing may write into its tensors later."""
@@ -90,7 +99,8 @@ class SyncProof:
                 attempt.failed[url] = complaint
             elif note_text := proof.note():
                 attempt.notes[url] = note_text
-        _compare(sums, attempt)
+        self.sums |= sums
+        _compare(self.sums, attempt)
 
 
 def _compare(sums: dict[str, tuple[RankSums, ...]], attempt: Attempt) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +12,7 @@ from megatron_dppo.hf import drain
 from megatron_dppo.parallel.objects import from_leader
 from megatron_dppo.rollout.attempt import SyncResult
 from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.weights.probe import Findings, Probe
 from megatron_dppo.weights.sync import WeightSync
@@ -52,7 +54,8 @@ class LocalPublisher:
 class _Verdict:
     """What rank 0 tells all ranks of an attempt."""
 
-    good: list[str]
+    good: dict[str, ServerInfo]
+    """by URL: those that have the weights, by this attempt or one before"""
     problems: dict[str, str]
     """by URL: the servers that did not get the weights, or do not show them"""
     final: bool
@@ -69,9 +72,9 @@ def _named(texts: dict[str, str]) -> list[str]:
 class ServerPublisher:
     """For inference servers. Rank 0 sends; all ranks gather the weights and compute the probe.
 
-    A server that fails in a sync gets the weights again, ``attempts`` times in all; then the run goes on without it,
-    or, when none is left, stops. One that does not answer at all is left out at once. Either gets its chance at the
-    next sync, before it gets any work.
+    A server that fails in a sync gets the weights again, ``attempts`` times in all, while those that have them are left
+    alone; then the run goes on without it, or, when none is left, stops. One that does not answer at all is left out at
+    once. Either gets its chance at the next sync, before it gets any work.
 
     Args:
         trainer: the policy.
@@ -103,37 +106,41 @@ class ServerPublisher:
         settings, version = self._config.rollout.weight_sync, self._trainer.policy_version
         probes = self._published == 0 or (settings.probe_every and self._published % settings.probe_every == 0)
         notes: list[str] = []
+        kept, unproved = dict[str, ServerInfo](), dict[str, str]()
         for attempt in range(1, settings.attempts + 1):
-            verdict = self._attempt(version, is_last=attempt == settings.attempts, probes=bool(probes))
+            verdict = self._attempt(version, kept, is_last=attempt == settings.attempts, probes=bool(probes))
+            kept = verdict.good
+            unproved |= verdict.unproved
             notes += [f"weights version {version}, attempt {attempt}: {text}" for text in _named(verdict.problems)]
             if verdict.final:
                 break
-        if not verdict.good:
+        if not kept:
             raise PublishError(
                 f"no inference server has the weights of version {version} after {settings.attempts} attempts:\n"
                 + "\n".join(f"  - {note}" for note in notes)
             )
         if self._engine is not None:
-            self._engine.use_version(version, verdict.good)
+            self._engine.use_version(version, list(kept))
         self._published += 1
         # Once, not at each sync.
-        told, self._told = self._told, self._told | set(_named(verdict.unproved))
+        told, self._told = self._told, self._told | set(_named(unproved))
         return [*notes, *sorted(self._told - told)]
 
-    def _attempt(self, version: int, *, is_last: bool, probes: bool) -> _Verdict:
+    def _attempt(self, version: int, kept: Mapping[str, ServerInfo], *, is_last: bool, probes: bool) -> _Verdict:
         weights, result = self._trainer.export_weights(), SyncResult(version, {})
         if self._sync is not None:
-            result = self._sync.send(weights, version)
+            result = self._sync.send(weights, version, kept)
         else:
             drain(weights)
         result = from_leader(lambda: result, self._trainer.groups.world)
-        found = self._probe.run(self._sync, list(result.good), version) if probes and result.good else Findings({}, {})
+        fresh = [url for url in result.good if url not in kept]
+        found = self._probe.run(self._sync, fresh, version) if probes and fresh else Findings({}, {})
         wrong, lost = found.wrong, found.wrong | found.silent
         if wrong and is_last:
             # Servers that sample from other weights, or mean something else, are not to be worked around.
             raise PublishError("\n".join(wrong.values()))
         again = bool(result.failed or lost or not result.good)
-        good = [url for url in result.good if url not in lost]
+        good = {url: info for url, info in result.good.items() if url not in lost}
         return _Verdict(
             good,
             {**result.absent, **result.failed, **lost},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.hf import drain, save_hf_folder
 from megatron_dppo.rollout.attempt import Attempt, SyncResult, caught
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo, transfer_group_name
-from megatron_dppo.weights.proof import WeightProofs, kv_heads
-from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport, flatten_bucket
+from megatron_dppo.weights.proof import SyncProof, WeightProofs, kv_heads
+from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport, flatten_bucket, in_buckets
 
 Weights = Iterator[tuple[str, Tensor]]
 _ALIVE_SECONDS = 10.0
@@ -70,29 +70,37 @@ class WeightSync:
         self._proofs = WeightProofs(kv_heads(model_folder))
         self._versions: list[int] = []
         self._absent: set[str] = set()
+        self._broke: set[str] = set()
+        """who broke an earlier attempt at this version"""
 
-    def send(self, weights: Weights, version: int) -> SyncResult:
+    def send(self, weights: Weights, version: int, kept: Mapping[str, ServerInfo] | None = None) -> SyncResult:
         """One attempt; always takes the stream to its end, since the other ranks run it too.
 
         Args:
             weights: full tensors by Hugging Face name.
             version: of these weights.
+            kept: servers that are good by an attempt before at this version: another one touches them no more.
         """
-        return self._runner.run(self.send_async(weights, version))
+        return self._runner.run(self.send_async(weights, version, kept))
 
-    async def send_async(self, weights: Weights, version: int) -> SyncResult:
+    async def send_async(
+        self, weights: Weights, version: int, kept: Mapping[str, ServerInfo] | None = None
+    ) -> SyncResult:
         """``send`` on the caller's event loop. With the methods ``disk`` and ``tensor`` it uses no thread."""
-        attempt = Attempt(version)
+        attempt = Attempt(version, kept or {})
         again = self._versions[-1:] == [version]
         if not again:
             self._versions.append(version)
+            self._broke = set()
+        proof = None
         try:
-            await self._send(_with_output_layer(weights) if self._tied else weights, attempt, again)
+            proof = await self._send(_with_output_layer(weights) if self._tied else weights, attempt, again)
         finally:
             drain(weights)
         result = attempt.result()
         self._absent = set(result.absent)
-        self._proofs.done(list(result.good), version)
+        self._broke |= attempt.culprits()
+        self._proofs.done(list(result.good), version, proof)
         return result
 
     def ask(self, call: Callable[[InferenceServer], Awaitable[object]], urls: Iterable[str]) -> dict[str, object]:
@@ -115,7 +123,10 @@ class WeightSync:
         for server in self._servers:
             await server.close()
 
-    async def _send(self, weights: Weights, attempt: Attempt, again: bool) -> None:
+    async def _send(self, weights: Weights, attempt: Attempt, again: bool) -> SyncProof | None:
+        if again:
+            # Whoever came back since the last attempt, as a new process, knows of no group.
+            await self._leave()
         await self._find(attempt, again)
         # A server whose trainer died in a sync is paused: it answers, but its health check fails.
         await attempt.each(attempt.left(self._servers), lambda server: server.pause())
@@ -133,18 +144,27 @@ class WeightSync:
         if proof is not None:
             await proof.judge(attempt.left(self._servers), attempt)
         await attempt.each(attempt.left(self._servers), lambda server: server.resume())
+        if attempt.failed.keys() & set(self._members):
+            await self._leave()
+        return proof
 
     async def _find(self, attempt: Attempt, again: bool) -> None:
         """Who is there. A server that answers nothing costs its seconds once, and then little until it answers."""
-        known = [server for server in self._servers if server.url not in self._absent]
-        lost = [server for server in self._servers if server.url in self._absent]
-        if again and known:
+        servers = attempt.left(self._servers)
+        known = [server for server in servers if server.url not in self._absent]
+        lost = [server for server in servers if server.url in self._absent]
+        if again and (known or attempt.kept):
             attempt.absent |= {server.url: f"{server.url}: did not answer in the attempt before" for server in lost}
             lost = []
         await asyncio.gather(
             attempt.each(known, lambda server: _info(server, _ALIVE_SECONDS), absent=True),
             attempt.each(lost, lambda server: _info(server, _BACK_SECONDS), absent=True),
         )
+        if self._config.method == "distributed":
+            # One member that fails makes all fail. Those that did so wait until the others have the weights.
+            broke = [server for server in attempt.left(self._servers) if server.url in self._broke]
+            if len(broke) < len(attempt.left(self._servers)):
+                attempt.fail_all(broke, "gets the weights after the others: it broke off an attempt before")
 
     async def _through_disk(self, weights: Weights, attempt: Attempt) -> None:
         folder = self._folder / f"version_{attempt.version:06d}"
@@ -153,7 +173,8 @@ class WeightSync:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 save_hf_folder(folder, self._model_folder, weights, self._dtype)
         except (OSError, DiskError) as error:
-            return attempt.fail_all(self._servers, f"the weights could not be written to {folder}: {error}")
+            servers = attempt.left(self._servers)
+            return attempt.fail_all(servers, f"the weights could not be written to {folder}: {error}")
         await attempt.each(
             attempt.left(self._servers),
             lambda server: server.update_from_disk(str(folder.resolve()), attempt.version),
@@ -165,7 +186,7 @@ class WeightSync:
         if self._config.method == "distributed":
             await self._join(attempt)
         await attempt.each(attempt.left(self._servers), lambda server: server.begin_update())
-        for tensors in _buckets(weights, self._config.bucket_megabytes * 2**20):
+        for tensors in in_buckets(weights, self._config.bucket_megabytes * 2**20):
             servers = attempt.left(self._servers)
             if not servers:
                 return
@@ -215,6 +236,9 @@ class WeightSync:
     async def _broadcast(
         self, tensors: Sequence[tuple[str, Tensor]], servers: Sequence[InferenceServer], attempt: Attempt
     ) -> None:
+        if set(self._members) != {server.url for server in servers}:
+            # Nothing passes through a group of which a member does not take part: it would be waited for.
+            return attempt.fail_all(servers, "another server of the broadcast failed")
         bucket = flatten_bucket(tensors)
 
         async def broadcast() -> None:
@@ -237,7 +261,6 @@ class WeightSync:
         if attempt.failed.keys() & {server.url for server in servers}:
             # One member less: whoever is left has to meet in a new group, from the first tensor on.
             attempt.fail_all(servers, "another server of the broadcast failed")
-            await self._leave()
 
     async def _leave(self) -> None:
         members, self._members = self._members, ()
@@ -270,17 +293,3 @@ def _with_output_layer(weights: Weights) -> Weights:
         yield name, tensor
         if name == "model.embed_tokens.weight":
             yield "lm_head.weight", tensor
-
-
-def _buckets(weights: Weights, limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in the order of the stream, up to ``limit`` bytes together; at most one bucket is held."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -181,3 +181,17 @@ class TorchTransport:
     def close(self, group: ProcessGroup) -> None:
         """See ``GroupTransport``."""
         close_transfer_group(group)
+
+
+def in_buckets(weights: Iterator[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Tensors in the order of the stream, up to ``limit`` bytes together; at most one bucket is held."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

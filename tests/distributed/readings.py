@@ -56,6 +56,7 @@ def make_answers(case: Case) -> tuple[Expectation, list[ProbeAnswer]]:
         prompt="p",
         prompt_token_ids=PROMPT,
         vocab_size=117,
+        end_tokens=(),
         temperature=TEMPERATURE,
         dtype="fp32",
         topk_logprobs=K,

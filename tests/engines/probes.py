@@ -12,7 +12,7 @@ from megatron_dppo.rollout.server import Generation, InferenceServer
 from megatron_dppo.rollout.verdict import ProbeResult, judge
 from tests.engines.calls import call
 from tests.engines.servers import Engine
-from tests.engines.tiny import SPECIAL, TOP_K, Reference, byte_tokenizer
+from tests.engines.tiny import END, SPECIAL, TOP_K, Reference, byte_tokenizer
 
 TEXT = "One request before the run starts. " * 6
 
@@ -20,7 +20,13 @@ TEXT = "One request before the run starts. " * 6
 def expectation(**changes: object) -> Expectation:
     ids = tuple(byte_tokenizer(SPECIAL).encode(TEXT))
     base = Expectation(
-        prompt=TEXT, prompt_token_ids=ids, vocab_size=512, temperature=0.7, dtype="fp32", topk_logprobs=4
+        prompt=TEXT,
+        prompt_token_ids=ids,
+        vocab_size=512,
+        end_tokens=(END,),
+        temperature=0.7,
+        dtype="fp32",
+        topk_logprobs=4,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 

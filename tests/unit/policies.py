@@ -19,7 +19,13 @@ from megatron_dppo.types import RoutingShape, VersionSpan
 VOCAB, K, TOKENS = 50, 4, 64
 ROUTING = RoutingShape(num_layers=3, num_experts=8, topk=2)
 EXPECTED = Expectation(
-    prompt="p", prompt_token_ids=(1, 2), vocab_size=VOCAB, temperature=0.7, dtype="fp32", topk_logprobs=K
+    prompt="p",
+    prompt_token_ids=(1, 2),
+    vocab_size=VOCAB,
+    end_tokens=(5,),
+    temperature=0.7,
+    dtype="fp32",
+    topk_logprobs=K,
 )
 NOISE = {"fp32": 2e-7, "bf16": 4e-3}
 """of each logit, relative to the largest ones"""

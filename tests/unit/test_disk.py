@@ -175,8 +175,48 @@ def test_what_a_library_says_without_a_reason_is_passed_on_in_one_line(tmp_path:
     assert "\n" not in message and "Traceback" not in message
 
 
+def test_the_reason_is_found_in_what_was_handled_when_the_error_rose_and_circles_end(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=r"full \(.*free"), disk_errors(tmp_path, "it"):
+        try:
+            raise OSError(errno.ENOSPC, "full")
+        except OSError:
+            raise RuntimeError("saving failed")  # noqa: B904
+    with pytest.raises(DiskError, match="the disk is full"), disk_errors(tmp_path, "it"):
+        raise RuntimeError("worker", OSError(errno.ENOSPC, "in words of its own"))
+    one, other = RuntimeError("one"), RuntimeError("other")
+    one.__cause__, other.__cause__ = other, one
+    with pytest.raises(RuntimeError, match="one"), disk_errors(tmp_path, "it"):
+        raise one
+
+
+@pytest.mark.parametrize("text", ["PytorchStreamWriter failed writing file data/0", "unexpected pos 64 vs 0", None])
+def test_a_writer_that_does_not_say_why_is_told_so(text: str | None, tmp_path: Path) -> None:
+    untold = type("CheckpointException", (BaseException,), {})("write")
+    with pytest.raises(DiskError, match="its library does not say why"), disk_errors(tmp_path, "it"):
+        raise untold if text is None else RuntimeError(text)
+
+
+def test_the_message_names_the_file_and_does_without_the_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(_: Path) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(disk, "free_bytes", unreadable)
+    with (
+        pytest.raises(DiskError, match=r"\(/other/file\): the disk is full \(its free space cannot be read"),
+        disk_errors(tmp_path, "it"),
+    ):
+        raise OSError(errno.ENOSPC, "full", "/other/file")
+
+
 def test_other_errors_pass(tmp_path: Path) -> None:
-    for error in (ValueError("shapes differ"), OSError(errno.ECONNREFUSED, "refused"), KeyboardInterrupt()):
+    for error in (
+        ValueError("shapes differ"),
+        ValueError("os error 111"),
+        OSError(errno.ECONNREFUSED, "refused"),
+        KeyboardInterrupt(),
+    ):
         with pytest.raises(type(error)) as raised, disk_errors(tmp_path, "it"):
             raise error
         assert raised.value is error

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from megatron_dppo.files import disk
 from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.run import preflight
 from megatron_dppo.run.hf_weights import check_weights_fit, parameter_count
+from megatron_dppo.run.output import run_bytes
 from megatron_dppo.run.preflight import Start, find_problems
 from megatron_dppo.run.servers import check_servers
 
@@ -216,6 +218,25 @@ def test_a_disk_that_is_too_small_for_the_run_is_told(dry: Any, monkeypatch: pyt
 def test_an_output_folder_below_a_file_is_told(dry: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert "is a file" in dry("--run.output_dir", "file/deeper/run", *SINGLE)[2]
+    servers = ("--rollout.engine", "sglang", "--rollout.servers.urls", '["http://127.0.0.1:9"]')
+    disk_sync = ("--rollout.weight_sync.method", "disk", "--rollout.weight_sync.folder", "file/weights")
+    weights = dry(*servers, *disk_sync, *SINGLE)[2]
+    assert "rollout.weight_sync.folder = 'file/weights': " in weights and "is a file" in weights
+
+
+def test_the_warm_ups_base_counts_in_the_space_of_a_run() -> None:
+    inputs: Any = SimpleNamespace(num_parameters=1000)
+
+    config = read_config(EXAMPLE / "dppo.toml", ["--run.output_dir", "run"]).config
+    assert config is not None and config.warmup.num_steps > 0
+    without = config.model_copy(update={"warmup": config.warmup.model_copy(update={"num_steps": 0})})
+    assert run_bytes(config, inputs) - run_bytes(without, inputs) == 4000
+
+
+def test_an_output_folder_that_cannot_be_written_is_told(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_dppo.run.output.os.access", lambda *_: False)  # root may write everywhere
+    code, _, error = dry(*SINGLE)
+    assert code == 2 and "run.output_dir = 'run': " in error and "cannot be written (no right to" in error
 
 
 def test_a_run_that_asks_for_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.rollout.agreement import decimals, distance, log_odds
+from megatron_dppo.rollout.agreement import better_explanation, decimals, distance, log_odds, missing_from_best
 from megatron_dppo.rollout.probe import ProbeError
-from megatron_dppo.rollout.probe import ask as ask_server
-from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer, ServerInfo
 from megatron_dppo.rollout.verdict import judge
-from megatron_dppo.types import VersionSpan
-from tests.unit.policies import EXPECTED, Policy, ask
+from tests.unit.policies import Policy, ask
 
 FLAT, USUAL, SHARP = 0.3, 2.0, 12.0
 """median probability of a sampled token: .02, .7, 1 - 1e-4"""
@@ -182,65 +179,6 @@ def test_what_routes_do_to_the_probabilities_counts_in_fp32() -> None:
     refused(Policy(USUAL), one, "wrong routed experts: of 192 rows .* 1% have other experts", routed=True)
 
 
-class Short:
-    """A server whose responses have five tokens."""
-
-    url = "http://s"
-
-    def __init__(self, **changes: Any) -> None:
-        self.changes, self.requests = changes, list[GenerateRequest]()
-
-    async def info(self) -> ServerInfo:
-        return ServerInfo(
-            engine="sglang", engine_version="1", model="/m", policy_version=3, max_context=9, world_size=1
-        )
-
-    async def tokenize(self, text: str) -> None:
-        return None
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        self.requests.append(request)
-        given = Generation(
-            token_ids=(1, 2, 3, 4, 5),
-            logprobs=(-1.0,) * 5,
-            finish_reason="stop",
-            versions=(VersionSpan(3, 0, 5),),
-            topk_token_ids=torch.tensor([[7, 8, 1]] * 5),
-            topk_logprobs=torch.full((5, 3), -1.0),
-        )
-        return replace(given, **self.changes)
-
-
-def answer_of(server: Short, **expected: Any) -> Any:
-    return asyncio.run(ask_server(cast(InferenceServer, server), replace(EXPECTED, **expected)))
-
-
-def test_short_responses_are_asked_for_until_there_are_enough_tokens() -> None:
-    server = Short()
-    answer = answer_of(server, enough_tokens=32)
-    assert len(answer.generations) == len(server.requests) == 7
-    assert len({(r.request_id, r.params.seed) for r in server.requests}) == 7
-    assert len(answer_of(server, enough_tokens=5).generations) == 1
-    assert len(answer_of(server, enough_tokens=10_000).generations) == 16
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"token_ids": (1, 2, 3, 4, 50)}, "token 50, and the trainer's vocabulary has 50"),
-        ({"token_ids": (1, -1, 3, 4, 5)}, "gives token -1"),
-        ({"topk_token_ids": torch.tensor([[7, 50, 1]] * 5)}, "gives token 50"),
-        ({"topk_token_ids": torch.tensor([[7, -3, 1]] * 5)}, "gives token -3"),
-        ({"topk_token_ids": torch.tensor([[7, 7, 1]] * 5)}, r"wrong Top-K: .* token 0 are not different: \[7, 7, 1\]"),
-        ({"token_ids": ()}, "generated nothing"),
-        ({"versions": (VersionSpan(2, 0, 5),)}, r"version \[2\], expected 3"),
-    ],
-)
-def test_answers_that_the_trainer_cannot_compute_are_refused(changes: dict[str, Any], match: str) -> None:
-    with pytest.raises(ProbeError, match=match):
-        answer_of(Short(**changes), policy_version=3)
-
-
 def test_log_odds_and_distance_by_hand() -> None:
     reported, computed = np.log(np.full(8, 0.9)), np.log(np.full(8, 0.5))
     assert log_odds(reported)[0] == pytest.approx(np.log(9)) and log_odds(np.zeros(1))[0] == pytest.approx(
@@ -249,6 +187,33 @@ def test_log_odds_and_distance_by_hand() -> None:
     found = distance(reported, computed)
     assert found == pytest.approx((np.log(1.8), np.log(1.8), 0.4, np.log(9)))
     assert distance(reported[:5], computed[:5]).odds == 0, "five tokens tell nothing"
+
+
+ODD = (math.nan, -math.inf, math.inf, 1e308, -1e308, 0.0, -0.5)
+
+
+def probability(logprob: float) -> float:
+    return math.inf if logprob > 709 else math.exp(logprob)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("told", ODD)
+@pytest.mark.parametrize("true", ODD)
+def test_no_number_however_odd_makes_a_warning_or_passes_for_a_right_one(told: float, true: float) -> None:
+    for odd in (1, 7, 8):  # of eight
+        where = np.arange(8) < odd
+        reported, computed = np.where(where, told, -0.5), np.where(where, true, -0.5)
+        found = distance(reported, computed)
+        equal = told == true and math.isfinite(told)
+        assert found.mean == 0 if equal else not found.mean < 0.05, found
+        assert found.largest == 0 if equal else not found.largest < 0.4, found
+        apart = probability(told) - probability(true)
+        assert math.isnan(found.probability) == math.isnan(apart), found
+        assert decimals(reported, computed) is None or np.isfinite(reported).all()
+        below = missing_from_best(reported[:, None], computed[:, None])
+        assert below == 0 if equal else below != 0
+        best = better_explanation([reported], [computed], [computed], [computed], 0.1)
+        assert best is None or math.isfinite(best.odds)
 
 
 def test_true_numbers_are_not_taken_for_rounded_ones() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -11,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,13 +107,122 @@ def test_an_owner_on_another_machine_holds_the_folder_as_long_as_it_gives_signs_
     thread = threading.Thread(target=live)
     thread.start()
     try:
+        begin = time.monotonic()
         with pytest.raises(ConfigError, match="process 5 on node7"):
-            FolderLock(tmp_path, watch_seconds=20)
+            FolderLock(tmp_path, watch_seconds=40)
+        assert time.monotonic() - begin < 20, "the first sign of life is enough"
     finally:
         stop.set()
         thread.join()
     lock = FolderLock(tmp_path, watch_seconds=0.5)
     assert "node7" in lock.note and "is gone" in lock.note
+    lock.release()
+
+
+def test_one_of_two_newcomers_gets_the_folder_of_a_dead_owner_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at the file gives up the kernel's lock, which the other one takes meanwhile."""
+    owner = {"host": "node7", "machine": "another", "pid": 5, "born": "9"}
+    (tmp_path / LOCK).write_text(json.dumps(owner))
+    watched, others = FolderLock._lives, []
+    code = (
+        "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    )
+
+    def watch(self: FolderLock, owner: dict[str, Any], seconds: float) -> bool:
+        lives = watched(self, owner, seconds)
+        command = [sys.executable, "-c", code, str(tmp_path / LOCK)]
+        others.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert others[0].stdout.readline() == "1\n"
+        return lives
+
+    monkeypatch.setattr(FolderLock, "_lives", watch)
+    try:
+        with pytest.raises(ConfigError, match="in use by another run"):
+            FolderLock(tmp_path, watch_seconds=0.1)
+    finally:
+        others[0].communicate("\n")
+
+
+def test_a_file_that_its_owner_deletes_before_we_have_its_lock_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LOCK).touch()
+    lock, tries = FolderLock._try_lock, []
+
+    def delete_and_lock(self: FolderLock) -> bool:
+        tries.append(1)
+        if len(tries) == 1:
+            self.path.unlink()
+        return lock(self)
+
+    monkeypatch.setattr(FolderLock, "_try_lock", delete_and_lock)
+    held = FolderLock(tmp_path)
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    held.release()
+
+
+def test_where_the_file_system_has_no_locks_the_owner_named_in_the_file_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    lock = FolderLock(tmp_path)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+        FolderLock(tmp_path)
+    lock.release()
+    (tmp_path / LOCK).write_text(json.dumps(this_process() | {"born": "1"}))
+    FolderLock(tmp_path).release()
+
+
+def test_an_owner_that_is_gone_or_a_zombie_does_not_hold_the_folder(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    holder.kill()
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # all its threads are gone, and nobody has buried it
+    lock = FolderLock(tmp_path)
+    assert f"process {holder.pid} on" in lock.note
+    lock.release()
+    (tmp_path / LOCK).write_text(json.dumps(this_process() | {"pid": 2**22 + 1, "born": ""}))
+    FolderLock(tmp_path).release()
+
+
+def test_what_stood_in_the_file_and_who_has_it_next_are_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("x" * 3000)
+    lock, handles = FolderLock(tmp_path), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+            FolderLock(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == handles
+    (tmp_path / LOCK).unlink()
+    (tmp_path / LOCK).write_text("of another run, which was told to delete it")
+    lock.release()
+    assert (tmp_path / LOCK).read_text().startswith("of another run")
+
+
+def test_two_containers_of_one_machine_are_two_machines() -> None:
+    """A process id of one means nothing in the other."""
+    assert os.readlink("/proc/self/ns/pid") in this_process()["machine"]
+
+
+def test_a_heartbeat_that_fails_once_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat, failed = FolderLock._beat, threading.Event()
+
+    def fail_once(self: FolderLock) -> None:
+        if self._beats and not failed.is_set():
+            failed.set()
+            raise OSError(errno.ENOSPC, "full")
+        beat(self)
+
+    monkeypatch.setattr(FolderLock, "_beat", fail_once)
+    lock = FolderLock(tmp_path, heartbeat_seconds=0.02)
+    assert failed.wait(20)
+    first, end = (tmp_path / LOCK).read_bytes(), time.monotonic() + 20
+    while (tmp_path / LOCK).read_bytes() == first:
+        assert time.monotonic() < end
     lock.release()
 
 

@@ -144,27 +144,36 @@ def must_finish(plan: Any, happened: Sequence[Any]) -> str:
     refused = any(fault.kind == "status" and fault.choice % 8 == 0 for fault in happened)
     if len(touched) == plan.servers or refused or any(fault.kind not in _HARMLESS for fault in happened):
         return ""
-    # One member that fails makes a whole broadcast fail, and one fault may hit each of the attempts.
-    if plan.method == "distributed" and touched:
+    # A broadcast fails with each of its members. Who broke one attempt waits in the next until the others have the
+    # weights, so that as many attempts may be lost as servers were touched, and one more is needed.
+    if plan.method == "distributed" and len(touched) >= plan.attempts:
         return ""
     untouched = sorted(set(range(plan.servers)) - touched)
     return f"though nothing ever happened to servers {untouched}"
 
 
 _NUMBERS = ("log-probs", "Top-K", "routes")
+_SMALL = 1e-3
+"""Mean |pi - mu| of a step in fp32 up to which the guard takes a difference for rounding (docs/probe.md)."""
 
 
-def unseen(wrong: Sequence[str], happened: Sequence[Any], on_policy: bool) -> list[str]:
+def unseen(wrong: Sequence[str], happened: Sequence[Any], on_policy: bool, difference: float) -> list[str]:
     """Which of these nothing of ours can see between two syncs, because a server lies in numbers that fit together.
 
     The contract sees what no honest server answers; the guard sees every other number, but for a Top-K beside the
-    sampled token, and only in steps whose tokens are all of the current weights. A server that is no liar, however
-    often it dies or hangs, is never excused.
+    sampled token, and only in steps whose tokens are all of the current weights and differ by more than rounding. A
+    server that is no liar, however often it dies or hangs, is never excused.
+
+    Args:
+        wrong: of one step.
+        happened: faults so far.
+        on_policy: whether all tokens are of the current weights.
+        difference: the step's mean |pi - mu|, by the model's table.
     """
     lying = [fault for fault in happened if fault.kind not in _HARMLESS | {"abort_all"} or _keeps_name(fault)]
     if not lying:
         return []
-    shown = _NUMBERS if not on_policy else ("Top-K",)
+    shown = _NUMBERS if not on_policy else ("Top-K", "log-probs") if difference <= _SMALL else ("Top-K",)
     return [text for text in wrong if any(f": {name}" in text for name in shown)]
 
 

@@ -252,14 +252,15 @@ class _Run:
         share = float(dropped.numerator) / max(float(dropped.denominator), 1.0)
         on_policy = max(collected.token_ages, default=0) == 0
         guard = FirstUpdateGuard.of(self.config, dropped=share, on_policy=on_policy)
+        difference = trainer.difference(collected.groups)
         try:
-            guard({"abs_prob_diff": trainer.difference(collected.groups)})
+            guard({"abs_prob_diff": difference})
         except TrainingStopped:
             self.outcome.guard_only = wrong
             if not wrong:
                 self.outcome.violations.append("the guard stopped a step in which nothing was wrong")
             raise
-        unseen = invariants.unseen(wrong, self.chaos.happened, on_policy)
+        unseen = invariants.unseen(wrong, self.chaos.happened, on_policy, difference)
         self.outcome.unseen += unseen
         self.outcome.violations += [text for text in wrong if text not in unseen]
         for text in wrong:
