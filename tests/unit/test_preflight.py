@@ -314,6 +314,9 @@ def problems_of(engine: str, *urls: str, **settings: str) -> list[str]:
 def test_a_server_that_cannot_serve_the_run_is_told_with_the_flag_that_mends_it(servers: Any) -> None:
     replay = {"train__router_replay": "rollout", "data__max_prompt_tokens": "200"}
     assert problems_of("sglang", servers(sglang()), **replay) == []
+    assert problems_of("sglang", servers(sglang(version="0.5.19")), **replay) == []
+    without = {"data__max_prompt_tokens": "200"}
+    assert problems_of("sglang", servers(sglang(enable_return_routed_experts=False)), **without) == []
     bad = servers(sglang(context_length=100, version="0.5.9", enable_return_routed_experts=False, dp_size=2))
     old, short, routes, dp = problems_of("sglang", bad, **replay)
     assert "0.5.9 is older than 0.5.19" in old and "100 tokens" in short and "--context-length 240" in short
