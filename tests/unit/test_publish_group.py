@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from megatron_dppo.errors import PublishError, ServerError
 from megatron_dppo.rollout.attempt import Attempt
+from megatron_dppo.weights.probe import Findings
 from megatron_dppo.weights.publish import ServerPublisher
 from tests.unit.test_publish import publisher
 from tests.unit.weight_server import FakeServer, make, weights
@@ -121,6 +123,21 @@ def test_a_server_that_dies_in_the_last_attempt_is_met_in_a_new_group_at_the_nex
     assert len(sender.publish()) == 1 and b.holds(weights(0)) and a.version == -1
     sender._trainer.policy_version = 1
     assert sender.publish() == [] and a.holds(weights(1)) and b.holds(weights(1))
+
+
+def test_a_server_that_restarts_in_the_probe_meets_the_trainer_in_a_new_group(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,), sender = broadcasting(1, 2, model_folder, monkeypatch)
+
+    def restart(*_: object) -> Findings:
+        silent = {} if a.calls.count("join_group") > 1 else {a.url: "no answer"}
+        if silent:
+            a.version, a.weights, a.group = -1, {}, 0
+        return Findings({}, silent)
+
+    sender._probe = SimpleNamespace(run=restart)  # type: ignore[assignment]
+    assert len(sender.publish()) == 1 and a.holds(weights(0)) and a.version == 0
 
 
 @pytest.mark.parametrize("call", ["join_group", "begin_update", "receive_broadcast"])
