@@ -36,11 +36,21 @@ def warmup_identity(config: Config) -> str:
 
 
 def is_warm(folder: Path, config: Config) -> bool:
-    """Whether ``folder`` holds the result of exactly this warm-up."""
+    """Whether ``folder`` holds the result of exactly this warm-up.
+
+    Raises:
+        CheckpointError: what says so cannot be read.
+    """
     try:
-        return json.loads((folder / MARKER).read_text())["identity"] == warmup_identity(config)
+        identity = json.loads((folder / MARKER).read_text(encoding="utf-8"))["identity"]
     except FileNotFoundError:
         return False
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / MARKER} cannot be read ({type(error).__name__}: {error}): expected what a finished warm-up has "
+            f"written there. Put a copy back, or delete {folder} to warm up again"
+        ) from error
+    return bool(identity == warmup_identity(config))
 
 
 def mark_warm(folder: Path, config: Config) -> None:
