@@ -11,35 +11,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_dppo.config.data import DataConfig, RewardConfig, RolloutConfig
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.section import DType
 from megatron_dppo.config.section import Section as _Section
-
-
-class RunConfig(_Section):
-    """Where the run writes and how long it is."""
-
-    output_dir: str
-    """Everything the run writes goes here."""
-    seed: int = Field(0, ge=0)
-    """Seeds weight initialisation, prompt order and sampling."""
-    num_steps: int = Field(gt=0)
-    """Rollout steps. One step = one batch of rollouts and ``train.mini_batches * train.epochs`` optimizer updates."""
-    overwrite: bool = False
-    """Start again in an ``output_dir`` that already holds a run; the old run is moved to ``old/`` in it. Once a job: a
-    job that was requeued or restarted continues what it began."""
-    threads_per_rank: int | None = Field(None, gt=0)
-    """CPU threads of each process; None = cores divided by local ranks."""
-    timeout_minutes: float = Field(30.0, gt=0)
-    """Limit of one collective; a rank that waits longer fails with an error."""
-    hang_minutes: float | None = Field(None, gt=0)
-    """End when no rank has begun anything new for so long; say who is waited for. None = 0.9 ``timeout_minutes``."""
-
-    @model_validator(mode="after")
-    def _hang_is_seen_first(self) -> RunConfig:
-        limit, timeout = self.hang_minutes or 0, self.timeout_minutes
-        if limit >= timeout:
-            raise ValueError(f"hang_minutes = {limit} must be below timeout_minutes = {timeout}")
-        return self
 
 
 class ModelConfig(_Section):

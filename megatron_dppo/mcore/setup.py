@@ -14,10 +14,20 @@ from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
 
 
-def initialize_megatron(layout: Layout, platform: Platform, *, seed: int, timeout_minutes: float) -> ParallelGroups:
+def initialize_megatron(
+    layout: Layout, platform: Platform, *, seed: int, timeout_minutes: float, wait_minutes: float | None = None
+) -> ParallelGroups:
     """Build every process group of the layout and seed Megatron's random states.
 
     ``torch.distributed`` must be initialised already (``start_process_group``).
+
+    Args:
+        layout: sizes of the groups.
+        platform: where the model computes.
+        seed: of all random states.
+        timeout_minutes: limit of a collective in Megatron's groups.
+        wait_minutes: limit in the groups for objects, over the CPU: one rank may sample, score or write for long while
+            the others wait. None = ``timeout_minutes``.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -29,35 +39,45 @@ def initialize_megatron(layout: Layout, platform: Platform, *, seed: int, timeou
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
     )
     seed_random_states(seed)
+    wait = timedelta(minutes=wait_minutes or timeout_minutes)
+    data_parallel = parallel_state.get_data_parallel_group()
     return ParallelGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_group(),
         etp=parallel_state.get_expert_tensor_parallel_group(),
-        replica=_replica_group(layout, timeout_minutes),
-        world=dist.group.WORLD,
+        dp=_on_the_host(tuple(dist.get_process_group_ranks(data_parallel)), wait),
+        replica=_on_the_host(_replica(), wait),
+        world=_on_the_host(tuple(range(dist.get_world_size())), wait),
     )
 
 
-def _replica_group(layout: Layout, timeout_minutes: float) -> dist.ProcessGroup:
-    """The ranks of this data-parallel index; Megatron builds that group only without context parallelism."""
-    if layout.cp == 1:
-        return parallel_state.get_model_parallel_group()
+def _replica() -> tuple[int, ...]:
+    """The ranks of this data-parallel index; Megatron has a group of them only without context parallelism."""
     indices: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(indices, parallel_state.get_data_parallel_rank())
-    members = [[rank for rank, index in enumerate(indices) if index == replica] for replica in range(layout.dp)]
-    timeout = timedelta(minutes=timeout_minutes)
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]
-    return groups[indices[dist.get_rank()]]
+    return tuple(rank for rank, index in enumerate(indices) if index == indices[dist.get_rank()])
+
+
+def _on_the_host(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+    """This rank's group over the CPU; every rank names its own, and all build all of them."""
+    every: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(every, ranks)
+    groups = {of: dist.new_group(list(of), timeout=timeout, backend="gloo") for of in sorted(set(every))}
+    return groups[ranks]
 
 
 def start_process_group(platform: Platform, timeout_minutes: float) -> None:
     """Join the processes that torchrun or Slurm started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     Without them: one process that talks to itself on the loopback interface.
+
+    Args:
+        platform: names the backend.
+        timeout_minutes: limit of a collective of all ranks. No model computes in that group; checkpoints are written
+            between its collectives, so it is the limit of waiting (``run.wait_minutes``).
     """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():

@@ -9,7 +9,11 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """One group per kind of parallelism that this rank takes part in; None = not sharded."""
+    """One group per kind of parallelism that this rank takes part in; None = not sharded.
+
+    The first six are Megatron's, for tensors of the model. The last three are for what ranks tell each other: they go
+    over the CPU, never through NCCL, and wait longer.
+    """
 
     tp: ProcessGroup | None = None
     """tensor parallel: weights, vocabulary, sequence parallelism"""
@@ -17,14 +21,14 @@ class ParallelGroups:
     """context parallel"""
     pp: ProcessGroup | None = None
     """pipeline stages"""
-    dp: ProcessGroup | None = None
-    """data parallel without context parallel: ranks with different samples"""
     dp_cp: ProcessGroup | None = None
     """data and context parallel: ranks whose gradients of dense weights are summed"""
     ep: ProcessGroup | None = None
     """expert parallel"""
     etp: ProcessGroup | None = None
     """expert tensor parallel"""
+    dp: ProcessGroup | None = None
+    """data parallel without context parallel: ranks with different samples"""
     replica: ProcessGroup | None = None
     """tensor, context and pipeline parallel: ranks that work on the same samples"""
     world: ProcessGroup | None = None

@@ -52,22 +52,21 @@ def from_each(value: T, group: ProcessGroup | None) -> list[T]:
     return values  # type: ignore[return-value]
 
 
-def exchange(outgoing: Sequence[Sequence[T]], group: ProcessGroup, device: torch.device) -> list[T]:
+def exchange(outgoing: Sequence[Sequence[T]], group: ProcessGroup) -> list[T]:
     """Send ``outgoing[r]`` to rank r of the group; returns what came in, in the order of the senders.
 
     Pickled, between our own ranks. Two collectives: the sizes, then one all-to-all of the bytes.
 
     Args:
         outgoing: one list for each rank, this one included.
-        group: a collective over all its ranks.
-        device: where the backend of the group wants its tensors.
+        group: over the CPU; a collective of all its ranks.
     """
     packed = [pickle.dumps(list(items)) for items in outgoing]
-    sizes = torch.tensor([len(data) for data in packed], device=device)
+    sizes = torch.tensor([len(data) for data in packed])
     incoming = torch.empty_like(sizes)
     dist.all_to_all_single(incoming, sizes, group=group)
-    sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8).to(device)
-    received = torch.empty(int(incoming.sum()), dtype=torch.uint8, device=device)
+    sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
+    received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
     dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist(), group=group)
-    parts = received.cpu().split(incoming.tolist())
+    parts = received.split(incoming.tolist())
     return [item for part in parts for item in pickle.loads(part.numpy().tobytes())]

@@ -251,7 +251,7 @@ class PolicyTrainer:
 
     def _of_all_ranks(self, values: list[int]) -> Tensor:
         """``[data-parallel ranks, len(values)]``"""
-        mine = torch.tensor(values, device=self.device)
+        mine = torch.tensor(values)
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.groups.dp))]
         dist.all_gather(every, mine, group=self.groups.dp)
         return torch.stack(every)

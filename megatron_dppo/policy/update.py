@@ -123,7 +123,7 @@ class Updater:
         dist.all_gather_object(lengths, [sample.num_tokens for sample in samples], group=group)
         owners = balanced_owners(lengths)[dist.get_rank(group)]
         outgoing = [[s for s, owner in zip(samples, owners, strict=True) if owner == rank] for rank in range(size)]
-        return exchange(outgoing, group, self._trainer.device)
+        return exchange(outgoing, group)
 
 
 def _weighted(batch: MicroBatch, totals: BatchTotals, loss: LossConfig) -> MicroBatch:

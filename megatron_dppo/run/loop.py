@@ -70,7 +70,8 @@ def _train(session: Session, stop: StopSignal) -> None:
         check_health(session)
         if stopping:
             raise Stopped(f"by {stop.name} after step {session.step}; the same command continues the run")
-    finish(session)
+    with PROGRESS.part("export"):
+        finish(session)
 
 
 def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[TrainingSample]:

@@ -109,7 +109,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     apply_shims(platform)
     from megatron_dppo.mcore import setup
 
-    setup.start_process_group(platform, config.run.timeout_minutes)
+    setup.start_process_group(platform, config.run.wait_minutes)
     console = Console(enabled=rank == 0 and config.log.progress)
     watchdog = Watchdog(config.run)
     session = scorer = None
@@ -123,7 +123,11 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         point = find_resume_point(config, inputs)
         console.say("\n".join([describe(inputs.layout, config), inputs.data_summary, *start.notes]))
         groups = setup.initialize_megatron(
-            inputs.layout, platform, seed=config.run.seed, timeout_minutes=config.run.timeout_minutes
+            inputs.layout,
+            platform,
+            seed=config.run.seed,
+            timeout_minutes=config.run.timeout_minutes,
+            wait_minutes=config.run.wait_minutes,
         )
         trainer = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)

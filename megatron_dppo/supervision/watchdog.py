@@ -24,12 +24,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_dppo.config.schema import RunConfig
+from megatron_dppo.config.run import RunConfig
 from megatron_dppo.report.clock import PROGRESS
 
 EXIT_CODE = 4
 """of a run that hangs"""
 _SHARE_OF_TIMEOUT = 0.9
+_ALONE = {"start", "rollout", "reward", "prefetch_wait", "publish", "evaluate", "save", "export"}
+"""Phases in which a rank works alone for as long as it needs, while others wait over the CPU."""
 _SHOWN = 4
 _QUIET_SECONDS = 15.0
 """More than between two beats"""
@@ -132,13 +134,15 @@ class Watchdog:
     """Ends a run in which some ranks wait for others, with exit code 4; idle with one rank.
 
     Args:
-        run: ``output_dir`` (the stack traces go to ``hang/rank_N.txt`` in it), ``hang_minutes``, ``timeout_minutes``.
+        run: ``output_dir`` (the stack traces go to ``hang/rank_N.txt`` in it), ``hang_minutes``, ``timeout_minutes``,
+            ``wait_minutes``.
     """
 
     def __init__(self, run: RunConfig) -> None:
         self._folder = Path(run.output_dir) / "hang"
-        self._limit = 60 * (run.hang_minutes or _SHARE_OF_TIMEOUT * run.timeout_minutes)
-        self._interval = min(10.0, self._limit / 20)
+        self._together = 60 * (run.hang_minutes or _SHARE_OF_TIMEOUT * run.timeout_minutes)
+        self._alone = 60 * (run.hang_minutes or _SHARE_OF_TIMEOUT * run.wait_minutes)
+        self._interval = min(10.0, self._together / 20)
         self._over = threading.Event()
         self._ranks: dict[int, Seen] = {}
         self._read_at = 0.0
@@ -166,6 +170,12 @@ class Watchdog:
     def close(self) -> None:
         """Watch no more."""
         self._over.set()
+
+    @property
+    def _limit(self) -> float:
+        """Seconds without any movement that are a hang, by what the ranks do now."""
+        phases = {PROGRESS.phase, *(seen.beat.phase for seen in list(self._ranks.values()))}
+        return self._alone if phases & _ALONE else self._together
 
     def _key(self, rank: int) -> str:
         return f"megatron_dppo/beat/{rank}"

@@ -62,14 +62,14 @@ def test_several_starts_in_one_folder(short_run: list[str], tmp_path: Path) -> N
     again = train([*arguments, *flags(eval__max_prompts=8, run__timeout_minutes=20)])
     assert again.returncode == 0, again.stderr
     assert f"step_000002 is passed over: {shard.name} has other content than was written" in again.stdout
-    assert "(step 1, policy version 2)" in again.stdout and "changed: run.timeout_minutes: 30.0 -> 20" in again.stdout
+    assert "(step 1, policy version 2)" in again.stdout and "changed: run.timeout_minutes: 10.0 -> 20" in again.stdout
     assert without_timings(folder) == reference
     names = {p.name for p in (folder / "checkpoints").iterdir()}
     assert names == {"step_000001", "step_000002", "step_000002.damaged"}
     (edited,) = folder.glob("config.toml.*")
     assert edited.read_text() == "# edited by the user\n" and "timeout_minutes" in (folder / "config.toml").read_text()
     last = starts(folder)[-1]
-    assert last["resumed_step"] == 1 and last["changes"] == ["run.timeout_minutes: 30.0 -> 20.0"]
+    assert last["resumed_step"] == 1 and last["changes"] == ["run.timeout_minutes: 10.0 -> 20.0"]
 
     # Overwriting moves all of it aside.
     before = contents(folder)

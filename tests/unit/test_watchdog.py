@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.supervision.watchdog import EXIT_CODE, Beat, Seen, describe, find_behind
+from megatron_dppo.config.run import RunConfig
+from megatron_dppo.report.clock import PROGRESS
+from megatron_dppo.supervision.watchdog import EXIT_CODE, Beat, Seen, Watchdog, describe, find_behind
 from tests.engines.servers import free_port
 
 PROGRAM = """
@@ -18,7 +20,7 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch.distributed as dist
 from megatron_dppo.report.clock import PROGRESS, Clock
-from megatron_dppo.config.schema import RunConfig
+from megatron_dppo.config.run import RunConfig
 from megatron_dppo.supervision.watchdog import Watchdog
 
 folder, who, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -108,3 +110,12 @@ def test_who_is_behind() -> None:
     assert behind(seen(3, "rollout", 10), seen(3, "rollout", 30, told=20)) == [1], "silent"
     text = describe({rank: seen(3, "rollout", 10) for rank in range(9)}, list(range(8)), 100.0)
     assert text.count("process 1234 on elsewhere") == 4 and "and 4 more ranks: [4, 5, 6, 7]" in text
+
+
+@pytest.mark.parametrize(("phase", "minutes"), [("forward_backward", 9), ("rollout", 108), ("save", 108), ("loop", 9)])
+def test_a_rank_that_works_alone_has_longer(phase: str, minutes: float, tmp_path: Path) -> None:
+    """Of all ranks: those that wait for a rollout are in another phase themselves."""
+    watchdog = Watchdog(RunConfig(output_dir=str(tmp_path), num_steps=1))
+    with PROGRESS.part("loop"):
+        watchdog._ranks = {0: seen(3, phase, 10), 1: seen(3, "waiting", 30)}
+        assert watchdog._limit == pytest.approx(60 * minutes)

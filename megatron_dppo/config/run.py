@@ -1,0 +1,39 @@
+"""The section [run]."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from megatron_dppo.config.section import Section
+
+
+class RunConfig(Section):
+    """Where the run writes and how long it is."""
+
+    output_dir: str
+    """Everything the run writes goes here."""
+    seed: int = Field(0, ge=0)
+    """Seeds weight initialisation, prompt order and sampling."""
+    num_steps: int = Field(gt=0)
+    """Rollout steps. One step = one batch of rollouts and ``train.mini_batches * train.epochs`` optimizer updates."""
+    overwrite: bool = False
+    """Start again in an ``output_dir`` that already holds a run; the old run is moved to ``old/`` in it. Once a job: a
+    job that was requeued or restarted continues what it began."""
+    threads_per_rank: int | None = Field(None, gt=0)
+    """CPU threads of each process; None = cores divided by local ranks."""
+    timeout_minutes: float = Field(10.0, gt=0)
+    """Limit of one collective of the model, on the GPUs; a rank that waits longer fails with an error."""
+    wait_minutes: float = Field(120.0, gt=0)
+    """Limit of waiting, on the CPU, for what another rank does alone: rollouts, rewards, servers, files."""
+    hang_minutes: float | None = Field(None, gt=0)
+    """End when no rank has begun anything new for so long; say who is waited for. None = 0.9 ``timeout_minutes``, and
+    0.9 ``wait_minutes`` while a rank samples, scores, publishes, saves or exports."""
+
+    @model_validator(mode="after")
+    def _limits_rise(self) -> RunConfig:
+        hang, timeout, wait = self.hang_minutes or 0, self.timeout_minutes, self.wait_minutes
+        if hang >= timeout:
+            raise ValueError(f"hang_minutes = {hang} must be below timeout_minutes = {timeout}")
+        if wait < timeout:
+            raise ValueError(f"wait_minutes = {wait} must not be below timeout_minutes = {timeout}")
+        return self

@@ -1,0 +1,52 @@
+"""Groups for what ranks tell each other: the ranks of Megatron's groups, over the CPU, with a limit of their own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.config.layout import Layout
+from megatron_dppo.parallel.objects import exchange, from_each, from_leader
+from megatron_dppo.platform import Platform
+from tests.distributed.spawn import run_distributed
+
+
+def limit_of(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def check(rank: int, world_size: int) -> None:
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    from megatron_dppo.mcore.setup import initialize_megatron
+
+    layout = Layout(
+        world_size=4,
+        **{"tp": 2, "pp": 1, "vpp": 1, "cp": 1, "dp": 2, "ep": 1, "etp": 2, "expert_dp": 2},
+        sequence_parallel=False,
+        overlap_p2p_comm=False,
+    )
+    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3, wait_minutes=50)
+    ranks = {name: dist.get_process_group_ranks(getattr(groups, name)) for name in ("dp", "replica", "world", "tp")}
+    pair = [rank - rank % 2, rank - rank % 2 + 1]
+    assert ranks == {"dp": [rank % 2, rank % 2 + 2], "replica": pair, "world": [0, 1, 2, 3], "tp": pair}
+    for name in ("dp", "replica", "world"):
+        group = getattr(groups, name)
+        assert dist.get_backend(group) == "gloo" and limit_of(group) == timedelta(minutes=50), name
+    for group in (groups.tp, groups.dp_cp):
+        assert group is not None and limit_of(group) == timedelta(minutes=3)
+    # What one says, the others of its group hear, and nobody else.
+    assert from_leader(lambda: f"of {rank}", groups.replica) == f"of {pair[0]}"
+    assert from_each(rank, groups.dp) == [rank % 2, rank % 2 + 2]
+    assert groups.dp is not None
+    assert exchange([[f"{rank} to {other}"] for other in ranks["dp"]], groups.dp) == [
+        f"{other} to {rank}" for other in ranks["dp"]
+    ]
+
+
+def test_ranks_talk_over_the_cpu_with_a_limit_of_their_own() -> None:
+    run_distributed(check, 4)
