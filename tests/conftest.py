@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Several ranks share the cores of one machine; more threads each make them many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Megatron warns in every process about optional packages that it does not find.
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
+
+# Under nohup, or in the background of a script, signals are ignored, and a child inherits that.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)

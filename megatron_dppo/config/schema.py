@@ -250,6 +250,13 @@ class Config(_Section):
                 "train.router_replay = 'recorded' has no effect with one update a step: it replays the routing of the "
                 "step's start in its later updates. Set train.mini_batches or train.epochs above 1, or use 'rollout'"
             )
+        limit, sync = 60 * self.run.timeout_minutes, self.rollout.weight_sync.timeout_seconds
+        if self.rollout.engine != "local" and sync >= limit:
+            raise ValueError(
+                f"rollout.weight_sync.timeout_seconds = {sync:g} reaches run.timeout_minutes = {limit / 60:g}: while "
+                "rank 0 waits for a server, the others wait for the next weight in a collective of the model. Set "
+                f"run.timeout_minutes above {sync / 60:g}"
+            )
         self.reward.check_length(self.rollout.max_new_tokens)
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if samples % self.train.mini_batches:

@@ -13,7 +13,14 @@ from megatron_dppo.run.changes import CLASSES, changes_between, check_changes, c
 from tests.unit.configs import config
 
 FREE = {
-    *("run.output_dir", "run.overwrite", "run.threads_per_rank", "run.timeout_minutes", "run.hang_minutes"),
+    *(
+        "run.output_dir",
+        "run.overwrite",
+        "run.threads_per_rank",
+        "run.timeout_minutes",
+        "run.wait_minutes",
+        "run.hang_minutes",
+    ),
     *("reward.timeout_seconds", "reward.num_workers", "reward.async_concurrency"),
 }
 """What does not change results, of the sections that have both kinds."""

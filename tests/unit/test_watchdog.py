@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_dppo.config.run import RunConfig
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.supervision.watchdog import EXIT_CODE, Beat, Seen, Watchdog, describe, find_behind
 from tests.engines.servers import free_port
+from tests.unit import configs
 
 PROGRAM = """
 import os, signal, sys, time
@@ -119,3 +122,19 @@ def test_a_rank_that_works_alone_has_longer(phase: str, minutes: float, tmp_path
     with PROGRESS.part("loop"):
         watchdog._ranks = {0: seen(3, phase, 10), 1: seen(3, "waiting", 30)}
         assert watchdog._limit == pytest.approx(60 * minutes)
+
+
+@pytest.mark.parametrize(
+    ("run", "rollout", "message"),
+    [
+        ({"hang_minutes": 11}, {}, "hang_minutes = 11.0 must be below timeout_minutes = 10.0"),
+        ({"wait_minutes": 5}, {}, "wait_minutes = 5.0 must not be below timeout_minutes = 10.0"),
+        ({"timeout_minutes": 4}, {"engine": "sglang"}, "Set run.timeout_minutes above 5"),
+    ],
+)
+def test_limits_that_would_hide_one_another_are_refused(
+    run: dict[str, Any], rollout: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configs.config(run=run, rollout=rollout)
+    assert configs.config(run={"timeout_minutes": 6}, rollout={"engine": "sglang"}).run.wait_minutes == 120
