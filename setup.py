@@ -31,6 +31,9 @@ setup(
         "pydantic>=2.10",
         # the HTTP client of the rollout engines: its parser is compiled, hundreds of requests in flight cost little
         "aiohttp>=3.10",
+        # what they answer is read once a token: Top-K as JSON, routes as base64
+        "orjson>=3.10",
+        "pybase64>=1.4",
         "tomli-w",
         "tqdm",
         "math-verify>=0.8",

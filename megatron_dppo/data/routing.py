@@ -58,6 +58,9 @@ def _narrowed(values: Tensor, shape: RoutingShape, request: str) -> Tensor:
     """Wide integers in the dtype of the routes; what does not fit is named before it could wrap around."""
     if values.dtype.is_floating_point or values.dtype == torch.bool:
         raise ValueError(f"{request}: routed experts of type {values.dtype}, expected integers")
+    lowest, highest = (int(edge) for edge in values.aminmax()) if values.numel() else (0, 0)
+    if lowest >= 0 and highest < shape.num_experts:  # the usual case
+        return values.to(shape.dtype)
     values = values.long()
     outside = (values < -1) | (values >= shape.num_experts)
     if shape.dense_layers and values.dim() == 3 and values.shape[1] == shape.num_layers:

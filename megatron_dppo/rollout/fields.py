@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
+import pybase64
 from numpy.typing import NDArray
 
 from megatron_dppo.errors import ContractBreach, ServerError
@@ -87,7 +87,10 @@ class Fields:
     def numbers(self, values: Any, field: str) -> list[float]:
         """Numbers of any size, NaN and the infinities among them."""
         values = self.rows(values, field)
-        if not set(map(type, values)) <= {int, float}:
+        types = set(map(type, values))
+        if types == {float}:
+            return values
+        if not types <= {int, float}:
             place = next(i for i, v in enumerate(values) if type(v) not in (int, float))
             self.refuse(f"{field}[{place}]", f"is {shown(values[place])}, expected a number")
         try:
@@ -106,7 +109,7 @@ class Fields:
     def decoded(self, value: Any, field: str) -> bytes:
         """What base64 stands for."""
         try:
-            return base64.b64decode(self.text(value, field), validate=True)
+            return pybase64.b64decode(self.text(value, field), validate=True)
         except (binascii.Error, ValueError) as error:
             self.refuse(field, f"is not base64: {error}")
 

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 
 from megatron_dppo.errors import ConfigError, ServerError
 
@@ -181,6 +182,10 @@ class HttpClient:
 def _decode(content: bytes) -> Any:
     if not content:
         return None
+    try:
+        return orjson.loads(content)
+    except ValueError:
+        pass  # NaN and the infinities are no JSON, and servers send them
     try:
         return json.loads(content)
     except (ValueError, RecursionError):  # the second: nested a thousand times

@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "supervision": ({"config", "errors", "report"}, {"torch"}),
     "rollout": (
         {"data", "errors", "hf", "rewards", "types"},
-        {"aiohttp", "numpy", "torch", "transformers", "safetensors"},
+        {"aiohttp", "numpy", "orjson", "pybase64", "torch", "transformers", "safetensors"},
     ),
     "mcore": (
         {"config", "errors", "files", "head", "hf", "losses", "parallel", "platform", "types"},

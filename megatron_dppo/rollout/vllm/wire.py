@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -187,27 +188,39 @@ class _Reader(Fields):
 
     def candidates(self, entries: Sequence[dict[str, Any]]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """The most probable tokens and their log-probabilities, both [R, max(K, 1)]."""
-        k = max(self._request.params.topk_logprobs, 1)
-        ids: list[Any] = []
-        values: list[Any] = []
-        for step, entry in enumerate(entries):
-            name = f"{_CONTENT}[{step}].top_logprobs"
-            found = self.rows(entry.get("top_logprobs") or [], name)
-            if not set(map(type, found)) <= {dict}:
-                self.refuse(name, "has an entry that is no object")
-            # One rank twice is told by the others: then one is missing.
-            ranked = {candidate["rank"]: candidate for candidate in found if type(candidate.get("rank")) is int}
-            for rank in range(1, k + 1):
-                if rank not in ranked:
-                    asked = f"the {k} most probable ones were asked for. If something between here and the server drops"
-                    self.refuse(name, f"has no token of rank {rank}; {asked} them, {_LOST}")
-                ids.append(ranked[rank].get("token_id"))
-                values.append(ranked[rank].get("logprob"))
-        name = f"{_CONTENT}.top_logprobs"
+        k, name = max(self._request.params.topk_logprobs, 1), f"{_CONTENT}.top_logprobs"
+        tops = [
+            self.rows(entry.get("top_logprobs") or [], f"{_CONTENT}[{step}].top_logprobs")
+            for step, entry in enumerate(entries)
+        ]
+        found = [*chain.from_iterable(tops)]
+        if not set(map(type, found)) <= {dict}:
+            self.refuse(name, "has an entry that is no object")
+        # The sampled token comes with its own rank, which may be beyond K.
+        ranks = [candidate.get("rank") for candidate in found]
+        ranks = [rank if type(rank) is int and 0 < rank <= k else 0 for rank in ranks]
+        wanted = [*compress(found, ranks)]
+        steps = np.repeat(np.arange(len(tops)), [len(top) for top in tops])
+        chosen = np.array(ranks, dtype=np.int64)
+        cells = steps[chosen > 0] * k + chosen[chosen > 0] - 1
+        self._check_complete(cells, len(tops), k)
+        numbers = np.array(self.numbers([candidate.get("logprob") for candidate in wanted], name), dtype=np.float64)
+        ids = np.empty(len(tops) * k, dtype=np.int32)
+        logprobs = np.empty(len(tops) * k, dtype=np.float32)
+        # Of two with one rank, as the sampled token and another of the same probability have, the later one counts.
+        ids[cells] = self.integers([candidate.get("token_id") for candidate in wanted], name)
         # What is too large for a float32 becomes infinite, without a warning.
         with np.errstate(over="ignore"):
-            logprobs = np.array(_never(self.numbers(values, name)), dtype=np.float64).astype(np.float32)
-        return np.array(self.integers(ids, name), dtype=np.int32).reshape(-1, k), logprobs.reshape(-1, k)
+            logprobs[cells] = np.where(numbers <= _NEVER, -np.inf, numbers)
+        return ids.reshape(-1, k), logprobs.reshape(-1, k)
+
+    def _check_complete(self, cells: NDArray[np.int64], length: int, k: int) -> None:
+        """Whether each step has a token of each rank."""
+        missing = np.bincount(cells, minlength=length * k) == 0
+        if missing.any():
+            step, rank = divmod(int(missing.argmax()), k)
+            asked = f"the {k} most probable ones were asked for. If something between here and the server drops"
+            self.refuse(f"{_CONTENT}[{step}].top_logprobs", f"has no token of rank {rank + 1}; {asked} them, {_LOST}")
 
     def routed_experts(self, response: int) -> Tensor | None:
         """[P + R - 1 - start, L, k] in the dtype of routes, dense layers marked missing."""
