@@ -169,7 +169,7 @@ class HttpClient:
             if not 200 <= response.status < 300:
                 wish = _seconds(response.headers.get("Retry-After"))
                 raise ServerError(self.url + path, _detail(content), response.status, retry_after=wish)
-            return _decode(content)
+            return decode_body(content)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -179,7 +179,8 @@ class HttpClient:
         return self._session
 
 
-def _decode(content: bytes) -> Any:
+def decode_body(content: bytes) -> Any:
+    """An answer's JSON; its text where it is not JSON, None where it is empty."""
     if not content:
         return None
     try:
