@@ -4,7 +4,8 @@
 
 CPU microseconds a token and bytes a token by stage, one core, for answers as SGLang and vLLM send them: Top-K of 20,
 the routes of a model with 48 layers and 8 of 128 experts a token. The sizes tell whether the cost is linear. At the end
-the share of a step of the 30B recipe (1.57 million tokens a leader, 200 s) that this CPU time is, and of ten times that.
+the share of a step of the 30B recipe (1.57 million tokens a leader, 200 s) that this CPU time is, and of ten times
+that.
 """
 
 from __future__ import annotations
