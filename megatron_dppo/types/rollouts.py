@@ -25,6 +25,17 @@ class FinishReason(StrEnum):
     """It was told to. Never of a ``Completion``: what was stopped goes on, or is given up."""
 
 
+class LeftOut(StrEnum):
+    """Why a group of the stream is not trained on; each is a metric, ``rollout/left_out/<reason>``."""
+
+    NO_SIGNAL = "no_signal"
+    """all its rewards are equal"""
+    SURPLUS = "surplus"
+    """the step had enough"""
+    GIVEN_UP = "given_up"
+    """it was stopped while it was sampled, and is not carried on"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoutingShape:
     """The sizes of a mixture-of-experts model that routes ``[tokens, L, k]`` have to fit."""

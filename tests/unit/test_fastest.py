@@ -107,8 +107,13 @@ def test_a_stopped_group_goes_first_in_the_next_step_and_new_prompts_fill_up() -
     assert [positions(c) for c in collected] == [[0, 2, 3, 5], [1, 4, 6, 7], [10, 11, 12, 13], [9, 15, 16, 17]]
     assert run.cursor == 20, "every prompt is taken once"
     assert [c.num_carried for c in collected] == [2, 1, 1, 0]
-    assert [c.num_dropped for c in collected] == [0, 1, 1, 2]
+    assert [sum(c.left_out.values()) for c in collected] == [0, 1, 1, 2]
     assert run.carry.groups == [[]]
+
+
+def test_what_is_stopped_for_good_is_counted_as_given_up() -> None:
+    found = [c.left_out for c in steps(run_with(Turtle({1: 1, 4: 1, 7: 3}), carry=0), 2)]
+    assert found == [{"no_signal": 0, "surplus": 0, "given_up": 2}, {"no_signal": 0, "surplus": 1, "given_up": 1}]
 
 
 def test_ages_are_those_of_the_tokens() -> None:

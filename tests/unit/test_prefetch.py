@@ -193,17 +193,18 @@ def test_refills_of_an_old_batch_are_sampled_with_the_current_weights() -> None:
     collected = steps(run, 3)
     assert positions(collected[0]) == [0, 1, 2, 3]
     assert (positions(collected[1]), versions(collected[1])) == ([4, 6, 7, 8], [0, 0, 0, 1])
-    assert collected[1].ages == [1, 1, 1, 0] and collected[1].num_dropped == 1
+    assert collected[1].ages == [1, 1, 1, 0] and collected[1].left_out == {"no_signal": 1, "surplus": 0, "given_up": 0}
     values = {name: metric.numerator / metric.denominator for name, metric in collected[1].metrics(1).items()}
     assert values.pop("carried_groups") == 0
-    assert values == {"policy_age": 0.75, "policy_age_max": 1, "stale_fraction": 0.75, "oversampled_dropped": 1}
+    left_out = {"left_out/no_signal": 1, "left_out/surplus": 0, "left_out/given_up": 0}
+    assert values == {"policy_age": 0.75, "policy_age_max": 1, "stale_fraction": 0.75, **left_out}
 
 
 def test_oversampling_keeps_the_first_groups_with_signal_in_the_order_of_the_prompts() -> None:
     run = session(0, lambda i: i % 2 == 1, oversample=2)
     collected = steps(run, 2)
     assert [positions(c) for c in collected] == [[1, 3, 5, 7], [9, 11, 13, 15]]
-    assert [c.num_dropped for c in collected] == [4, 4] and run.cursor == 16
+    assert [c.left_out["no_signal"] for c in collected] == [4, 4] and run.cursor == 16
     few = steps(session(0, lambda i: i == 2, oversample=1.5), 1)[0]
     assert positions(few) == [2, 3, 4, 5], "too few with signal: the step keeps its size"
     refilled = session(0, lambda i: i > 5, oversample=1.5, dynamic_sampling=True)

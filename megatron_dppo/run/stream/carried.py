@@ -31,12 +31,16 @@ class Carry:
     version_steps: dict[int, int] = field(default_factory=dict)
     """the last rollout step that began with each policy version, as far as carried tokens may have it"""
 
+    given_up: int = 0
+    """groups of this rank that were stopped in this step for good"""
+
     def of_ranks(self, dp: int) -> list[list[Carried]]:
         """The groups of each of ``dp`` ranks."""
         return self.groups or [[] for _ in range(dp)]
 
     def begin_step(self, step: int, policy_version: int, limit: int) -> None:
         """Note whose weights these are; forget what is more than ``limit`` steps old."""
+        self.given_up = 0
         self.version_steps[policy_version] = step
         self.version_steps = {v: s for v, s in self.version_steps.items() if s >= step - limit}
 

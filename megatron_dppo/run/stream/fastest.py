@@ -43,6 +43,7 @@ def sample_fastest(
     found = from_leader(lambda: _sample(session, mine, keep, lacking[rank], params, clock), session.groups.replica)
     left = [group for group, complete in zip(mine, found, strict=True) if complete is None and group.position in keep]
     session.carry.groups = from_each(left, session.groups.dp)
+    session.carry.given_up += sum(group is None for group in found) - len(left)
     return [group for group in found if group is not None]
 
 

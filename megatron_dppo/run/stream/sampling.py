@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ from megatron_dppo.run.session import Session
 from megatron_dppo.run.stream.carried import tokens_by_version
 from megatron_dppo.run.stream.fastest import sample_fastest
 from megatron_dppo.run.stream.prefetch import Batch
-from megatron_dppo.types import Metric, RolloutGroup, SamplingParams
+from megatron_dppo.types import LeftOut, Metric, RolloutGroup, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Collected:
     groups: list[RolloutGroup]
     ages: list[int]
     """for each group, rollout steps between the oldest weights that sampled it and the ones that train on it"""
-    num_dropped: int
-    """groups that were sampled and scored, and are not trained on"""
+    left_out: Mapping[LeftOut, int]
+    """groups that are not trained on, by reason"""
     token_ages: dict[int, int]
     """tokens by age"""
     num_carried: int = 0
@@ -41,7 +41,7 @@ class Collected:
             ),
             "policy_age_max": Metric(max(self.ages, default=0), kind="max"),
             "stale_fraction": Metric(sum(age > 0 for age in self.ages), len(self.ages)),
-            "oversampled_dropped": Metric(self.num_dropped, 1 / dp),
+            **{f"left_out/{reason}": Metric(self.left_out.get(reason, 0), 1 / dp) for reason in LeftOut},
             "carried_groups": Metric(self.num_carried, 1 / dp),
         }
 
@@ -72,12 +72,14 @@ def collect_rollouts(session: Session, clock: Clock) -> Collected:
             break
         drawn += [(group, 0) for group in _refill(session, lacking, attempt, clock)]
     _sample_ahead(session)
-    chosen = [drawn[i] for i in choose([has_signal(group) for group, _ in drawn], share)]
+    signal = [has_signal(group) for group, _ in drawn]
+    places = choose(signal, share)
+    chosen = [drawn[i] for i in places]
     by_age = [_tokens_by_age(session, group, age) for group, age in chosen]
     return Collected(
         groups=[group for group, _ in chosen],
         ages=[max(tokens, default=0) for tokens in by_age],
-        num_dropped=len(drawn) - share,
+        left_out=_left_out(signal, places, session.carry.given_up if rollout.abort_slowest else 0),
         token_ages=dict(sum((Counter(tokens) for tokens in by_age), Counter())),
         num_carried=len(session.carry.groups[session.trainer.dp_rank]) if rollout.abort_slowest else 0,
     )
@@ -106,6 +108,12 @@ def choose(signal: Sequence[bool], count: int) -> list[int]:
     good = [i for i, has in enumerate(signal) if has][:count]
     flat = [i for i, has in enumerate(signal) if not has]
     return sorted(good + flat[len(flat) - (count - len(good)) :])
+
+
+def _left_out(signal: Sequence[bool], chosen: Sequence[int], given_up: int) -> dict[LeftOut, int]:
+    others = [has for i, has in enumerate(signal) if i not in set(chosen)]
+    surplus = sum(others)
+    return {LeftOut.NO_SIGNAL: len(others) - surplus, LeftOut.SURPLUS: surplus, LeftOut.GIVEN_UP: given_up}
 
 
 def oversampled(count: int, factor: float) -> int:

@@ -20,6 +20,7 @@ from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
 from megatron_dppo.run.stream.carried import Carry
 from megatron_dppo.run.stream.prefetch import Prefetch
 from megatron_dppo.run.stream.sampling import Collected, collect_rollouts
+from megatron_dppo.types import LeftOut
 from tests.faults.simulation import invariants, seams
 from tests.faults.simulation.broadcast import Broadcasts
 from tests.faults.simulation.chaos import Chaos
@@ -226,7 +227,7 @@ class _Run:
         wrong = self._examine(collected, session.step)
         self._guard(collected, trainer, wrong)
         self.trained[session.step] = [int(group.prompt.prompt_id) for group in collected.groups]
-        self.dropped[session.step] = collected.num_dropped
+        self.dropped[session.step] = sum(n for why, n in collected.left_out.items() if why != LeftOut.GIVEN_UP)
         self.given_up[session.step] = self._given_up_now
         self.say(f"step {session.step} trains on {self.trained[session.step]}")
         self.loop.run(asyncio.sleep(self.plan.train_seconds))
