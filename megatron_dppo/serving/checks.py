@@ -11,6 +11,9 @@ from megatron_dppo.errors import ServerError
 from megatron_dppo.serving.health import IDLE, fetch_json, identify_server, is_healthy
 
 _OLDEST = {"sglang": (0, 5, 19), "vllm": (0, 32)}
+UNUSED = 2
+"""Positions at the end of its context that SGLang never fills: a response that reaches them ends there, with ``length``
+(srt/managers: the longest request is one less than the context, and a response one less than what is left of it)."""
 _EXTENSION = "megatron_dppo_vllm.WorkerExtension"
 
 
@@ -55,7 +58,8 @@ def server_problems(
 def _sglang(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator[str]:
     info = fetch_json(url, "/server_info", key, timeout)
     yield from _old(needs.engine, info.get("version"))
-    yield from _short(info.get("context_length") or info.get("max_req_input_len"), needs.context, "--context-length")
+    length = info.get("context_length") or info.get("max_req_input_len")
+    yield from _short(length, needs.context, "--context-length", UNUSED)
     # What an older version does not tell is no reason to complain.
     if needs.routed_experts and info.get("enable_return_routed_experts") is False:
         yield "train.router_replay needs the experts of each token; start it with --enable-return-routed-experts"
@@ -100,9 +104,10 @@ def _old(engine: str, version: Any) -> Iterator[str]:
         yield f"{engine} {version} is older than {'.'.join(map(str, _OLDEST[engine]))}, the first that can work"
 
 
-def _short(length: Any, needed: int, flag: str) -> Iterator[str]:
-    if length and int(length) < needed:
+def _short(length: Any, needed: int, flag: str, unused: int = 0) -> Iterator[str]:
+    if length and int(length) < needed + unused:
+        spare = f", and it leaves {unused} positions unused" if unused else ""
         yield (
             f"takes sequences of {length} tokens, but the longest prompt and rollout.max_new_tokens together have "
-            f"{needed}; start it with {flag} {needed}, or lower rollout.max_new_tokens"
+            f"{needed}{spare}; start it with {flag} {needed + unused}, or lower rollout.max_new_tokens"
         )

@@ -25,6 +25,7 @@ from megatron_dppo.rollout.probe import (
     ask,
 )
 from megatron_dppo.rollout.verdict import judge
+from megatron_dppo.serving.checks import UNUSED
 from megatron_dppo.types import TrainingSample
 from megatron_dppo.weights.sync import WeightSync
 
@@ -64,7 +65,9 @@ class Probe:
         self._trainer, self._config = trainer, config
         rollout, context = config.rollout, hf_config.max_position_embeddings
         new_tokens = min(_NEW_TOKENS, rollout.max_new_tokens)
-        text, tokens = _long_prompt(tokenizer, prompts, min(_PROBE_TOKENS, context - new_tokens))
+        # What the run's own requests need is all that a server is known to take.
+        most = min(_PROBE_TOKENS, context - UNUSED - new_tokens, prompts.longest + rollout.max_new_tokens - new_tokens)
+        text, tokens = _long_prompt(tokenizer, prompts, most)
         coarse = "fp32" if rollout.dtype == config.model.dtype == "fp32" else "bf16"
         self._expected: dict[str, Any] = {
             "prompt": text,

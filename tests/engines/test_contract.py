@@ -80,7 +80,14 @@ def test_honest_answers_of_a_real_server_keep_the_contract_to_the_bit(sglang: En
 
     async def use(pool: ServerPool) -> tuple[list[Generation], Any]:
         requests = [
-            ask(range(10 + i, 40), 150, topk=(8, 1)[i % 2], temperature=(1.0, 0.6, 0.0)[i % 3], stop=(END,))
+            ask(
+                range(10 + i, 40),
+                150,
+                topk=(8, 1)[i % 2],
+                temperature=(1.0, 0.6, 0.0)[i % 3],
+                # With this many ends one is surely met, and a short limit is reached before.
+                stop=(END, *range(100, 120)) if i % 4 == 0 else (END,),
+            )
             for i in range(24)
         ]
         return await answers(pool, requests), pool.counts

@@ -82,7 +82,10 @@ def test_a_server_that_cannot_serve_the_run_is_told_with_the_flag_that_mends_it(
     assert problems_of("sglang", servers(sglang(enable_return_routed_experts=False)), **without) == []
     bad = servers(sglang(context_length=100, version="0.5.9", enable_return_routed_experts=False, dp_size=2))
     old, short, routes, dp = problems_of("sglang", bad, **replay)
-    assert "0.5.9 is older than 0.5.19" in old and "100 tokens" in short and "--context-length 240" in short
+    assert "0.5.9 is older than 0.5.19" in old and "100 tokens" in short
+    assert "leaves 2 positions unused; start it with --context-length 242" in short
+    assert len(problems_of("sglang", servers(sglang(context_length=241)), **replay)) == 1
+    assert len(problems_of("sglang", servers(sglang(context_length=242)), **replay)) == 0
     assert "--enable-return-routed-experts" in routes and "--dp-size 2" in dp
     assert len(problems_of("sglang", servers(sglang(dp_size=2)), **replay, rollout__weight_sync__method="disk")) == 0
     topk = {"loss__name": "dppo_topk_tv", "data__max_prompt_tokens": "200"}
