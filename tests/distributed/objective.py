@@ -232,9 +232,25 @@ def read_reference(folder: Path, case: Case) -> Reference:
 
 
 def run(
-    rank: int, world_size: int, cases: list[Case], variants: list[str], references: Path, report: str | None
+    rank: int,
+    world_size: int,
+    cases: list[Case],
+    variants: list[str],
+    references: Path,
+    report: str | None,
+    every: int = 1,
 ) -> None:
-    """Every variant on every layout; ``report`` is a file that gets a line for each."""
+    """Variants on layouts; ``report`` is a file that gets a line for each.
+
+    Args:
+        rank: of this process.
+        world_size: number of them.
+        cases: the layouts.
+        variants: the losses.
+        references: what ``write_references`` made.
+        report: None = no file.
+        every: each layout takes every n-th variant, the next one begins one further on.
+    """
     from megatron_dppo.mcore.compat import apply_shims
 
     platform = Platform.detect(force_cpu=True)
@@ -242,12 +258,12 @@ def run(
     from megatron.core import parallel_state
 
     lines = []
-    for case in cases:
+    for number, case in enumerate(cases):
         reference = read_reference(references, case)
         entropy = {"entropy_coef": 0.1}  # so that the entropy keeps its gradient
         sections = {"rollout": {"temperature": TEMPERATURE}, "loss": entropy}
         trainer = build_trainer(case, model_of(case), platform, "fp32", **sections)
-        for variant in variants:
+        for variant in variants[number % every :: every]:
             gradient, loss = error_of(trainer, reference, variant, case)
             lines.append(f"{trainer.layout} | {variant} | {gradient:.1e} | {loss:.1e}")
             assert gradient < TOLERANCE, f"{case}, {variant}, rank {rank}: gradient off by {gradient:.1e}"
