@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import io
 import os
 import random
@@ -30,6 +31,10 @@ Change = Callable[[], None]
 """What is done to the program in each of its processes, before it begins."""
 
 
+_USED = ("cli.main", "data.supervised", "mcore.checkpoint", "policy.trainer", "run.loop", "weights.publish")
+"""What a run imports of ours, and more through these."""
+
+
 def warm_up() -> None:
     """Import what a run needs and share it with all children; starts no thread."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -42,6 +47,8 @@ def warm_up() -> None:
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
     from transformers import AutoTokenizer  # noqa: F401
 
+    for name in _USED:
+        importlib.import_module(f"megatron_dppo.{name}")
     matplotlib.use("Agg")
     # The picture costs more than the run, and nothing is resumed from it.
     matplotlib.figure.Figure.savefig = lambda self, path, **kwargs: Path(path).write_bytes(b"picture")  # type: ignore[method-assign,assignment]
