@@ -157,10 +157,11 @@ def test_the_slowest_are_stopped_and_continued_under_the_next_weights(
 ) -> None:
     clients, engine = engine_over(two, old_model, 0)
     try:
-        asked = prompts(8, siblings=1)
-        first = engine.generate_first(asked, range(8), 3, PARAMS, enough=3, keep=range(8))
+        # Responses end at random: of so many groups some are under way when three are complete.
+        asked = prompts(20, siblings=1)
+        first = engine.generate_first(asked, range(20), 3, PARAMS, enough=3, keep=range(20))
         left = [i for i, group in enumerate(first) if group is None]
-        assert 3 <= 8 - len(left) < 8 and set(engine._unfinished) == set(left)
+        assert 3 <= 20 - len(left) < 20 and set(engine._unfinished) == set(left)
         update(engine, clients, new_model, 1)
         rest = engine.generate_first([asked[i] for i in left], left, 3, PARAMS, enough=len(left), keep=())
         for prompt, group in zip(asked, first, strict=True):
