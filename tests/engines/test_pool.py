@@ -157,7 +157,7 @@ def test_the_slowest_are_stopped_and_continued_under_the_next_weights(
 ) -> None:
     clients, engine = engine_over(two, old_model, 0)
     try:
-        # Responses end at random: of so many groups some are under way when three are complete.
+        # More than are in flight at a time: those of one batch may all end together.
         asked = prompts(20, siblings=1)
         first = engine.generate_first(asked, range(20), 3, PARAMS, enough=3, keep=range(20))
         left = [i for i, group in enumerate(first) if group is None]
