@@ -58,7 +58,9 @@ def attention(lengths: list[int], most_padded: float) -> Way:
     starts = [0, *accumulate(lengths)]
     module = SDPACoreAttention(SimpleNamespace(attention_dropout=0.0), 1, None, "self")
     parts = [torch.randn(starts[-1], heads, 64, requires_grad=True) for heads in (8, 2, 2)]
-    batch: Any = SimpleNamespace(cu_seqlens=torch.tensor(starts, dtype=torch.int32), max_seqlen=max(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    batch: Any = SimpleNamespace(cu_seqlens=cu_seqlens, max_seqlen=max(lengths), position_ids=positions)
 
     def run() -> None:
         usual, length_buckets._MOST_PADDED = length_buckets._MOST_PADDED, most_padded

@@ -24,6 +24,8 @@ class PackedRow(PackedSeqParams):
 
     starts: tuple[int, ...] = ()
     """``[sequences + 1]``, on the host"""
+    positions: Tensor | None = None
+    """[T] of every token of the row in its sequence"""
     shard: ContextShard | None = None
     """the tokens of the row that this rank computes; None = all of them"""
 
@@ -37,14 +39,15 @@ class PackedRow(PackedSeqParams):
             max_seqlen_q=batch.max_seqlen,
             max_seqlen_kv=batch.max_seqlen,
             starts=tuple(starts),
+            positions=batch.position_ids,
             shard=shard,
         )
 
     @cached_property
     def buckets(self) -> list[Bucket]:
         """The sequences in groups of similar length."""
-        assert self.cu_seqlens_q is not None
-        return buckets(self.starts, self.cu_seqlens_q.device, self.shard)
+        assert self.positions is not None
+        return buckets(self.starts, self.positions, self.shard)
 
 
 class SDPACoreAttention(MegatronModule):
@@ -86,16 +89,13 @@ class SDPACoreAttention(MegatronModule):
         """Attention of ``query [T, heads, d]`` over ``key, value [T, groups, d]``; returns ``[T, heads * d]``."""
         del attention_mask, attn_mask_type, attention_bias
         if not isinstance(packed_seq_params, PackedRow):
-            raise ValueError("SDPACoreAttention expects packed rows: pass packed_seq_params=PackedRow.of(micro_batch)")
+            raise ValueError("SDPACoreAttention expects packed rows: packed_seq_params=PackedRow.of(batch, starts)")
         shard = packed_seq_params.shard
         if shard is not None:
             key, value = shard.gather_for_partial(key), shard.gather_for_partial(value)
         found = []
         for bucket in packed_seq_params.buckets:
-            mask = None
-            if shard is not None:
-                # An empty slot gets position 0: it sees one key, so its softmax is defined and its result is dropped.
-                mask = _causal_mask(bucket.queries.spread(shard.split(bucket.positions)), bucket.keys.longest)
+            mask = None if bucket.positions is None else _causal_mask(bucket.positions, bucket.keys.longest)
             parts = bucket.queries.spread(query), bucket.keys.spread(key), bucket.keys.spread(value)
             found.append(bucket.queries.collect(self._attend(*parts, mask)))
         tokens = torch.cat([bucket.queries.tokens for bucket in packed_seq_params.buckets])

@@ -62,25 +62,28 @@ class Bucket:
     """in this rank's share of the row"""
     keys: Padded
     """in the whole row"""
-    positions: Tensor
-    """[T] of every token of the row in its sequence"""
+    positions: Tensor | None
+    """``[sequences, longest]`` of the queries in their whole sequence; None = a query's slot is its position"""
 
 
-def buckets(starts: Sequence[int], device: torch.device, shard: ContextShard | None) -> list[Bucket]:
+def buckets(starts: Sequence[int], positions: Tensor, shard: ContextShard | None) -> list[Bucket]:
     """Groups that hold every sequence once.
 
     Args:
         starts: ``[sequences + 1]`` where each sequence starts in the row; the last entry is T.
-        device: of the row.
+        positions: [T] of every token of the row in its sequence.
         shard: this rank's tokens, which lie sequence by sequence, the same share of each; None = all.
     """
     spans, size = list(pairwise(starts)), 1 if shard is None else shard.group.size()
-    positions = torch.cat([torch.arange(end - start) for start, end in spans]).to(device, non_blocking=True)
     result = []
     for group in grouped([end - start for start, end in spans]):
-        keys = Padded.of([spans[i] for i in group], device)
-        own = keys if shard is None else Padded.of([(spans[i][0] // size, spans[i][1] // size) for i in group], device)
-        result.append(Bucket(own, keys, positions))
+        keys = Padded.of([spans[i] for i in group], positions.device)
+        if shard is None:
+            result.append(Bucket(keys, keys, None))
+            continue
+        own = Padded.of([(spans[i][0] // size, spans[i][1] // size) for i in group], positions.device)
+        # An empty slot gets position 0: it sees one key, so its softmax is defined and its result is dropped.
+        result.append(Bucket(own, keys, own.spread(shard.split(positions))))
     return result
 
 

@@ -34,11 +34,11 @@ def wrong(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
         stop_engine(engine)
 
 
-@pytest.fixture(autouse=True)
-def starts_with_the_old_weights(request: pytest.FixtureRequest, old_model: Reference) -> None:
-    if "sglang" in request.fixturenames:
-        engine = request.getfixturevalue("sglang")
-        call(engine, lambda server: server.update_from_disk(str(old_model.folder), 0))
+@pytest.fixture
+def sglang(sglang_server: Engine, old_model: Reference) -> Engine:
+    """The server with the old weights as version 0."""
+    call(sglang_server, lambda server: server.update_from_disk(str(old_model.folder), 0))
+    return sglang_server
 
 
 def test_a_right_server_passes(sglang: Engine, old_model: Reference) -> None:

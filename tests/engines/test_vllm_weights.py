@@ -17,9 +17,11 @@ from tests.engines.tiny import Reference
 from tests.engines.updates import Update, by_broadcast, by_value, from_disk, off, vanishing_trainer
 
 
-@pytest.fixture(autouse=True)
-def starts_with_the_old_weights(vllm: Engine, old_model: Reference) -> None:
-    call(vllm, lambda server: server.update_from_disk(str(old_model.folder), 0))
+@pytest.fixture
+def vllm(vllm_server: Engine, old_model: Reference) -> Engine:
+    """The server with the old weights as version 0."""
+    call(vllm_server, lambda server: server.update_from_disk(str(old_model.folder), 0))
+    return vllm_server
 
 
 @pytest.mark.parametrize("update", [from_disk, by_value, by_broadcast])

@@ -42,7 +42,8 @@ def test_every_token_sees_its_own_past_and_nothing_else(lengths: list[int]) -> N
     shapes = [(starts[-1], heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
-    row = PackedRow.of(SimpleNamespace(cu_seqlens=cu_seqlens, max_seqlen=max(lengths)), starts)  # type: ignore[arg-type]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    row = PackedRow.of(SimpleNamespace(cu_seqlens=cu_seqlens, max_seqlen=max(lengths), position_ids=positions), starts)  # type: ignore[arg-type]
     config = SimpleNamespace(attention_dropout=0.0)
     attention = SDPACoreAttention(config, layer_number=1, attn_mask_type=None, attention_type="self")
     got = attention(*inputs, None, packed_seq_params=row)

@@ -58,6 +58,8 @@ class Tokenizer:
 class Prompts:
     """Prompt i of the stream; no two are alike."""
 
+    longest = 5  # tokens of each
+
     def __len__(self) -> int:
         return 1000
 
