@@ -2,7 +2,8 @@
 # make demo-sglang, make demo-vllm    the same with rollouts from a real inference server on the CPU, installed into an
 #                     environment of its own (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
 # make test    set up, run all tests
-# make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour)
+# make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour);
+#                     router replay on every layout; every combination of rollout policies on real servers
 # make bench-head    the head against other stacks' methods: counts and gates
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
@@ -64,6 +65,8 @@ test-slurm:
 
 test-matrix:
 	@tools/run_matrix.sh $(PYTHON312)
+	@tools/engines/sglang.sh install 0.5.23 >/dev/null && tools/engines/sglang.sh install 0.5.20 >/dev/null
+	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/distributed/test_router_replay.py tests/engines/test_stream.py
 
 bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)

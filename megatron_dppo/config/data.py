@@ -92,21 +92,19 @@ class RolloutConfig(Section):
     """Draw this many times the prompts that are needed (rounded up on each rank, also in rounds of replacement), and
     train on the first groups that carry signal."""
     abort_slowest: bool = False
-    """With oversample: stop the responses that are not complete when enough groups are (only with servers)."""
+    """With oversample: stop the responses that are not complete when enough groups are."""
     partial_rollouts: int = Field(0, ge=0)
     """Rollout steps that a group which was stopped so is carried on, with new weights; 0 = it is thrown away."""
+    order: Literal["stream", "completed"] = "stream"
+    """Which groups a step trains on: those of the next prompts, or those that are complete first (a group waits for one
+    step at most). ``completed`` is for servers with train.max_staleness of 2 or more, and trains short answers sooner
+    (``docs/rollout.md``)."""
     generate: str | None = None
     """``module:function`` or ``path/to/file.py:function`` that makes a response of several turns, as with tools
     (``docs/engines.md``); None = one turn."""
 
     @model_validator(mode="after")
-    def _needs_of_servers_and_oversampling(self) -> RolloutConfig:
-        for key, value in (("abort_slowest", self.abort_slowest), ("generate", self.generate)):
-            if value and self.engine == "local":
-                raise ValueError(
-                    f"{key} = {value!r} needs inference servers: set engine to 'sglang' or 'vllm' (the local engine "
-                    "samples whole batches)"
-                )
+    def _rules_of_the_stream_fit(self) -> RolloutConfig:
         if self.abort_slowest and self.oversample == 1:
             raise ValueError(
                 "abort_slowest = true has no effect with oversample = 1: every group is needed. Set oversample above 1"
@@ -116,10 +114,15 @@ class RolloutConfig(Section):
                 f"partial_rollouts = {self.partial_rollouts} has no effect without abort_slowest = true: no response "
                 "is stopped"
             )
-        if self.abort_slowest and self.generate:
+        if self.order == "completed" and self.engine == "local":
             raise ValueError(
-                f"abort_slowest = true with generate = {self.generate!r}: a function of your own cannot be stopped and "
-                "continued; choose one of them"
+                "order = 'completed' needs inference servers: the local engine samples whole batches, so that a run "
+                "repeats bit for bit. Set engine to 'sglang' or 'vllm', or order = 'stream'"
+            )
+        if self.order == "completed" and self.abort_slowest:
+            raise ValueError(
+                "order = 'completed' with abort_slowest = true: a step that takes what is complete first waits for no "
+                "slow group that could be stopped. Choose one of them"
             )
         return self
 

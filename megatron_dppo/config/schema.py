@@ -84,8 +84,8 @@ class TrainConfig(_Section):
     mask_truncated: bool = False
     """Leave responses that were cut off at max_new_tokens out of the loss (overlong filtering)."""
     max_staleness: int = Field(0, ge=0)
-    """Rollout steps that the weights which sampled a batch may be old; above 0 the next rollouts are sampled while the
-    policy trains. 0 = on-policy."""
+    """Rollout steps that the weights which sampled a token may be old; above 0 the next rollouts are sampled while the
+    policy trains, and those of servers go on with the new weights after each publish. 0 = on-policy."""
     router_replay: Annotated[RouterReplay, BeforeValidator(_resolve_alias)] = "off"
     """Which experts each token visits in training: ``off`` = the trainer's own choice; ``rollout`` = the rollout
     engine's (R3); ``recorded`` = the trainer's choice at the start of the step, in all its updates (R2); ``compare`` =
@@ -156,6 +156,9 @@ class EvalConfig(_Section):
     temperature: float = Field(0.0, ge=0)
     """0 = greedy; needed above 0 for more than one sample."""
     top_p: float = Field(1.0, gt=0, le=1)
+    beside_training: bool | None = None
+    """Sample while the next step samples and trains, and log when that step ends; None = with inference servers, unless
+    ``checkpoint.keep_best`` needs the result at once."""
     max_prompts: int | None = Field(None, gt=0)
     """Evaluate on a fixed random sample of this size; None = all."""
 
@@ -221,6 +224,12 @@ class Config(_Section):
         """Whether the rollout engine has to report which experts it chose."""
         return self.train.router_replay in ("rollout", "compare")
 
+    @property
+    def evaluates_beside_training(self) -> bool:
+        """``eval.beside_training`` with its default."""
+        beside = self.eval.beside_training
+        return self.rollout.engine != "local" and not self.checkpoint.keep_best if beside is None else beside
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
         if not self.rollout.return_logprobs:
@@ -240,10 +249,16 @@ class Config(_Section):
                 "log-probabilities recomputed at the rollout's weights: those are gone when an older batch is trained "
                 "on. Set max_staleness = 0, or use a loss that is anchored on the rollout alone"
             )
-        if self.rollout.abort_slowest and self.train.max_staleness:
+        if self.rollout.order == "completed" and self.train.max_staleness < 2:
             raise ValueError(
-                f"rollout.abort_slowest = true with train.max_staleness = {self.train.max_staleness} is not supported: "
-                "a batch that is sampled ahead is sampled whole. Set max_staleness = 0, or abort_slowest = false"
+                f"rollout.order = 'completed' with train.max_staleness = {self.train.max_staleness}: a group that "
+                "waits for a step while others are trained on becomes two steps old. Set max_staleness = 2 or more, or "
+                "rollout.order = 'stream'"
+            )
+        if self.checkpoint.keep_best and self.eval.beside_training:
+            raise ValueError(
+                "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation is "
+                "there, its weights are gone. Choose one of them"
             )
         if self.train.router_replay == "recorded" and self.train.mini_batches * self.train.epochs == 1:
             raise ValueError(

@@ -52,17 +52,21 @@ class RewardScorer:
         concurrent = loaded.is_async and not self._batched
         self._workers = [Worker(self._spec, timeout_seconds, concurrent=concurrent) for _ in range(num_workers)]
 
-    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+    def score(self, items: Sequence[RewardItem], *, is_batch: bool = True) -> list[RewardResult]:
         """One result an item, in order.
 
+        Args:
+            items: what is scored.
+            is_batch: they are enough to judge the function by.
+
         Raises:
-            RewardError: every one of several items failed, so the function itself is broken.
+            RewardError: every one of several items of a batch failed, so the function itself is broken.
         """
         outcomes = {place: outcome for place, item in enumerate(items) if (outcome := self._quick(item)) is not None}
         waiting = [place for place in range(len(items)) if place not in outcomes]
         outcomes |= self._in_workers(waiting, items)
         final = [self._result(item, outcomes[place]) for place, item in enumerate(items)]
-        if len(final) > 1 and all(result.failed for result in final):
+        if is_batch and len(final) > 1 and all(result.failed for result in final):
             raise RewardError(
                 f"reward.function = {self._spec.name!r} failed on all {len(final)} samples; first error: "
                 f"{final[0].error}"

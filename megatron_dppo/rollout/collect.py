@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.scorer import RewardScorer
-from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.types import (
     Completion,
     FinishReason,
@@ -15,24 +14,17 @@ from megatron_dppo.types import (
     Prompt,
     Rollout,
     RolloutGroup,
-    SamplingParams,
     TrainingSample,
 )
 
 
-def sample_completions(
-    engine: RolloutEngine, prompts: Sequence[Prompt], samples_per_prompt: int, params: SamplingParams
-) -> list[Completion]:
-    """``samples_per_prompt`` completions for each prompt, siblings side by side."""
-    return engine.generate([prompt for prompt in prompts for _ in range(samples_per_prompt)], params)
-
-
 def score_completions(
-    scorer: RewardScorer, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    scorer: RewardScorer, prompts: Sequence[Prompt], completions: Sequence[Completion], *, is_batch: bool = True
 ) -> list[RolloutGroup]:
-    """The scored group of each prompt; ``completions`` as ``sample_completions`` gives them.
+    """The scored group of each prompt; ``completions`` of siblings side by side, as many of each prompt.
 
-    A completion that has a reward keeps it; the reward function and its shaping are for the others.
+    A completion that has a reward keeps it; the reward function and its shaping are for the others. ``is_batch`` as in
+    ``RewardScorer.score``.
     """
     n = len(completions) // max(1, len(prompts))
     repeated = [prompt for prompt in prompts for _ in range(n)]
@@ -48,7 +40,7 @@ def score_completions(
         for prompt, completion in zip(repeated, completions, strict=True)
         if completion.reward is None
     ]
-    scored = iter(scorer.score(items))
+    scored = iter(scorer.score(items, is_batch=is_batch))
     results = [next(scored) if c.reward is None else RewardResult(reward=c.reward) for c in completions]
     rollouts = [
         Rollout(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ _KEEP_WHILE = 0.9
 
 @dataclass(frozen=True)
 class Decoded:
-    """Responses of a batch, ``[B, steps]``; what stands after a response's end means nothing."""
+    """Responses of a batch, ``[B, steps]``; what stands after a response's end or limit means nothing."""
 
     tokens: Tensor
     """int64"""
@@ -136,17 +136,61 @@ class _Record:
         )
 
 
+class _Ends:
+    """Says which rows go on. Arguments as those of ``decode``."""
+
+    def __init__(
+        self,
+        end: Set[int],
+        limit: int | Sequence[int],
+        further: Sequence[Sequence[int]] | None,
+        ended: Callable[[list[int]], bool] | None,
+        device: torch.device,
+    ) -> None:
+        self._ended = ended
+        limits = [limit] if isinstance(limit, int) else limit
+        if min(limits) < 1:
+            raise ValueError(f"max_new_tokens must be above 0, got {min(limits)}")
+        self.longest, self._end = max(limits), torch.tensor(sorted(end), device=device)
+        self._limits = None if min(limits) == self.longest else torch.tensor(limits, device=device)
+        self._further = None
+        if further is not None and (width := max(map(len, further))):
+            filled = [[*tokens, *[-1] * (width - len(tokens))] for tokens in further]
+            self._further = torch.tensor(filled, device=device)
+
+    def apply(self, step: int, rows: Tensor, chosen: Tensor, alive: Tensor) -> tuple[Tensor, int]:
+        """Which of the rows that were ``alive [b]`` go on after the tokens ``[b]`` of ``step``, and how many; 0 also
+        when the others are to stop."""
+        still = alive & self._go_on(step, rows, chosen)
+        left = int(still.sum())
+        if self._ended is not None and (ending := rows[alive & ~still].tolist()) and self._ended(ending):
+            return still, 0
+        return still, left
+
+    def _go_on(self, step: int, rows: Tensor, chosen: Tensor) -> Tensor:
+        if step + 1 == self.longest:
+            return torch.zeros_like(chosen, dtype=torch.bool)
+        alive = ~torch.isin(chosen, self._end)
+        if self._limits is not None:
+            alive &= self._limits[rows] > step + 1
+        if self._further is not None:
+            alive &= ~(self._further[rows] == chosen[:, None]).any(1)
+        return alive
+
+
 @torch.no_grad()
 def decode(
     model: Any,
     prompts: Sequence[Sequence[int]],
     sampler: Sampler,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     end: Set[int],
     pad: int,
+    further_ends: Sequence[Sequence[int]] | None = None,
     topk: int = 0,
     recorder: RouteRecorder | None = None,
+    ended: Callable[[list[int]], bool] | None = None,
 ) -> Decoded:
     """Continue every prompt to one of the ``end`` tokens, or to ``max_new_tokens`` tokens.
 
@@ -154,26 +198,29 @@ def decode(
         model: a transformers causal language model.
         prompts: token ids, at least one prompt; equal ones share their first forward pass.
         sampler: chooses the tokens.
-        max_new_tokens: longest response.
+        max_new_tokens: longest response, of all rows or of each.
         end: tokens after which a response is complete.
         pad: any valid token; fills prompts on the left.
+        further_ends: for each row more tokens after which it is complete.
         topk: K, see ``SamplingParams.topk_logprobs``.
         recorder: watches the routers of the model; None = routes are not wanted.
+        ended: is told which rows have just ended; True stops the others where they are.
+
+    Raises:
+        ValueError: a limit below 1.
     """
     device = next(model.parameters()).device
+    ends = _Ends(end, max_new_tokens, further_ends, ended, device)
     logits, cache, mask, routes = _read_prompts(model, prompts, pad, device, recorder)
-    positions = mask.sum(1)
-    padded = not bool(mask.all())
+    positions, padded = mask.sum(1), not bool(mask.all())
     rows = torch.arange(len(prompts), device=device)
     alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    ends = torch.tensor(sorted(end), device=device)
-    record = _Record(len(prompts), max_new_tokens, topk, device, routes)
-    for step in range(max_new_tokens):
+    record = _Record(len(prompts), ends.longest, topk, device, routes)
+    for step in range(ends.longest):
         chosen, distribution = sampler(logits, rows)
         record.add(step, rows, chosen, distribution)
-        alive &= ~torch.isin(chosen, ends)
-        left = int(alive.sum())
-        if not left or step + 1 == max_new_tokens:
+        alive, left = ends.apply(step, rows, chosen, alive)
+        if not left:
             return record.result(step + 1)
         if left < _KEEP_WHILE * len(rows):
             cache.batch_select_indices(alive.nonzero().squeeze(1))
@@ -190,7 +237,7 @@ def decode(
         logits, cache, positions = output.logits[:, -1], output.past_key_values, positions + 1
         if recorder is not None:
             record.add_routes(step, rows, recorder.take(len(rows)))
-    raise ValueError(f"max_new_tokens must be above 0, got {max_new_tokens}")
+    raise AssertionError("no row is left after the longest limit")
 
 
 def _read_prompts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,6 +16,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._started: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -26,6 +28,17 @@ class LoopThread:
         except BaseException:
             future.cancel()  # of no effect when it was the coroutine that raised
             raise
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that deals with its own errors; do not wait for it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._started.add(future)  # the loop itself holds its tasks only weakly
+        future.add_done_callback(self._started.discard)
+
+    def cancel(self) -> None:
+        """Cancel what still runs, and wait until it has ended."""
+        if self._thread.is_alive():
+            self.run(_cancel_all())
 
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""

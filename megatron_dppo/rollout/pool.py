@@ -12,12 +12,16 @@ from dataclasses import dataclass, field, replace
 
 from megatron_dppo.errors import ContractBreach, ServerError
 from megatron_dppo.rollout.contract import Contract, check_generation
+from megatron_dppo.rollout.gate import Gate
 from megatron_dppo.rollout.member import Member
 from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer
 from megatron_dppo.rollout.watch import Watch
 
 _ASK_AGAIN = 1.0
 """Seconds between two rounds of questions when no server is left."""
+_PAUSE_SECONDS = 30.0
+_ABORT_AGAIN = 0.2
+"""Seconds between two tries to stop a request: a server does not know one that it has not queued yet."""
 _SLACK = 16
 """Requests that a server may have more than the least loaded one and still get a sibling of what it has: a prompt in
 the prefix cache saves less than a long queue costs."""
@@ -72,6 +76,7 @@ class ServerPool:
         self._slots = asyncio.Semaphore(max_in_flight)
         self._watch = Watch(self._members, health_seconds, self._lose, lambda: self.version)
         self._versions: list[int] = []
+        self._gate = Gate()
         self._home: dict[str, Member] = {}
         self._sent: dict[str, tuple[Member, str]] = {}
         self._last_good = float("-inf")
@@ -98,6 +103,26 @@ class ServerPool:
         self._home.clear()  # new weights leave no prefix cache
         for url, member in members.items():
             member.welcome(None if url in good else f"the weight sync did not bring it to version {version}")
+
+    async def pause(self) -> None:
+        """Take all requests back from the servers: they return what they have, and nothing is sent until ``proceed``.
+
+        Servers do not sample across a change of the weights: one that did would report the experts of the new weights
+        for tokens of the old ones. A request that a server does not give back within ``_PAUSE_SECONDS`` stays there.
+        """
+        self._gate.hold()
+        self._watch.resting = True
+        end = self._now() + _PAUSE_SECONDS
+        while self._sent and self._now() < end:
+            await self.abort(list(self._sent))
+            again = self._now() + _ABORT_AGAIN
+            while self._sent and self._now() < again:
+                await asyncio.sleep(_ABORT_AGAIN / 20)
+
+    def proceed(self) -> None:
+        """Send requests again, after ``pause``."""
+        self._gate.release()
+        self._watch.resting = not self._gate.is_open
 
     async def generate(self, request: GenerateRequest, affinity: str) -> Generation:
         """Continue a sequence on some server.
@@ -145,6 +170,7 @@ class ServerPool:
         began: float | None = None
         attempt = 0
         while True:
+            await self._gate.passed()
             member = await self._choose(affinity, failed, began)
             # An earlier try may still run on a server that hangs: a name of its own for each.
             sent = replace(request, request_id=f"{request.request_id}~{attempt}") if attempt else request

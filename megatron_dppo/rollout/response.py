@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,30 @@ from torch import Tensor
 from megatron_dppo.data.routing import append_routes, missing_rows
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import Completion, FinishReason, RoutingShape, SamplingParams, VersionSpan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialResponse:
+    """A response that is not complete. R tokens so far, of a prompt of P."""
+
+    token_ids: tuple[int, ...]
+    """[R]"""
+    logprobs: tuple[float, ...]
+    """[R] 0.0 at tokens that nobody sampled"""
+    sampled: tuple[bool, ...]
+    """[R] False on tokens that were given by a tool"""
+    versions: tuple[VersionSpan, ...]
+    """which weights sampled which tokens"""
+    topk_token_ids: Tensor | None = None
+    """[R, K+1] int32, see ``Completion``, as for the next two"""
+    topk_logprobs: Tensor | None = None
+    """[R, K+1] float32"""
+    routed_experts: Tensor | None = None
+    """[positions that were read, L, k], fewer than P + R"""
+    turn_ends: tuple[tuple[int, FinishReason], ...] = ()
+    """(where, why) each turn of a user's function ended; the last turn may have none yet"""
+    parts: int = 0
+    """requests that it took so far"""
 
 
 class GrowingResponse:
@@ -31,6 +55,61 @@ class GrowingResponse:
         self._spans: list[VersionSpan] = []
         self._topk_parts: list[tuple[Tensor, Tensor]] = []
         self._routes = None if routing is None else missing_rows(0, routing)
+        self.turn_ends: list[tuple[int, FinishReason]] = []
+        """see ``PartialResponse``"""
+        self.parts = 0
+        """answers that were appended"""
+
+    def state(self) -> PartialResponse:
+        """All of it, to be kept."""
+        ids, logprobs = self._topk_columns()
+        return PartialResponse(
+            token_ids=tuple(self.tokens),
+            logprobs=tuple(self._logprobs),
+            sampled=tuple(self._sampled),
+            versions=tuple(self._spans),
+            topk_token_ids=ids,
+            topk_logprobs=logprobs,
+            routed_experts=self._routes,
+            turn_ends=tuple(self.turn_ends),
+            parts=self.parts,
+        )
+
+    def take(self, state: PartialResponse) -> None:
+        """Go on from a state of a response to the same prompt.
+
+        Raises:
+            ValueError: it lacks the Top-K or the routes that are recorded here.
+        """
+        lacks_topk = self._topk and (state.topk_token_ids is None or state.topk_token_ids.shape[1] != self._topk + 1)
+        if state.token_ids and (lacks_topk or (self._routing is not None and state.routed_experts is None)):
+            raise ValueError(f"a response of {len(state.token_ids)} tokens without the Top-K or routes of this run")
+        self.tokens, self._logprobs = list(state.token_ids), list(state.logprobs)
+        self._sampled, self._spans = list(state.sampled), list(state.versions)
+        if self._topk and state.topk_token_ids is not None and state.topk_logprobs is not None:
+            self._topk_parts = [(state.topk_token_ids, state.topk_logprobs)]
+        if self._routing is not None and state.routed_experts is not None:
+            self._routes = state.routed_experts
+        self.turn_ends, self.parts = list(state.turn_ends), state.parts
+
+    def cut(self, length: int) -> None:
+        """Forget what comes after the first ``length`` tokens."""
+        if length >= len(self.tokens):
+            return
+        for column in (self.tokens, self._logprobs, self._sampled):
+            del column[length:]
+        self._spans = [span._replace(end=min(span.end, length)) for span in self._spans if span.start < length]
+        ids, logprobs = self._topk_columns()
+        if ids is not None and logprobs is not None:
+            self._topk_parts = [(ids[:length], logprobs[:length])]
+        if self._routes is not None:
+            # The last token that is left may go on differently: nobody has read it yet.
+            self._routes = self._routes[: max(0, len(self.prompt) + length - 1)]
+        self.turn_ends = [(end, why) for end, why in self.turn_ends if end <= length]
+
+    def was_sampled(self, start: int, end: int) -> bool:
+        """Whether any of these tokens was sampled."""
+        return any(self._sampled[start:end])
 
     def request(
         self, request_id: str, params: SamplingParams, stop_token_ids: tuple[int, ...], limit: int
@@ -59,6 +138,7 @@ class GrowingResponse:
             ValueError: the answer lacks the Top-K or the routes of its tokens.
         """
         count = len(generation.token_ids)
+        self.parts += 1
         if not count:
             return
         start = len(self.tokens)
@@ -101,19 +181,25 @@ class GrowingResponse:
         """
         if not self._spans:
             raise ValueError(f"a response of {len(self.tokens)} tokens, none of them sampled")
-        ids, logprobs = zip(*self._topk_parts, strict=True) if self._topk_parts else (None, None)
+        ids, logprobs = self._topk_columns()
         return Completion(
             token_ids=tuple(self.tokens),
             logprobs=tuple(self._logprobs),
             finish_reason=reason,
             policy_version=max(span.policy_version for span in self._spans),
             text=tokenizer.decode(self.tokens, skip_special_tokens=True),
-            topk_token_ids=None if ids is None else torch.cat(ids),
-            topk_logprobs=None if logprobs is None else torch.cat(logprobs),
+            topk_token_ids=ids,
+            topk_logprobs=logprobs,
             routed_experts=self._all_routes(),
             policy_versions=tuple(self._spans),
             loss_mask=None if all(self._sampled) else tuple(self._sampled),
         )
+
+    def _topk_columns(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        if not self._topk_parts:
+            return None, None
+        ids, logprobs = zip(*self._topk_parts, strict=True)
+        return torch.cat(ids), torch.cat(logprobs)
 
     def _all_routes(self) -> Tensor | None:
         """One row a token but the last; those of given tokens at the end, which no server read, are missing."""

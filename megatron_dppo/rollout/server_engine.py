@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
-import uuid
-from collections.abc import Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from megatron_dppo.errors import ServerError
 from megatron_dppo.hf import end_tokens, routing_shape
 from megatron_dppo.rollout.contract import Contract
+from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.rollout.loop_thread import LoopThread
 from megatron_dppo.rollout.pool import PoolCounts, ServerPool
-from megatron_dppo.rollout.response import GrowingResponse
+from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import InferenceServer
-from megatron_dppo.rollout.turns import GenerateFunction, Turns, call_generate
-from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
+from megatron_dppo.rollout.server_response import Responder, Sample
+from megatron_dppo.rollout.turns import GenerateFunction
+from megatron_dppo.types import Completion, Prompt, SamplingParams
 
 T = TypeVar("T")
-_EMPTY_ANSWERS = 8
-"""Times in a row that a request may be stopped from outside without a token, about 10 seconds in all."""
 _STOP_SECONDS = 30.0
 """Limit of stopping requests; the tokens of one that still runs are given up."""
 _STOP_AGAIN = 0.2
-
-
-@dataclass(eq=False)
-class _Sample:
-    """One response on its way."""
-
-    prompt: Prompt
-    response: GrowingResponse
-    params: SamplingParams
-    index: int
-    """among the responses of one call: siblings get different seeds by it"""
-    request_id: str = ""
-    parts: int = 0
-    stopping: bool = False
-    reason: FinishReason | None = None
-    """None = not complete"""
 
 
 class ServerEngine:
@@ -50,6 +30,8 @@ class ServerEngine:
     The seed of a request is a function of ``SamplingParams.seed``, of the place of its prompt in the call, and of how
     often the response was continued. Servers sample by it only where they are started so (SGLang:
     ``--enable-deterministic-inference``), and then by what else runs at the time, so rollouts do not repeat to the bit.
+
+    A response that is stopped goes on, also under new weights; its ``policy_versions`` say which token is whose.
 
     Args:
         servers: clients that were not used in another event loop; ``close`` closes them.
@@ -71,24 +53,25 @@ class ServerEngine:
         first: int = 0,
         function: GenerateFunction | None = None,
     ) -> None:
-        self._servers, self._tokenizer, self._function = list(servers), tokenizer, function
-        self._end = tuple(sorted(end_tokens(hf_config, tokenizer)))
+        self._servers, end = list(servers), tuple(sorted(end_tokens(hf_config, tokenizer)))
         self._routing = routing_shape(hf_config)
         self._pool = ServerPool(
             servers,
-            Contract(vocab_size=hf_config.vocab_size, end_tokens=self._end),
+            Contract(vocab_size=hf_config.vocab_size, end_tokens=end),
             max_in_flight=max_in_flight,
             health_seconds=health_seconds,
             patience_seconds=patience_seconds,
             first=first,
         )
-        self._name, self._numbers = uuid.uuid4().hex[:12], itertools.count()
-        self._unfinished: dict[int, list[_Sample]] = {}
+        self._responder = Responder(self._pool, tokenizer, end, function)
+        self._held: dict[int, GroupState] = {}
+        self._under_way: dict[int, list[Sample]] = {}
+        self._paused = False
         self._thread = LoopThread("rollout")
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that the next ``generate`` uses; -1 before the first ``use_version``."""
+        """Version of the weights that a request gets now; -1 before the first ``use_version``."""
         return self._pool.version
 
     def take_counts(self) -> PoolCounts:
@@ -100,55 +83,83 @@ class ServerEngine:
         """Run a coroutine in the event loop that the servers belong to, such as a weight sync."""
         return self._thread.run(coroutine)
 
+    def pause(self) -> None:
+        """See ``ServerPool.pause``; ``use_version`` ends it."""
+        self.run(self._pool.pause())
+        self._paused = True
+
     def use_version(self, version: int, urls: Iterable[str]) -> None:
         """See ``ServerPool.use_version``."""
 
         async def use() -> None:
             self._pool.use_version(version, urls)
+            if self._paused:
+                self._pool.proceed()
 
         self.run(use())
+        self._paused = False
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """One completion a prompt, in order.
-
-        A response that is stopped from outside, as by an update of the weights, is continued, also under new weights;
-        its ``policy_versions`` say which token is whose.
 
         Raises:
             ServerError: see ``ServerPool.generate``.
             GenerateError: the user's function failed.
             ValueError: routed experts are asked of a dense model.
         """
-        samples = self._samples(prompts, params)
-        return self.run(_all([self._complete(sample) for sample in samples]))
+        samples = [self._sample(prompt, params, i) for i, prompt in enumerate(prompts)]
 
-    def generate_first(
-        self,
-        prompts: Sequence[Prompt],
-        keys: Sequence[int],
-        siblings: int,
-        params: SamplingParams,
-        enough: int,
-        keep: Collection[int],
-    ) -> list[list[Completion] | None]:
-        """See ``StoppingEngine.generate_first``.
+        async def run() -> None:
+            await _all([self._responder.complete(sample) for sample in samples])
+
+        self.run(run())
+        return [sample.completion for sample in samples if sample.completion is not None]
+
+    def submit(
+        self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
+    ) -> list[Sampled]:
+        """See ``RolloutEngine.submit``; returns at once.
 
         Raises:
-            ServerError: see ``ServerPool.generate``.
             ValueError: routed experts are asked of a dense model.
         """
-        fresh = iter(self._samples([p for p in prompts for _ in range(siblings)], params))
-        groups = [[next(fresh) for _ in range(siblings)] for _ in prompts]
+        futures: list[Sampled] = [Future() for _ in groups]
+        fresh, sizes = 0, []
+        for group in groups:
+            sizes.append([self._sample(group.prompt, params, fresh + i) for i in range(group.siblings)])
+            fresh += group.siblings
 
-        async def run() -> list[list[Completion] | None]:
-            for i, key in enumerate(keys):
-                groups[i] = _continued(self._unfinished.pop(key, groups[i]), groups[i])
-            await self._until(groups, enough)
-            stopped = {k: g for k, g in zip(keys, groups, strict=True) if any(s.reason is None for s in g)}
-            self._unfinished = {k: g for k, g in (self._unfinished | stopped).items() if k in keep}
-            return [self._group(group) for group in groups]
+        async def run() -> None:
+            for group, samples in zip(groups, sizes, strict=True):
+                for sample, state in zip(samples, self._held.pop(group.key, ()), strict=False):
+                    _take(sample, state)
+                self._under_way[group.key] = samples
+            error: BaseException | None = None
+            try:
+                await self._until(sizes, futures, enough)
+            except BaseException as failure:
+                error = failure
+            for group, samples, future in zip(groups, sizes, futures, strict=True):
+                del self._under_way[group.key]
+                if future.done():
+                    continue
+                if error is not None:
+                    future.set_exception(error)
+                    continue
+                if group.key in keep:
+                    self._held[group.key] = tuple(sample.state for sample in samples)
+                future.set_result(None)
 
-        return self.run(run())
+        self._thread.start(run())
+        return futures
+
+    def unfinished(self) -> dict[int, GroupState]:
+        """See ``RolloutEngine.unfinished``: requests that servers have are stopped, and sent again for what is left."""
+        return self.run(self._snapshot())
+
+    def restore(self, groups: Mapping[int, GroupState]) -> None:
+        """See ``RolloutEngine.restore``."""
+        self._held |= groups
 
     def close(self) -> None:
         """Stop what runs, close the connections and the thread."""
@@ -156,83 +167,29 @@ class ServerEngine:
         async def close() -> None:
             await asyncio.gather(*(server.close() for server in self._servers))
 
+        self._thread.cancel()
         self.run(close())
         self._thread.close()
 
-    def _samples(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[_Sample]:
+    def _sample(self, prompt: Prompt, params: SamplingParams, index: int) -> Sample:
         if params.routed_experts and self._routing is None:
             raise ValueError("SamplingParams.routed_experts = True, but the model of the servers has no experts")
         routing = self._routing if params.routed_experts else None
-        return [
-            _Sample(prompt, GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing), params, i)
-            for i, prompt in enumerate(prompts)
-        ]
+        response = GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing)
+        return Sample(prompt, response, params, index)
 
-    async def _complete(self, sample: _Sample) -> Completion:
-        if self._function is None:
-            sample.reason = await self._sample(sample, sample.params.max_new_tokens, ())
-            return self._completion(sample)
-
-        async def more(limit: int, stop: tuple[int, ...]) -> FinishReason:
-            reason = await self._sample(sample, len(sample.response.tokens) + limit, stop)
-            assert reason is not None  # None needs ``stopping``, which nobody sets here
-            return reason
-
-        turns = Turns(sample.prompt, sample.response, sample.params, self._tokenizer, more)
-        return await call_generate(self._function, turns)
-
-    async def _sample(self, sample: _Sample, length: int, stop: tuple[int, ...]) -> FinishReason | None:
-        """Sample until the response is complete or has ``length`` tokens; None when it is to stop before."""
-        empty = 0
-        while (left := length - len(sample.response.tokens)) > 0:
-            if sample.stopping:
-                return None
-            sample.request_id = f"{self._name}-{sample.params.seed}-{next(self._numbers)}"
-            params = _seeded(sample)
-            request = sample.response.request(sample.request_id, params, (*self._end, *stop), left)
-            generation = await self._pool.generate(request, f"{sample.prompt.prompt_id}/{sample.params.seed}")
-            sample.response.append_sampled(generation)
-            sample.parts += 1
-            if generation.finish_reason != FinishReason.ABORT:
-                return generation.finish_reason
-            # An engine that is told to stop while it samples the end token says abort of what is complete.
-            if generation.token_ids and generation.token_ids[-1] in (*self._end, *stop):
-                return FinishReason.STOP
-            empty = 0 if generation.token_ids else empty + 1
-            if empty > _EMPTY_ANSWERS:
-                raise ServerError(
-                    "rollout.servers",
-                    f"a request was stopped from outside {empty} times without a new token; does another program send "
-                    "aborts to the servers, or are they paused?",
-                )
-            if empty:
-                await asyncio.sleep(0.02 * 2**empty)
-        return FinishReason.LENGTH
-
-    def _completion(self, sample: _Sample) -> Completion:
-        assert sample.reason is not None
-        return sample.response.completion(sample.reason, self._tokenizer)
-
-    def _group(self, group: Sequence[_Sample]) -> list[Completion] | None:
-        if any(sample.reason is None for sample in group):
-            return None
-        return [self._completion(sample) for sample in group]
-
-    async def _until(self, groups: Sequence[Sequence[_Sample]], enough: int) -> None:
-        """Run until ``enough`` groups are complete, and stop the others."""
-
-        async def work(sample: _Sample) -> None:
-            if sample.reason is None:
-                sample.reason = await self._sample(sample, sample.params.max_new_tokens, ())
-
-        running = {sample: asyncio.create_task(work(sample)) for group in groups for sample in group}
-        waiting = {asyncio.gather(*(running[sample] for sample in group)) for group in groups}
+    async def _until(self, groups: Sequence[Sequence[Sample]], futures: Sequence[Sampled], enough: int) -> None:
+        """Run until ``enough`` groups are complete, and stop the others; a future is set when its group is complete."""
+        running = {s: asyncio.create_task(self._responder.complete(s)) for group in groups for s in group}
+        waiting = {asyncio.gather(*(running[s] for s in groups[i])): i for i in range(len(groups))}
+        pending = set(waiting)
         try:
             complete = 0
             while complete < min(enough, len(groups)):
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for whole in done:
                     whole.result()
+                    _settle(groups[waiting[whole]], futures[waiting[whole]])
                 complete += len(done)
             await self._stop(running)
         finally:
@@ -242,31 +199,40 @@ class ServerEngine:
         for task in running.values():
             if not task.cancelled():
                 task.result()
+        for group, future in zip(groups, futures, strict=True):
+            _settle(group, future)
 
-    async def _stop(self, running: dict[_Sample, asyncio.Task[None]]) -> None:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + _STOP_SECONDS
+    async def _stop(self, running: Mapping[Sample, asyncio.Task[None]]) -> None:
         for sample, task in running.items():
             sample.stopping = True
             if not self._pool.was_sent(sample.request_id):
                 task.cancel()  # else it would be sent now that others make room
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _STOP_SECONDS
         while (left := {s: t for s, t in running.items() if not t.done()}) and loop.time() < end:
             await self._pool.abort(sample.request_id for sample in left)
             await asyncio.wait(left.values(), timeout=_STOP_AGAIN)
 
+    async def _snapshot(self) -> dict[int, GroupState]:
+        await self._pool.pause()
+        try:
+            under_way = {key: tuple(s.state for s in samples) for key, samples in self._under_way.items()}
+            return self._held | under_way
+        finally:
+            self._pool.proceed()
 
-def _continued(kept: list[_Sample], fresh: list[_Sample]) -> list[_Sample]:
-    """Kept samples, ready to go on as the fresh ones would begin."""
-    for old, new in zip(kept, fresh, strict=True):
-        old.params, old.index, old.stopping = new.params, new.index, False
-    return kept
+
+def _take(sample: Sample, state: Completion | PartialResponse) -> None:
+    if isinstance(state, Completion):
+        sample.completion = state
+    else:
+        sample.response.take(state)
 
 
-def _seeded(sample: _Sample) -> SamplingParams:
-    """Parameters with the seed of one request: no two requests of a run share it, but by accident."""
-    params = sample.params
-    key = f"{params.seed}/{sample.index}/{sample.parts}"
-    return replace(params, seed=random.Random(key).getrandbits(31))
+def _settle(group: Sequence[Sample], future: Sampled) -> None:
+    completions = [sample.completion for sample in group if sample.completion is not None]
+    if len(completions) == len(group) and not future.done():
+        future.set_result(completions)
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

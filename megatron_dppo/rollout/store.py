@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -14,15 +14,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.rollout.engine import GroupState
+from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
 
-_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (Completion, Rollout, RolloutGroup)}
+_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (Completion, PartialResponse, Rollout, RolloutGroup)}
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _TREE = "tree"
 
 
-def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
-    """Write scored groups, with every field of every class but the prompts themselves.
+class Stored(NamedTuple):
+    """A prompt of the stream with what was sampled of it."""
+
+    position: int
+    """in the stream"""
+    prompt: Prompt
+    content: RolloutGroup | GroupState | None
+    """the scored group; the responses of one that is not complete; None = nothing"""
+
+
+def save_groups(path: Path, groups: Sequence[Stored]) -> None:
+    """Write groups, with every field of every class but the prompts themselves.
 
     Raises:
         TypeError: a field of a type that has no form here.
@@ -30,19 +42,20 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
     tensors: dict[str, Tensor] = {}
     tree = [
         {
-            "prompt_id": group.prompt.prompt_id,
-            "prompt_token_ids": list(group.prompt.token_ids),
-            "group": _encode(group, tensors),
+            "position": position,
+            "prompt_id": prompt.prompt_id,
+            "prompt_token_ids": list(prompt.token_ids),
+            "content": _encode(content, tensors),
         }
-        for group in groups
+        for position, prompt, content in groups
     ]
     # Text as a tensor: the header of the format, where metadata would stand, is limited in size.
     tensors[_TREE] = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
     save_file(tensors, path)
 
 
-def load_groups(path: Path, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-    """Read what ``save_groups`` wrote; ``prompts[i]`` is the prompt of group i.
+def load_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> list[Stored]:
+    """Read what ``save_groups`` wrote; ``prompt_at`` gives the prompt of a position.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the prompts are others.
@@ -54,15 +67,16 @@ def load_groups(path: Path, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         raise CheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {error}. Delete this checkpoint to use an older one"
         ) from error
-    if len(tree) != len(prompts):
-        raise CheckpointError(f"{path} holds {len(tree)} groups, expected {len(prompts)}; delete this checkpoint")
-    for entry, prompt in zip(tree, prompts, strict=True):
+    found = []
+    for entry in tree:
+        prompt = prompt_at(entry["position"])
         if (entry["prompt_id"], entry["prompt_token_ids"]) != (prompt.prompt_id, list(prompt.token_ids)):
             raise CheckpointError(
                 f"{path} holds rollouts of prompt {entry['prompt_id']} where the data now has {prompt.prompt_id} or "
                 "other text; put the old data.train and tokenizer back, or start again in another run.output_dir"
             )
-    return [_decode(entry["group"], tensors, prompt) for entry, prompt in zip(tree, prompts, strict=True)]
+        found.append(Stored(entry["position"], prompt, _decode(entry["content"], tensors, prompt)))
+    return found
 
 
 def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -8,6 +8,10 @@
 
 The tokens of all turns are one sequence, and every turn is sampled from exactly the tokens before it; text is never
 decoded and encoded again, which could give other tokens. ``rollout.generate`` names the function.
+
+A response that is stopped, or found in a checkpoint, goes on by running the function again: its turns get what they got
+before, until it asks for more than that. A function that does not ask for the same again goes on from where it differs;
+what came after is dropped.
 """
 
 from __future__ import annotations
@@ -25,8 +29,12 @@ from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
 
 GenerateFunction = Callable[[Prompt, "Turns"], Awaitable[Completion]]
-Sample = Callable[[int, tuple[int, ...]], Awaitable[FinishReason]]
-"""(new tokens at most, further tokens to stop at) -> why it ended, when the response has grown"""
+Sample = Callable[[int, tuple[int, ...]], Awaitable[FinishReason | None]]
+"""(new tokens at most, further tokens to stop at) -> why it ended, when the response has grown; None = told to"""
+
+
+class TurnsStopped(BaseException):
+    """A response is to stop now; passes through a user's ``except Exception``."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class Turns:
     ) -> None:
         self.prompt, self.params, self.tokenizer = prompt, params, tokenizer
         self._response, self._sample = response, sample
+        self._place = 0  # what was sampled and given before lies behind it
         self._reason = FinishReason.STOP
         self.completion: Completion | None = None
         """what ``finish`` gave"""
@@ -63,12 +72,12 @@ class Turns:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The response so far, without the prompt."""
-        return tuple(self._response.tokens)
+        return tuple(self._response.tokens[: self._place])
 
     @property
     def tokens_left(self) -> int:
         """What can still be sampled or given."""
-        return self.params.max_new_tokens - len(self._response.tokens)
+        return self.params.max_new_tokens - self._place
 
     async def sample(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
         """Let the model go on, until an end token, a token of ``stop_token_ids`` (it stays), or the limit.
@@ -79,10 +88,26 @@ class Turns:
             ServerError: no server gave an answer.
         """
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
-        start = len(self._response.tokens)
-        self._reason = FinishReason.LENGTH if limit <= 0 else await self._sample(limit, tuple(stop_token_ids))
-        tokens = tuple(self._response.tokens[start:])
+        start = self._place
+        self._reason = FinishReason.LENGTH if limit <= 0 else await self._turn(start, limit, tuple(stop_token_ids))
+        tokens = tuple(self._response.tokens[start : self._place])
         return Turn(tokens, self.tokenizer.decode(tokens, skip_special_tokens=True), self._reason)
+
+    async def _turn(self, start: int, limit: int, stop: tuple[int, ...]) -> FinishReason:
+        response = self._response
+        known = next(((end, why) for end, why in response.turn_ends if end > start), None)
+        until = len(response.tokens) if known is None else known[0]
+        if not all(response.was_sampled(i, i + 1) for i in range(start, until)) or until - start > limit:
+            response.cut(start)
+            known, until = None, start
+        if known is None:
+            reason = await self._sample(limit - (until - start), stop)
+            if reason is None:
+                raise TurnsStopped
+            known = (len(response.tokens), reason)
+            response.turn_ends.append(known)
+        self._place = known[0]
+        return known[1]
 
     def append(self, given: str | Sequence[int]) -> int:
         """Add text (no special tokens are put around it) or token ids that are not trained on; returns how many fit.
@@ -90,8 +115,12 @@ class Turns:
         What is longer than ``tokens_left`` is cut off, and the response counts as cut off, too.
         """
         tokens = self.tokenizer.encode(given, add_special_tokens=False) if isinstance(given, str) else list(given)
-        fits = tokens[: self.tokens_left]
-        self._response.append_given(fits)
+        fits, start, response = tokens[: self.tokens_left], self._place, self._response
+        end = start + len(fits)
+        if response.tokens[start:end] != fits or response.was_sampled(start, end):
+            response.cut(start)
+            response.append_given(fits)
+        self._place = end
         if len(fits) < len(tokens):
             self._reason = FinishReason.LENGTH
         return len(fits)
@@ -104,6 +133,7 @@ class Turns:
         """
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"reward = {reward}, expected a finite number or None")
+        self._response.cut(self._place)
         completion = self._response.completion(self._reason, self.tokenizer)
         self.completion = replace(completion, reward=None if reward is None else float(reward))
         return self.completion

@@ -31,6 +31,8 @@ class Watch:
         version: Callable[[], int],
     ) -> None:
         self._members, self._seconds, self._lose, self._version = members, seconds, lose, version
+        self.resting = False
+        """servers are being given new weights: a paused one is not sick, and none is taken back"""
         self._under_way = 0
         self._checks: list[asyncio.Task[None]] = []
         self._rescue: asyncio.Task[None] | None = None
@@ -85,7 +87,7 @@ class Watch:
             await asyncio.sleep(self._seconds)
             if not await member.server.alive():
                 self._lose(member, "it does not answer")
-            elif member.problem is not None:
+            elif member.problem is not None and not self.resting:
                 await self._take_back(member)
                 if member.problem is None:
                     member.rest_until = 0.0
@@ -93,7 +95,7 @@ class Watch:
     async def _watch_health(self, member: Member) -> None:
         while True:
             await asyncio.sleep(self._seconds)
-            if member.problem is not None or await member.server.health():
+            if self.resting or member.problem is not None or await member.server.health() or self.resting:
                 member.failed_checks = 0
                 continue
             member.failed_checks += 1

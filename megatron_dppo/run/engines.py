@@ -77,7 +77,8 @@ def build_engine(
         return None
     if config.rollout.engine == "local":
         dtype = DTYPES[config.rollout.dtype]
-        return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=platform.device)
+        device = platform.device
+        return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=device, function=function)
     return ServerEngine(
         servers,
         inputs.tokenizer,

@@ -1,67 +1,76 @@
-"""Greedy evaluation on held-out prompts, and generation as every rank of a model-parallel group sees it."""
+"""Evaluation on held-out prompts, each data-parallel rank its share; training may go on meanwhile."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_dppo.files.atomic import write_synced
 from megatron_dppo.files.disk import disk_errors
-from megatron_dppo.parallel.objects import agreed, from_leader, is_leader
+from megatron_dppo.parallel.objects import agreed, is_leader
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import read_metrics, reduce_metrics
-from megatron_dppo.rollout.collect import sample_completions, score_completions
 from megatron_dppo.run.session import Session
+from megatron_dppo.run.stream.draw import Draw
 from megatron_dppo.types import Metric, Prompt, RolloutGroup, SamplingParams
 
 _SHOWN_ANSWERS = 4
 
 
-def generate_groups(
-    session: Session, prompts: Sequence[Prompt], samples: int, params: SamplingParams, clock: Clock
-) -> list[RolloutGroup]:
-    """Scored groups; the leader of each model-parallel group samples, its peers receive."""
-    return from_leader(lambda: sample_and_score(session, prompts, samples, params, clock), session.groups.replica)
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out prompts that the engine was asked for."""
 
-
-def sample_and_score(
-    session: Session, prompts: Sequence[Prompt], samples: int, params: SamplingParams, clock: Clock
-) -> list[RolloutGroup]:
-    """Scored groups, on a rank with an engine; runs no collective."""
-    assert session.engine is not None
-    with clock.part("rollout"):
-        completions = sample_completions(session.engine, prompts, samples, params)
-    with clock.part("reward"):
-        return score_completions(session.scorer, prompts, completions)
+    step: int
+    """whose weights answer"""
+    prompts: list[tuple[str, Prompt]]
+    """of this data-parallel rank, with the name of their set"""
+    draw: Draw
 
 
 def evaluate(session: Session) -> dict[str, float]:
-    """Accuracy on the held-out prompts, each data-parallel rank its share.
+    """Ask for answers to the held-out prompts; what they show, or nothing when training goes on meanwhile.
 
     ``eval/accuracy`` and the others are over the prompts of all sets together; a set with a name has them apart too,
     as ``eval/<name>/accuracy``.
     """
-    sets = session.inputs.eval_prompts
+    sets, config = session.inputs.eval_prompts, session.config
     if not sets:
         return {}
     every = [(name, prompts[i]) for name, prompts in sets.items() for i in range(len(prompts))]
     share = every[session.trainer.dp_rank :: session.inputs.layout.dp]
-    mine = [prompt for _, prompt in share]
-    config = session.config.eval
     params = SamplingParams(
-        max_new_tokens=session.config.rollout.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        seed=session.config.run.seed,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.eval.temperature,
+        top_p=config.eval.top_p,
+        seed=config.run.seed,
     )
-    groups = generate_groups(session, mine, config.samples_per_prompt, params, Clock()) if mine else []
-    record_answers(session, groups)
+    draw = session.stream.ask([prompt for _, prompt in share], config.eval.samples_per_prompt, params, session.step)
+    evaluation = Evaluation(session.step, share, draw)
+    if config.evaluates_beside_training and session.step < config.run.num_steps:
+        session.evaluation = evaluation
+        return {}
+    return _values(session, evaluation)
+
+
+def finish_evaluation(session: Session) -> tuple[int, dict[str, float]] | None:
+    """The step and the values of the evaluation that ran beside training, if one did; waits for it."""
+    if session.evaluation is None:
+        return None
+    evaluation, session.evaluation = session.evaluation, None
+    return evaluation.step, _values(session, evaluation)
+
+
+def _values(session: Session, evaluation: Evaluation) -> dict[str, float]:
+    groups = session.stream.answered(evaluation.draw, Clock())
+    record_answers(session, groups, evaluation.step)
     local = _accuracy(groups)
-    for name in filter(None, sets):
-        of_set = [group for (owner, _), group in zip(share, groups, strict=True) if owner == name]
+    for name in filter(None, session.inputs.eval_prompts):
+        of_set = [group for (owner, _), group in zip(evaluation.prompts, groups, strict=True) if owner == name]
         local |= {f"{name}/{metric}": value for metric, value in _accuracy(of_set).items()}
     return prefixed("eval", reduce_over_samples(session, local))
 
@@ -75,12 +84,12 @@ def _accuracy(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
     }
 
 
-def record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
+def record_answers(session: Session, groups: Sequence[RolloutGroup], step: int) -> None:
     """Keep some answers of this evaluation in ``samples.jsonl`` (rank 0); a collective."""
-    agreed(lambda: _record_answers(session, groups) if dist.get_rank() == 0 else None, session.groups.world)
+    agreed(lambda: _record_answers(session, groups, step) if dist.get_rank() == 0 else None, session.groups.world)
 
 
-def _record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
+def _record_answers(session: Session, groups: Sequence[RolloutGroup], step: int) -> None:
     answers = [
         {
             "prompt": group.prompt.text,
@@ -90,10 +99,10 @@ def _record_answers(session: Session, groups: Sequence[RolloutGroup]) -> None:
         }
         for group in groups[:_SHOWN_ANSWERS]
     ]
-    if session.step == 0:
+    if step == 0:
         session.answers_before = answers
-    earlier = [r for r in _read_samples(session) if r["step"] < session.step]  # a killed run may have left later ones
-    records = [*earlier, *({"step": session.step, **a} for a in answers)]
+    earlier = [r for r in _read_samples(session) if r["step"] < step]  # a killed run may have left later ones
+    records = [*earlier, *({"step": step, **a} for a in answers)]
     target = session.folder / "samples.jsonl"
     with disk_errors(target, "the answers"):
         write_synced(target, "".join(json.dumps(r) + "\n" for r in records))

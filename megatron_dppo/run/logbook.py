@@ -19,7 +19,7 @@ from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.run.evaluation import prefixed, read_answers, reduce_over_samples
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.session import Session
-from megatron_dppo.run.stream.sampling import Collected
+from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.types import Metric, StepResult, TrainingSample
 
 _SHOWN_MESSAGES = 8
@@ -94,25 +94,29 @@ def _mean(values: Iterable[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-def log(session: Session, values: dict[str, float]) -> None:
-    """One record to every sink, one line to the terminal; a collective.
+def log(session: Session, step: int, values: dict[str, float]) -> None:
+    """One record of a step to every sink, one line to the terminal; a collective. Nothing where there are no values.
 
     Raises:
         DiskError: on all ranks, when it cannot be written: without its record a run does not go on.
     """
+
+    if not values:
+        return
 
     def write() -> None:
         if session.writer is not None:
             # TensorBoard writes in a thread of its own, whose failure would be a traceback.
             require_space(session.writer.path, _RECORD_BYTES, "the log of a step")
             with disk_errors(session.writer.path, "the metrics"):
-                session.writer.write(session.step, values)
+                session.writer.write(step, values)
 
     agreed(write, session.groups.world)
-    if session.step > 0:
-        session.console.step(session.step, session.config.run.num_steps, values)
+    if "rollout/reward" in values:
+        session.console.step(step, session.config.run.num_steps, values)
     elif "eval/accuracy" in values:
-        session.console.say(f"held-out accuracy before training: {values['eval/accuracy']:.3f}")
+        when = f"of step {step}" if step else "before training"
+        session.console.say(f"held-out accuracy {when}: {values['eval/accuracy']:.3f}")
 
 
 def finish(session: Session) -> None:

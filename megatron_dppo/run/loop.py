@@ -15,12 +15,13 @@ from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.rollout.collect import to_samples
-from megatron_dppo.run.evaluation import evaluate, reduce_over_samples
+from megatron_dppo.run.evaluation import evaluate, finish_evaluation, reduce_over_samples
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
 from megatron_dppo.run.logbook import finish, log, step_metrics
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.session_state import begin, save_session
-from megatron_dppo.run.stream.sampling import Collected, collect_rollouts, sampling_seed
+from megatron_dppo.run.stream.asking import sampling_seed
+from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.supervision.processes import no_orphans, stop_when_torchrun_dies
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
@@ -44,25 +45,27 @@ def _train(session: Session, stop: StopSignal) -> None:
     config = session.config
     with PROGRESS.part("publish"):
         publish(session)
-    if session.step == 0:
-        log(session, evaluate(session))
+    if session.step == 0 or session.evaluation_due:
+        log(session, session.step, evaluate(session))
     if stop.requested():
         raise Stopped(f"by {stop.name} before the next step; the same command continues the run")
     session.console.start("training", config.run.num_steps, session.step)
     while session.step < config.run.num_steps:
         PROGRESS.enter("loop", session.step)
         clock = Clock()
-        collected = collect_rollouts(session, clock)
+        collected = session.stream.collect(session.step, session.trainer.policy_version, clock)
         samples = make_samples(collected.groups, config)
         results = update_policy(session, collected, samples, clock)
-        session.prefetch.wait(clock)  # an engine that samples must not get new weights
+        session.stream.settle(clock)
+        if late := finish_evaluation(session):  # of the weights that the engine still has
+            log(session, *late)
         with clock.part("publish"):
             publish(session)
         session.step += 1
         values = step_metrics(session, collected, samples, results, clock)
         if session.step % config.eval.every == 0 or session.step == config.run.num_steps:
             values |= evaluate(session)
-        log(session, values)
+        log(session, session.step, values)
         stopping = stop.requested()
         if session.is_new_best(values.get("eval/accuracy")) or stopping or save_due(session):
             with PROGRESS.part("save"):
@@ -100,7 +103,8 @@ def update_policy(
     session.trainer.optimizer.set_step(session.step)
     updater = Updater(session.trainer, session.config.train, session.config.loss)
     guard, results = first_update_guard(session, collected), []
-    for result in updater.run(samples, sampling_seed(session, "order"), clock, guard):
+    seed = sampling_seed(session.config, "order", session.step, session.trainer.dp_rank)
+    for result in updater.run(samples, seed, clock, guard):
         session.skipped_in_a_row = session.skipped_in_a_row + 1 if result.skipped else 0
         results.append(result)
     return results

@@ -145,7 +145,7 @@ def _why_unusable(checkpoint: Path, *, accept_unverified: bool) -> tuple[str, st
         state = read_state(checkpoint)
     except CheckpointError as error:
         return "damaged", str(error)
-    if missing := [key for key in ("identity", "layout", "config", "step", "cursor") if key not in state]:
+    if missing := [key for key in ("identity", "layout", "config", "step", "stream") if key not in state]:
         return "damaged", f"state.json has no {missing[0]!r}"
     if state.get("finite", True) is not True:
         return "nonfinite", "its weights or optimizer state are not finite"

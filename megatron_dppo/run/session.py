@@ -31,14 +31,14 @@ from megatron_dppo.run.folder import open_folder
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
-from megatron_dppo.run.stream.carried import Carry
-from megatron_dppo.run.stream.prefetch import Prefetch
+from megatron_dppo.run.stream.stream import Stream
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.supervision.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.run.evaluation import Evaluation
     from megatron_dppo.weights.publish import Publisher
 
 
@@ -54,7 +54,8 @@ class Session:
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
     publisher: Publisher
     scorer: RewardScorer
-    prefetch: Prefetch
+    stream: Stream
+    """where the rollouts come from"""
     console: Console
     writer: MetricsWriter | None
     """None on all ranks but 0."""
@@ -62,14 +63,14 @@ class Session:
     """``time.time()`` at the start of the program"""
     step: int = 0
     """rollout steps done"""
-    cursor: int = 0
-    """prompts taken from the stream"""
     skipped_in_a_row: int = 0
     answers_before: list[dict[str, Any]] = field(default_factory=list)
-    carry: Carry = field(default_factory=Carry)
-    """groups that were stopped and go on in the next step"""
     best: tuple[float, int] | None = None
     """highest evaluation accuracy after training began, and its step"""
+    evaluation: Evaluation | None = None
+    """the one that runs beside training"""
+    evaluation_due: bool = False
+    """one ran beside training when the checkpoint was written, and is to be repeated"""
     resume_point: ResumePoint | None = None
     """where ``session_state.begin`` takes the run up again"""
 
@@ -132,17 +133,18 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         trainer = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform)
-        prefetch = Prefetch(config.train.max_staleness, platform.device)
-        session = Session(config, inputs, trainer, groups, engine, publisher, scorer, prefetch, console, None, started)
+        dp_rank, dp = trainer.dp_rank, inputs.layout.dp
+        stream = Stream(config, inputs.train_prompts, groups, dp_rank, dp, engine, scorer)
+        session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
         session.resume_point = point
         yield session
     finally:
         watchdog.close()
         console.finish()
         if session is not None:
-            session.prefetch.close()  # before the scorer, which it may still use
             if session.engine is not None:
                 session.engine.close()
+            session.stream.close()  # before the scorer, which it may still use
             session.publisher.close()
             if session.writer is not None:
                 session.writer.close()

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from megatron_dppo.files.disk import require_space
 from megatron_dppo.mcore.checkpoint_folder import is_finite, prune, set_aside
-from megatron_dppo.parallel.objects import agreed, is_leader
+from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.report.metrics import MetricsWriter, read_metrics
 from megatron_dppo.run.output import space_for_save
 from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
 from megatron_dppo.run.session import Session
 from megatron_dppo.run.starts import record_start
-from megatron_dppo.run.stream.prefetch import describe_batches, load_batches, save_batches, why_unusable
+from megatron_dppo.run.stream.saved import SavedStream, load_contents, save_contents, why_unusable
 
 
 def begin(session: Session) -> None:
@@ -68,9 +68,10 @@ def _restore(session: Session, point: ResumePoint) -> None:
     """Put the run back to where the checkpoint was written."""
     say = session.console.say
     state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
-    session.step, session.cursor = state["step"], state["cursor"]
+    session.step = state["step"]
     session.skipped_in_a_row, session.answers_before = state["skipped_in_a_row"], state["answers_before"]
     session.best = tuple(state["best"]) if state["best"] else None
+    session.evaluation_due = state["evaluation_due"]
     for each in point.passed_over:
         say(f"warning  {each.checkpoint} is passed over: {each.reason}; it is renamed to end in .{each.kind}")
     version = session.trainer.policy_version
@@ -80,48 +81,48 @@ def _restore(session: Session, point: ResumePoint) -> None:
     for change in point.changes:
         accepted = ", by checkpoint.accept_changes" if change.kind == "results" else ""
         say(f"         changed{accepted}: {change}")
-    _restore_prefetch(session, state, point.checkpoint)
-    carried = session.carry.restore(state.get("carried", []), session.inputs.layout.dp)
-    if carried and not session.config.rollout.abort_slowest:
-        say(f"         {carried} carried prompts are given up: rollout.abort_slowest is off now")
+    _restore_stream(session, state, point.checkpoint)
 
 
-def _restore_prefetch(session: Session, state: dict[str, Any], checkpoint: Path) -> None:
-    """Take the rollouts that were sampled ahead from the checkpoint, or their prompts back into the stream."""
-    described, dp = state.get("prefetch", {"batches": []}), session.inputs.layout.dp
-    if not described["batches"]:
-        return
-    if problem := why_unusable(described, state["config"], session.config, dp):
-        session.cursor = described["batches"][0]["cursor"]
+def _restore_stream(session: Session, state: dict[str, Any], checkpoint: Path) -> None:
+    """Take the rollouts that were not trained on from the checkpoint, or their prompts back into the stream."""
+    dp, prompts = session.inputs.layout.dp, session.inputs.train_prompts
+    before = SavedStream.of(state["stream"])
+    saved = before.on(dp)
+    problem = why_unusable(saved, state["config"], session.config)
+    if problem and saved.num_prompts:
         session.console.say(f"         the rollouts that were sampled ahead are sampled again: {problem}")
+    if problem:
+        session.stream.restore(saved.without_draws(session.step), {})
         return
-    prompt = session.inputs.train_prompts.__getitem__
-    session.prefetch.restore(load_batches(described, session.trainer.dp_rank, checkpoint, prompt))
+    contents = {}
+    if session.engine is not None:
+        contents = load_contents(before, dp, session.trainer.dp_rank, checkpoint, prompts.__getitem__)
+    session.stream.restore(saved, contents)
 
 
 def save_session(session: Session) -> str:
-    """Write a checkpoint of this step; nothing may run in the background.
+    """Write a checkpoint of this step, with all that was sampled and not trained on.
 
     Returns:
         Where it is, and what there is to say of it.
     """
-    batches, groups = session.prefetch.ready(), session.groups
+    groups, stream = session.groups, session.stream
     # One rank writes for each data-parallel rank: the one whose engine sampled.
-    writes = is_leader(groups.replica)
+    contents = stream.contents() if session.engine is not None else []
     state = {
         "step": session.step,
-        "cursor": session.cursor,
         "skipped_in_a_row": session.skipped_in_a_row,
         "answers_before": session.answers_before,
         "best": session.best,
-        "carried": session.carry.groups,
-        "prefetch": describe_batches(batches, session.inputs.layout.dp),
+        "evaluation_due": session.evaluation is not None,
+        "stream": stream.saved().plain(),
         "identity": run_identity(session.config, session.inputs),
         "layout": layout_identity(session.config, session.inputs),
         "config": session.config.model_dump(mode="json"),
     }
     config, best = session.config.checkpoint, _best_step(session)
-    also = partial(save_batches, batches if writes else [], session.trainer.dp_rank)
+    also = partial(save_contents, contents, session.trainer.dp_rank)
     folder = session.checkpoint_folder
     agreed(lambda: require_space(folder, space_for_save(session.config, session.inputs), "a checkpoint"), groups.world)
     path = session.trainer.save(folder, session.step, state, config.keep, best, also)

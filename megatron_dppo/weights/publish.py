@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import PublishError
 from megatron_dppo.hf import drain
-from megatron_dppo.parallel.objects import from_leader
+from megatron_dppo.parallel.objects import from_each, from_leader
 from megatron_dppo.rollout.attempt import SyncResult
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.server import ServerInfo
@@ -106,6 +106,9 @@ class ServerPublisher:
         settings, version = self._config.rollout.weight_sync, self._trainer.policy_version
         probes = self._published == 0 or (settings.probe_every and self._published % settings.probe_every == 0)
         notes: list[str] = []
+        if self._engine is not None:
+            self._engine.pause()
+        from_each(None, self._trainer.groups.world)  # until no rank has a request under way
         kept, unproved = dict[str, ServerInfo](), dict[str, str]()
         for attempt in range(1, settings.attempts + 1):
             verdict = self._attempt(version, kept, is_last=attempt == settings.attempts, probes=bool(probes))

@@ -21,7 +21,7 @@ from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.distributed
 
-STATE: dict[str, Any] = {"identity": {}, "layout": {}, "config": {}, "cursor": 0}
+STATE: dict[str, Any] = {"identity": {}, "layout": {}, "config": {}, "stream": {}}
 
 
 class Evil:

@@ -52,6 +52,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def step_records(folder: Path) -> list[dict[str, Any]]:
+    """Those of steps that trained; an evaluation beside training has a line of its own."""
+    return [record for record in records(folder) if "rollout/reward" in record]
+
+
 def without_timings(folder: Path) -> list[dict[str, Any]]:
     """The same, without what depends on the clock."""
     return [{k: v for k, v in r.items() if not k.startswith("perf/")} for r in records(folder)]

@@ -86,7 +86,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 def test_dynamic_sampling_replaced_groups_without_signal(uninterrupted: Path) -> None:
     """More prompts were drawn than 4 a step, and few groups without signal are left."""
     state = json.loads((uninterrupted / "checkpoints/step_000005/state.json").read_text())
-    assert state["cursor"] > 4 * STEPS
+    assert state["stream"]["cursor"] > 4 * STEPS
     steps = [r for r in without_timings(uninterrupted) if "rollout/groups_without_signal" in r]
     assert sum(r["rollout/groups_without_signal"] for r in steps) / len(steps) < 0.3
     assert all(r["eval/accuracy"] <= r["eval/pass_at_k"] for r in steps if "eval/pass_at_k" in r)

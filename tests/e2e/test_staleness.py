@@ -65,10 +65,8 @@ def test_killed_with_rollouts_sampled_ahead_and_resumed_equals_uninterrupted(
     wait_for(tmp_path / "run/checkpoints/step_000003.partial", process)
     kill_all(process)
     checkpoint = tmp_path / "run/checkpoints/step_000002"
-    assert {p.name for p in checkpoint.glob("rollouts_*")} == {
-        f"rollouts_000002_{rank:05d}.safetensors" for rank in (0, 1)
-    }
-    assert json.loads((checkpoint / "state.json").read_text())["prefetch"]["batches"][0]["sampled_at"] == 1
+    assert {p.name for p in checkpoint.glob("rollouts_*")} == {f"rollouts_{rank:05d}.safetensors" for rank in (0, 1)}
+    assert json.loads((checkpoint / "state.json").read_text())["stream"]["draws"][0][0]["sampled_at"] == 1
     result = train(arguments, processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "(step 2, policy version 4)" in result.stdout and "sampled again" not in result.stdout
@@ -85,7 +83,7 @@ def test_rollouts_sampled_ahead_go_to_another_layout_or_back_into_the_stream(
     ahead = train([*arguments, *settings, *flags(run__output_dir=folder)], processes=2)
     assert ahead.returncode == 0, ahead.stderr
     state = json.loads((folder / "checkpoints/step_000001/state.json").read_text())
-    assert state["cursor"] == 12 and state["prefetch"]["batches"][0]["cursor"] == 6
+    assert state["stream"]["cursor"] == 12 and state["stream"]["draws"][0][0]["places"][0] == [6, 1]
     shutil.rmtree(folder / "checkpoints/step_000002")
     shutil.copytree(folder, copy)
 
@@ -100,7 +98,7 @@ def test_rollouts_sampled_ahead_go_to_another_layout_or_back_into_the_stream(
     assert "sampled again: they are older than train.max_staleness = 0 allows" in on_policy.stdout
     assert records(copy)[-1]["rollout/policy_age_max"] == 0
     state = json.loads((copy / "checkpoints/step_000002/state.json").read_text())
-    assert state["cursor"] == 12 and not list((copy / "checkpoints/step_000002").glob("rollouts_*"))
+    assert state["stream"]["cursor"] == 12 and not list((copy / "checkpoints/step_000002").glob("rollouts_*"))
 
 
 REWARD = '''

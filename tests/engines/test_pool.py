@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.http import Deadlines
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.server_engine import ServerEngine
@@ -96,6 +97,14 @@ def prompts(count: int, siblings: int) -> list[Prompt]:
     ]
 
 
+def first_complete(
+    engine: ServerEngine, asked: Sequence[Prompt], keys: Sequence[int], enough: int, keep: Sequence[int]
+) -> list[list[Completion] | None]:
+    """Groups of three, until ``enough`` are complete."""
+    groups = [GroupRequest(key, prompt, 3) for key, prompt in zip(keys, asked, strict=True)]
+    return [future.result(120) for future in engine.submit(groups, PARAMS, enough, keep)]
+
+
 def check(prompt: Prompt, completion: Completion, models: dict[int, Reference]) -> None:
     """Every span equals transformers with the weights of its version: log-probabilities, Top-K, routes."""
     assert completion.logprobs is not None and completion.topk_token_ids is not None
@@ -159,11 +168,11 @@ def test_the_slowest_are_stopped_and_continued_under_the_next_weights(
     try:
         # More than are in flight at a time: those of one batch may all end together.
         asked = prompts(20, siblings=1)
-        first = engine.generate_first(asked, range(20), 3, PARAMS, enough=3, keep=range(20))
+        first = first_complete(engine, asked, range(20), enough=3, keep=range(20))
         left = [i for i, group in enumerate(first) if group is None]
-        assert 3 <= 20 - len(left) < 20 and set(engine._unfinished) == set(left)
+        assert 3 <= 20 - len(left) < 20 and set(engine.unfinished()) == set(left)
         update(engine, clients, new_model, 1)
-        rest = engine.generate_first([asked[i] for i in left], left, 3, PARAMS, enough=len(left), keep=())
+        rest = first_complete(engine, [asked[i] for i in left], left, enough=len(left), keep=())
         for prompt, group in zip(asked, first, strict=True):
             for completion in group or []:
                 check(prompt, completion, {0: old_model})

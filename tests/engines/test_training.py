@@ -23,7 +23,7 @@ from megatron_dppo.rollout.http import Deadlines
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.weights.sync import WeightSync
-from tests.e2e.runs import CONFIG, command, environment, records, train
+from tests.e2e.runs import CONFIG, command, environment, records, step_records, train
 from tests.engines.lies import generation_lie, nan_logprobs, shifted_topk
 from tests.engines.proxy import Proxy
 from tests.engines.runs import arguments
@@ -64,7 +64,7 @@ def test_server_and_trainer_agree_on_every_token_and_every_expert(pair: list[Eng
         folder = tmp_path / method
         result = train(arguments(pair, folder, rollout__weight_sync__method=method, **more), processes=2)
         assert result.returncode == 0, result.stdout + result.stderr
-        steps = records(folder)[1:]
+        steps = step_records(folder)
         assert len(steps) == 4
         for step in steps:
             # One update a step: the policy is the one that sampled, and only the two programs differ.
@@ -87,12 +87,45 @@ def test_stopped_responses_go_on_in_the_next_step_under_new_weights(pair: list[E
     }
     result = train(arguments(pair, folder, **more), processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
-    steps = records(folder)[1:]
+    steps = step_records(folder)
     assert len(steps) == 6
     assert sum(step["rollout/carried_groups"] for step in steps) > 0
     assert steps[0]["rollout/policy_age_max"] == 0 < max(step["rollout/policy_age_max"] for step in steps) <= 2
     assert all(step["train/router_missing"] == 0 == step["train/router_disagreement"] for step in steps)
     assert steps[0]["train/abs_prob_diff_first"] < 1e-5
+
+
+@pytest.mark.parametrize("order", ["stream", "completed"])
+def test_rollouts_go_on_under_new_weights_while_the_policy_trains_and_is_evaluated(
+    pair: list[Engine], tmp_path: Path, order: str
+) -> None:
+    more = {
+        "run__num_steps": 5,
+        "train__max_staleness": 2,
+        "rollout__order": order,
+        "rollout__dynamic_sampling": str(order == "stream").lower(),  # refills are of the current weights
+        "rollout__servers__max_in_flight": 24,
+        "eval__every": 2,
+        "checkpoint__save_every": 2,
+        "warmup__num_steps": 30,
+    }
+    folder = tmp_path / "run"
+    result = train(arguments(pair, folder, **more), processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    steps = step_records(folder)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
+    assert 0 < max(step["rollout/policy_age_max"] for step in steps) <= 2
+    assert all(step["train/router_missing"] == 0 == step["rollout/retried_requests"] for step in steps)
+    # On-policy tokens differ by the two programs alone; older ones by at most two updates.
+    assert steps[0]["train/abs_prob_diff_first"] < 1e-5
+    evaluated = [record["step"] for record in records(folder) if "eval/accuracy" in record]
+    assert evaluated == [0, 2, 4, 5]
+    assert [record["step"] for record in records(folder)] == sorted(record["step"] for record in records(folder))
+    again = train(
+        arguments(pair, folder, **(more | {"run__num_steps": 7, "checkpoint__accept_changes": "true"})), processes=2
+    )
+    assert again.returncode == 0 and "resumed" in again.stdout, again.stdout + again.stderr
+    assert [step["step"] for step in step_records(folder)] == list(range(1, 8))
 
 
 def test_a_run_goes_on_without_a_server_that_begins_to_lie_and_names_it(pair: list[Engine], tmp_path: Path) -> None:
@@ -101,7 +134,7 @@ def test_a_run_goes_on_without_a_server_that_begins_to_lie_and_names_it(pair: li
         result = train(arguments([liar, pair[1]], tmp_path / "run", **more), processes=2)
         output = result.stdout + result.stderr
         assert result.returncode == 0, output
-        steps = records(tmp_path / "run")[1:]
+        steps = step_records(tmp_path / "run")
         assert len(steps) == 3 and sum(step["rollout/breaches"] for step in steps) >= 2, output
         assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in steps)
         assert f"servers  {liar.url}" in output and f"{pair[1].url}: the answer" not in output
@@ -133,13 +166,13 @@ def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_
     wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(records(folder)) > 3, run, tmp_path / "out")
     killed_in_sync(run, pair)
     assert -1 in {ask(engine)[0].policy_version for engine in pair}
-    done = len(records(folder)) - 1
+    done = len(step_records(folder))
     longer = {**more, "run__num_steps": done + 2, "checkpoint__accept_changes": "true"}
     again = train(arguments(pair, folder, **longer), processes=2)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed" in again.stdout
-    assert [step["step"] for step in records(folder)[1:]] == list(range(1, done + 3))
-    assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in records(folder)[1:])
+    assert [step["step"] for step in step_records(folder)] == list(range(1, done + 3))
+    assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in step_records(folder))
     (first, one), (second, other) = map(ask, pair)
     assert first.policy_version == second.policy_version > 0 and one == other
 
@@ -190,7 +223,7 @@ def test_a_server_that_is_killed_in_mid_rollout_costs_no_sample(pair: list[Engin
     wait_for(lambda: num_running(pair[0]) >= 4, run, tmp_path / "out")  # the probe is one
     kill(pair[0].process)
     assert run.wait(300) == 0, (tmp_path / "out").read_text()
-    steps = records(folder)[1:]
+    steps = step_records(folder)
     assert len(steps) == 8
     for step in steps:
         assert step["rollout/policy_age_max"] == 0

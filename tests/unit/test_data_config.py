@@ -100,20 +100,22 @@ def test_named_sets_are_reported_apart_and_together(monkeypatch: pytest.MonkeyPa
     reward = {text: float(random.Random(text).random() < 0.5) for text in texts["a"] + texts["b"]}
     local: list[dict[str, Metric]] = []
 
-    def answer(session: Any, prompts: Any, *rest: Any) -> list[RolloutGroup]:
+    def answer(prompts: Any, *rest: Any) -> list[RolloutGroup]:
         done = Completion(token_ids=(1,), logprobs=None, finish_reason="stop", policy_version=0, text="")
         return [
             RolloutGroup(prompt=p, rollouts=(Rollout(prompt=p, completion=done, reward=reward[p.text]),))
             for p in prompts
         ]
 
-    monkeypatch.setattr(evaluation, "generate_groups", answer)
+    stream = SimpleNamespace(ask=answer, answered=lambda groups, clock: groups)
     monkeypatch.setattr(evaluation, "record_answers", lambda *_: None)
     monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, metrics: local.append(metrics) or {})
     for rank in (0, 1):
         layout = SimpleNamespace(dp=2)
         session = SimpleNamespace(
             config=configuration,
+            stream=stream,
+            step=1,
             inputs=SimpleNamespace(eval_prompts=read.eval_prompts, layout=layout),
             trainer=SimpleNamespace(dp_rank=rank),
         )

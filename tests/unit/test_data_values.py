@@ -20,7 +20,7 @@ from megatron_dppo.report.metrics import read_metrics
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.worker import Worker
-from megatron_dppo.rollout.store import load_groups, save_groups
+from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.run.evaluation import record_answers
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 
@@ -69,10 +69,10 @@ def downstream(prompt: Prompt, folder: Path) -> None:
     )
     rollout = Rollout(prompt=prompt, completion=completion, reward=1.0)
     group = RolloutGroup(prompt=prompt, rollouts=(rollout,))
-    save_groups(folder / "groups", [group])
-    assert load_groups(folder / "groups", [prompt])[0].prompt is prompt
+    save_groups(folder / "groups", [Stored(0, prompt, group)])
+    assert load_groups(folder / "groups", lambda position: prompt)[0].content == group
     session: Any = SimpleNamespace(folder=folder, step=0, answers_before=[], groups=SimpleNamespace(world=None))
-    record_answers(session, [group])
+    record_answers(session, [group], 0)
     (record,) = read_metrics(folder / "samples.jsonl")
     assert (record["prompt"], record["label"]) == (prompt.text, prompt.label)
     (folder / "state.json").write_text(json.dumps({"answers_before": session.answers_before}, indent=2), "utf-8")

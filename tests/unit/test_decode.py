@@ -15,6 +15,7 @@ from megatron_dppo.rollout.decode import Decoded, Sampler, decode
 from megatron_dppo.types import SamplingParams
 
 MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"
+LIMIT = 16
 END = set(range(2, 12))
 """so many that rows of a random model end at every step"""
 TEXTS = ["7+8-3="] * 12 + ["1="] * 12 + ["9-9-9+4="] * 8
@@ -28,9 +29,9 @@ def parts() -> tuple[Any, list[list[int]]]:
 
 def sample(parts: Any, **params: Any) -> Decoded:
     model, prompts = parts
-    settings = SamplingParams(max_new_tokens=16, seed=4, **params)
+    settings = SamplingParams(max_new_tokens=LIMIT, seed=4, **params)
     sampler = Sampler(settings, torch.Generator().manual_seed(settings.seed), len(prompts))
-    return decode(model, prompts, sampler, max_new_tokens=16, end=END, pad=0, topk=settings.topk_logprobs)
+    return decode(model, prompts, sampler, max_new_tokens=LIMIT, end=END, pad=0, topk=settings.topk_logprobs)
 
 
 def responses(decoded: Decoded) -> list[list[int]]:
@@ -138,3 +139,39 @@ def test_decoding_ends_with_its_last_row_or_at_the_limit(parts: Any) -> None:
     sampler = Sampler(SamplingParams(max_new_tokens=1), torch.Generator(), len(prompts))
     one = decode(model, prompts, sampler, max_new_tokens=1, end=set(), pad=0)
     assert one.tokens.shape == (len(TEXTS), 1) and one.topk_ids is None
+
+
+def test_rows_have_limits_and_ends_of_their_own_and_are_reported_when_they_reach_them(parts: Any) -> None:
+    model, prompts = parts
+    free, limits = responses(sample(parts)), [2 + i % 9 for i in range(len(prompts))]
+    further = [[[row[0]], [], [*row[2:3], *row[4:5]], []][i % 4] for i, row in enumerate(free)]
+    expected = []
+    for row, limit, ends in zip(free, limits, further, strict=True):
+        length = next((i + 1 for i, token in enumerate(row) if token in ends or token in END), LIMIT)
+        expected.append(row[: min(length, limit)])
+    lengths = sorted({len(row) for row in expected})
+    assert len(lengths) >= 6 and lengths[-1] < max(map(len, free)) and set(map(len, further)) == {0, 1, 2}
+    for stop_at in (0, 3, 99):
+        told: list[list[int]] = []
+
+        def ended(rows: list[int], told: list[list[int]] = told, stop_at: int = stop_at) -> bool:
+            told.append(rows)
+            return len(told) == stop_at
+
+        sampler = Sampler(SamplingParams(max_new_tokens=9, seed=4), torch.Generator().manual_seed(4), len(prompts))
+        decoded = decode(
+            model, prompts, sampler, max_new_tokens=limits, end=END, pad=0, further_ends=further, ended=ended
+        )
+        steps = lengths[2] if stop_at == 3 else lengths[-1]
+        assert decoded.tokens.shape == decoded.logprobs.shape == (len(prompts), steps)
+        assert told == [[i for i, row in enumerate(expected) if len(row) == n] for n in lengths if n <= steps]
+        for row, found in zip(expected, decoded.tokens.tolist(), strict=True):
+            assert found[: len(row)] == row[:steps]
+
+
+@pytest.mark.parametrize("limits", [0, [0, 5]])
+def test_a_limit_below_one_is_refused(parts: Any, limits: Any) -> None:
+    model, prompts = parts
+    with pytest.raises(ValueError, match="max_new_tokens must be above 0, got 0"):
+        sampler = Sampler(SamplingParams(max_new_tokens=1), torch.Generator(), 2)
+        decode(model, prompts[:2], sampler, max_new_tokens=limits, end=END, pad=0)

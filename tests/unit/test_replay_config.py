@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.replay_checks import refuse_what_ignores_replay
-from megatron_dppo.run.stream.prefetch import why_unusable
+from megatron_dppo.run.stream.saved import SavedStream, why_unusable
 from tests.unit.configs import config
 
 
@@ -72,9 +72,9 @@ def test_what_obeys_replay_is_not_refused() -> None:
 
 
 def test_rollouts_sampled_ahead_without_experts_are_sampled_again() -> None:
-    described: dict[str, Any] = {"dp": 1, "batches": []}
+    stream = SavedStream(0, 0, {}, [[]], [[]])
     off, replay = config(), config(train={"router_replay": "rollout"})
     was = off.model_dump(mode="json")
-    assert "without the experts" in why_unusable(described, was, replay, 1)
-    assert not why_unusable(described, replay.model_dump(mode="json"), replay, 1)
-    assert not why_unusable(described, replay.model_dump(mode="json"), off, 1)
+    assert "without the experts" in why_unusable(stream, was, replay)
+    assert not why_unusable(stream, replay.model_dump(mode="json"), replay)
+    assert not why_unusable(stream, replay.model_dump(mode="json"), off)

@@ -119,10 +119,10 @@ def test_evaluation_counts_unshaped_scores(monkeypatch: pytest.MonkeyPatch) -> N
     right = (rollout(0.5, {"score": 1.0, "overlong": -0.5}), rollout(0.1, {"score": 0.0, "format": 0.1}))
     wrong = (rollout(0.1, {"score": 0.0, "format": 0.1}),) * 2
     groups = [RolloutGroup(prompt=right[0].prompt, rollouts=rollouts) for rollouts in (right, wrong)]
-    monkeypatch.setattr(evaluation, "generate_groups", lambda *_: groups)
     monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, local: reduce_metrics([local], None))
     settings = config(eval={"samples_per_prompt": 2, "temperature": 1.0})
     session = SimpleNamespace(config=settings, step=0, answers_before=[], trainer=SimpleNamespace(dp_rank=0))
+    session.stream = SimpleNamespace(ask=lambda *_: None, answered=lambda *_: groups)
     session.inputs = SimpleNamespace(eval_prompts={"": [g.prompt for g in groups]}, layout=SimpleNamespace(dp=1))
     monkeypatch.setattr(evaluation, "record_answers", lambda *_: None)
     values = evaluation.evaluate(session)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from megatron_dppo.data.routing import (
     with_all_routes,
 )
 from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.rollout.store import load_groups, save_groups
+from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, RoutingShape
 
 SHAPE = RoutingShape(num_layers=3, num_experts=8, topk=2)
@@ -189,6 +189,7 @@ def test_a_checkpoint_s_rollouts_keep_their_routes_to_the_bit(tmp_path: Path) ->
             routed_experts=compact(routes(2, shape), shape),
         )
         group = RolloutGroup(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, reward=1.0),))
-        save_groups(tmp_path / "r", [group])
-        found = load_groups(tmp_path / "r", [prompt])[0].rollouts[0].completion.routed_experts
+        save_groups(tmp_path / "r", [Stored(0, prompt, group)])
+        (stored,) = load_groups(tmp_path / "r", lambda position: prompt)
+        found = stored.content.rollouts[0].completion.routed_experts  # type: ignore[union-attr]
         assert found is not None and found.dtype == shape.dtype and torch.equal(found, completion.routed_experts)  # type: ignore[arg-type]

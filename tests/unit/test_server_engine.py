@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.loop_thread import LoopThread
 from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
 from tests.unit.fake_servers import END, VOCAB, FakeServer, logprob, routes
 
@@ -59,6 +61,20 @@ def publish(engine: ServerEngine, servers: list[FakeServer], version: int) -> No
     for server in servers:
         server.version = version
     engine.use_version(version, [server.url for server in servers])
+
+
+def first_complete(
+    engine: ServerEngine,
+    wanted: Sequence[int],
+    keys: Sequence[int],
+    siblings: int,
+    how: SamplingParams,
+    enough: int,
+    keep: Any,
+) -> list[list[Completion] | None]:
+    """The groups of some prompts, until ``enough`` are complete."""
+    groups = [GroupRequest(key, prompt(i), siblings) for i, key in zip(wanted, keys, strict=True)]
+    return [future.result(20) for future in engine.submit(groups, how, enough, keep)]
 
 
 def params(tokens: int = 6, **settings: Any) -> SamplingParams:
@@ -130,7 +146,7 @@ def test_a_response_that_was_stopped_from_outside_goes_on_under_the_new_weights(
 def test_a_request_that_is_always_stopped_at_once_is_an_error(
     engine: ServerEngine, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.server_engine._EMPTY_ANSWERS", 2)
+    monkeypatch.setattr("megatron_dppo.rollout.server_response._EMPTY_ANSWERS", 2)
     stopping = True
 
     async def always() -> None:
@@ -156,13 +172,12 @@ def slow_groups(servers: list[FakeServer], slow: set[int], end: int = 9) -> None
 
 def test_the_slowest_groups_are_stopped_and_continued_later(engine: ServerEngine, servers: list[FakeServer]) -> None:
     slow_groups(servers, {1})
-    three = [prompt(i) for i in range(3)]
-    first = engine.generate_first(three, [10, 11, 12], 2, params(60), enough=2, keep={10, 11, 12})
+    first = first_complete(engine, range(3), [10, 11, 12], 2, params(60), enough=2, keep={10, 11, 12})
     assert first[1] is None and all(len(c.token_ids) == 7 for i in (0, 2) for c in first[i] or [])
     assert all(server.running == 0 for server in servers)
     publish(engine, servers, 5)
     slow_groups(servers, set(), end=40)
-    (again,) = engine.generate_first([three[1]], [11], 2, params(60), enough=1, keep=())
+    (again,) = first_complete(engine, [1], [11], 2, params(60), enough=1, keep=())
     assert again is not None
     for completion in again:
         assert completion.finish_reason == "stop" and len(completion.token_ids) == 38
@@ -172,16 +187,16 @@ def test_the_slowest_groups_are_stopped_and_continued_later(engine: ServerEngine
         check(completion, 3, [1] * edge + [5] * (38 - edge))
     requests = [r for server in servers for r in server.requests]
     assert len({r.request_id for r in requests}) == len(requests)
-    assert not engine._unfinished
+    assert not engine.unfinished()
 
 
 def test_what_is_not_kept_begins_anew(engine: ServerEngine, servers: list[FakeServer]) -> None:
     slow_groups(servers, {1})
-    first = engine.generate_first([prompt(0), prompt(1)], [0, 1], 2, params(60), enough=1, keep=())
+    first = first_complete(engine, [0, 1], [0, 1], 2, params(60), enough=1, keep=())
     assert first[1] is None
     publish(engine, servers, 5)
     slow_groups(servers, set())
-    (again,) = engine.generate_first([prompt(1)], [1], 2, params(60), enough=1, keep=())
+    (again,) = first_complete(engine, [1], [1], 2, params(60), enough=1, keep=())
     assert again is not None and {c.policy_versions for c in again} == {(VersionSpan(5, 0, 7),)}
 
 
@@ -194,15 +209,98 @@ def test_requests_that_were_never_sent_do_not_begin_when_others_are_stopped(serv
         engine = ServerEngine(servers, FakeTokenizer(), dense, max_in_flight=2, health_seconds=1)  # type: ignore
     publish(engine, servers, 1)
     slow_groups(servers, {1, 2, 3})
-    groups = engine.generate_first(
-        [prompt(i) for i in range(4)], [0, 1, 2, 3], 1, params(500), enough=1, keep={1, 2, 3}
-    )
+    groups = first_complete(engine, range(4), [0, 1, 2, 3], 1, params(500), enough=1, keep={1, 2, 3})
     assert [group is None for group in groups] == [False, True, True, True]
     asked = {request.token_ids[0] - 100 for server in servers for request in server.requests}
     assert 3 not in asked and {0, 1} <= asked
-    assert set(engine._unfinished) == {1, 2, 3}
+    assert set(engine.unfinished()) == {1, 2, 3}
     with pytest.raises(ValueError, match="no experts"):
         engine.generate([prompt(0)], params(routed_experts=True))
+    engine.close()
+
+
+def test_what_is_under_way_can_be_looked_at_goes_on_and_goes_on_elsewhere(
+    engine: ServerEngine, servers: list[FakeServer]
+) -> None:
+    slow_groups(servers, set(), end=60)
+    wanted = params(80, topk_logprobs=2, routed_experts=True)
+    futures = engine.submit([GroupRequest(4, prompt(4), 2)], wanted, 1)
+    time.sleep(0.05)
+    found = engine.unfinished()
+    assert found.keys() == {4} and all(server.running == 0 or server.requests for server in servers)
+    had = [state.token_ids for state in found[4]]
+    assert all(0 < len(tokens) < 58 for tokens in had)
+    (here,) = [future.result(20) for future in futures]
+    publish(engine, servers, 7)
+    engine.restore(found)
+    (there,) = first_complete(engine, [4], [4], 2, wanted, enough=1, keep=())
+    for completion, other, tokens in zip(here or [], there or [], had, strict=True):
+        edge = len(tokens)
+        check(completion, 3, [1] * 58)
+        check(other, 3, [1] * edge + [7] * (58 - edge))
+        expected = torch.cat([routes(0, 3 + edge - 1, 1), routes(3 + edge - 1, 60, 7)])
+        assert torch.equal(other.routed_experts, expected)  # type: ignore[arg-type]
+
+
+def test_a_pause_takes_requests_back_and_sends_none_until_new_weights_are_there(
+    engine: ServerEngine, servers: list[FakeServer]
+) -> None:
+    slow_groups(servers, set(), end=60)
+    (future,) = engine.submit([GroupRequest(0, prompt(0), 4)], params(80), 1)
+    time.sleep(0.05)
+    engine.pause()
+    assert all(server.running == 0 for server in servers)
+    (later,) = engine.submit([GroupRequest(1, prompt(1), 1)], params(80), 1)
+    time.sleep(0.05)
+    assert all(server.running == 0 for server in servers) and not future.done()
+    publish(engine, servers, 9)
+    for completion in future.result(20) or []:
+        assert [span.policy_version for span in completion.policy_versions] == [1, 9]
+    check((later.result(20) or [])[0], 3, [9] * 58)
+
+
+def test_a_function_goes_on_by_replay_after_it_was_stopped(servers: list[FakeServer]) -> None:
+    """Turns of four tokens with two of a tool between them; the second call gives the function what it had."""
+    begun: list[int] = []
+
+    async def turns_of_four(prompt: Prompt, turns: Turns) -> Completion:
+        begun.append(prompt.token_ids[0])
+        for i in range(4):
+            turn = await turns.sample(max_new_tokens=4)
+            assert len(turn.token_ids) == 4 and turns.append([50 + i, 51]) == 2
+        return turns.finish()
+
+    dense = SimpleNamespace(vocab_size=VOCAB, eos_token_id=END)
+    import megatron_dppo.rollout.server_engine as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "routing_shape", lambda config: None)
+        engine = ServerEngine(
+            servers,
+            FakeTokenizer(),
+            dense,  # type: ignore[arg-type]
+            max_in_flight=8,
+            health_seconds=1,
+            function=turns_of_four,
+        )
+    publish(engine, servers, 1)
+    engine.submit([GroupRequest(0, prompt(0), 1)], params(90), 0, keep={0})[0].result(20)
+    futures = engine.submit([GroupRequest(1, prompt(1), 1), GroupRequest(2, prompt(2), 1)], params(90), 2, keep={1, 2})
+    time.sleep(0.03)
+    half = engine.unfinished()
+    assert any(0 < len(state.token_ids) < 24 for key in (1, 2) for state in half[key])
+    whole = [future.result(20) for future in futures]
+    publish(engine, servers, 3)
+    engine.restore(half)
+    again = first_complete(engine, [1, 2], [1, 2], 1, params(90), enough=2, keep=())
+    for key, before, after in zip((1, 2), whole, again, strict=True):
+        assert before is not None and after is not None
+        assert before[0].token_ids == after[0].token_ids and before[0].loss_mask == after[0].loss_mask
+        had = len(half[key][0].token_ids)
+        versions = [v for v, start, end in after[0].policy_versions for _ in range(start, end)]
+        sampled = [i for i in range(24) if i % 6 < 4]
+        assert versions == [1 if i < had else 3 for i in sampled]
+    assert begun.count(101) >= 2
     engine.close()
 
 

@@ -16,11 +16,11 @@ from megatron_dppo.data.routing import is_missing
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.errors import ConfigError, GenerateError
 from megatron_dppo.rollout import server_engine
-from megatron_dppo.rollout.collect import rollout_metrics, sample_completions, score_completions, to_samples
+from megatron_dppo.rollout.collect import rollout_metrics, score_completions, to_samples
 from megatron_dppo.rollout.server_engine import ServerEngine
-from megatron_dppo.rollout.store import load_groups, save_groups
+from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.rollout.turns import Turns, load_generate
-from megatron_dppo.types import Completion, Prompt, VersionSpan
+from megatron_dppo.types import Completion, Prompt, RolloutGroup, VersionSpan
 from tests.unit.configs import config
 from tests.unit.fake_servers import END, SHAPE, VOCAB, FakeServer, logprob, routes
 from tests.unit.test_server_engine import FakeTokenizer, params, prompt, publish
@@ -123,16 +123,11 @@ def test_a_turn_has_a_limit_of_its_own(run: Any) -> None:
 def test_given_tokens_leave_the_loss_and_every_count(run: Any) -> None:
     found = run(with_tool, topk_logprobs=2)
 
-    class Engine:
-        def generate(self, prompts: Any, params: Any) -> list[Completion]:
-            return [found for _ in prompts]
-
     class Scorer:
-        def score(self, items: Any) -> list[Any]:
+        def score(self, items: Any, *, is_batch: bool) -> list[Any]:
             return [SimpleNamespace(reward=float(i), failed=False, parts={}) for i, _ in enumerate(items)]
 
-    completions = sample_completions(Engine(), [prompt(0)], 2, params())  # type: ignore[arg-type]
-    groups = score_completions(Scorer(), [prompt(0)], completions)  # type: ignore[arg-type]
+    groups = score_completions(Scorer(), [prompt(0)], [found, found])  # type: ignore[arg-type]
     samples = to_samples(groups, [[-0.5, 0.5]])
     for sample, advantage in zip(samples, (-0.5, 0.5), strict=True):
         mask = [False, False, *found.loss_mask]
@@ -156,7 +151,7 @@ def test_a_reward_of_the_function_stands_and_the_others_are_scored(run: Any) -> 
         return turns.finish()
 
     class Scorer:
-        def score(self, items: Any) -> list[Any]:
+        def score(self, items: Any, *, is_batch: bool) -> list[Any]:
             assert len(items) == 1
             return [SimpleNamespace(reward=7.0, failed=False, parts={})]
 
@@ -168,13 +163,14 @@ def test_completions_of_several_turns_and_versions_come_back_from_a_file(run: An
     found, sibling = (run(with_tool, topk_logprobs=1, routed_experts=True) for _ in range(2))
 
     class Scorer:
-        def score(self, items: Any) -> list[Any]:
+        def score(self, items: Any, *, is_batch: bool) -> list[Any]:
             return [SimpleNamespace(reward=1.0, failed=False, parts={"a": 1.0}) for _ in items]
 
     groups = score_completions(Scorer(), [prompt(0)], [found, sibling])  # type: ignore[arg-type]
-    save_groups(tmp_path / "a", groups)
-    (loaded,) = load_groups(tmp_path / "a", [prompt(0)])
-    assert loaded == groups[0]
+    save_groups(tmp_path / "a", [Stored(0, prompt(0), groups[0])])
+    (stored,) = load_groups(tmp_path / "a", prompt)
+    loaded = stored.content
+    assert isinstance(loaded, RolloutGroup) and loaded == groups[0]
     back = loaded.rollouts[0].completion
     assert back.policy_versions[1].policy_version == 4 and type(back.policy_versions[1]) is VersionSpan
     assert back.loss_mask == found.loss_mask and back.loss_mask[3] is False
@@ -224,15 +220,14 @@ def test_a_function_is_loaded_by_name_and_refused_with_the_reason(tmp_path: Path
 def test_settings_that_do_not_fit_are_refused() -> None:
     servers = {"engine": "sglang"}
     for rollout, train, words in (
-        ({"generate": "m:f"}, {}, "generate = 'm:f' needs inference servers"),
-        ({"abort_slowest": True, "oversample": 2.0}, {}, "abort_slowest = True needs inference servers"),
+        ({"order": "completed"}, {"max_staleness": 2}, "order = 'completed' needs inference servers"),
+        (servers | {"order": "completed"}, {"max_staleness": 1}, "Set max_staleness = 2 or more"),
         (servers | {"abort_slowest": True}, {}, "no effect with oversample = 1"),
         (servers | {"partial_rollouts": 1}, {}, "no effect without abort_slowest"),
-        (servers | {"abort_slowest": True, "oversample": 2, "generate": "m:f"}, {}, "cannot be stopped and continued"),
         (
-            servers | {"abort_slowest": True, "oversample": 2},
-            {"max_staleness": 1},
-            "max_staleness = 1 is not supported",
+            servers | {"abort_slowest": True, "oversample": 2, "order": "completed"},
+            {"max_staleness": 2},
+            "waits for no slow group",
         ),
     ):
         with pytest.raises(ConfigError, match=words):

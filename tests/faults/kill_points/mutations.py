@@ -84,7 +84,7 @@ def _prompts_again() -> None:
 
     def wrong(session: Any, point: Any) -> None:
         restore(session, point)
-        session.cursor = 0
+        session.stream.cursor = 0
 
     session_state._restore = wrong
 

@@ -100,6 +100,7 @@ class Plan:
     oversample: float = 1.0
     dynamic: bool = False
     staleness: int = 0
+    order: str = "stream"
     max_in_flight: int = 64
     health_seconds: float = 5.0
     attempts: int = 3
@@ -111,7 +112,7 @@ class Plan:
     faults: tuple[Fault, ...] = field(default=())
 
     def __str__(self) -> str:
-        mode = "stopping" if self.stopping else f"staleness {self.staleness}"
+        mode = ("stopping, " if self.stopping else "") + f"staleness {self.staleness}"
         return (
             f"seed {self.seed}: {self.servers} servers ({self.engine_version}, {self.method}), {self.steps} steps of "
             f"{self.prompts} x {self.siblings}, {mode}, topk {self.topk}, routing {self.routing}, "
@@ -139,7 +140,7 @@ def draw(seed: int) -> Plan:
         partial=rng.choice((0, 1, 2)) if stopping else 0,
         oversample=rng.choice((1.5, 2.0)) if stopping else rng.choice((1.0, 1.0, 1.5)),
         dynamic=rng.random() < 0.25,
-        staleness=0 if stopping else rng.choice((0, 0, 0, 1)),
+        staleness=rng.choice((0, 0, 0, 1, 1, 2)),
         max_in_flight=rng.choice((2, 64)),
         health_seconds=rng.choice((2.0, 10.0)),
         attempts=rng.choice((1, 2, 3)),
@@ -149,6 +150,8 @@ def draw(seed: int) -> Plan:
         train_seconds=rng.choice((0.5, 20.0)),
         save_every=rng.choice((1, 1, 2)),
     )
+    if plan.staleness == 2 and not stopping:
+        plan = replace(plan, order=rng.choice(("stream", "completed")))
     # About as long as a run takes when nothing happens.
     way, answer = 20 * 2 * plan.latency, plan.new_tokens * plan.token_seconds
     seconds = (steps + 1) * (way + answer) + steps * (answer + plan.train_seconds)

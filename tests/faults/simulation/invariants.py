@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dppo.run.stream.saved import SavedStream
 from megatron_dppo.types import Completion, Prompt, RolloutGroup
 from tests.faults.simulation import model
 
@@ -92,29 +93,26 @@ def _check_routes(rows: Sequence[int], c: Completion, begin: int) -> Iterator[st
         yield "routes of other weights, another prefix or another position"
 
 
-def check_prompts(trained: Mapping[int, Sequence[int]], saved: Any, dropped: int, given_up: int) -> Iterator[str]:
+def check_prompts(trained: Mapping[int, Sequence[int]], stream: SavedStream, left_out: int) -> Iterator[str]:
     """Whether every prompt that was taken from the stream is trained on, waiting, or left out by the rules, once.
 
     Args:
         trained: positions by step.
-        saved: the state after the last step.
-        dropped: groups that the code says it left out.
-        given_up: groups that were stopped and may not be carried on any longer.
+        stream: after the last step.
+        left_out: groups that the code says it left out or gave up.
     """
     positions = [p for step in trained.values() for p in step]
-    carried = [group.position for groups in saved.carried for group in groups]
-    ahead = [p for batch in saved.batches for p in batch.positions(0)]
+    carried = [place.position for places in stream.waiting for place in places]
+    ahead = [place.position for draws in stream.draws for draw in draws for place in draw.places]
     counts = Counter([*positions, *carried, *ahead])
+    where = f"trained {trained}, carried {carried}, ahead {ahead}"
     if doubled := sorted(p for p, count in counts.items() if count > 1):
-        yield f"prompts {doubled} are there twice (trained {trained}, carried {carried}, ahead {ahead})"
-    if beyond := sorted(p for p in counts if p >= saved.cursor):
-        yield f"prompts {beyond} lie beyond the cursor {saved.cursor}"
-    lost = saved.cursor - len(counts)
-    if lost != dropped + given_up:
-        yield (
-            f"{lost} prompts are gone, {dropped} were left out and {given_up} given up (trained {trained}, carried "
-            f"{carried}, ahead {ahead}, cursor {saved.cursor})"
-        )
+        yield f"prompts {doubled} are there twice ({where})"
+    if beyond := sorted(p for p in counts if p >= stream.cursor):
+        yield f"prompts {beyond} lie beyond the cursor {stream.cursor}"
+    lost = stream.cursor - len(counts)
+    if lost != left_out:
+        yield f"{lost} prompts are gone, {left_out} were left out ({where}, cursor {stream.cursor})"
 
 
 def check_groups(groups: Sequence[RolloutGroup], siblings: int, wanted: int) -> Iterator[str]:

@@ -12,11 +12,12 @@ from megatron_dppo.rollout import pool
 from megatron_dppo.rollout.member import Member
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.sglang import client
-from megatron_dppo.run.stream import fastest
-from megatron_dppo.run.stream.carried import Carry
+from megatron_dppo.run.stream import stream
+from megatron_dppo.run.stream.draw import Place
+from megatron_dppo.run.stream.stream import Stream
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.proof import SyncProof
-from tests.faults.simulation.faults import WEIGHTS, Plan
+from tests.faults.simulation.faults import WEIGHTS, Fault, Plan
 from tests.faults.simulation.seams import NOW
 
 
@@ -68,16 +69,50 @@ def _twice() -> AbstractContextManager[Any]:
     return mock.patch.object(GrowingResponse, "append_sampled", append_twice)
 
 
+def _of_places(change: Callable[[list[Place]], list[Place]]) -> AbstractContextManager[Any]:
+    """What ranks tell each other of stopped groups is changed."""
+
+    def from_each(value: Any, group: Any) -> list[Any]:
+        return [change(value) if isinstance(value, list) and value and isinstance(value[0], Place) else value]
+
+    return mock.patch.object(stream, "from_each", from_each)
+
+
 def _loses_carried() -> AbstractContextManager[Any]:
-    return mock.patch.object(fastest, "from_each", lambda value, group: [value[1:]])
+    return _of_places(lambda places: places[1:])
 
 
 def _doubles_carried() -> AbstractContextManager[Any]:
-    return mock.patch.object(fastest, "from_each", lambda value, group: [[*value, *value[:1]]])
+    return _of_places(lambda places: [*places, *places[:1]])
 
 
 def _resume_forgets() -> AbstractContextManager[Any]:
-    return mock.patch.object(Carry, "restore", lambda *_: 0)
+    restore = Stream.restore
+
+    def forget(self: Stream, saved: Any, contents: Any) -> None:
+        restore(self, replace(saved, waiting=[[] for _ in saved.waiting]), contents)
+
+    return mock.patch.object(Stream, "restore", forget)
+
+
+def _ahead_is_forgotten() -> AbstractContextManager[Any]:
+    """What is under way when a checkpoint is written is not in it."""
+    saved = Stream.saved
+
+    def without(self: Stream) -> Any:
+        whole = saved(self)
+        return replace(whole, draws=[[] for _ in whole.draws])
+
+    return mock.patch.object(Stream, "saved", without)
+
+
+def _never_paused() -> AbstractContextManager[Any]:
+    """Servers sample across a change of the weights."""
+
+    async def pause(self: Any) -> None:
+        self._gate.hold()
+
+    return mock.patch.object(pool.ServerPool, "pause", pause)
 
 
 @contextmanager
@@ -113,9 +148,31 @@ def _never_lets_go() -> Iterator[None]:
         yield
 
 
+OLD_WEIGHTS_AGAIN = Plan(
+    seed=3177,
+    servers=2,
+    steps=2,
+    new_tokens=3,
+    routing=True,
+    method="disk",
+    stopping=True,
+    partial=1,
+    oversample=2.0,
+    health_seconds=2.0,
+    token_seconds=0.3,
+    latency=0.002,
+    train_seconds=0.5,
+    faults=(
+        Fault("crash", 1, 4.59, 0.5, 0),
+        Fault("partition", 0, 5.633, 43.569, 0),
+        Fault("partition", 0, 2.606, 0.486, 0),
+    ),
+)
+"""A server restarts with the weights of its start, faster than a health check sees it, and is the only one left."""
+
 MUTATIONS = {
     "the contract is not checked": Mutation(_without_contract, lambda p: "lie" in _kinds(p)),
-    "versions of tokens are ignored": Mutation(_without_spans, lambda p: bool({"crash", "label"} & _kinds(p))),
+    "versions of tokens are ignored": Mutation(_without_spans, lambda p: p == OLD_WEIGHTS_AGAIN),
     "checksums are not compared": Mutation(
         _without_proof, lambda p: p.probe_every > 1 and bool(set(WEIGHTS) & _kinds(p))
     ),
@@ -125,6 +182,10 @@ MUTATIONS = {
     "a resume forgets the carried groups": Mutation(
         _resume_forgets, lambda p: p.partial > 0 and "kill_trainer" in _kinds(p) and p.steps > 2
     ),
+    "a checkpoint forgets what is under way": Mutation(
+        _ahead_is_forgotten, lambda p: p.staleness > 0 and "kill_trainer" in _kinds(p) and p.steps > 2
+    ),
+    "servers sample across a sync": Mutation(_never_paused, lambda p: p.staleness > 0 and p.routing and p.steps > 1),
     "a server is taken back by the name of its weights": Mutation(_takes_names, lambda p: False),
     "a slot is never given back": Mutation(_never_lets_go, lambda p: p.max_in_flight == 2),
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.sglang import client
 from megatron_dppo.rollout.sglang import wire as client_wire
 from megatron_dppo.run import engines
-from megatron_dppo.run.stream import prefetch
+from megatron_dppo.run.stream import draw as stream_draw
+from megatron_dppo.run.stream import stream
 from megatron_dppo.weights import probe as trainer_probe
 from megatron_dppo.weights import sync as weight_sync
 from tests.faults.simulation import model
@@ -64,6 +66,8 @@ class World:
     network: Any
     life: Any
     trainer: Any
+    started: list[Any]
+    """tasks that nobody waits for"""
     disk: dict[str, dict[str, bytes]]
     names: Iterator[int]
     """in place of random names"""
@@ -85,18 +89,49 @@ class _Runner:
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return NOW.loop.run(coroutine)
 
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        NOW.started.append(NOW.loop.create_task(coroutine))
+
     def close(self) -> None:
         pass
 
 
+class _Future(concurrent.futures.Future):
+    """In place of one that another thread sets: whoever waits for it lets the world go on."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        _wait([self])
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> Any:
+        _wait([self])
+        return super().exception(0)
+
+
+def _wait(futures: list[Any], return_when: str = concurrent.futures.ALL_COMPLETED) -> None:
+    enough = any if return_when == concurrent.futures.FIRST_COMPLETED else all
+
+    def is_enough() -> bool:
+        return enough(future.done() for future in futures)
+
+    async def wait() -> None:
+        event = asyncio.Event()
+        for future in futures:
+            future.add_done_callback(lambda _: event.set() if is_enough() else None)
+        await event.wait()
+
+    if not is_enough():
+        NOW.loop.run(wait())
+
+
 class _Executor:
-    """In place of the thread that samples ahead: it samples when somebody waits for it."""
+    """In place of a thread that scores: it does so at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def submit(self, call: Any) -> Any:
-        return SimpleNamespace(result=call)
+    def submit(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
 
     def shutdown(self, **_: Any) -> None:
         pass
@@ -168,7 +203,9 @@ def installed() -> Iterator[None]:
         mock.patch.object(weight_sync.asyncio, "Runner", _Runner),
         mock.patch.object(weight_sync, "save_hf_folder", _save_folder),
         mock.patch.object(Path, "mkdir", lambda *_, **__: None),
-        mock.patch.object(prefetch, "ThreadPoolExecutor", _Executor),
+        mock.patch.object(stream_draw, "ThreadPoolExecutor", _Executor),
+        mock.patch.object(stream, "wait", _wait),
+        *(mock.patch.object(module, "Future", _Future) for module in (server_engine, stream_draw, stream)),
         mock.patch.object(http.HttpClient, "_open", _open),
         mock.patch.object(engines, "dist", alone),
         mock.patch.object(client, "decode_generation", _decode),

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,8 @@ from transformers import Qwen3MoeConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf import routing_shape
 from megatron_dppo.rewards.item import RewardItem, RewardResult
+from megatron_dppo.rollout.store import Stored
+from megatron_dppo.run.stream.saved import SavedStream
 from megatron_dppo.types import Prompt, RolloutGroup
 from tests.faults.simulation import model
 from tests.faults.simulation.faults import Plan
@@ -76,7 +77,7 @@ def _prompt(i: int) -> Prompt:
 class Scorer:
     """Rewards by a rule, so that some groups carry no signal."""
 
-    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+    def score(self, items: Sequence[RewardItem], *, is_batch: bool) -> list[RewardResult]:
         return [RewardResult(reward=float(sum(item.token_ids) % 3 > 0)) for item in items]
 
 
@@ -85,10 +86,9 @@ class Saved:
     """What a checkpoint holds."""
 
     step: int
-    cursor: int
     weights: dict[str, bytes]
-    carried: list[Any] = field(default_factory=list)
-    batches: list[Any] = field(default_factory=list)
+    stream: SavedStream | None = None
+    contents: dict[int, Stored] = field(default_factory=dict)
 
 
 class SimTrainer:
@@ -163,6 +163,7 @@ def _configure(plan: Plan) -> Config:
             "abort_slowest": plan.stopping,
             "partial_rollouts": plan.partial,
             "oversample": plan.oversample,
+            "order": plan.order,
             "dynamic_sampling": plan.dynamic,
             "servers": {
                 "urls": [f"http://s{i}:80" for i in range(plan.servers)],

@@ -17,10 +17,8 @@ from megatron_dppo.errors import TrainingStopped, UserError
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
-from megatron_dppo.run.stream.carried import Carry
-from megatron_dppo.run.stream.prefetch import Prefetch
-from megatron_dppo.run.stream.sampling import Collected, collect_rollouts
-from megatron_dppo.types import LeftOut
+from megatron_dppo.run.stream.collected import Collected
+from megatron_dppo.run.stream.stream import Stream
 from tests.faults.simulation import invariants, seams
 from tests.faults.simulation.broadcast import Broadcasts
 from tests.faults.simulation.chaos import Chaos
@@ -90,11 +88,11 @@ class _Run:
         self.config = configure(plan)
         self.digests: dict[int, int] = {}
         self.trained: dict[int, list[int]] = {}
-        self.dropped: dict[int, int] = {}
-        self.given_up: dict[int, int] = {}
-        self.saved = Saved(0, 0, initial)
+        self.left_out: dict[int, int] = {}
+        self.saved = Saved(0, initial)
         seams.NOW.loop, seams.NOW.network, seams.NOW.disk = self.loop, self.network, self.disk
         seams.NOW.names, seams.NOW.foreign, seams.NOW.taken = itertools.count(1), {}, []
+        seams.NOW.started = []
 
     def _node(self, place: int, initial: dict[str, bytes]) -> Node:
         server = SimServer(
@@ -144,9 +142,8 @@ class _Run:
 
     def _ended_well(self) -> Iterator[str]:
         if self.outcome.end == "done":
-            yield from invariants.check_prompts(
-                self.trained, self.saved, sum(self.dropped.values()), sum(self.given_up.values())
-            )
+            assert self.saved.stream is not None
+            yield from invariants.check_prompts(self.trained, self.saved.stream, sum(self.left_out.values()))
         elif reason := invariants.must_finish(self.plan, self.outcome.happened):
             yield f"the run stopped, {reason}: {self.outcome.end}"
 
@@ -173,79 +170,41 @@ class _Run:
         trainer = SimTrainer(dict(saved.weights), saved.step)
         seams.NOW.trainer = trainer
         self.digests = {v: d for v, d in self.digests.items() if v < saved.step} | {saved.step: trainer.digest}
-        for record in (self.trained, self.dropped, self.given_up):
+        for record in (self.trained, self.left_out):
             for step in [s for s in record if s >= saved.step]:
                 del record[step]
         engine = build_engine(config, _INPUTS, trainer, _PLATFORM, connect_servers(config), None)
         publisher = build_publisher(config, _INPUTS, trainer, engine, _PLATFORM)
         publisher._sync._transport = self.broadcasts
         publisher._probe._expected["enough_tokens"] = 1  # one answer says enough where all numbers are exact
-        session = self._session(trainer, self._counting(engine))
+        stream = Stream(config, _INPUTS.train_prompts, SimTrainer.groups, 0, 1, engine, Scorer())
+        if saved.stream is not None:
+            stream.restore(saved.stream, saved.contents)
         self._publish(publisher)
-        while session.step < plan.steps:
-            self._step(session, trainer, publisher)
-
-    def _session(self, trainer: SimTrainer, engine: Any) -> Any:
-        prefetch, carry = Prefetch(self.plan.staleness, torch.device("cpu")), Carry()
-        prefetch.restore(list(self.saved.batches))
-        carry.restore(self.saved.carried, 1)
-        return SimpleNamespace(
-            config=self.config,
-            inputs=_INPUTS,
-            trainer=trainer,
-            groups=SimTrainer.groups,
-            engine=engine,
-            scorer=Scorer(),
-            prefetch=prefetch,
-            carry=carry,
-            step=self.saved.step,
-            cursor=self.saved.cursor,
-        )
-
-    def _counting(self, engine: Any) -> Any:
-        """The engine, with a count of the groups that a stop gives up for good."""
-        first = engine.generate_first
-
-        def generate_first(prompts: Any, keys: Any, siblings: Any, params: Any, enough: Any, keep: Any) -> Any:
-            found = first(prompts, keys, siblings, params, enough, keep)
-            lost = sum(groups is None and key not in keep for key, groups in zip(keys, found, strict=True))
-            self._given_up_now += lost
-            return found
-
-        engine.generate_first = generate_first
-        return engine
-
-    _given_up_now = 0
+        for step in range(saved.step, plan.steps):
+            self._step(stream, step, trainer, publisher)
 
     def _publish(self, publisher: Any) -> None:
         for text in publisher.publish():
             self.say(f"published: {text}")
 
-    def _step(self, session: Any, trainer: SimTrainer, publisher: Any) -> None:
-        self._given_up_now = 0
-        collected = collect_rollouts(session, Clock())
-        wrong = self._examine(collected, session.step)
+    def _step(self, stream: Stream, step: int, trainer: SimTrainer, publisher: Any) -> None:
+        collected = stream.collect(step, trainer.policy_version, Clock())
+        wrong = self._examine(collected, step)
         self._guard(collected, trainer, wrong)
-        self.trained[session.step] = [int(group.prompt.prompt_id) for group in collected.groups]
-        self.dropped[session.step] = sum(n for why, n in collected.left_out.items() if why != LeftOut.GIVEN_UP)
-        self.given_up[session.step] = self._given_up_now
-        self.say(f"step {session.step} trains on {self.trained[session.step]}")
+        self.trained[step] = [int(group.prompt.prompt_id) for group in collected.groups]
+        self.left_out[step] = sum(collected.left_out.values())
+        self.say(f"step {step} trains on {self.trained[step]}")
         self.loop.run(asyncio.sleep(self.plan.train_seconds))
         # Another life learns something else from the same prompts.
         trainer.learn([self.outcome.lives, *([r.completion.token_ids for r in g.rollouts] for g in collected.groups)])
-        session.prefetch.wait(Clock())
+        stream.settle(Clock())
         self.digests[trainer.policy_version] = trainer.digest
         self._publish(publisher)
-        session.step += 1
-        if session.step % self.plan.save_every and session.step < self.plan.steps:
+        if (step + 1) % self.plan.save_every and step + 1 < self.plan.steps:
             return
-        self.saved = Saved(
-            session.step,
-            session.cursor,
-            dict(trainer.weights),
-            [list(groups) for groups in session.carry.groups],
-            session.prefetch.ready(),
-        )
+        contents = {stored.position: stored for stored in stream.contents()}
+        self.saved = Saved(step + 1, dict(trainer.weights), stream.saved(), contents)
 
     def _guard(self, collected: Collected, trainer: SimTrainer, wrong: list[str]) -> None:
         """The guard of the first update, as ``loop.update_policy`` has it; what it lets through has trained."""
@@ -269,7 +228,7 @@ class _Run:
 
     def _examine(self, collected: Collected, step: int) -> list[str]:
         plan = self.plan
-        age = plan.partial if plan.stopping else plan.staleness
+        age = plan.partial + plan.staleness
         versions = range(max(0, step - age), step + 1)
         wrong = list(invariants.check_groups(collected.groups, plan.siblings, plan.prompts))
         for group in collected.groups:

@@ -1,0 +1,119 @@
+"""One response from inference servers: asked for until it is complete, whatever interrupts it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.pool import ServerPool
+from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
+from megatron_dppo.rollout.turns import GenerateFunction, Turns, TurnsStopped, call_generate
+from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
+
+_EMPTY_ANSWERS = 8
+"""Times in a row that a request may be stopped from outside without a token, about 10 seconds in all."""
+
+
+@dataclass(eq=False)
+class Sample:
+    """One response on its way."""
+
+    prompt: Prompt
+    response: GrowingResponse
+    params: SamplingParams
+    index: int
+    """among the responses of one call: siblings get different seeds by it"""
+    request_id: str = ""
+    """of the last request"""
+    stopping: bool = False
+    completion: Completion | None = None
+    """None = not complete"""
+
+    @property
+    def state(self) -> Completion | PartialResponse:
+        """What there is of it."""
+        return self.completion or self.response.state()
+
+    def seeded(self) -> SamplingParams:
+        """Parameters with the seed of the next request: no two of a run share it, but by accident."""
+        key = f"{self.params.seed}/{self.index}/{self.response.parts}"
+        return replace(self.params, seed=random.Random(key).getrandbits(31))
+
+
+class Responder:
+    """Completes responses by a pool of servers.
+
+    Args:
+        pool: the servers.
+        tokenizer: decodes responses.
+        end: tokens after which a response is complete.
+        function: a user's ``rollout.generate``; None = one response to each prompt.
+    """
+
+    def __init__(
+        self, pool: ServerPool, tokenizer: Any, end: tuple[int, ...], function: GenerateFunction | None
+    ) -> None:
+        self._pool, self._tokenizer, self._end, self._function = pool, tokenizer, end, function
+        self._name, self._numbers = uuid.uuid4().hex[:12], itertools.count()
+
+    async def complete(self, sample: Sample) -> None:
+        """Go on until the response is complete or ``stopping`` is set.
+
+        Raises:
+            ServerError: see ``ServerPool.generate``.
+            GenerateError: the user's function failed.
+        """
+        if sample.completion is not None:
+            return
+        if self._function is None:
+            reason = await self._sample(sample, sample.params.max_new_tokens, ())
+            if reason is not None:
+                sample.completion = sample.response.completion(reason, self._tokenizer)
+            return
+
+        was_stopped = False
+
+        async def more(limit: int, stop: tuple[int, ...]) -> FinishReason | None:
+            nonlocal was_stopped
+            reason = await self._sample(sample, len(sample.response.tokens) + limit, stop)
+            was_stopped = was_stopped or reason is None
+            return reason
+
+        turns = Turns(sample.prompt, sample.response, sample.params, self._tokenizer, more)
+        try:
+            completion = await call_generate(self._function, turns)
+        except TurnsStopped:
+            return
+        if not was_stopped:  # a function that catches everything may finish what is not complete
+            sample.completion = completion
+
+    async def _sample(self, sample: Sample, length: int, stop: tuple[int, ...]) -> FinishReason | None:
+        """Sample until the response is complete or has ``length`` tokens; None when it is to stop before."""
+        empty = 0
+        while (left := length - len(sample.response.tokens)) > 0:
+            if sample.stopping:
+                return None
+            sample.request_id = f"{self._name}-{sample.params.seed}-{next(self._numbers)}"
+            request = sample.response.request(sample.request_id, sample.seeded(), (*self._end, *stop), left)
+            generation = await self._pool.generate(request, f"{sample.prompt.prompt_id}/{sample.params.seed}")
+            sample.response.append_sampled(generation)
+            if generation.finish_reason != FinishReason.ABORT:
+                return generation.finish_reason
+            # An engine that is told to stop while it samples the end token says abort of what is complete.
+            if generation.token_ids and generation.token_ids[-1] in (*self._end, *stop):
+                return FinishReason.STOP
+            empty = 0 if generation.token_ids else empty + 1
+            if empty > _EMPTY_ANSWERS:
+                raise ServerError(
+                    "rollout.servers",
+                    f"a request was stopped from outside {empty} times without a new token; does another program send "
+                    "aborts to the servers, or are they paused?",
+                )
+            if empty:
+                await asyncio.sleep(0.02 * 2**empty)
+        return FinishReason.LENGTH

@@ -1,0 +1,136 @@
+"""A stream of numbers as prompts, over engines that answer by a rule, and the loop around it without training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_dppo.report.clock import Clock
+from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
+from megatron_dppo.run.stream.collected import Collected
+from megatron_dppo.run.stream.stream import Stream
+from megatron_dppo.types import Completion, Prompt, SamplingParams
+from tests.unit.configs import config
+
+
+class Numbers:
+    """An endless stream of prompts whose text is their position."""
+
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(prompt_id=f"row:{index}", text=str(index), token_ids=(index, 1), label="")
+
+
+class FakeEngine:
+    """Answers with the seed, in a thread of its own; notices new weights in the middle of its work."""
+
+    def __init__(self) -> None:
+        self.policy_version, self.busy = -1, 0
+        self.asked: list[list[int]] = []
+        self._thread = ThreadPoolExecutor(1)
+
+    def submit(
+        self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
+    ) -> list[Sampled]:
+        assert enough == len(groups) and [g.prompt.text for g in groups] == [str(g.key) for g in groups]
+        self.asked.append([group.key for group in groups])
+        futures: list[Sampled] = [Future() for _ in groups]
+        self.busy += 1
+        self._thread.submit(self._answer, groups, params, futures)
+        return futures
+
+    def _answer(self, groups: Sequence[GroupRequest], params: SamplingParams, futures: Sequence[Sampled]) -> None:
+        version, place = self.policy_version, 0
+        found = []
+        for group in groups:
+            found.append([self._completion(params.seed, place + i, version) for i in range(group.siblings)])
+            place += group.siblings
+        self.busy -= 1
+        for future, completions in zip(futures, found, strict=True):
+            future.set_result(completions)
+
+    def _completion(self, seed: int, place: int, version: int) -> Completion:
+        return Completion(
+            token_ids=(seed, place),
+            logprobs=(-0.1, -math.inf),
+            finish_reason="stop",  # type: ignore[arg-type]
+            policy_version=version,
+            text="",
+        )
+
+    def unfinished(self) -> dict[int, GroupState]:
+        return {}
+
+    def restore(self, groups: Mapping[int, GroupState]) -> None:
+        assert not groups
+
+    def update_weights(self, version: int) -> None:
+        assert not self.busy, "the engine samples and gets new weights"
+        self.policy_version = version
+
+
+class FakeScorer:
+    """Groups of the prompts for which ``has_signal`` says so get two different rewards."""
+
+    def __init__(self, has_signal: Callable[[int], bool] = lambda i: True) -> None:
+        self._has_signal = has_signal
+
+    def score(self, items: Sequence[Any], *, is_batch: bool) -> list[Any]:
+        return [
+            SimpleNamespace(reward=float(i % 2 if self._has_signal(int(item.prompt)) else 0), failed=False, parts={})
+            for i, item in enumerate(items)
+        ]
+
+
+@dataclass
+class Run:
+    """As much of a run as a stream sees."""
+
+    config: Any
+    engine: Any
+    stream: Stream
+    step: int = 0
+
+    def steps(self, until: int) -> list[Collected]:
+        """The loop without training: the version of the weights is the number of steps done."""
+        self.engine.update_weights(self.step)
+        found = []
+        while self.step < until:
+            found.append(self.stream.collect(self.step, self.engine.policy_version, Clock()))
+            self.stream.settle(Clock())
+            self.step += 1
+            self.engine.update_weights(self.step)
+        return found
+
+
+def make(
+    engine: Any,
+    scorer: Any,
+    *,
+    staleness: int = 0,
+    dp: int = 1,
+    rank: int = 0,
+    rollout: Mapping[str, Any],
+) -> Run:
+    """A run of six steps of four prompts a rank, two answers each."""
+    sizes = {"prompts_per_step": 4 * dp, "samples_per_prompt": 2, "max_new_tokens": 400}
+    found = config(
+        run={"output_dir": "out", "num_steps": 6}, train={"max_staleness": staleness}, rollout=sizes | dict(rollout)
+    )
+    groups: Any = SimpleNamespace(replica=None, dp=None)
+    return Run(found, engine, Stream(found, Numbers(), groups, rank, dp, engine, scorer))
+
+
+def versions(collected: Collected) -> list[int]:
+    return [group.rollouts[0].completion.policy_version for group in collected.groups]
+
+
+def positions(collected: Collected) -> list[int]:
+    return [int(group.prompt.text) for group in collected.groups]
+
+
+def values(collected: Collected) -> dict[str, float]:
+    return {name: metric.numerator / metric.denominator for name, metric in collected.metrics(1).items()}

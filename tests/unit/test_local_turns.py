@@ -1,0 +1,268 @@
+"""The local engine runs a user's function for all responses in lockstep, stops it between turns, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from megatron_dppo.errors import GenerateError
+from megatron_dppo.hf import stream_model
+from megatron_dppo.rollout import rounds
+from megatron_dppo.rollout.engine import GroupRequest
+from megatron_dppo.rollout.response import PartialResponse
+from megatron_dppo.rollout.turns import Turns
+from megatron_dppo.types import Completion, Prompt
+from tests.unit.test_local_engine import (
+    ENDS,
+    LIMIT,
+    MODELS,
+    PROMPTS,
+    SIBLINGS,
+    TEXTS,
+    TOKENIZER,
+    check_numbers,
+    engine,
+    in_groups,
+    params,
+    requests,
+    same,
+    submitted,
+)
+
+STOP, TOOL = 6, "=7"
+
+
+def turns_of(prompt: Prompt) -> int:
+    return 1 + TEXTS.index(prompt.text) % 3
+
+
+async def with_tool(prompt: Prompt, turns: Turns) -> Completion:
+    """One to three turns with a tool between them; the turns are short, or stop at a token of their own."""
+    for _ in range(turns_of(prompt) - 1):
+        await turns.sample(max_new_tokens=4, stop_token_ids=[STOP])
+        turns.append(TOOL)
+    await turns.sample()
+    return turns.finish(reward=float(len(turns.token_ids)))
+
+
+def greedy_turn(tokens: list[int], limit: int, ends: set[int]) -> list[int]:
+    """The most probable tokens, one pass of the model for each."""
+    new: list[int] = []
+    while len(new) < limit and not (new and new[-1] in ends):
+        with torch.no_grad():
+            new.append(int(MODELS[0](input_ids=torch.tensor([tokens + new])).logits[0, -1].argmax()))
+    return new
+
+
+@pytest.mark.parametrize("max_batch", [512, 2])
+def test_turns_are_those_of_each_response_alone_and_tool_text_stands_between_them(max_batch: int) -> None:
+    found = engine(with_tool, max_batch=max_batch).generate(PROMPTS, params(temperature=0))
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        tokens: list[int] = []
+        mask: list[bool] = []
+        for _ in range(turns_of(prompt) - 1):
+            turn = greedy_turn([*prompt.token_ids, *tokens], 4, ENDS | {STOP})
+            given = TOKENIZER.encode(TOOL, add_special_tokens=False)
+            tokens += [*turn, *given]
+            mask += [True] * len(turn) + [False] * len(given)
+        turn = greedy_turn([*prompt.token_ids, *tokens], LIMIT - len(tokens), ENDS)
+        assert completion.token_ids == (*tokens, *turn) and completion.reward == len(completion.token_ids)
+        assert completion.finish_reason == ("stop" if turn[-1] in ENDS else "length")
+        assert completion.loss_mask == (None if all(mask) else (*mask, *[True] * len(turn)))
+
+
+def test_a_turn_ends_at_its_own_stop_token_which_stays() -> None:
+    plain = engine().generate(PROMPTS, params())
+    mine = [plain[0].token_ids[1], STOP]
+
+    async def stops(prompt: Prompt, turns: Turns) -> Completion:
+        own = mine if prompt is PROMPTS[0] else []
+        turn = await turns.sample(stop_token_ids=own)
+        assert turn.finish_reason == ("stop" if turn.token_ids[-1] in (*ENDS, *own) else "length")
+        return turns.finish()
+
+    found = engine(stops).generate(PROMPTS, params())
+    cut = next(i for i, token in enumerate(plain[0].token_ids) if token in (*mine, *ENDS))
+    assert plain[0].token_ids[cut] in mine and found[0].token_ids == plain[0].token_ids[: cut + 1]
+    assert any(set(mine) & set(c.token_ids[:-1]) for c in plain[1:])
+    assert [c.token_ids for c in found[1:]] == [c.token_ids for c in plain[1:]], (
+        "the stop tokens of one turn are no others'"
+    )
+
+
+def test_a_function_of_one_turn_gives_what_no_function_gives() -> None:
+    async def one_turn(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample()
+        return turns.finish()
+
+    settings = {"topk_logprobs": 3, "routed_experts": True}
+    repeated = [prompt for prompt in PROMPTS for _ in range(SIBLINGS)]
+    one = engine(one_turn)
+    found = one.generate(repeated, params(**settings))
+    assert same(found, engine().generate(repeated, params(**settings)))
+    assert same(found, [c for group in submitted(one, 6, **settings) for c in group])
+    one.close()
+
+
+def test_a_function_is_stopped_between_turns_and_goes_on_by_being_run_again() -> None:
+    stopped, begun = [], []
+
+    async def watched(prompt: Prompt, turns: Turns) -> Completion:
+        begun.append(prompt.text)
+        try:
+            return await with_tool(prompt, turns)
+        except Exception:
+            raise AssertionError("being stopped is no exception that a function handles") from None
+        finally:
+            if turns.completion is None:
+                stopped.append(prompt.text)
+
+    expected = in_groups(engine(with_tool).generate([p for p in PROMPTS for _ in range(SIBLINGS)], params()))
+    settings = {"topk_logprobs": 3, "routed_experts": True}
+    one = engine(watched)
+    found = submitted(one, 2, range(6), **settings)
+    assert [group is not None for group in found] == [True, False, False] * 2, "groups of one turn are complete first"
+    assert [c.token_ids for g in (0, 3) for c in found[g]] == [c.token_ids for g in (0, 3) for c in expected[g]]
+    assert stopped == [TEXTS[i] for i in (1, 2, 4, 5) for _ in range(SIBLINGS)]
+    states = one.unfinished()
+    assert all(len(s.turn_ends) == 1 and s.parts == 1 for state in states.values() for s in state)  # type: ignore
+    one.update_weights(stream_model(MODELS[1]), 1)
+    other = engine(with_tool, version=1)
+    other.restore(states)
+    begun.clear()
+    (groups, again) = (
+        [f.result() for f in e.submit(requests([1, 2, 4, 5]), params(**settings), 4)] for e in (one, other)
+    )
+    assert len(begun) == 12
+    for key, group, group_again in zip([1, 2, 4, 5], groups, again, strict=True):
+        assert group is not None and group_again is not None and same(group, group_again)
+        for state, completion in zip(states[key], group, strict=True):
+            check_numbers(PROMPTS[key], completion)
+            assert completion.token_ids[: len(state.token_ids)] == state.token_ids
+            assert completion.policy_versions[0].policy_version == 0
+            assert completion.policy_version == 1 and completion.loss_mask is not None
+
+
+def test_stopping_and_going_on_gives_what_is_given_without_a_stop() -> None:
+    expected = engine(with_tool).generate(PROMPTS, params(temperature=0))
+    one = engine(with_tool)
+    groups = [GroupRequest(key, prompt, 1) for key, prompt in enumerate(PROMPTS)]
+    found: dict[int, Completion] = {}
+    for enough in (1, 1, 1):
+        left = [group for group in groups if group.key not in found]
+        for group, future in zip(left, one.submit(left, params(temperature=0), enough, range(6)), strict=True):
+            if future.result() is not None:
+                (found[group.key],) = future.result()
+        assert len(found) + len(one.unfinished()) == 6
+    assert one.unfinished() == {}
+    for key, completion in enumerate(expected):
+        assert (found[key].token_ids, found[key].loss_mask, found[key].reward) == (
+            completion.token_ids,
+            completion.loss_mask,
+            completion.reward,
+        )
+        assert found[key].logprobs == pytest.approx(completion.logprobs, abs=1e-5)
+
+
+def test_what_else_a_function_waits_for_changes_nothing() -> None:
+    async def slow(prompt: Prompt, turns: Turns) -> Completion:
+        place = TEXTS.index(prompt.text)
+        await asyncio.sleep(0.03 * (5 - place))
+        turn = await turns.sample(max_new_tokens=4, stop_token_ids=[STOP])
+        await asyncio.to_thread(lambda: None)
+        await asyncio.sleep(0.02 * (place % 2))
+        turns.append(TOOL)
+        await asyncio.wait_for(turns.sample(), 60)
+        assert turn.token_ids
+        return turns.finish()
+
+    async def quick(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample(max_new_tokens=4, stop_token_ids=[STOP])
+        turns.append(TOOL)
+        await turns.sample()
+        return turns.finish()
+
+    repeated = [prompt for prompt in PROMPTS for _ in range(SIBLINGS)]
+    one = engine(slow)
+    assert same(one.generate(repeated, params()), engine(quick).generate(repeated, params()))
+    assert same(one.generate(repeated, params()), one.generate(repeated, params()))
+    one.close()
+
+
+def test_functions_that_wait_for_each_other_go_on_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_PATIENCE_SECONDS", 0.05)
+    room = asyncio.Semaphore(4)
+
+    async def in_turn(prompt: Prompt, turns: Turns) -> Completion:
+        async with room:
+            return await with_tool(prompt, turns)
+
+    found = engine(in_turn).generate(PROMPTS, params(temperature=0))
+    expected = engine(with_tool).generate(PROMPTS, params(temperature=0))
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+
+
+def test_a_failure_is_named_cancels_the_others_and_loses_nothing_that_was_held() -> None:
+    cancelled = []
+
+    async def fails(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample(max_new_tokens=3)
+        if prompt is PROMPTS[2]:
+            raise KeyError("tool")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(prompt.text)
+            raise
+        return turns.finish()
+
+    words = r"fails failed on prompt 9-9-9\+4=: KeyError: 'tool' \(.*test_local_turns.py, line \d+\)"
+    one = engine(fails)
+    with pytest.raises(GenerateError, match=words):
+        one.generate(PROMPTS, params())
+    assert sorted(cancelled) == sorted(t for t in TEXTS if t != TEXTS[2])
+    held = {2: tuple(PartialResponse(token_ids=(), logprobs=(), sampled=(), versions=()) for _ in range(SIBLINGS))}
+    one.restore(held)
+    futures = one.submit(requests(), params(), 2)
+    for future in futures:
+        with pytest.raises(GenerateError, match=words):
+            future.result()
+    assert one.unfinished() == held
+    one.close()
+
+
+def test_a_function_that_ends_in_spite_of_being_stopped_is_not_complete() -> None:
+    async def stubborn(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample(max_new_tokens=2)
+        try:
+            for _ in range(turns_of(prompt) - 1):
+                await turns.sample(max_new_tokens=2)
+        finally:
+            return turns.finish()  # noqa: B012
+
+    one = engine(stubborn)
+    found = submitted(one, 1, range(6))
+    assert [group is not None for group in found] == [True, False, False] * 2 and set(one.unfinished()) == {1, 2, 4, 5}
+
+
+def test_two_turns_of_a_response_at_the_same_time_are_refused_and_one_that_nobody_awaits_does_no_harm() -> None:
+    async def both(prompt: Prompt, turns: Turns) -> Completion:
+        await asyncio.gather(turns.sample(), turns.sample())
+        return turns.finish()
+
+    with pytest.raises(GenerateError, match="another turn of the same response"):
+        engine(both).generate(PROMPTS, params())
+
+    async def leaves(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample(max_new_tokens=2)
+        left = asyncio.create_task(turns.sample())
+        await asyncio.sleep(0)
+        completion = turns.finish()
+        assert not left.done()
+        return completion
+
+    one = engine(leaves)
+    assert all(0 < len(c.token_ids) <= 2 for c in one.generate(PROMPTS, params()))
+    one.close()
