@@ -8,6 +8,7 @@
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
+# make engines        install these servers, and nothing else
 # make test-faults    faults by the thousand: the simulation of pool, sync, probe and rollouts on a virtual clock; runs that
 #                     are killed at a sample of points and resumed
 # make test-faults-long   the same with 100,000 schedules and 1,000 kills
@@ -23,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo demo-sglang demo-vllm test test-engines test-faults test-faults-long test-slurm test-matrix test-gym bench-head lint setup clean
+.PHONY: demo demo-sglang demo-vllm test engines test-engines test-faults test-faults-long test-slurm test-matrix test-gym bench-head lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
@@ -46,9 +47,11 @@ test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
 		$$python -m pytest tests/unit/test_reasoning_gym.py $(ARGS)
 
-test-engines:
+engines:
 	@tools/engines/sglang.sh install 0.5.23 >/dev/null && tools/engines/sglang.sh install 0.5.20 >/dev/null
 	@tools/engines/vllm.sh install 0.32.0 >/dev/null
+
+test-engines: engines
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/engines --durations 10 $(ARGS)
 
 test-faults:
@@ -63,9 +66,8 @@ test-slurm:
 	@tools/engines/sglang.sh install 0.5.23 >/dev/null
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/launch --durations 10 $(ARGS)
 
-test-matrix:
+test-matrix: engines
 	@tools/run_matrix.sh $(PYTHON312)
-	@tools/engines/sglang.sh install 0.5.23 >/dev/null && tools/engines/sglang.sh install 0.5.20 >/dev/null
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/distributed/test_router_replay.py tests/engines/test_stream.py
 
 bench-head:
