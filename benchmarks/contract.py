@@ -40,8 +40,8 @@ def answer(*, topk: bool, routed: bool) -> tuple[GenerateRequest, Generation]:
         routing=SHAPE if routed else None,
     )
     return request, Generation(
-        token_ids=tuple(sampled.tolist()),
-        logprobs=tuple(logprobs.tolist()),
+        token_ids=torch.from_numpy(sampled.astype(np.int32)),
+        logprobs=torch.from_numpy(logprobs),
         finish_reason="length",
         versions=(VersionSpan(1, 0, TOKENS),),
         topk_token_ids=torch.from_numpy(np.concatenate([ids, last], 1).astype(np.int32)) if topk else None,

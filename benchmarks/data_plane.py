@@ -1,44 +1,53 @@
 """What a rollout token costs the leader of a data-parallel rank on its way from an answer to a packed micro-batch.
 
-    python benchmarks/data_plane.py [--responses 8] [--tokens 1000 4000] [--json FILE]
+    python benchmarks/data_plane.py [--responses 32] [--tokens 1000 4000] [--json FILE]
 
-CPU microseconds a token and bytes a token by stage, one core, for answers as SGLang and vLLM send them: Top-K of 20,
-the routes of a model with 48 layers and 8 of 128 experts a token. The sizes tell whether the cost is linear. At the end
-the share of a step of the 30B recipe (1.57 million tokens a leader, 200 s) that this CPU time is, and of ten times
-that.
+CPU microseconds a token by stage, for answers as SGLang and vLLM send them: Top-K of 20, the routes of a model with 48
+layers and 8 of 128 experts a token. The first stages run in a process that reads answers, beside the trainer; the
+others in the trainer's. A server in a process of its own gives the answers over HTTP. The sizes tell whether the cost
+is linear. Then the memory that the trainer's process has more while it holds a step's responses, as groups, as samples
+and as micro-batches, and the share of a step of the 30B recipe (1.57 million tokens a leader, 200 s) that the CPU time
+is, and of ten times that.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import io
+import asyncio
 import json
-import pickle
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
+from made_answers import CONTRACT, MAKERS, SHAPE, K, columns, request_of
 
 from megatron_dppo.data.packing import pack
+from megatron_dppo.data.routing import with_all_routes
+from megatron_dppo.parallel.objects import from_message, to_message
+from megatron_dppo.rollout.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.rollout.collect import to_samples
-from megatron_dppo.rollout.contract import Contract, check_generation
-from megatron_dppo.rollout.http import decode_body
+from megatron_dppo.rollout.contract import check_generation
+from megatron_dppo.rollout.http import Deadlines, decode_body
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.server import GenerateRequest
+from megatron_dppo.rollout.server import Generation
 from megatron_dppo.rollout.sglang import wire as sglang
 from megatron_dppo.rollout.vllm import wire as vllm
-from megatron_dppo.types import Prompt, Rollout, RolloutGroup, RoutingShape, SamplingParams
+from megatron_dppo.types import MicroBatches, Prompt, Rollout, RolloutGroup
 
 T = TypeVar("T")
-VOCAB, PROMPT, K = 151_936, 200, 20
-SHAPE = RoutingShape(num_layers=48, num_experts=128, topk=8)
-CONTRACT = Contract(vocab_size=VOCAB, end_tokens=(VOCAB - 1,))
 TOKENS_A_STEP, STEP_SECONDS = 1.57e6, 200.0
+DECODERS = {"sglang": sglang.decode_generation, "vllm": vllm.decode_generation}
+TRAINER = ("receive", "response", "to the other ranks", "sample", "micro-batch")
 
 
 class Tokenizer:
@@ -49,143 +58,122 @@ class Tokenizer:
         return ""
 
 
-def columns(length: int) -> dict[str, Any]:
-    """What a policy could have sampled."""
-    rng = np.random.default_rng(0)
-    ids = np.stack([rng.permutation(VOCAB - 2)[:K] for _ in range(length)])
-    values = -np.sort(rng.exponential(3.0, (length, K)), 1) - np.log(K)
-    place, rows = rng.integers(0, K, length), np.arange(length)
-    routes = rng.random((PROMPT + length - 1, 48, 128)).argpartition(8, -1)[..., :8]
-    return {
-        "prompt": rng.integers(0, VOCAB - 2, PROMPT).tolist(),
-        "ids": ids,
-        "values": values,
-        "tokens": ids[rows, place].tolist(),
-        "logprobs": values[rows, place].tolist(),
-        "routes": routes,
-    }
+@contextmanager
+def serving(engine: str, length: int) -> Any:
+    """The URL of a server that always gives one answer."""
+    program = [sys.executable, str(Path(__file__).with_name("made_answers.py")), engine, str(length)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
 
 
-def sglang_answer(found: dict[str, Any]) -> bytes:
-    """As version 0.5.23 writes it."""
-    length, name = len(found["tokens"]), "output_top_logprobs"
-
-    def packed(values: Any, dtype: str) -> str:
-        return base64.b64encode(values.astype(dtype).tobytes()).decode()
-
-    meta = {
-        "id": sglang.wire_id("r"),
-        "finish_reason": {"type": "length", "length": length},
-        "prompt_tokens": PROMPT,
-        "completion_tokens": length,
-        "weight_versions": [{"version": "1", "start": 0, "end": length}],
-        "output_token_logprobs": [[v, t, None] for v, t in zip(found["logprobs"], found["tokens"], strict=True)],
-        "output_token_logprobs_length": length,
-        f"{name}_shape": [length, K],
-        f"{name}_idx_flat_b64_dtype": "int32",
-        f"{name}_val_flat_b64_dtype": "float32",
-        f"{name}_idx_flat_b64": packed(found["ids"], "<i4"),
-        f"{name}_val_flat_b64": packed(found["values"], "<f4"),
-        "routed_experts": packed(found["routes"], "<i4"),
-    }
-    answer = {"output_ids": found["tokens"], "prompt_token_ids": found["prompt"], "meta_info": meta}
-    return json.dumps(answer).encode()
+async def received(engine: str, url: str, request: Any, count: int) -> tuple[list[Generation], float]:
+    """So many answers through a process that reads them, four at a time, and the CPU seconds that this process took."""
+    settings = AnswerSettings(engine=engine, urls=[url], api_key=None, deadlines=Deadlines(), contract=CONTRACT)  # type: ignore[arg-type]
+    answers, server = AnswerProcesses(1, settings), SimpleNamespace(url=url)
+    await answers.ask(server, request)  # type: ignore[arg-type]
+    begin, found = time.process_time(), []
+    for _ in range(count // 4):
+        found += await asyncio.gather(*(answers.ask(server, request) for _ in range(4)))  # type: ignore[arg-type]
+    seconds = time.process_time() - begin
+    await answers.close()
+    return found, seconds
 
 
-def vllm_answer(found: dict[str, Any]) -> bytes:
-    """As version 0.32 writes it."""
-    length = len(found["tokens"])
-    file = io.BytesIO()
-    np.save(file, found["routes"].astype(np.uint8))
-    content = [
-        {
-            "token_id": token,
-            "logprob": value,
-            "top_logprobs": [
-                {"token_id": int(i), "logprob": float(v), "rank": rank}
-                for rank, (i, v) in enumerate(zip(ids, values, strict=True), 1)
-            ],
-        }
-        for token, value, ids, values in zip(
-            found["tokens"], found["logprobs"], found["ids"], found["values"], strict=True
-        )
-    ]
-    choice = {
-        "finish_reason": "length",
-        "token_ids": found["tokens"],
-        "weight_versions": [{"version": "1", "start": 0, "end": length}],
-        "logprobs": {"content": content},
-        "routed_experts": base64.b64encode(file.getvalue()).decode(),
-    }
-    usage = {"prompt_tokens": PROMPT, "completion_tokens": length}
-    return json.dumps(
-        {"request_id": "r", "prompt_token_ids": found["prompt"], "usage": usage, "choices": [choice]}
-    ).encode()
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-ENGINES: dict[str, tuple[Callable[[dict[str, Any]], bytes], Callable[..., Any]]] = {
-    "SGLang": (sglang_answer, sglang.decode_generation),
-    "vLLM": (vllm_answer, vllm.decode_generation),
-}
+class Stages:
+    """CPU microseconds a token, by stage."""
 
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self.found: dict[str, float] = {}
 
-def measure(engine: str, responses: int, length: int) -> dict[str, tuple[float, float]]:
-    """(CPU microseconds, bytes) a token of each stage."""
-    make, decode = ENGINES[engine]
-    found = columns(length)
-    body = make(found)
-    request = GenerateRequest(
-        request_id="r",
-        token_ids=tuple(found["prompt"]),
-        params=SamplingParams(max_new_tokens=length, topk_logprobs=K),
-        routing=SHAPE,
-    )
-    stages: dict[str, tuple[float, float]] = {}
-
-    def stage(name: str, call: Callable[[], T], size: float = 0.0, times: int = responses) -> T:
+    def run(self, name: str, call: Callable[[], T], responses: int = 1) -> T:
+        """What the call returns; it deals with so many responses."""
         begin = time.process_time()
-        for _ in range(times):
-            result = call()
-        stages[name] = ((time.process_time() - begin) / times / length * 1e6, size / length)
+        result = call()
+        self.found[name] = (time.process_time() - begin) / responses / self._length * 1e6
         return result
 
-    answer = stage("JSON", lambda: decode_body(body), len(body))
-    generation = stage("decode", lambda: decode(answer, request, "http://s"))
-    stage("contract", lambda: check_generation(generation, request, CONTRACT, "http://s"))
 
-    def completed() -> Any:
-        response = GrowingResponse(found["prompt"], topk=K, routing=SHAPE)
+def to_groups(generations: Sequence[Generation], prompt: Prompt) -> list[RolloutGroup]:
+    """Each a group of one."""
+    groups = []
+    for generation in generations:
+        response = GrowingResponse(prompt.token_ids, topk=K, routing=SHAPE)
         response.append_sampled(generation)
-        return response.completion(generation.finish_reason, Tokenizer())
+        completion = response.completion(generation.finish_reason, Tokenizer())
+        groups.append(
+            RolloutGroup(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, reward=1.0),))
+        )
+    return groups
 
-    completion = stage("response", completed)
-    prompt = Prompt(prompt_id="p", text="", token_ids=tuple(found["prompt"]), label="")
-    group = RolloutGroup(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, reward=1.0),))
-    packed = pickle.dumps(group)
-    stage("to the other ranks", lambda: pickle.loads(pickle.dumps(group)), len(packed))
-    (sample,) = stage("sample", lambda: to_samples([group], [[1.0]]))
-    stage("micro-batch", lambda: pack([sample] * 4), times=max(1, responses // 4))
-    return stages
+
+def read_answers(engine: str, length: int, stages: Stages) -> None:
+    """What the process does that reads answers."""
+    found = columns(length)
+    body, request, decode = MAKERS[engine](found), request_of(found), DECODERS[engine]
+    for _ in range(2):  # the first time is a warm-up
+        answer = stages.run("JSON", lambda: decode_body(body))
+        generation = stages.run("decode", partial(decode, answer, request, "http://s"))
+        stages.run("contract", partial(check_generation, generation, request, CONTRACT, "http://s"))
+
+
+def measure(engine: str, count: int, length: int) -> tuple[dict[str, float], float]:
+    """CPU microseconds a token of each stage; bytes a token that are held. In a process of its own."""
+    torch.set_num_threads(1)
+    stages, request = Stages(length), request_of(columns(length))
+    prompt = Prompt(prompt_id="p", text="", token_ids=request.token_ids, label="")
+
+    def packed() -> None:
+        for batch in MicroBatches(count // 4, lambda i: pack(samples[4 * i : 4 * i + 4])):
+            assert batch.routed_experts is not None
+
+    with serving(engine, length) as url:
+        asyncio.run(received(engine, url, request, 4))
+        before = resident()
+        generations, seconds = asyncio.run(received(engine, url, request, count))
+    stages.found["receive"] = seconds / count / length * 1e6
+    groups = stages.run("response", partial(to_groups, generations, prompt), count)
+    generations.clear()
+    samples = stages.run("sample", lambda: with_all_routes(to_samples(groups, [[1.0]] * count), SHAPE), count)
+    stages.run("micro-batch", packed, count)
+    held = (resident() - before) / count / length
+    stages.run("to the other ranks", lambda: from_message(to_message(groups[0])))
+    read_answers(engine, length, stages)
+    return stages.found, held
 
 
 def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--responses", type=int, default=8)
+    parser.add_argument("--responses", type=int, default=32)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 4000])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    result = {e: {n: measure(e, options.responses, n) for n in options.tokens} for e in ENGINES}
-    for engine, sizes in result.items():
-        print(f"{engine:22}" + "".join(f"{n:>8} tokens       " for n in sizes))
-        for name in next(iter(sizes.values())):
-            cells = [f"{us:7.2f} us {size:7.0f} B   " for us, size in (stages[name] for stages in sizes.values())]
-            print(f"  {name:20}" + "".join(cells))
-        totals = [sum(us for us, _ in stages.values()) for stages in sizes.values()]
-        print(f"  {'together':20}" + "".join(f"{us:7.2f} us              " for us in totals))
-        share = totals[-1] * 1e-6 * TOKENS_A_STEP / STEP_SECONDS
-        print(f"  of a 200 s step of the 30B recipe: {share:.0%}, at ten times its tokens {10 * share:.0%}\n")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        result = {
+            e: {n: pool.submit(measure, e, options.responses, n).result() for n in options.tokens} for e in MAKERS
+        }
+    for engine, by_size in result.items():
+        print(f"{engine:22}" + "".join(f"{n:>8} tokens" for n in by_size))
+        measured = list(by_size.values())
+        for names, title in ((("JSON", "decode", "contract"), "reading process"), (TRAINER, "trainer's process")):
+            for name in names:
+                print(f"  {name:20}" + "".join(f"{stages[name]:12.2f} us" for stages, _ in measured))
+            totals = [sum(stages[name] for name in names) for stages, _ in measured]
+            print(f"  {title:20}" + "".join(f"{total:12.2f} us" for total in totals))
+            share = totals[-1] * 1e-6 * TOKENS_A_STEP / STEP_SECONDS
+            print(f"  {'of a 30B step':20}{share:12.1%}, at ten times its tokens {10 * share:.0%}")
+        print(f"  {'held by the trainer':20}" + "".join(f"{held:12.0f} B " for _, held in measured) + "\n")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -87,7 +87,7 @@ def each(answer: ProbeAnswer, change: Callable[[Generation], Generation]) -> Pro
 
 def changed_logprobs(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Generation], Generation]:
     """Of one response."""
-    return lambda g: replace(g, logprobs=tuple(change(np.array(g.logprobs)).tolist()))
+    return lambda g: replace(g, logprobs=torch.from_numpy(change(g.logprobs.double().numpy())).float())
 
 
 def lies(readings: list[Reading]) -> dict[str, Callable[[ProbeAnswer], ProbeAnswer]]:
@@ -97,7 +97,7 @@ def lies(readings: list[Reading]) -> dict[str, Callable[[ProbeAnswer], ProbeAnsw
 
     def as_raw(answer: ProbeAnswer) -> ProbeAnswer:
         changed = tuple(
-            replace(g, logprobs=tuple((np.array(g.logprobs) + raw[i]).tolist()))
+            replace(g, logprobs=(g.logprobs.double() + torch.from_numpy(raw[i])).float())
             for i, g in enumerate(answer.generations)
         )
         return replace(answer, generations=changed)
@@ -131,7 +131,7 @@ def lies(readings: list[Reading]) -> dict[str, Callable[[ProbeAnswer], ProbeAnsw
 
 def numbers(answer: ProbeAnswer, expected: Expectation, readings: list[Reading]) -> dict[str, Any]:
     """The statistics, and the verdict."""
-    reported = np.concatenate([g.logprobs for g in answer.generations])
+    reported = np.concatenate([g.logprobs.double().numpy() for g in answer.generations])
     live = [r.logprobs for r in readings]
     replayed = np.concatenate([r.logprobs if r.replayed_logprobs is None else r.replayed_logprobs for r in readings])
     topk = np.concatenate([g.topk_logprobs[:, :-1].double().numpy() for g in answer.generations])

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import torch
+
 from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import FinishReason, Prompt, VersionSpan
@@ -153,10 +155,13 @@ class Server:
         else:
             whole = job.given + units == LONGEST // UNIT
             reason = FinishReason.LENGTH if whole else FinishReason.STOP
-        tokens = (FIRST + job.sibling,) * units
-        tokens = (*tokens[1:], END) if reason == FinishReason.STOP else tokens
+        tokens = torch.full((units,), FIRST + job.sibling, dtype=torch.int32)
+        if reason == FinishReason.STOP:
+            tokens[-1] = END
         versions = (VersionSpan(self.version, 0, units),) if units else ()
-        return Generation(token_ids=tokens, logprobs=(-0.5,) * units, finish_reason=reason, versions=versions)
+        return Generation(
+            token_ids=tokens, logprobs=torch.full((units,), -0.5), finish_reason=reason, versions=versions
+        )
 
     def _advance(self) -> None:
         now = self._loop.time()

@@ -95,6 +95,15 @@ class ContractBreach(ServerError):
         self.request_id, self.field = request_id, field
 
 
+class AnswersLost(ServerError):
+    """The answer is lost between the server and here, which is not the server's fault: a process of ours ended."""
+
+    @property
+    def passing(self) -> bool:
+        """True: ask again."""
+        return True
+
+
 class PublishError(UserError):
     """The rollout engine could not be given the current weights, or does not show them."""
 

@@ -28,6 +28,8 @@ class ServersConfig(Section):
     """Environment variable with the key of their control calls, where it is another one."""
     max_in_flight: int = Field(256, gt=0)
     """Requests that one data-parallel rank has under way at a time."""
+    answer_processes: int = Field(1, ge=0)
+    """Processes of each data-parallel rank that read and check the servers' answers; 0 = the trainer does it itself."""
     timeout_seconds: float = Field(3600.0, gt=0)
     """Limit of one response, the time in the server's queue included."""
     health_seconds: float = Field(5.0, gt=0)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 
 from megatron_dppo.types import MISSING_EXPERT, MicroBatch, TrainingSample
 
-_FILL: dict[str, float | dict[torch.dtype, int]] = {
+_Fill = float | Mapping[torch.dtype, int]
+_FILL: Mapping[str, _Fill] = {"tokens": 0, "labels": 0, "loss_mask": False, "advantages": 0.0}
+"""What stands in the columns on padding, which is outside the loss."""
+_OPTIONAL_FILL: Mapping[str, _Fill] = {
     "rollout_logprobs": 0.0,
     "rollout_topk_ids": -1,
     "rollout_topk_logprobs": 0.0,
     "anchor_logprobs": 0.0,
     "reference_logprobs": 0.0,
-    "routed_experts": dict(MISSING_EXPERT),
+    "routed_experts": MISSING_EXPERT,
 }
-"""Per-token fields that may be None, and what stands in them on padding (which is outside the loss), by dtype where
-that makes a difference."""
+"""The same for columns that may be None, by dtype where that makes a difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,61 +52,42 @@ def pack(
         like: which optional fields an empty row has; needed only for that.
 
     Raises:
-        ValueError: only some samples have an optional field; neither dropping nor inventing it is right.
+        ValueError: only some samples have an optional field, or they have it in different shapes or types.
     """
     shape = shape or RowShape()
     like = samples[0] if samples else like
     if like is None:
         raise ValueError("an empty row needs a sample to be like: pass like=")
-    rows = [_pad(sample, shape.padded(sample.num_tokens) - sample.num_tokens) for sample in samples]
-    filled = sum(row.num_tokens for row in rows)
-    rest = -filled % shape.row_multiple if rows else max(shape.row_multiple, shape.sequence_multiple)
-    if rest:
-        rows.append(_padding_like(like, rest))
-    lengths = torch.tensor([row.num_tokens for row in rows])
-    ends = lengths.cumsum(0)
+    lengths = [shape.padded(sample.num_tokens) for sample in samples]
+    rest = -sum(lengths) % shape.row_multiple if samples else max(shape.row_multiple, shape.sequence_multiple)
+    starts = [0, *accumulate(lengths)][: len(samples)]
+    lengths += [rest] if rest else []
+    size, ends = sum(lengths), torch.tensor([0, *accumulate(lengths)])
+    optional = {name: [getattr(sample, name) for sample in samples or [like]] for name in _OPTIONAL_FILL}
+    for name, found in optional.items():
+        kinds = {None if value is None else (value.dtype, value.shape[1:]) for value in found}
+        if len(kinds) > 1:
+            words = "with and without" if None in kinds else "with different shapes or types of"
+            raise ValueError(f"samples {words} {name} cannot share a micro-batch")
+
+    def column(name: str, fill: _Fill) -> torch.Tensor:
+        first = getattr(like, name)
+        number = fill[first.dtype] if isinstance(fill, Mapping) else fill
+        result = first.new_full((size, *first.shape[1:]), number)
+        for sample, start in zip(samples, starts, strict=True):
+            value, end = getattr(sample, name), start + sample.num_tokens
+            result[end - len(value) : end] = value
+        return result
+
     return MicroBatch(
-        tokens=torch.cat([row.tokens for row in rows]),
-        labels=torch.cat([row.labels for row in rows]),
-        loss_mask=torch.cat([row.loss_mask for row in rows]),
-        advantages=torch.cat([row.advantages for row in rows]),
-        position_ids=torch.cat([torch.arange(int(n)) for n in lengths]),
-        sequence_ids=torch.repeat_interleave(torch.arange(len(rows)), lengths),
-        cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
-        max_seqlen=int(lengths.max()),
-        num_padding=int(ends[-1]) - sum(sample.num_tokens for sample in samples),
-        **{name: _joined(rows, name) for name in _FILL},
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        cu_seqlens=ends.to(torch.int32),
+        max_seqlen=max(lengths),
+        num_padding=size - sum(sample.num_tokens for sample in samples),
+        **{name: column(name, fill) for name, fill in _FILL.items()},
+        **{name: column(name, _OPTIONAL_FILL[name]) for name, found in optional.items() if found[0] is not None},
     )
-
-
-def _joined(rows: Sequence[TrainingSample], name: str) -> torch.Tensor | None:
-    values = [getattr(row, name) for row in rows]
-    present = [value for value in values if value is not None]
-    if len(present) == len(values):
-        return torch.cat(present)
-    if present:
-        raise ValueError(f"samples with and without {name} cannot share a micro-batch")
-    return None
-
-
-def _pad(sample: TrainingSample, count: int) -> TrainingSample:
-    """The sample with ``count`` positions more, outside the loss."""
-    if not count:
-        return sample
-    values = {
-        name: F.pad(getattr(sample, name), (0, count)) for name in ("tokens", "labels", "loss_mask", "advantages")
-    }
-    for name, fill in _FILL.items():
-        if (value := getattr(sample, name)) is not None:
-            number = fill[value.dtype] if isinstance(fill, dict) else fill
-            values[name] = torch.cat([value, value.new_full((count, *value.shape[1:]), number)])
-    return replace(sample, **values)
-
-
-def _padding_like(sample: TrainingSample, length: int) -> TrainingSample:
-    """Nothing but padding, with the optional fields of ``sample``."""
-    empty = {name: value[:0] for name, value in vars(sample).items() if value is not None}
-    return _pad(TrainingSample(**empty), length)
 
 
 def fill_bins(samples: Sequence[TrainingSample], budget: int, shape: RowShape | None = None) -> list[list[int]]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_dppo.data import chain_sum
 from megatron_dppo.data.chat import ChatOptions
 from megatron_dppo.data.duplicates import drop_duplicates
+from megatron_dppo.data.packed_list import PackedList
 from megatron_dppo.data.rows import Row, iter_rows
 from megatron_dppo.data.sources import HUB
 from megatron_dppo.errors import DataError
@@ -52,6 +57,9 @@ def load_rows(
 class PromptDataset:
     """Rows as tokenized prompts; epoch e is a reshuffle by ``(seed, e)``, so that a cursor is one integer.
 
+    Each prompt is made anew when it is asked for. ``num_dropped`` rows were too long; the longest prompt that is there
+    has ``longest`` tokens.
+
     Args:
         rows: at least one.
         tokenizer: a transformers tokenizer.
@@ -80,53 +88,61 @@ class PromptDataset:
     ) -> None:
         if not rows:
             raise DataError("the data set has no rows")
-        self._seed = seed
-        self._order: tuple[int, list[int]] = (-1, [])
         chat = chat or ChatOptions()
         chat.check(tokenizer)
         limits = {"data.max_prompt_tokens": max_prompt_tokens, "the context": context_length - max_new_tokens}
-        self._prompts: list[Prompt] = []
-        for row in rows:
-            prompt = _to_prompt(row, tokenizer, chat)
-            exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
-            if not exceeded:
-                self._prompts.append(prompt)
-            elif overlong == "error" or max_new_tokens >= context_length:
-                raise DataError(_too_long(prompt, *exceeded[0], max_new_tokens, context_length))
-        self.num_dropped = len(rows) - len(self._prompts)
-        if not self._prompts:
+        self._seed, self.num_dropped, self.longest = seed, 0, 0
+        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        digest, place = hashlib.sha256(), ""
+
+        def kept() -> Iterator[Prompt]:
+            nonlocal place
+            for row in rows:
+                place = row.place
+                prompt = _to_prompt(row, tokenizer, chat)
+                exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
+                if not exceeded:
+                    self.longest = max(self.longest, len(prompt.token_ids))
+                    digest.update(f"{prompt.token_ids} {prompt.label}\n".encode())
+                    yield prompt
+                elif overlong == "error" or max_new_tokens >= context_length:
+                    raise DataError(_too_long(prompt, *exceeded[0], max_new_tokens, context_length))
+                else:
+                    self.num_dropped += 1
+
+        try:
+            self._prompts = PackedList(kept())
+        except pickle.PicklingError as error:
+            raise DataError(
+                f"{place}: the row holds an object that cannot be sent to the other ranks: {error}. Write it as "
+                "text or as numbers, or leave its column out"
+            ) from error
+        if not len(self):
             raise DataError(
                 f"all {len(rows)} prompts are longer than {min(limits.values())} tokens and data.overlong_prompts = "
                 "'drop' leaves none; raise data.max_prompt_tokens"
             )
+        self._digest = digest.hexdigest()[:12]
 
     def __len__(self) -> int:
         return len(self._prompts)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(len(prompt.token_ids) for prompt in self._prompts)
 
     def __getitem__(self, index: int) -> Prompt:
         """Prompt ``index`` of the endless stream."""
         if index < 0:
             raise IndexError(f"the stream starts at 0, got {index}")
-        epoch, position = divmod(index, len(self._prompts))
+        epoch, position = divmod(index, len(self))
         if self._seed is None:
             return self._prompts[position]
         if self._order[0] != epoch:
-            order = list(range(len(self._prompts)))
+            order = list(range(len(self)))
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._prompts[self._order[1][position]]
+            self._order = (epoch, np.array(order, np.int64))
+        return self._prompts[int(self._order[1][position])]
 
     def fingerprint(self) -> str:
         """Number and digest of the prompts and labels: a cursor means the same only in the same stream."""
-        digest = hashlib.sha256()
-        for prompt in self._prompts:
-            digest.update(f"{prompt.token_ids} {prompt.label}\n".encode())
-        return f"{len(self)} prompts, {digest.hexdigest()[:12]}"
+        return f"{len(self)} prompts, {self._digest}"
 
 
 def _too_long(prompt: Prompt, name: str, limit: int, max_new_tokens: int, context_length: int) -> str:

@@ -28,7 +28,9 @@ def is_missing(routes: Tensor) -> Tensor:
 
 
 def compact_routes(values: Tensor, shape: RoutingShape, *, tokens: int, request: str) -> Tensor:
-    """What an engine sent as checked routes ``[tokens, L, k]`` of the smallest dtype, dense layers marked missing.
+    """What an engine sent as routes ``[tokens, L, k]`` of the smallest dtype, dense layers marked missing.
+
+    Their form is checked here, what they say by ``check_routes``.
 
     Args:
         values: integers ``[tokens, L, k]``, or without the dense layers; -1 = missing. Engines write anything for
@@ -38,7 +40,7 @@ def compact_routes(values: Tensor, shape: RoutingShape, *, tokens: int, request:
         request: a name for error messages.
 
     Raises:
-        ValueError: as ``check_routes``.
+        ValueError: another shape, or numbers that are no experts.
     """
     if values.dtype != shape.dtype:
         values = _narrowed(values, shape, request)
@@ -50,7 +52,7 @@ def compact_routes(values: Tensor, shape: RoutingShape, *, tokens: int, request:
             spread = missing_rows(values.shape[0], replace(shape, topk=values.shape[2]))
             spread[:, routers] = values
             values = spread
-    check_routes(values, shape, tokens=tokens, request=request)
+    _check_form(values, shape, tokens, request)
     return values
 
 
@@ -84,6 +86,15 @@ def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: s
         ValueError: another dtype, number of rows, layers or experts a token; an expert that does not exist; an expert
             that stands twice in a row; a row that is missing in part; with the place and the value.
     """
+    _check_form(routes, shape, tokens, request)
+    if not _rows_are_valid(routes, shape):
+        raise ValueError(_first_problem(routes, shape, request))
+    for layer in sorted(shape.dense_layers):
+        if not bool((absent := is_missing(routes[:, [layer]])).all()):
+            raise ValueError(_at(routes[:, [layer]], ~absent[..., None], shape, request, "dense layer", layer))
+
+
+def _check_form(routes: Tensor, shape: RoutingShape, tokens: int, request: str) -> None:
     if routes.dtype != shape.dtype:
         raise ValueError(f"{request}: routed experts of type {routes.dtype}, expected {shape.dtype}")
     if routes.dim() != 3 or tuple(routes.shape[1:]) != (shape.num_layers, shape.topk):
@@ -96,11 +107,6 @@ def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: s
             f"{request}: routed experts of {routes.shape[0]} tokens for {tokens} input tokens (prompt and response "
             "without the last token); every token that was read has one row"
         )
-    if not _rows_are_valid(routes, shape):
-        raise ValueError(_first_problem(routes, shape, request))
-    for layer in sorted(shape.dense_layers):
-        if not bool((absent := is_missing(routes[:, [layer]])).all()):
-            raise ValueError(_at(routes[:, [layer]], ~absent[..., None], shape, request, "dense layer", layer))
 
 
 def _rows_are_valid(routes: Tensor, shape: RoutingShape) -> bool:
@@ -159,15 +165,22 @@ def append_routes(before: Tensor, new: Tensor, start: int) -> Tensor:
             f"routed experts {tuple(before.shape)} {before.dtype} cannot go on with {tuple(new.shape)} {new.dtype} "
             f"from token {start}; expected the same layers, experts a token and dtype, and a start of 0 or more"
         )
+    if not len(before) and not start:  # the usual case: one answer, kept as it came
+        return new
     gap = before.new_full((max(0, start - len(before)), *before.shape[1:]), MISSING_EXPERT[before.dtype])
     return torch.cat([before, gap, new[max(0, len(before) - start) :]])
 
 
-def with_all_routes(samples: Sequence[TrainingSample], shape: RoutingShape) -> list[TrainingSample]:
-    """Checked samples that all have routes; those whose engine gave none (a lost request) get missing rows.
+def with_all_routes(
+    samples: Sequence[TrainingSample], shape: RoutingShape, own: RoutingShape | None = None
+) -> list[TrainingSample]:
+    """Samples that all have routes; those whose engine gave none (a lost request) get missing rows.
+
+    What routes say was checked when they came from an engine; here they have to fit the sample, and the model: all of
+    it, or the layers of this rank, which ``own`` is the shape of.
 
     Raises:
-        ValueError: not one sample has routes, or some are wrong.
+        ValueError: not one sample has routes, or some are of another model or length.
     """
     if samples and all(sample.routed_experts is None for sample in samples):
         raise ValueError(
@@ -175,12 +188,15 @@ def with_all_routes(samples: Sequence[TrainingSample], shape: RoutingShape) -> l
             "has them; let the engine return them (SGLang: --enable-return-routed-experts, vLLM: "
             "--enable-return-routed-experts), or set train.router_replay = 'off'"
         )
+    layers = {sample.routed_experts.shape[1] for sample in samples if sample.routed_experts is not None}
+    if own is not None and layers == {own.num_layers}:
+        shape = own
     result = []
     for i, sample in enumerate(samples):
         if sample.routed_experts is None:
             sample = replace(sample, routed_experts=missing_rows(sample.num_tokens, shape))
         else:
-            check_routes(sample.routed_experts, shape, tokens=sample.num_tokens, request=f"sample {i}")
+            _check_form(sample.routed_experts, shape, sample.num_tokens, f"sample {i}")
         result.append(sample)
     return result
 

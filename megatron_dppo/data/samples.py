@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megatron_dppo.types import TrainingSample
 
 
 def to_training_sample(
-    prompt_ids: Sequence[int],
-    response_ids: Sequence[int],
-    rollout_logprobs: Sequence[float] | None,
+    prompt_ids: Sequence[int] | Tensor,
+    response_ids: Sequence[int] | Tensor,
+    rollout_logprobs: Sequence[float] | Tensor | None,
     advantage: float,
-    topk: tuple[torch.Tensor, torch.Tensor] | None = None,
-    routed_experts: torch.Tensor | None = None,
-    sampled: Sequence[bool] | None = None,
+    topk: tuple[Tensor, Tensor] | None = None,
+    routed_experts: Tensor | None = None,
+    sampled: Sequence[bool] | Tensor | None = None,
 ) -> TrainingSample:
     """Align a prompt and its response to the labels.
 
@@ -37,28 +37,29 @@ def to_training_sample(
     Raises:
         ValueError: an empty prompt or response, or log-probabilities, routed experts or ``sampled`` of another length.
     """
-    if not prompt_ids or not response_ids:
+    if not len(prompt_ids) or not len(response_ids):
         raise ValueError(f"a sample needs tokens, got {len(prompt_ids)} prompt and {len(response_ids)} response tokens")
-    if rollout_logprobs is not None and len(rollout_logprobs) != len(response_ids):
-        raise ValueError(f"{len(rollout_logprobs)} rollout log-probabilities for {len(response_ids)} response tokens")
-    if sampled is not None and len(sampled) != len(response_ids):
-        raise ValueError(f"a loss mask of {len(sampled)} tokens for {len(response_ids)} response tokens")
-    sequence = torch.tensor([*prompt_ids, *response_ids], dtype=torch.int64)
+    for column, name in ((rollout_logprobs, "rollout log-probabilities"), (sampled, "entries of the loss mask")):
+        if column is not None and len(column) != len(response_ids):
+            raise ValueError(f"{len(column)} {name} for {len(response_ids)} response tokens")
+    sequence = torch.cat([torch.as_tensor(ids, dtype=torch.int64) for ids in (prompt_ids, response_ids)])
     length, first = sequence.numel() - 1, len(prompt_ids) - 1
     loss_mask = torch.zeros(length, dtype=torch.bool)
-    loss_mask[first:] = True if sampled is None else torch.tensor(sampled)
+    loss_mask[first:] = True if sampled is None else torch.as_tensor(sampled)
     aligned = None
     if rollout_logprobs is not None:
+        own = torch.as_tensor(rollout_logprobs, dtype=torch.float32)
+        loss_mask[first:] &= own.isfinite()
         aligned = torch.zeros(length, dtype=torch.float32)
-        loss_mask[first:] &= torch.tensor([math.isfinite(x) for x in rollout_logprobs])
-        aligned[first:] = torch.tensor(rollout_logprobs, dtype=torch.float32)
-        aligned = torch.where(loss_mask, aligned, 0.0)
+        aligned[first:] = torch.where(loss_mask[first:], own, 0.0)
     if routed_experts is not None and len(routed_experts) != length:
         raise ValueError(
             f"routed experts of {len(routed_experts)} tokens for a sequence of {len(prompt_ids)} prompt and "
             f"{len(response_ids)} response tokens; expected {length} rows, one for each token but the last"
         )
-    topk_ids, topk_logprobs = (None, None) if topk is None else _align_topk(*topk, first, len(response_ids))
+    topk_ids, topk_logprobs = topk or (None, None)
+    if topk is not None:
+        _check_topk(*topk, len(response_ids))
     return TrainingSample(
         tokens=sequence[:-1],
         labels=sequence[1:],
@@ -71,14 +72,9 @@ def to_training_sample(
     )
 
 
-def _align_topk(
-    ids: torch.Tensor, logprobs: torch.Tensor, first: int, response_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the response behind ``first`` rows without a slot in use."""
+def _check_topk(ids: Tensor, logprobs: Tensor, response_tokens: int) -> None:
     if ids.shape != logprobs.shape or ids.dim() != 2 or ids.shape[0] != response_tokens:
         raise ValueError(
             f"Top-K ids {tuple(ids.shape)} and log-probabilities {tuple(logprobs.shape)}, expected two of shape "
             f"[{response_tokens}, K+1], one row for each response token"
         )
-    unused = ids.new_full((first, ids.shape[1]), -1)
-    return torch.cat([unused, ids]), torch.cat([logprobs.new_zeros(unused.shape), logprobs])

@@ -28,11 +28,14 @@ def read_records(source: str) -> Iterator[Record]:
         source: the path of a JSONL or Parquet file, or ``hf:owner/name[/configuration][:split]``.
 
     Raises:
-        DataError: no such source, a missing optional package, or a row that cannot be read.
+        DataError: no such source, a missing optional package, or a file or row that cannot be read.
     """
-    for place, record in _open(source):
-        check_values(place, record)
-        yield place, record
+    try:
+        for place, record in _open(source):
+            check_values(place, record)
+            yield place, record
+    except OSError as error:
+        raise DataError(f"data file {source!r} cannot be read: {error}") from error
 
 
 def _open(source: str) -> Iterator[Record]:

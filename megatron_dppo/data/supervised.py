@@ -6,10 +6,14 @@ import random
 from typing import Any
 
 from megatron_dppo.data import chain_sum
+from megatron_dppo.data.packed_list import PackedList
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.data.sources import CHAIN_SUM, read_records, require
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import TrainingSample
+
+Pairs = PackedList[tuple[str, str, str]]
+"""(place, prompt, response) of each row"""
 
 
 class SupervisedDataset:
@@ -20,16 +24,20 @@ class SupervisedDataset:
             ``hf:`` name (see ``read_records``) with ``prompt`` and ``response`` strings.
         tokenizer: a transformers tokenizer.
         seed: draws problems and responses.
+        pairs: ``pairs`` of the rank that has read the source; None = it is read here.
 
     Raises:
         DataError: a missing or empty file, or a bad row.
     """
 
-    def __init__(self, source: str, tokenizer: Any, seed: int) -> None:
+    def __init__(self, source: str, tokenizer: Any, seed: int, pairs: Pairs | None = None) -> None:
         self._tokenizer, self._seed = tokenizer, seed
         self._problems = chain_sum.problems("train") if source == CHAIN_SUM else None
-        self._pairs = [] if self._problems else [_pair(place, record) for place, record in read_records(source)]
-        if not self._problems and not self._pairs:
+        if pairs is None:
+            pairs = PackedList(() if self._problems else (_pair(*found) for found in read_records(source)))
+        self.pairs = pairs
+        """no rows where the problems are a task's"""
+        if not self._problems and not len(self.pairs):
             raise DataError(f"{source} has no rows; expected rows with 'prompt' and 'response'")
 
     def check_lengths(self, context_length: int) -> None:
@@ -38,7 +46,7 @@ class SupervisedDataset:
         Raises:
             DataError: naming the first one.
         """
-        for place, prompt, response in self._pairs:
+        for place, prompt, response in self.pairs:
             prompt_ids, response_ids = self._ids(prompt, response)
             if not prompt_ids:
                 raise DataError(f"{place}: the prompt has no tokens")
@@ -56,7 +64,7 @@ class SupervisedDataset:
             problem = rng.choice(self._problems)
             prompt, response = problem.question, chain_sum.demonstration(problem, rng)
         else:
-            _, prompt, response = rng.choice(self._pairs)
+            _, prompt, response = rng.choice(self.pairs)
         prompt_ids, response_ids = self._ids(prompt, response)
         return to_training_sample(prompt_ids, response_ids, None, advantage=1.0)
 

@@ -33,13 +33,13 @@ def forward_backward(
     Returns:
         The metrics of each micro-batch; empty on all but the last pipeline stage.
     """
-    rows = _rows(chunks, batches, cp_group, objective.skips_zero_advantage)
 
     def loss_function(row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Metric]]:
         output = head.loss(hidden, row, objective)
         return output.loss_sum, output.num_tokens.to(torch.int), output.metrics
 
-    return _run_schedule(chunks, rows, loss_function, forward_only=False)
+    make = _rows(chunks, cp_group, objective.skips_zero_advantage)
+    return _run_schedule(chunks, batches, make, loss_function, forward_only=False)
 
 
 @torch.no_grad()
@@ -67,22 +67,19 @@ def _read(
     cp_group: ProcessGroup | None,
     read: Callable[[Row, Tensor], Any],
 ) -> list[Any]:
-    rows = _rows(chunks, batches, cp_group, skips_zero_advantage=False)
-
     def collect(row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
         count = torch.tensor(0, dtype=torch.int, device=hidden.device)
         return hidden.new_zeros(()), count, read(row, hidden)
 
-    return _run_schedule(chunks, rows, collect, forward_only=True)
+    make = _rows(chunks, cp_group, skips_zero_advantage=False)
+    return _run_schedule(chunks, batches, make, collect, forward_only=True)
 
 
 def _rows(
-    chunks: Sequence[Any], batches: Sequence[MicroBatch], cp_group: ProcessGroup | None, skips_zero_advantage: bool
-) -> list[Row]:
-    if not batches:
-        raise ValueError("the schedule needs at least one micro-batch on every rank (an empty one will do)")
+    chunks: Sequence[Any], cp_group: ProcessGroup | None, skips_zero_advantage: bool
+) -> Callable[[MicroBatch], Row]:
     device = next(chunks[0].parameters()).device
-    return [Row.of(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage) for batch in batches]
+    return lambda batch: Row.of(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage)
 
 
 def _forward_step(loss_function: Callable[..., Any], data: Iterator[Row], model: Any) -> tuple[Tensor, Any]:
@@ -101,11 +98,18 @@ def _forward_step(loss_function: Callable[..., Any], data: Iterator[Row], model:
 
 
 def _run_schedule(
-    chunks: Sequence[Any], rows: Sequence[Row], loss_function: Callable[..., Any], *, forward_only: bool
+    chunks: Sequence[Any],
+    batches: Sequence[MicroBatch],
+    make: Callable[[MicroBatch], Row],
+    loss_function: Callable[..., Any],
+    *,
+    forward_only: bool,
 ) -> list[Any]:
-    iterators = [iter(rows) for _ in chunks]
+    if not batches:
+        raise ValueError("the schedule needs at least one micro-batch on every rank (an empty one will do)")
+    iterators = [map(make, batches) for _ in chunks]
     single = len(chunks) == 1
-    tokens = rows[0].batch.tokens.numel()  # of the whole row: Megatron divides by the context-parallel size itself
+    tokens = batches[0].tokens.numel()  # of the whole row: Megatron divides by the context-parallel size itself
     config = get_model_config(chunks[0])
     finalize = config.finalize_model_grads_func
     try:
@@ -115,7 +119,7 @@ def _run_schedule(
             forward_step_func=partial(_forward_step, loss_function),
             data_iterator=iterators[0] if single else iterators,
             model=chunks[0] if single else list(chunks),
-            num_microbatches=len(rows),
+            num_microbatches=len(batches),
             seq_length=tokens,
             micro_batch_size=1,
             decoder_seq_length=tokens,

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.parallel.context import ContextShard
-from megatron_dppo.types import MISSING_EXPERT, Metric, MicroBatch, RoutingShape
+from megatron_dppo.types import MISSING_EXPERT, Metric, MicroBatch, MicroBatches, RoutingShape
 
 ReplayMode = Literal["replay", "compare", "record"]
 """``replay``: use the given experts; ``compare``: use the live ones and count where the given ones differ; ``record``:
@@ -92,6 +92,11 @@ class LayerReplay(RouterReplay):
         self._counts += torch.stack([known, *differs]).sum(1)
 
 
+def without_routes(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    """The same, made when they are asked for."""
+    return MicroBatches(len(batches), lambda i: replace(batches[i], routed_experts=None))
+
+
 def _same_sets(left: Tensor, right: Tensor) -> Tensor:
     """``[N]`` bool: whether two ``[N, k]`` of distinct numbers have the same ones in each row."""
     return (left[:, :, None] == right[:, None, :]).any(-1).all(-1)
@@ -126,9 +131,10 @@ class ReplayDriver:
         remembers = selective or config.recompute_granularity == "full"
         self._chunks = [self._attach(model, remembers) for model in models]
         self._routers = [router for chunk in self._chunks for router in chunk]
+        self.layers = tuple(sorted(router.layer for router in self._routers))
+        """that have routers on this rank, counted in the whole model from 0"""
         self._begun: list[int] = []
         self._recorded: list[dict[int, Tensor]] = []
-        self._shards: list[ContextShard] = []
 
     def _attach(self, model: GPTModel, remembers: bool) -> list[LayerReplay]:
         found = []
@@ -147,28 +153,22 @@ class ReplayDriver:
         return found
 
     @contextmanager
-    def running(self, batches: Sequence[MicroBatch], mode: ReplayMode) -> Iterator[list[MicroBatch]]:
+    def running(self, batches: Sequence[MicroBatch], mode: ReplayMode) -> Iterator[Sequence[MicroBatch]]:
         """One run of Megatron's schedule over ``batches``; yields them without their routes, which stay on the host.
 
         Raises:
             ValueError: micro-batches without routes, or rows that do not fit the tokens of a router.
             RuntimeError: a chunk did not run every micro-batch once, or a router's recomputation missed some.
         """
-        if mode != "record" and any(batch.routed_experts is None for batch in batches):
-            raise ValueError(f"router replay in mode {mode!r} needs routed_experts in every micro-batch")
         self._reset()
         self._begun = [0] * len(self._models)
         self._recorded = [{} for _ in batches]
-        if self._cp_group is not None:
-            self._shards = [ContextShard.of(batch.cu_seqlens, self._cp_group) for batch in batches]
-        if mode != "record":
-            self._count_missing(batches)
         handles = []
         for chunk, model in enumerate(self._models):
             handles.append(model.register_forward_pre_hook(partial(self._begin, chunk, batches, mode)))
             handles.append(model.register_forward_hook(partial(self._end, chunk, mode)))
         try:
-            yield [replace(batch, routed_experts=None) for batch in batches]
+            yield without_routes(batches)
             self._check_all_used(len(batches))
         finally:
             for handle in handles:
@@ -184,20 +184,17 @@ class ReplayDriver:
         for router in self._routers:
             router.num_recomputed = 0
 
-    def _count_missing(self, batches: Sequence[MicroBatch]) -> None:
-        """Rows of tokens that are not padding; the same on all ranks of tensor and context parallelism."""
-        layers = [router.layer for router in self._routers]
-        for batch in batches:
-            assert batch.routed_experts is not None
-            absent = int((batch.routed_experts[:, layers, 0] == self._missing).sum())
-            self._num_missing += absent - batch.num_padding * len(layers)
-            self._num_rows += (len(batch.tokens) - batch.num_padding) * len(layers)
-
     def _begin(self, chunk: int, batches: Sequence[MicroBatch], mode: ReplayMode, *_: Any) -> None:
-        routers, number = self._chunks[chunk], self._begun[chunk]
+        routers = self._chunks[chunk]
         action = RouterReplayAction.REPLAY_FORWARD if mode == "replay" else RouterReplayAction.RECORD
         if mode != "record" and routers:
-            given = self._local(batches, number, [router.layer for router in routers])
+            batch, layers = batches[self._begun[chunk]], [router.layer for router in routers]
+            if batch.routed_experts is None:
+                raise ValueError(f"router replay in mode {mode!r} needs routed_experts in every micro-batch")
+            has_all = batch.routed_experts.shape[1] == self._shape.num_layers
+            routes = batch.routed_experts[:, layers if has_all else [self.layers.index(i) for i in layers]]
+            self._count_missing(batch, routes)
+            given = self._local(batch, routes)
             for router, rows in zip(routers, given, strict=True):
                 router.given = rows
         for router in routers:
@@ -212,13 +209,16 @@ class ReplayDriver:
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         self._begun[chunk] += 1
 
-    def _local(self, batches: Sequence[MicroBatch], number: int, layers: Sequence[int]) -> Tensor:
-        """``[layers, local tokens, k]`` on the device: what this rank's routers see of a micro-batch."""
-        whole = batches[number].routed_experts
-        assert whole is not None
-        routes = whole[:, layers]
+    def _count_missing(self, batch: MicroBatch, routes: Tensor) -> None:
+        """Rows of tokens that are not padding; the same on all ranks of tensor and context parallelism."""
+        layers = routes.shape[1]
+        self._num_missing += int((routes[..., 0] == self._missing).sum()) - batch.num_padding * layers
+        self._num_rows += (len(batch.tokens) - batch.num_padding) * layers
+
+    def _local(self, batch: MicroBatch, routes: Tensor) -> Tensor:
+        """``[layers, local tokens, k]`` on the device, of ``[T, layers, k]``: what this rank's routers see."""
         if self._cp_group is not None:
-            routes = self._shards[number].split(routes)
+            routes = ContextShard.of(batch.cu_seqlens, self._cp_group).split(routes)
         if self._tp_group is not None:
             routes = routes.chunk(self._tp_group.size())[self._tp_group.rank()]
         return routes.transpose(0, 1).contiguous().to(self._device, non_blocking=True)
@@ -240,23 +240,23 @@ class ReplayDriver:
         """The routes ``[T, L, k]`` of each micro-batch of the last run in mode ``record``; missing but on the layers of
         this pipeline stage. A collective over tensor and context parallelism."""
         found = []
-        for number, (batch, by_layer) in enumerate(zip(batches, self._recorded, strict=True)):
+        for batch, by_layer in zip(batches, self._recorded, strict=True):
             size = (len(batch.tokens), self._shape.num_layers, self._shape.topk)
             routes = torch.full(size, self._missing, dtype=self._shape.dtype)
             if by_layer:
                 layers = sorted(by_layer)
-                routes[:, layers] = self._whole(torch.stack([by_layer[i] for i in layers], 1), number).cpu()
+                routes[:, layers] = self._whole(torch.stack([by_layer[i] for i in layers], 1), batch).cpu()
             found.append(routes)
         return found
 
-    def _whole(self, routes: Tensor, number: int) -> Tensor:
+    def _whole(self, routes: Tensor, batch: MicroBatch) -> Tensor:
         raw = routes.view(torch.uint8)  # NCCL has no int16
         if self._tp_group is not None:
             parts = [torch.empty_like(raw) for _ in range(self._tp_group.size())]
             dist.all_gather(parts, raw, group=self._tp_group)
             raw = torch.cat(parts)
         if self._cp_group is not None:
-            raw = self._shards[number].to(raw.device).gather(raw)
+            raw = ContextShard.of(batch.cu_seqlens, self._cp_group).to(raw.device).gather(raw)
         return raw.view(routes.dtype)
 
     def metrics(self, *, is_first: bool) -> dict[str, Metric]:

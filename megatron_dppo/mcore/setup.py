@@ -15,7 +15,13 @@ from megatron_dppo.platform import Platform
 
 
 def initialize_megatron(
-    layout: Layout, platform: Platform, *, seed: int, timeout_minutes: float, wait_minutes: float | None = None
+    layout: Layout,
+    platform: Platform,
+    *,
+    seed: int,
+    timeout_minutes: float,
+    wait_minutes: float | None = None,
+    world: dist.ProcessGroup | None = None,
 ) -> ParallelGroups:
     """Build every process group of the layout and seed Megatron's random states.
 
@@ -28,6 +34,7 @@ def initialize_megatron(
         timeout_minutes: limit of a collective in Megatron's groups.
         wait_minutes: limit in the groups for objects, over the CPU: one rank may sample, score or write for long while
             the others wait. None = ``timeout_minutes``.
+        world: the ``host_world`` that there is already; None = it is built here.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -39,7 +46,8 @@ def initialize_megatron(
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
     )
     seed_random_states(seed)
-    wait = timedelta(minutes=wait_minutes or timeout_minutes)
+    wait_minutes = wait_minutes or timeout_minutes
+    wait = timedelta(minutes=wait_minutes)
     data_parallel = parallel_state.get_data_parallel_group()
     return ParallelGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),
@@ -50,7 +58,7 @@ def initialize_megatron(
         etp=parallel_state.get_expert_tensor_parallel_group(),
         dp=_on_the_host(tuple(dist.get_process_group_ranks(data_parallel)), wait),
         replica=_on_the_host(_replica(), wait),
-        world=_on_the_host(tuple(range(dist.get_world_size())), wait),
+        world=world or host_world(wait_minutes),
     )
 
 
@@ -59,6 +67,11 @@ def _replica() -> tuple[int, ...]:
     indices: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(indices, parallel_state.get_data_parallel_rank())
     return tuple(rank for rank, index in enumerate(indices) if index == indices[dist.get_rank()])
+
+
+def host_world(wait_minutes: float) -> dist.ProcessGroup:
+    """A group of all ranks over the CPU (a collective); on CUDA the default group moves everything through NCCL."""
+    return dist.new_group(timeout=timedelta(minutes=wait_minutes), backend="gloo")
 
 
 def _on_the_host(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import math
 import pickle
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
@@ -19,12 +24,53 @@ def is_leader(group: ProcessGroup | None) -> bool:
 
 
 def from_leader(make: Callable[[], T], group: ProcessGroup | None) -> T:
-    """What ``make`` returns on the first rank of the group; the others receive it (pickled, between our own ranks)."""
+    """What ``make`` returns on the first rank of the group; the others receive it.
+
+    Tensors and arrays of it travel as they are, and what holds them pickled, between our own ranks.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return make()
-    box: list[T | None] = [make() if is_leader(group) else None]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]  # type: ignore[return-value]
+    if is_leader(group):
+        value = make()
+        message = to_message(value)
+        dist.broadcast(torch.tensor([len(message)]), group=group, group_src=0)
+        _broadcast(message, group)
+        return value
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(size, group=group, group_src=0)
+    message = torch.empty(int(size), dtype=torch.uint8)
+    _broadcast(message, group)
+    return from_message(message)
+
+
+def parts_from_leader(
+    make: Callable[[], T], group: ProcessGroup | None, needs: Sequence[Hashable], part: Callable[[T, Any], T]
+) -> T:
+    """What ``make`` returns on the first rank of the group; of it each other rank receives what it needs.
+
+    Args:
+        make: called on the first rank, which keeps all of it.
+        group: over the CPU; a collective of all its ranks.
+        needs: of each rank, known to all of them.
+        part: of a value, by a rank's needs.
+    """
+    if group is None or len(set(needs)) == 1:
+        return from_leader(make, group)
+    size = torch.zeros(1, dtype=torch.int64)
+    if not is_leader(group):
+        dist.recv(size, group=group, group_src=0)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        for chunk in message.split(_LARGEST):
+            dist.recv(chunk, group=group, group_src=0)
+        return from_message(message)
+    value = make()
+    for need in dict.fromkeys(needs[1:]):
+        message = to_message(part(value, need))
+        for rank in (rank for rank, wanted in enumerate(needs) if rank and wanted == need):
+            dist.send(size.fill_(len(message)), group=group, group_dst=rank)
+            for chunk in message.split(_LARGEST):
+                dist.send(chunk, group=group, group_dst=rank)
+    return value
 
 
 def agreed(make: Callable[[], T], group: ProcessGroup | None) -> T:
@@ -55,18 +101,83 @@ def from_each(value: T, group: ProcessGroup | None) -> list[T]:
 def exchange(outgoing: Sequence[Sequence[T]], group: ProcessGroup) -> list[T]:
     """Send ``outgoing[r]`` to rank r of the group; returns what came in, in the order of the senders.
 
-    Pickled, between our own ranks. Two collectives: the sizes, then one all-to-all of the bytes.
+    Between our own ranks, as ``from_leader``. Two collectives: the sizes, then one all-to-all of the bytes.
 
     Args:
         outgoing: one list for each rank, this one included.
         group: over the CPU; a collective of all its ranks.
     """
-    packed = [pickle.dumps(list(items)) for items in outgoing]
+    packed = [to_message(list(items)) for items in outgoing]
     sizes = torch.tensor([len(data) for data in packed])
     incoming = torch.empty_like(sizes)
     dist.all_to_all_single(incoming, sizes, group=group)
-    sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
     received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist(), group=group)
-    parts = received.split(incoming.tolist())
-    return [item for part in parts for item in pickle.loads(part.numpy().tobytes())]
+    dist.all_to_all_single(received, torch.cat(packed), incoming.tolist(), sizes.tolist(), group=group)
+    return [item for part in received.split(incoming.tolist()) for item in from_message(part)]
+
+
+def _broadcast(message: Tensor, group: ProcessGroup) -> None:
+    for part in message.split(_LARGEST):
+        dist.broadcast(part, group=group, group_src=0)
+
+
+_LARGEST = 1 << 30
+"""Bytes of one collective."""
+_ALIGNED = 16
+"""Bytes: no number of a tensor is longer."""
+
+
+_Place = tuple[int, torch.dtype, tuple[int, ...], bool]
+"""(first byte, type, shape, whether it is an array of NumPy)"""
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the numbers of tensors and arrays out. A view gives only its own: PyTorch would give the whole storage."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.size, self.places = _ALIGNED, list[tuple[int, Tensor]]()
+
+    def persistent_id(self, obj: Any) -> _Place | None:
+        is_array = type(obj) is np.ndarray and obj.dtype.kind in "biuf" and obj.dtype.isnative
+        if not is_array and (type(obj) is not Tensor or obj.device.type != "cpu" or obj.layout != torch.strided):
+            return None
+        # NumPy's arrays may be read-only, which nothing here changes.
+        tensor = torch.from_numpy(obj if obj.flags.writeable else obj.copy()) if is_array else obj
+        place = self.size
+        self.places.append((place, tensor))
+        self.size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        return place, tensor.dtype, tuple(tensor.shape), is_array
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, message: Tensor) -> None:
+        super().__init__(file)
+        self._message = message
+
+    def persistent_load(self, pid: _Place) -> Tensor | NDArray[Any]:
+        place, dtype, shape, is_array = pid
+        raw = self._message[place : place + math.prod(shape) * dtype.itemsize]
+        tensor = raw.view(dtype).view(shape)
+        return tensor.numpy() if is_array else tensor
+
+
+def to_message(value: Any) -> Tensor:
+    """uint8: where the pickled rest begins, the numbers of all tensors, the rest."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    rest = file.getbuffer()
+    message = torch.zeros(-(-(pickler.size + len(rest)) // _ALIGNED) * _ALIGNED, dtype=torch.uint8)
+    message[:8] = torch.tensor([pickler.size]).view(torch.uint8)
+    for place, tensor in pickler.places:
+        if tensor.numel():
+            message[place : place + tensor.nbytes] = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    message[pickler.size : pickler.size + len(rest)] = torch.frombuffer(rest, dtype=torch.uint8)
+    return message
+
+
+def from_message(message: Tensor) -> Any:
+    """What was packed; its tensors are parts of ``message``."""
+    rest = int(message[:8].view(torch.int64))
+    return _Unpickler(io.BytesIO(message[rest:].numpy().tobytes()), message).load()

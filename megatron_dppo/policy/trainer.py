@@ -25,11 +25,11 @@ from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.moe import BalanceLosses
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
 from megatron_dppo.mcore.reference import ReferenceWeights
-from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode
+from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, without_routes
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
 from megatron_dppo.report.metrics import reduce_metrics
-from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
+from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
 
 
 class DictWeights:
@@ -52,7 +52,7 @@ class Packed:
 
     bins: list[list[int]]
     """for each micro-batch, the indices of its samples in the order of the row"""
-    batches: list[MicroBatch]
+    batches: MicroBatches
     totals: BatchTotals
     """of all ranks"""
 
@@ -141,7 +141,7 @@ class PolicyTrainer:
     ) -> AbstractContextManager[Sequence[MicroBatch]]:
         """Router replay around one run of the schedule, if these micro-batches have routes or are to get them."""
         if self._replay is None or mode is None or (mode != "record" and batches[0].routed_experts is None):
-            return nullcontext([replace(batch, routed_experts=None) for batch in batches])
+            return nullcontext(without_routes(batches))
         return self._replay.running(batches, mode)
 
     def _routing_metrics(self, batches: Sequence[MicroBatch], *, is_first: bool) -> dict[str, float]:
@@ -221,6 +221,16 @@ class PolicyTrainer:
         return self.bridge.export()
 
     @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return dist.get_rank(self.groups.pp) == self.layout.pp - 1
+
+    @property
+    def replayed_layers(self) -> tuple[int, ...] | None:
+        """Whose routes this rank needs, from 0; None = all, or no replay. Samples may have those of all layers."""
+        return None if self._replay is None or self.layout.pp == 1 else self._replay.layers
+
+    @property
     def device(self) -> torch.device:
         """Where this rank computes."""
         return next(self.models[0].parameters()).device
@@ -245,7 +255,7 @@ class PolicyTrainer:
         tokens, sequences = together[:, 1:].sum(0).tolist()
         return Packed(
             bins=bins,
-            batches=[pack([samples[i] for i in part], shape, samples[0]) for part in bins],
+            batches=MicroBatches(len(bins), lambda i: pack([samples[j] for j in bins[i]], shape, samples[0])),
             totals=BatchTotals(num_tokens=tokens, num_sequences=sequences),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
 from megatron_dppo.parallel.objects import exchange
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
+from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
@@ -74,7 +75,9 @@ class Updater:
         """
         result, shape = list(samples), self._trainer.routing_shape
         if shape is not None and self._train.router_replay in ("rollout", "compare"):
-            result = with_all_routes(result, shape)
+            layers = self._trainer.replayed_layers
+            own = shape if layers is None else replace(shape, num_layers=len(layers))
+            result = with_all_routes(result, shape, own)
         records = self._train.router_replay == "recorded"
         for field in ("anchor_logprobs", "reference_logprobs"):
             needed = field in self._loss.required_inputs
@@ -99,20 +102,21 @@ class Updater:
         if field is not None:
             columns[field] = [row.float().cpu() for row in rows]
         for name, values in columns.items():
-            for part, batch, row in zip(packed.bins, packed.batches, values, strict=False):
-                for i, start in zip(part, batch.cu_seqlens.tolist(), strict=False):  # a padding sequence may follow
+            for part, row in zip(packed.bins, values, strict=False):
+                lengths = [trainer.row_shape.padded(samples[i].num_tokens) for i in part]
+                for i, start in zip(part, accumulate([0, *lengths]), strict=False):
                     own = row[start : start + samples[i].num_tokens].clone()
                     changes: dict[str, torch.Tensor] = {name: own}
                     samples[i] = replace(samples[i], **changes)
         return samples
 
-    def plan(self, samples: list[TrainingSample]) -> list[MicroBatch]:
+    def plan(self, samples: list[TrainingSample]) -> MicroBatches:
         """This rank's packed micro-batches of one update, equally many on every rank; a collective."""
         trainer, train, loss = self._trainer, self._train, self._loss
         if train.balance_ranks:
             samples = self._balance(samples)
         packed = trainer.pack(samples, train.micro_batch_tokens)
-        return [_weighted(batch, packed.totals, loss) for batch in packed.batches]
+        return packed.batches.map(lambda batch: _weighted(batch, packed.totals, loss))
 
     def _balance(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         group = self._trainer.groups.dp

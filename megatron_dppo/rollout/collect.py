@@ -34,7 +34,7 @@ def score_completions(
             completion=completion.text,
             label=prompt.label,
             metadata={**prompt.metadata, "finish_reason": completion.finish_reason},
-            token_ids=completion.token_ids,
+            token_ids=tuple(completion.token_ids.tolist()),
             messages=prompt.messages,
         )
         for prompt, completion in zip(repeated, completions, strict=True)
@@ -91,7 +91,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
     lengths = [len(r.completion.token_ids) for r in rollouts]
     reasons = [r.completion.finish_reason for r in rollouts]
     flat = [len({r.reward for r in group.rollouts if not r.reward_failed}) < 2 for group in groups]
-    sampled = sum(sum(r.completion.loss_mask or [True] * len(r.completion.token_ids)) for r in rollouts)
+    masks = [r.completion.loss_mask for r in rollouts]
+    sampled = sum(n if m is None else int(m.sum()) for m, n in zip(masks, lengths, strict=True))
     kept = sum(int(s.loss_mask.sum()) for s in samples)
     return {
         "reward": Metric(sum(r.reward for r in scored), len(scored)),

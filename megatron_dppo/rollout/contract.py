@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.errors import ContractBreach
-from megatron_dppo.rollout.server import GenerateRequest, Generation
+from megatron_dppo.rollout.server import Ask, GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import FinishReason
 
 _SHOWN = 120
@@ -55,6 +55,17 @@ def check_generation(generation: Generation, request: GenerateRequest, contract:
     """
     check_frame(generation, request, contract, url)
     check_values(generation, request, contract, url)
+
+
+def checked(contract: Contract) -> Ask:
+    """A way to ask servers in this process, which raises ``ContractBreach`` where ``check_generation`` does."""
+
+    async def ask(server: InferenceServer, request: GenerateRequest) -> Generation:
+        generation = await server.generate(request)
+        check_generation(generation, request, contract, server.url)
+        return generation
+
+    return ask
 
 
 def check_frame(generation: Generation, request: GenerateRequest, contract: Contract, url: str) -> None:
@@ -126,16 +137,14 @@ class _Answer:
 
     def check_tokens(self) -> None:
         """Ids of the vocabulary; an end token at the end and nowhere else."""
-        tokens = np.array(self._given.token_ids, dtype=np.int64)
-        size = self._contract.vocab_size
+        tokens, size = self._given.token_ids.numpy(), self._contract.vocab_size
         if tokens.min() < 0 or tokens.max() >= size:
             place = int(((tokens < 0) | (tokens >= size)).argmax())
             self._breach(f"token {place}", tokens[place], f"an id of 0 to {size - 1}")
         ends = {*self._contract.end_tokens, *self._request.stop_token_ids}
-        # A membership test a token is cheaper than one array operation an end token.
-        last, inner = self._given.token_ids[-1], self._given.token_ids[:-1]
-        if not ends.isdisjoint(inner):
-            place = next(i for i, token in enumerate(inner) if token in ends)
+        last, inner = int(tokens[-1]), tokens[:-1]
+        if (ended := np.isin(inner, list(ends))).any():
+            place = int(ended.argmax())
             self._breach(f"token {place}", f"the end token {inner[place]}", f"none before the last of {self._length}")
         echo = self._given.echo
         named = None if echo is None else echo.ended_by
@@ -148,8 +157,7 @@ class _Answer:
 
     def check_logprobs(self) -> None:
         """Finite, and no probability above 1."""
-        with np.errstate(over="ignore"):  # what no float32 holds becomes infinite
-            values = np.array(self._given.logprobs, dtype=np.float64).astype(np.float32)
+        values = self._given.logprobs.numpy()
         good = np.isfinite(values) & (values <= self._slack)
         if not good.all():
             place = int((~good).argmax())
@@ -186,8 +194,7 @@ class _Answer:
             return
         ids, values = given_ids.numpy(), given_values.numpy()
         inside = self._check_candidates("Top-K", ids[:, :k], values[:, :k])
-        sampled = np.array(self._given.token_ids)
-        logprobs = np.array(self._given.logprobs, dtype=np.float32)
+        sampled, logprobs = self._given.token_ids.numpy(), self._given.logprobs.numpy()
         extra = np.where(inside, -1, sampled)
         self._check_rows("Top-K: last id", ids[:, k] == extra, ids[:, k], "the sampled token, where it is no other")
         equal = inside | (np.abs(values[:, k] - logprobs) <= self._slack)
@@ -209,9 +216,9 @@ class _Answer:
         self._check_rows(f"{name}: values", falling, values, "falling values")
         mass = np.exp(values.astype(np.float64)).sum(1)
         self._check_rows(f"{name}: mass", mass <= 1 + 2 * slack, mass, "at most 1")
-        same = ids == np.array(self._given.token_ids)[:, None]
+        same = ids == self._given.token_ids.numpy()[:, None]
         inside: NDArray[np.bool_] = same.any(1)
-        logprobs = np.array(self._given.logprobs, dtype=np.float32)
+        logprobs = self._given.logprobs.numpy()
         own = values[np.arange(self._length), same.argmax(1)]
         # Equal infinities have no difference; the sampled token's is finite.
         equal = ~inside | (np.abs(np.where(inside, own, 0) - np.where(inside, logprobs, 0)) <= slack)

@@ -98,6 +98,15 @@ class Fields:
         except OverflowError:
             self.refuse(field, "holds an integer above the largest number")
 
+    def ids(self, values: Any, field: str) -> NDArray[np.int32]:
+        """``integers`` as an array."""
+        return np.array(self.integers(values, field), dtype=np.int32)
+
+    def floats(self, values: Any, field: str) -> NDArray[np.float32]:
+        """``numbers`` as an array; what is too large for a float32 becomes infinite."""
+        with np.errstate(over="ignore"):
+            return np.array(self.numbers(values, field), dtype=np.float64).astype(np.float32)
+
     def columns(self, rows: Any, width: int, field: str) -> list[tuple[Any, ...]]:
         """The first ``width`` columns of an array of arrays."""
         rows = self.rows(rows, field)

@@ -213,12 +213,12 @@ class LocalEngine:
         ids, logprobs, routes = decoded.topk_ids, decoded.topk_logprobs, decoded.routes(row, length)
         unended = FinishReason.LENGTH if length == limit else FinishReason.ABORT
         return Generation(
-            token_ids=tuple(tokens[:length]),
-            logprobs=tuple(decoded.logprobs[row, :length].tolist()),
+            token_ids=decoded.tokens[row, :length].int(),
+            logprobs=decoded.logprobs[row, :length].clone(),
             finish_reason=unended if end is None else FinishReason.STOP,
             versions=(VersionSpan(self.policy_version, 0, length),),
-            topk_token_ids=None if ids is None else ids[row, :length],
-            topk_logprobs=None if logprobs is None else logprobs[row, :length],
+            topk_token_ids=None if ids is None else ids[row, :length].clone(),
+            topk_logprobs=None if logprobs is None else logprobs[row, :length].clone(),
             routed_experts=None if routes is None else routes[request.routing_start :],
         )
 

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_dppo.errors import ContractBreach, ServerError
-from megatron_dppo.rollout.contract import Contract, check_generation
 from megatron_dppo.rollout.gate import Gate
 from megatron_dppo.rollout.member import Member
-from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer
+from megatron_dppo.rollout.server import Ask, GenerateRequest, Generation, InferenceServer
 from megatron_dppo.rollout.watch import Watch
 
 _ASK_AGAIN = 1.0
@@ -50,7 +49,7 @@ class ServerPool:
 
     Args:
         servers: at least one; they are closed by the caller.
-        contract: what every answer has to keep.
+        ask: how they are asked.
         max_in_flight: requests that are under way at a time; more wait their turn, in order.
         health_seconds: between two checks of each server while requests are under way.
         patience_seconds: without a good answer from any server, after which a request that no server takes has failed.
@@ -61,7 +60,7 @@ class ServerPool:
     def __init__(
         self,
         servers: Sequence[InferenceServer],
-        contract: Contract,
+        ask: Ask,
         *,
         max_in_flight: int,
         health_seconds: float,
@@ -71,7 +70,7 @@ class ServerPool:
         if not servers:
             raise ValueError("ServerPool needs at least one server")
         self.counts = PoolCounts()
-        self._contract, self._patience = contract, patience_seconds
+        self._ask_server, self._patience = ask, patience_seconds
         self._members = [Member(server, (i - first) % len(servers)) for i, server in enumerate(servers)]
         self._slots = asyncio.Semaphore(max_in_flight)
         self._watch = Watch(self._members, health_seconds, self._lose, lambda: self.version)
@@ -194,7 +193,7 @@ class ServerPool:
 
     async def _ask(self, member: Member, request: GenerateRequest) -> Generation:
         known, losses = len(self._versions) - 1, member.losses
-        task = asyncio.create_task(member.server.generate(request))
+        task = asyncio.ensure_future(self._ask_server(member.server, request))
         member.running.add(task)
         try:
             await asyncio.wait({task})
@@ -207,7 +206,6 @@ class ServerPool:
             raise _Unusable(member.state())
         try:
             generation = task.result()
-            check_generation(generation, request, self._contract, member.url)
         except ServerError as error:
             self._judge(member, error)
             raise _Unusable(str(error)) from None

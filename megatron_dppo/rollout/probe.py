@@ -168,9 +168,9 @@ async def ask(server: InferenceServer, expected: Expectation, *, request_id: str
 
 def _check(generation: Generation, expected: Expectation, info: ServerInfo, url: str) -> None:
     """What the trainer's own computation of the answer relies on."""
-    if not generation.token_ids:
+    if not len(generation.token_ids):
         raise ProbeError(url, f"the server generated nothing (finish reason {generation.finish_reason!r})")
-    tokens = np.asarray(generation.token_ids)
+    tokens = generation.token_ids.numpy()
     topk = tokens[:, None] if generation.topk_token_ids is None else generation.topk_token_ids.numpy()
     largest, smallest = (
         max(int(tokens.max()), int(topk.max())),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ def version_name(version: int) -> str:
 
 
 def with_sampled(
-    ids: NDArray[np.int32], values: NDArray[np.float32], tokens: Sequence[int], logprobs: Sequence[float]
+    ids: NDArray[np.int32], values: NDArray[np.float32], tokens: NDArray[np.int32], logprobs: NDArray[np.float32]
 ) -> tuple[Tensor, Tensor]:
     """Put the sampled token in a last slot where it is not one of the K: both [R, K+1] (see ``Completion``).
 
@@ -33,12 +33,10 @@ def with_sampled(
         tokens: [R] the sampled ones.
         logprobs: [R] theirs.
     """
-    sampled = np.array(tokens, dtype=np.int32)[:, None]
+    sampled = tokens[:, None]
     outside = ~(ids == sampled).any(1, keepdims=True)
     last_id = np.where(outside, sampled, np.int32(-1))
-    with np.errstate(over="ignore"):
-        own = np.array(logprobs, dtype=np.float64).astype(np.float32)
-    last_value = np.where(outside, own[:, None], np.float32(0))
+    last_value = np.where(outside, logprobs[:, None], np.float32(0))
     return (
         torch.from_numpy(np.concatenate([ids, last_id], 1)),
         torch.from_numpy(np.concatenate([values, last_value], 1)),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,16 +16,16 @@ from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import Completion, FinishReason, RoutingShape, SamplingParams, VersionSpan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PartialResponse:
     """A response that is not complete. R tokens so far, of a prompt of P."""
 
-    token_ids: tuple[int, ...]
-    """[R]"""
-    logprobs: tuple[float, ...]
-    """[R] 0.0 at tokens that nobody sampled"""
-    sampled: tuple[bool, ...]
-    """[R] False on tokens that were given by a tool"""
+    token_ids: Tensor
+    """[R] int32"""
+    logprobs: Tensor
+    """[R] float32, 0.0 at tokens that nobody sampled"""
+    sampled: Tensor
+    """[R] bool, False on tokens that were given by a tool"""
     versions: tuple[VersionSpan, ...]
     """which weights sampled which tokens"""
     topk_token_ids: Tensor | None = None
@@ -49,9 +51,8 @@ class GrowingResponse:
 
     def __init__(self, prompt: Sequence[int], *, topk: int = 0, routing: RoutingShape | None = None) -> None:
         self.prompt, self._topk, self._routing = tuple(prompt), topk, routing
-        self.tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._sampled: list[bool] = []
+        self.tokens = array("i")
+        self._logprobs, self._sampled = array("f"), bytearray()
         self._spans: list[VersionSpan] = []
         self._topk_parts: list[tuple[Tensor, Tensor]] = []
         self._routes = None if routing is None else missing_rows(0, routing)
@@ -64,9 +65,9 @@ class GrowingResponse:
         """All of it, to be kept."""
         ids, logprobs = self._topk_columns()
         return PartialResponse(
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self._logprobs),
-            sampled=tuple(self._sampled),
+            token_ids=_tensor(self.tokens, np.int32),
+            logprobs=_tensor(self._logprobs, np.float32),
+            sampled=_tensor(self._sampled, np.bool_),
             versions=tuple(self._spans),
             topk_token_ids=ids,
             topk_logprobs=logprobs,
@@ -82,10 +83,12 @@ class GrowingResponse:
             ValueError: it lacks the Top-K or the routes that are recorded here.
         """
         lacks_topk = self._topk and (state.topk_token_ids is None or state.topk_token_ids.shape[1] != self._topk + 1)
-        if state.token_ids and (lacks_topk or (self._routing is not None and state.routed_experts is None)):
+        if len(state.token_ids) and (lacks_topk or (self._routing is not None and state.routed_experts is None)):
             raise ValueError(f"a response of {len(state.token_ids)} tokens without the Top-K or routes of this run")
-        self.tokens, self._logprobs = list(state.token_ids), list(state.logprobs)
-        self._sampled, self._spans = list(state.sampled), list(state.versions)
+        self.tokens, self._logprobs = array("i"), array("f")
+        self.tokens.frombytes(state.token_ids.numpy().tobytes())
+        self._logprobs.frombytes(state.logprobs.numpy().tobytes())
+        self._sampled, self._spans = bytearray(state.sampled.numpy().tobytes()), list(state.versions)
         if self._topk and state.topk_token_ids is not None and state.topk_logprobs is not None:
             self._topk_parts = [(state.topk_token_ids, state.topk_logprobs)]
         if self._routing is not None and state.routed_experts is not None:
@@ -107,12 +110,23 @@ class GrowingResponse:
             self._routes = self._routes[: max(0, len(self.prompt) + length - 1)]
         self.turn_ends = [(end, why) for end, why in self.turn_ends if end <= length]
 
+    @property
+    def lacks_routes(self) -> bool:
+        """Whether routes are recorded, and there are none yet."""
+        return self._routes is not None and not len(self._routes)
+
     def was_sampled(self, start: int, end: int) -> bool:
         """Whether any of these tokens was sampled."""
         return any(self._sampled[start:end])
 
     def request(
-        self, request_id: str, params: SamplingParams, stop_token_ids: tuple[int, ...], limit: int
+        self,
+        request_id: str,
+        params: SamplingParams,
+        stop_token_ids: tuple[int, ...],
+        limit: int,
+        *,
+        prompt_routes: bool = True,
     ) -> GenerateRequest:
         """What a server is asked for next.
 
@@ -121,14 +135,17 @@ class GrowingResponse:
             params: of the whole response; its ``seed`` is that of the request.
             stop_token_ids: where it ends, besides the server's own end tokens.
             limit: new tokens at most.
+            prompt_routes: whether the routes of the prompt's tokens are wanted, where none are known. That of its last
+                token always is: it is read anew for each response.
         """
+        known = 0 if self._routes is None else len(self._routes)
         return GenerateRequest(
             request_id=request_id,
             token_ids=(*self.prompt, *self.tokens),
             params=replace(params, max_new_tokens=limit),
             stop_token_ids=stop_token_ids,
             routing=self._routing,
-            routing_start=0 if self._routes is None else len(self._routes),
+            routing_start=known if known or prompt_routes else len(self.prompt) - 1,
         )
 
     def append_sampled(self, generation: Generation) -> None:
@@ -142,9 +159,9 @@ class GrowingResponse:
         if not count:
             return
         start = len(self.tokens)
-        self.tokens += generation.token_ids
-        self._logprobs += generation.logprobs
-        self._sampled += [True] * count
+        self.tokens.frombytes(generation.token_ids.numpy().tobytes())
+        self._logprobs.frombytes(generation.logprobs.numpy().tobytes())
+        self._sampled += bytes([True]) * count
         for version, first, end in generation.versions:
             self._append_span(VersionSpan(version, start + first, start + end))
         if self._topk:
@@ -159,9 +176,9 @@ class GrowingResponse:
     def append_given(self, token_ids: Sequence[int]) -> None:
         """Take tokens that nobody sampled. Their routes come with the next sampled tokens: a server reads them then."""
         count = len(token_ids)
-        self.tokens += token_ids
-        self._logprobs += [0.0] * count
-        self._sampled += [False] * count
+        self.tokens.extend(token_ids)
+        self._logprobs.extend([0.0] * count)
+        self._sampled += bytes(count)
         if self._topk:
             slots = (count, self._topk + 1)
             self._topk_parts.append((torch.full(slots, -1, dtype=torch.int32), torch.zeros(slots)))
@@ -183,23 +200,25 @@ class GrowingResponse:
             raise ValueError(f"a response of {len(self.tokens)} tokens, none of them sampled")
         ids, logprobs = self._topk_columns()
         return Completion(
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self._logprobs),
+            token_ids=_tensor(self.tokens, np.int32),
+            logprobs=_tensor(self._logprobs, np.float32),
             finish_reason=reason,
             policy_version=max(span.policy_version for span in self._spans),
-            text=tokenizer.decode(self.tokens, skip_special_tokens=True),
+            text=tokenizer.decode(self.tokens.tolist(), skip_special_tokens=True),
             topk_token_ids=ids,
             topk_logprobs=logprobs,
             routed_experts=self._all_routes(),
             policy_versions=tuple(self._spans),
-            loss_mask=None if all(self._sampled) else tuple(self._sampled),
+            loss_mask=None if all(self._sampled) else _tensor(self._sampled, np.bool_),
         )
 
     def _topk_columns(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         if not self._topk_parts:
             return None, None
-        ids, logprobs = zip(*self._topk_parts, strict=True)
-        return torch.cat(ids), torch.cat(logprobs)
+        if len(self._topk_parts) > 1:
+            ids, logprobs = zip(*self._topk_parts, strict=True)
+            self._topk_parts = [(torch.cat(ids), torch.cat(logprobs))]
+        return self._topk_parts[0]
 
     def _all_routes(self) -> Tensor | None:
         """One row a token but the last; those of given tokens at the end, which no server read, are missing."""
@@ -207,3 +226,8 @@ class GrowingResponse:
             return None
         unread = len(self.prompt) + len(self.tokens) - 1 - len(self._routes)
         return torch.cat([self._routes, missing_rows(unread, self._routing)]) if unread else self._routes
+
+
+def _tensor(column: array[Any] | bytearray, dtype: Any) -> Tensor:
+    """A copy, in host memory."""
+    return torch.from_numpy(np.frombuffer(column, dtype=dtype).copy())

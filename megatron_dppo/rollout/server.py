@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -51,26 +52,33 @@ class Echo:
     """[R] that token"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Generation:
     """What a server returned. R new tokens."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """[R] at the sampling temperature"""
+    token_ids: Tensor
+    """[R] int32"""
+    logprobs: Tensor
+    """[R] float32, at the sampling temperature"""
     finish_reason: FinishReason
     """``abort``: stopped from outside; the tokens so far are good"""
     versions: tuple[VersionSpan, ...]
     """which weights sampled which of the R tokens, without gaps; version -1 = weights that are not one of ours"""
-    topk_token_ids: Tensor | None = field(default=None, compare=False)
+    topk_token_ids: Tensor | None = None
     """[R, K+1] int32, as in ``Completion``"""
-    topk_logprobs: Tensor | None = field(default=None, compare=False)
+    topk_logprobs: Tensor | None = None
     """[R, K+1] float32"""
-    routed_experts: Tensor | None = field(default=None, compare=False)
+    routed_experts: Tensor | None = None
     """[P + R - 1 - routing_start, L, k] uint8 or int16, as in ``Completion``: row i belongs to position
     ``routing_start + i`` of prompt and response; None when not wanted, or when no token was generated"""
-    echo: Echo | None = field(default=None, compare=False)
+    echo: Echo | None = None
     """None only from a server in this process; answers over HTTP always have one"""
+
+    @staticmethod
+    def empty(reason: FinishReason, echo: Echo | None = None) -> Generation:
+        """Without a token: of a request that was stopped before its first one."""
+        nothing = torch.empty(0)
+        return Generation(token_ids=nothing.int(), logprobs=nothing, finish_reason=reason, versions=(), echo=echo)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,3 +183,8 @@ class InferenceServer(Protocol):
 
     async def close(self) -> None:
         """Free connections (the server goes on)."""
+
+
+Ask = Callable[[InferenceServer, GenerateRequest], Awaitable[Generation]]
+"""Has a server continue a sequence, and gives its checked answer; raises as ``InferenceServer.generate``, and
+``ContractBreach`` where the answer cannot be what it says it is"""

@@ -8,10 +8,13 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from megatron_dppo.hf import end_tokens, routing_shape
-from megatron_dppo.rollout.contract import Contract
+from megatron_dppo.rollout import prompt_routes
+from megatron_dppo.rollout.answers import AnswerProcesses
+from megatron_dppo.rollout.contract import Contract, checked
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.rollout.loop_thread import LoopThread
 from megatron_dppo.rollout.pool import PoolCounts, ServerPool
+from megatron_dppo.rollout.prompt_routes import PromptRoutes
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.server_response import Responder, Sample
@@ -22,6 +25,11 @@ T = TypeVar("T")
 _STOP_SECONDS = 30.0
 """Limit of stopping requests; the tokens of one that still runs are given up."""
 _STOP_AGAIN = 0.2
+
+
+def contract_of(hf_config: Any, tokenizer: Any) -> Contract:
+    """What answers of servers of a model have to keep."""
+    return Contract(vocab_size=hf_config.vocab_size, end_tokens=tuple(sorted(end_tokens(hf_config, tokenizer))))
 
 
 class ServerEngine:
@@ -39,6 +47,7 @@ class ServerEngine:
         hf_config: the model's transformers config.
         max_in_flight: see ``ServerPool``, as for the next three.
         function: a user's ``rollout.generate``; None = one response to each prompt.
+        answers: asks the servers in place of this process; ``close`` closes it.
     """
 
     def __init__(
@@ -52,18 +61,21 @@ class ServerEngine:
         patience_seconds: float = 60.0,
         first: int = 0,
         function: GenerateFunction | None = None,
+        answers: AnswerProcesses | None = None,
     ) -> None:
-        self._servers, end = list(servers), tuple(sorted(end_tokens(hf_config, tokenizer)))
+        self._servers, self._answers = list(servers), answers
+        contract = contract_of(hf_config, tokenizer)
+        self._end = contract.end_tokens
         self._routing = routing_shape(hf_config)
         self._pool = ServerPool(
             servers,
-            Contract(vocab_size=hf_config.vocab_size, end_tokens=end),
+            checked(contract) if answers is None else answers.ask,
             max_in_flight=max_in_flight,
             health_seconds=health_seconds,
             patience_seconds=patience_seconds,
             first=first,
         )
-        self._responder = Responder(self._pool, tokenizer, end, function)
+        self._responder = Responder(self._pool, tokenizer, self._end, function)
         self._held: dict[int, GroupState] = {}
         self._under_way: dict[int, list[Sample]] = {}
         self._paused = False
@@ -126,7 +138,8 @@ class ServerEngine:
         futures: list[Sampled] = [Future() for _ in groups]
         fresh, sizes = 0, []
         for group in groups:
-            sizes.append([self._sample(group.prompt, params, fresh + i) for i in range(group.siblings)])
+            routes = self._prompt_routes(group, params)
+            sizes.append([self._sample(group.prompt, params, fresh + i, routes) for i in range(group.siblings)])
             fresh += group.siblings
 
         async def run() -> None:
@@ -166,17 +179,25 @@ class ServerEngine:
 
         async def close() -> None:
             await asyncio.gather(*(server.close() for server in self._servers))
+            if self._answers is not None:
+                await self._answers.close()
 
         self._thread.cancel()
         self.run(close())
         self._thread.close()
 
-    def _sample(self, prompt: Prompt, params: SamplingParams, index: int) -> Sample:
+    def _prompt_routes(self, group: GroupRequest, params: SamplingParams) -> PromptRoutes | None:
+        is_long = len(group.prompt.token_ids) >= prompt_routes.WORTH_ASKING_ONCE
+        if not params.routed_experts or self._routing is None or group.siblings == 1 or not is_long:
+            return None
+        return PromptRoutes(self._pool, group.prompt, params, self._routing, self._end)
+
+    def _sample(self, prompt: Prompt, params: SamplingParams, index: int, routes: PromptRoutes | None = None) -> Sample:
         if params.routed_experts and self._routing is None:
             raise ValueError("SamplingParams.routed_experts = True, but the model of the servers has no experts")
         routing = self._routing if params.routed_experts else None
         response = GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing)
-        return Sample(prompt, response, params, index)
+        return Sample(prompt, response, params, index, routes)
 
     async def _until(self, groups: Sequence[Sequence[Sample]], futures: Sequence[Sampled], enough: int) -> None:
         """Run until ``enough`` groups are complete, and stop the others; a future is set when its group is complete."""

@@ -9,9 +9,13 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.pool import ServerPool
+from megatron_dppo.rollout.prompt_routes import PromptRoutes
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
+from megatron_dppo.rollout.server import Generation
 from megatron_dppo.rollout.turns import GenerateFunction, Turns, TurnsStopped, call_generate
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
 
@@ -28,6 +32,8 @@ class Sample:
     params: SamplingParams
     index: int
     """among the responses of one call: siblings get different seeds by it"""
+    prompt_routes: PromptRoutes | None = None
+    """of all siblings; None = each asks for all routes itself"""
     request_id: str = ""
     """of the last request"""
     stopping: bool = False
@@ -99,15 +105,17 @@ class Responder:
             if sample.stopping:
                 return None
             sample.request_id = f"{self._name}-{sample.params.seed}-{next(self._numbers)}"
-            request = sample.response.request(sample.request_id, sample.seeded(), (*self._end, *stop), left)
-            generation = await self._pool.generate(request, f"{sample.prompt.prompt_id}/{sample.params.seed}")
+            generation = await self._ask(sample, stop, left)
+            if generation is None:
+                continue
             sample.response.append_sampled(generation)
             if generation.finish_reason != FinishReason.ABORT:
                 return generation.finish_reason
+            sampled = len(generation.token_ids) > 0
             # An engine that is told to stop while it samples the end token says abort of what is complete.
-            if generation.token_ids and generation.token_ids[-1] in (*self._end, *stop):
+            if sampled and int(generation.token_ids[-1]) in (*self._end, *stop):
                 return FinishReason.STOP
-            empty = 0 if generation.token_ids else empty + 1
+            empty = 0 if sampled else empty + 1
             if empty > _EMPTY_ANSWERS:
                 raise ServerError(
                     "rollout.servers",
@@ -117,3 +125,21 @@ class Responder:
             if empty:
                 await asyncio.sleep(0.02 * 2**empty)
         return FinishReason.LENGTH
+
+    async def _ask(self, sample: Sample, stop: tuple[int, ...], limit: int) -> Generation | None:
+        """One request; None when its answer is of no use: weights that are gone read a prompt whose routes it lacks."""
+        name, affinity = sample.request_id, f"{sample.prompt.prompt_id}/{sample.params.seed}"
+        shared = sample.prompt_routes if sample.response.lacks_routes else None
+        if shared is not None:
+            await shared.by(self._pool.version, name, affinity)
+        request = sample.response.request(
+            name, sample.seeded(), (*self._end, *stop), limit, prompt_routes=shared is None
+        )
+        generation = await self._pool.generate(request, affinity)
+        if shared is None or generation.routed_experts is None:
+            return generation
+        # It may have waited for its turn until there were other weights.
+        routes = await shared.by(generation.versions[0].policy_version, name, affinity)
+        if routes is None:
+            return None
+        return replace(generation, routed_experts=torch.cat([routes, generation.routed_experts]))

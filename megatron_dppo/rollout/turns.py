@@ -117,7 +117,7 @@ class Turns:
         tokens = self.tokenizer.encode(given, add_special_tokens=False) if isinstance(given, str) else list(given)
         fits, start, response = tokens[: self.tokens_left], self._place, self._response
         end = start + len(fits)
-        if response.tokens[start:end] != fits or response.was_sampled(start, end):
+        if response.tokens[start:end].tolist() != fits or response.was_sampled(start, end):
             response.cut(start)
             response.append_given(fits)
         self._place = end

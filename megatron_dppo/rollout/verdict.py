@@ -99,7 +99,7 @@ class _Judge:
     def __init__(self, answer: ProbeAnswer, expected: Expectation, readings: Sequence[Reading]) -> None:
         self._answer, self._expected, self._readings = answer, expected, readings
         self._tolerance = TOLERANCES[expected.dtype]
-        self._reported = [np.asarray(g.logprobs, dtype=np.float64) for g in answer.generations]
+        self._reported = [g.logprobs.double().numpy() for g in answer.generations]
 
     def verdict(self) -> ProbeResult:
         """The order matters: wrong weights make everything else look wrong too."""

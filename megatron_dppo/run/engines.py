@@ -12,11 +12,12 @@ import torch.distributed as dist
 from megatron_dppo.config.schema import Config
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.platform import DTYPES, Platform
+from megatron_dppo.rollout.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.http import Deadlines
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.server import InferenceServer
-from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.rollout.server_engine import ServerEngine, contract_of
 from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.rollout.vllm import VLLMServer
@@ -37,13 +38,34 @@ def connect_servers(config: Config) -> list[InferenceServer]:
     """
     if config.rollout.engine == "local":
         return []
-    servers, sync = config.rollout.servers, config.rollout.weight_sync
-    deadlines = Deadlines(generate=servers.timeout_seconds, update=sync.timeout_seconds)
-    key = api_key(servers.api_key_env, os.environ, "rollout.servers.api_key_env")
+    servers, deadlines, key = config.rollout.servers, _deadlines(config), _key(config)
     admin = api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
     if config.rollout.engine == "vllm":
         return [VLLMServer(url, api_key=key, deadlines=deadlines) for url in servers.resolved_urls]
     return [SGLangServer(url, api_key=key, admin_api_key=admin, deadlines=deadlines) for url in servers.resolved_urls]
+
+
+def _deadlines(config: Config) -> Deadlines:
+    return Deadlines(generate=config.rollout.servers.timeout_seconds, update=config.rollout.weight_sync.timeout_seconds)
+
+
+def _key(config: Config) -> str | None:
+    return api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
+
+
+def _answers(config: Config, inputs: Inputs, servers: Sequence[InferenceServer]) -> AnswerProcesses | None:
+    """What reads the servers' answers; None = the trainer itself."""
+    count = config.rollout.servers.answer_processes
+    if not count or config.rollout.engine == "local":
+        return None
+    settings = AnswerSettings(
+        engine=config.rollout.engine,
+        urls=[server.url for server in servers],
+        api_key=_key(config),
+        deadlines=_deadlines(config),
+        contract=contract_of(inputs.hf_config, inputs.tokenizer),
+    )
+    return AnswerProcesses(count, settings)
 
 
 def generate_function(config: Config) -> GenerateFunction | None:
@@ -88,6 +110,7 @@ def build_engine(
         patience_seconds=config.rollout.servers.patience_seconds,
         first=trainer.dp_rank,
         function=function,
+        answers=_answers(config, inputs, servers),
     )
 
 

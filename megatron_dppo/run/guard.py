@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+import torch
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import TrainingStopped
@@ -100,8 +100,8 @@ def dropped_tokens(groups: Sequence[RolloutGroup]) -> Metric:
     for completion in (rollout.completion for group in groups for rollout in group.rollouts):
         if completion.logprobs is None:
             continue
-        finite = np.isfinite(np.asarray(completion.logprobs))
-        chosen = np.ones_like(finite) if completion.loss_mask is None else np.asarray(completion.loss_mask)
+        finite = completion.logprobs.isfinite()
+        chosen = torch.ones_like(finite) if completion.loss_mask is None else completion.loss_mask
         dropped += int((chosen & ~finite).sum())
         sampled += int(chosen.sum())
     return Metric(dropped, sampled)

@@ -1,4 +1,8 @@
-"""Model folder, tokenizer and data, read and checked before any process group is built."""
+"""Model folder, tokenizer and data, read and checked before any process group is built.
+
+Every rank reads the model's configuration and the tokenizer. The data sets are read by rank 0 alone and sent to the
+others (``share_inputs``).
+"""
 
 from __future__ import annotations
 
@@ -7,32 +11,56 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
 from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chain_sum import Split
 from megatron_dppo.data.chat import ChatOptions
 from megatron_dppo.data.prompts import PromptDataset, load_rows
-from megatron_dppo.data.supervised import SupervisedDataset
+from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import ConfigError, Problems
 from megatron_dppo.hf import model_shape, read_hf_config, rope_theta
+from megatron_dppo.parallel.objects import from_leader
 from megatron_dppo.run.hf_weights import check_weights_fit, parameter_count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the configuration names, read and checked before any process group is built."""
+class ModelInputs:
+    """What every rank reads."""
 
     hf_config: Any
     num_parameters: int
     tokenizer: Any
     layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSets:
+    """What rank 0 reads for all."""
+
     train_prompts: PromptDataset
     eval_prompts: dict[str, PromptDataset]
     """Held-out sets by name; a single one without a name is called ``""``; empty = no evaluation."""
     warmup_data: SupervisedDataset | None
     data_summary: str
     """What was read, dropped and kept, for the terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(ModelInputs, DataSets):
+    """What the configuration names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundModel:
+    """What there is of the ``ModelInputs``: data are looked at even if some of it is wrong."""
+
+    tokenizer: Any
+    context_length: int | None
+    complete: ModelInputs | None
+    """None = something is wrong with it"""
 
 
 def read_inputs(config: Config, world_size: int) -> Inputs:
@@ -42,31 +70,77 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
         UserError: with what to change; everything that is wrong at once.
     """
     problems = Problems()
-    hf_config = problems.attempt(read_hf_config, config.model.path)
-    shape = None if hf_config is None else problems.attempt(model_shape, hf_config)
-    layout = None if shape is None else problems.attempt(resolve_layout, config, world_size, shape)
+    model = read_model(config, world_size, problems)
+    data = read_data(config, model, problems)
+    problems.raise_if_any()
+    assert model.complete is not None and data is not None
+    return Inputs(**vars(model.complete), **vars(data))
+
+
+def read_model(config: Config, world_size: int, problems: Problems) -> FoundModel:
+    """Read the model's configuration and tokenizer, and check its files and the layout; ``problems`` gets the rest."""
+    found = Problems()
+    hf_config = found.attempt(read_hf_config, config.model.path)
+    shape = None if hf_config is None else found.attempt(model_shape, hf_config)
+    layout = None if shape is None else found.attempt(resolve_layout, config, world_size, shape)
     if hf_config is not None and shape is not None:
-        problems.attempt(_check_model, config, hf_config, shape)
-    tokenizer = problems.attempt(load_tokenizer, config.model.path)
-    reader = _PromptReader(config, tokenizer, None if hf_config is None else hf_config.max_position_embeddings)
+        found.attempt(_check_model, config, hf_config, shape)
+    tokenizer = found.attempt(load_tokenizer, config.model.path)
+    complete = None
+    if not found.errors:
+        assert layout is not None
+        parameters = parameter_count(hf_config)
+        complete = ModelInputs(hf_config=hf_config, num_parameters=parameters, tokenizer=tokenizer, layout=layout)
+    for error in found.errors:
+        problems.add(error)
+    context_length = None if hf_config is None else hf_config.max_position_embeddings
+    return FoundModel(tokenizer=tokenizer, context_length=context_length, complete=complete)
+
+
+def read_data(config: Config, model: FoundModel, problems: Problems) -> DataSets | None:
+    """Read and tokenize the data; None and ``problems`` when something is wrong, or is missing of the model."""
+    reader = _PromptReader(config, model.tokenizer, model.context_length)
     train = problems.attempt(reader.read, config.data.train, "train", "train")
     named = {"": config.data.eval} if isinstance(config.data.eval, str) else config.data.eval or {}
     held_out = {
         name: problems.attempt(reader.read, source, "eval", f"eval {name}".strip()) for name, source in named.items()
     }
     warmup = problems.attempt(reader.warmup)
-    problems.raise_if_any()
-    assert layout is not None and train is not None
-    return Inputs(
-        hf_config=hf_config,
-        num_parameters=parameter_count(hf_config),
-        tokenizer=tokenizer,
-        layout=layout,
+    if problems.errors or train is None:
+        return None
+    return DataSets(
         train_prompts=train,
         eval_prompts={name: prompts for name, prompts in held_out.items() if prompts is not None},
         warmup_data=warmup,
         data_summary="\n".join(reader.summary),
     )
+
+
+def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, group: ProcessGroup) -> Inputs:
+    """The inputs of this rank, with the data sets of rank 0; a collective of all ranks.
+
+    Afterwards every rank holds all prompts, packed: leaders take those of their rollouts, and all count positions in
+    the same stream.
+
+    Args:
+        config: the same on all ranks.
+        model: what this rank has read.
+        inputs: what rank 0 has read, data included; None on the other ranks.
+        group: all ranks, over the CPU.
+    """
+
+    def read() -> tuple[PromptDataset, dict[str, PromptDataset], Pairs | None, str]:
+        assert inputs is not None, "rank 0 has read the data"
+        pairs = None if inputs.warmup_data is None else inputs.warmup_data.pairs
+        return inputs.train_prompts, inputs.eval_prompts, pairs, inputs.data_summary
+
+    train, held_out, pairs, summary = from_leader(read, group)
+    if inputs is not None:
+        return inputs
+    warmup = None
+    if pairs is not None:
+        warmup = SupervisedDataset(config.warmup.data, model.tokenizer, config.run.seed, pairs)
+    return Inputs(**vars(model), train_prompts=train, eval_prompts=held_out, warmup_data=warmup, data_summary=summary)
 
 
 def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:

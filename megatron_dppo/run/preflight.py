@@ -1,8 +1,8 @@
 """Everything that is checked before the first step: one list, for the start of a run and for ``--dry-run``.
 
 Nothing is created or changed here. A check finds all that it can; what needs something that an earlier one did not get
-is left out. Rank 0 alone looks at what is there once (the output folder, servers); all ranks learn what any of them
-found.
+is left out. Rank 0 alone looks at what is there once (data, the output folder, servers); all ranks learn what any of
+them found.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problems, SeveralProblems, UserError
+from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.platform import Platform, require_devices
 from megatron_dppo.report.metrics import require_sinks
 from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.run.engines import connect_servers, generate_function
 from megatron_dppo.run.folder import check_place
-from megatron_dppo.run.inputs import Inputs, read_inputs
+from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs
 from megatron_dppo.run.output import output_problems, space_problems
 from megatron_dppo.run.servers import check_servers
 
@@ -36,9 +37,17 @@ class Start:
     """also report what a run could do without, such as one of several servers"""
     unsure: frozenset[str] = frozenset()
     """sections of the configuration that hold something else than the user meant"""
+    model: ModelInputs | None = None
+    """None = not read yet, or something is wrong with it"""
     inputs: Inputs | None = None
+    """with the data; only where ``reads_data``"""
     notes: list[str] = field(default_factory=list)
     """what the user should know and need not mend"""
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank reads the data sets; a dry run has no process group to receive them by."""
+        return self.rank == 0 or self.dry_run
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,13 @@ class Check:
 
 
 def _inputs(start: Start) -> Iterable[UserError]:
-    start.inputs = read_inputs(start.config, start.world_size)
-    return ()
+    problems = Problems()
+    found = read_model(start.config, start.world_size, problems)
+    start.model = found.complete
+    data = read_data(start.config, found, problems) if start.reads_data else None
+    if found.complete is not None and data is not None:
+        start.inputs = Inputs(**vars(found.complete), **vars(data))
+    return problems.errors
 
 
 def _device(start: Start) -> Iterable[UserError]:
@@ -82,8 +96,8 @@ def _megatron(start: Start) -> Iterable[UserError]:
 
     config, replay = start.config, start.config.train.router_replay != "off"
     overrides.checked_overrides(config.model.transformer, router_replay=replay)
-    if start.inputs is not None:
-        hf_config, layout = start.inputs.hf_config, start.inputs.layout
+    if start.model is not None:
+        hf_config, layout = start.model.hf_config, start.model.layout
         model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
     return ()
 
@@ -146,15 +160,19 @@ def find_problems(start: Start) -> list[UserError]:
     return problems.errors
 
 
-def require_inputs(start: Start, errors: Sequence[UserError]) -> Inputs:
-    """The inputs of a run in which nothing is wrong on any rank; a collective once there is a process group.
+def require_inputs(start: Start, errors: Sequence[UserError], group: ProcessGroup | None = None) -> Inputs:
+    """The inputs of a run in which nothing is wrong on any rank: the data sets are those that rank 0 has read.
+
+    Args:
+        start: after ``find_problems``.
+        errors: what that found on this rank.
+        group: all ranks, over the CPU; a collective of them. None = this process decides alone.
 
     Raises:
         UserError: what any of the ranks found, on all of them.
     """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, [str(error) for error in errors])
+    everywhere = from_each([str(error) for error in errors], group)
+    if len(everywhere) > 1:
         by_text = {str(error): error for error in errors}
         problems = Problems()
         for rank, found in enumerate(everywhere):
@@ -168,5 +186,8 @@ def require_inputs(start: Start, errors: Sequence[UserError]) -> Inputs:
         raise errors[0]
     if errors:
         raise SeveralProblems(errors)
+    if group is not None and len(everywhere) > 1:
+        assert start.model is not None
+        return share_inputs(start.config, start.model, start.inputs, group)
     assert start.inputs is not None
     return start.inputs

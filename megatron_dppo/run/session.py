@@ -17,7 +17,7 @@ from megatron_dppo.config.layout import describe
 from megatron_dppo.config.schema import Config, OptimizerConfig
 from megatron_dppo.files.disk import disk_errors, require_space
 from megatron_dppo.hf import FolderWeights, build_hf_model, stream_model
-from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.parallel.objects import agreed, from_each
 from megatron_dppo.platform import Platform, pin_threads
 from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
 from megatron_dppo.report.console import Console
@@ -31,6 +31,7 @@ from megatron_dppo.run.folder import open_folder
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
+from megatron_dppo.run.stream.needed import Needed
 from megatron_dppo.run.stream.stream import Stream
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.supervision.watchdog import Watchdog
@@ -116,7 +117,8 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     session = scorer = None
     open_parts = ExitStack()
     try:
-        inputs = require_inputs(start, errors)
+        world = setup.host_world(config.run.wait_minutes)
+        inputs = require_inputs(start, errors, world)
         servers, function, scorer = connect_servers(config), generate_function(config), build_scorer(config)
         for note in open_parts.enter_context(open_folder(config)):
             console.say(note)
@@ -129,12 +131,12 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             seed=config.run.seed,
             timeout_minutes=config.run.timeout_minutes,
             wait_minutes=config.run.wait_minutes,
+            world=world,
         )
         trainer = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform)
-        dp_rank, dp = trainer.dp_rank, inputs.layout.dp
-        stream = Stream(config, inputs.train_prompts, groups, dp_rank, dp, engine, scorer)
+        stream = _stream(config, inputs, groups, trainer, engine, scorer)
         session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
         session.resume_point = point
         yield session
@@ -178,6 +180,18 @@ def _trainer(config: Config, inputs: Inputs, groups: ParallelGroups, platform: P
         optimizer=optimizer,
         total_steps=config.warmup.num_steps if phase == "warmup" else config.run.num_steps,
     )
+
+
+def _stream(
+    config: Config,
+    inputs: Inputs,
+    groups: ParallelGroups,
+    trainer: PolicyTrainer,
+    engine: RolloutEngine | None,
+    scorer: RewardScorer,
+) -> Stream:
+    needed = from_each(Needed(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
+    return Stream(config, inputs.train_prompts, groups, trainer.dp_rank, inputs.layout.dp, engine, scorer, needed)
 
 
 def _base_folder(config: Config) -> Path:

@@ -24,7 +24,7 @@ from megatron_dppo.types.rollouts import (
     SamplingParams,
     VersionSpan,
 )
-from megatron_dppo.types.samples import MicroBatch, TokenFields, TokenTargets, TrainingSample
+from megatron_dppo.types.samples import MicroBatch, MicroBatches, TokenFields, TokenTargets, TrainingSample
 
 __all__ = [
     "MISSING_EXPERT",
@@ -35,6 +35,7 @@ __all__ = [
     "LossOutput",
     "Metric",
     "MicroBatch",
+    "MicroBatches",
     "Prompt",
     "Rollout",
     "RolloutGroup",

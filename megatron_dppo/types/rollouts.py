@@ -94,32 +94,32 @@ class SamplingParams:
     """Also report which experts the routers chose."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
     """What an engine returns for one prompt. R response tokens, the end-of-sequence token included."""
 
-    token_ids: tuple[int, ...]
-    """[R]"""
-    logprobs: tuple[float, ...] | None
-    """[R] log-probability of each token under the policy that sampled it, at the sampling temperature."""
+    token_ids: Tensor
+    """[R] int32"""
+    logprobs: Tensor | None
+    """[R] float32, log-probability of each token under the policy that sampled it, at the sampling temperature."""
     finish_reason: FinishReason
     policy_version: int
     """Version of the weights that produced the tokens; the newest one where there were several."""
     text: str
     """Decoded response without special tokens."""
-    topk_token_ids: Tensor | None = field(default=None, compare=False)
+    topk_token_ids: Tensor | None = None
     """[R, K+1] int32. Slots 0 to K-1: the most probable tokens by rank; slot K: the sampled token where it is not one
     of them, else -1. -1 marks an unused slot everywhere."""
-    topk_logprobs: Tensor | None = field(default=None, compare=False)
+    topk_logprobs: Tensor | None = None
     """[R, K+1] float32, their log-probabilities; -inf = never sampled (a filter), which is a valid value"""
-    routed_experts: Tensor | None = field(default=None, compare=False)
+    routed_experts: Tensor | None = None
     """[P + R - 1, L, k] uint8 or int16: the experts that the engine's routers chose for each token of prompt and
     response but the last, in each of the model's L layers; k = experts a token. See ``MISSING_EXPERT``."""
     policy_versions: tuple[VersionSpan, ...] = ()
     """Which weights sampled which tokens; empty = all of them ``policy_version``. Given tokens are in no span."""
-    loss_mask: tuple[bool, ...] | None = None
-    """[R] False on tokens that were given, not sampled (a tool's, a user's); None = all were sampled. At a given token
-    ``logprobs`` holds 0.0 and the Top-K only unused slots: neither means anything."""
+    loss_mask: Tensor | None = None
+    """[R] bool, False on tokens that were given, not sampled (a tool's, a user's); None = all were sampled. At a given
+    token ``logprobs`` holds 0.0 and the Top-K only unused slots: neither means anything."""
     reward: float | None = None
     """What ``rollout.generate`` gave; None = the reward function is asked"""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ class TrainingSample(TokenFields):
 
     tokens: Tensor
     """[T] int64, input ids"""
+    rollout_topk_ids: Tensor | None = None
+    """[R, K+1] int32, those of the last R positions; the slots of the others, which have no part in the loss, are
+    unused"""
+    rollout_topk_logprobs: Tensor | None = None
+    """[R, K+1] float32, as the ids"""
     routed_experts: Tensor | None = None
     """[T, L, k] uint8 or int16, the experts that are replayed: row t belongs to the input token t"""
 
@@ -101,3 +107,37 @@ class MicroBatch(TokenTargets):
             k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
         }
         return replace(self, **tensors)
+
+
+class MicroBatches(Sequence[MicroBatch]):
+    """Micro-batches that are made when they are asked for, so that a step's tokens are in memory once, not twice.
+
+    Args:
+        count: how many there are.
+        make: the one of an index, always the same. The last one is kept.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], MicroBatch]) -> None:
+        self._count, self._make = count, make
+        self._last: tuple[int, MicroBatch] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> MicroBatches: ...
+
+    def __getitem__(self, index: int | slice) -> MicroBatch | MicroBatches:
+        chosen = range(self._count)[index]
+        if isinstance(chosen, range):
+            return MicroBatches(len(chosen), lambda i: self[chosen[i]])
+        if self._last is None or self._last[0] != chosen:
+            self._last = (chosen, self._make(chosen))
+        return self._last[1]
+
+    def map(self, change: Callable[[MicroBatch], MicroBatch]) -> MicroBatches:
+        """Each of them changed."""
+        return MicroBatches(self._count, lambda i: change(self[i]))

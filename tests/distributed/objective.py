@@ -132,7 +132,6 @@ def make_samples(model: Any) -> list[TrainingSample]:
         values, top = mu.topk(TOPK, dim=-1)
         outside = ~(top == labels[first:, None]).any(-1, keepdim=True)
         at_label = mu.gather(1, labels[first:, None])
-        pad = (0, 0, first, 0)
         result.append(
             TrainingSample(
                 tokens=tokens,
@@ -140,10 +139,8 @@ def make_samples(model: Any) -> list[TrainingSample]:
                 loss_mask=torch.arange(tokens.numel()) >= first,
                 advantages=torch.full((tokens.numel(),), (-1.0) ** i * (1 + 0.1 * i) * (i % 5 != 4)),
                 rollout_logprobs=torch.cat([torch.zeros(first), at_label[:, 0].float()]),
-                rollout_topk_ids=torch.nn.functional.pad(
-                    torch.cat([top, torch.where(outside, labels[first:, None], -1)], 1).int(), pad, value=-1
-                ),
-                rollout_topk_logprobs=torch.nn.functional.pad(torch.cat([values, at_label], 1).float(), pad),
+                rollout_topk_ids=torch.cat([top, torch.where(outside, labels[first:, None], -1)], 1).int(),
+                rollout_topk_logprobs=torch.cat([values, at_label], 1).float(),
                 anchor_logprobs=near(log_p, 0.3).gather(1, labels[:, None])[:, 0].float(),
                 reference_logprobs=near(log_p, 0.8).gather(1, labels[:, None])[:, 0].float(),
             )
@@ -159,7 +156,12 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(sample, name) for sample in samples])
 
-    ids = joined("rollout_topk_ids").long()
+    def slots(name: str, unused: float) -> Tensor:
+        """Of all positions: samples have those of the response, which are the last ones."""
+        own = [(getattr(sample, name), sample.num_tokens) for sample in samples]
+        return torch.cat([torch.nn.functional.pad(x, (0, 0, n - len(x), 0), value=unused) for x, n in own])
+
+    ids = slots("rollout_topk_ids", -1).long()
     valid = ids >= 0
     used = torch.zeros(log_p.shape, dtype=torch.bool).scatter(1, ids.clamp(min=0), valid)
     used.scatter_(1, torch.where(valid, ids, ids[:, :1].clamp(min=0)), valid | valid[:, :1])
@@ -170,7 +172,7 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
         loss_mask=joined("loss_mask"),
         rollout_logprobs=joined("rollout_logprobs"),
         topk_logprobs=log_p.detach().gather(1, ids.clamp(min=0)),
-        rollout_topk_logprobs=joined("rollout_topk_logprobs"),
+        rollout_topk_logprobs=slots("rollout_topk_logprobs", 0.0),
         topk_valid=valid,
         topk_other_logprob=torch.where(used, -torch.inf, log_p.detach()).logsumexp(-1),
         anchor_logprobs=joined("anchor_logprobs"),

@@ -34,15 +34,15 @@ def make_answers(case: Case) -> tuple[Expectation, list[ProbeAnswer]]:
     for server, lengths in enumerate(LENGTHS):
         generations = []
         for i, length in enumerate(lengths):
-            tokens = generator.integers(0, 117, length)
+            tokens = generator.integers(0, 117, length).astype(np.int32)
             ids = np.stack([generator.permutation(117)[:K] for _ in range(length)]).astype(np.int32)
             ids[0, 0] = tokens[0] if tokens[0] not in ids[0] else ids[0, 0]
             values = generator.normal(-3, 1, ids.shape).astype(np.float32)
-            topk = with_sampled(ids, values, tokens.tolist(), [-1.0] * length)
+            topk = with_sampled(ids, values, tokens, np.full(length, -1.0, np.float32))
             generations.append(
                 Generation(
-                    token_ids=tuple(tokens.tolist()),
-                    logprobs=(-1.0,) * length,
+                    token_ids=torch.from_numpy(tokens),
+                    logprobs=torch.full((length,), -1.0),
                     finish_reason="length",
                     versions=(VersionSpan(1, 0, length),),
                     topk_token_ids=topk[0],
@@ -81,8 +81,8 @@ def reference(case: Case) -> list[list[dict[str, Any]]]:
     for answer in answers:
         found.append([])
         for generation in answer.generations:
-            tokens = torch.tensor([*PROMPT, *generation.token_ids])
-            own = torch.tensor(generation.token_ids)[:, None]
+            tokens = torch.tensor([*PROMPT, *generation.token_ids.tolist()])
+            own = generation.token_ids[:, None].long()
             ids = generation.topk_token_ids[:, :-1].long()
             logits = model(tokens[None]).logits[0][len(PROMPT) - 1 : -1]
             at_t, raw = (logits / TEMPERATURE).log_softmax(-1), logits.log_softmax(-1)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_dppo.config.layout import Layout
-from megatron_dppo.parallel.objects import exchange, from_each, from_leader
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import exchange, from_each, from_leader, parts_from_leader
 from megatron_dppo.platform import Platform
 from tests.distributed.spawn import run_distributed
+from tests.unit.columns import same
 
 
 def limit_of(group: dist.ProcessGroup) -> timedelta:
@@ -46,6 +49,36 @@ def check(rank: int, world_size: int) -> None:
     assert exchange([[f"{rank} to {other}"] for other in ranks["dp"]], groups.dp) == [
         f"{other} to {rank}" for other in ranks["dp"]
     ]
+    check_columns(rank, groups)
+
+
+def check_columns(rank: int, groups: ParallelGroups) -> None:
+    """Tensors arrive as they are, views without what lies around them; each rank gets what it needs."""
+    assert groups.world is not None
+    whole = torch.arange(1000, dtype=torch.int32)
+    sent: dict[str, Any] = {
+        "view": whole[3:8],
+        "again": whole[3:8],
+        "across": torch.arange(6).view(2, 3).t(),
+        "half": torch.tensor([1.5, float("-inf")]).bfloat16(),
+        "bool": torch.tensor([True, False, True]),
+        "nothing": torch.empty(0, 4, dtype=torch.uint8),
+        "scalar": torch.tensor(-0.0),
+        "rest": ("text", 1, None),
+    }
+    got = from_leader(lambda: sent, groups.world)
+    assert same(got, {**sent, "across": sent["across"].contiguous()} if rank else sent)
+    if rank:
+        assert got["view"].untyped_storage().nbytes() < 1000, "a view brings nothing but itself"
+    # Parts of odd sizes, so that what follows them is not aligned by accident.
+    swapped = exchange([[sent, bytes(rank + other)] for other in range(4)], groups.world)
+    assert [len(each) for each in swapped[1::2]] == [other + rank for other in range(4)]
+    assert all(same(each["view"], whole[3:8]) for each in swapped[::2])
+
+    needs = [None, "few", None, "few"]
+    made = parts_from_leader(lambda: whole, groups.world, needs, lambda value, need: value[:2] if need else value)
+    assert same(made, whole[:2] if needs[rank] else whole)
+    assert parts_from_leader(lambda: whole, groups.world, [None] * 4, lambda *_: whole[:0]).shape == whole.shape
 
 
 def test_ranks_talk_over_the_cpu_with_a_limit_of_their_own() -> None:

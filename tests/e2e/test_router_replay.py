@@ -30,7 +30,13 @@ def test_without_replay_engine_and_trainer_choose_other_experts(short_run: list[
 
 
 @pytest.mark.parametrize(
-    "layout", [{"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}]
+    "layout",
+    [
+        {"tensor_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"expert_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+    ],
 )
 def test_after_replay_they_choose_the_same(short_run: list[str], tmp_path: Path, layout: dict[str, int]) -> None:
     parallel = {f"parallel__{key}": value for key, value in layout.items()}

@@ -22,11 +22,11 @@ def check_logprobs(engine: Engine, model: Reference, temperature: float) -> None
 
     for request, answer in zip(requests, call(engine, use), strict=True):
         # Greedy decoding reports the unscaled distribution.
-        expected = model.logprobs(request.token_ids, answer.token_ids, temperature or 1.0)
+        expected = model.logprobs(request.token_ids, answer.token_ids.tolist(), temperature or 1.0)
         assert len(answer.token_ids) == 40 or answer.token_ids[-1] == END
         assert answer.finish_reason == ("stop" if answer.token_ids[-1] == END else "length")
         assert answer.versions == (VersionSpan(-1, 0, len(answer.token_ids)),)
-        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(answer.logprobs, expected, atol=1e-5, rtol=0)
 
 
 def check_topk(engine: Engine, model: Reference) -> None:
@@ -34,25 +34,25 @@ def check_topk(engine: Engine, model: Reference) -> None:
     request = ask(SHORT, 120, temperature=0.7, topk=5)
     answer = call(engine, lambda server: server.generate(request))
     assert answer.topk_token_ids is not None and answer.topk_logprobs is not None
-    expected = model.distributions(SHORT, answer.token_ids, 0.7)
+    expected = model.distributions(SHORT, answer.token_ids.tolist(), 0.7)
     values, ids = expected.topk(5)
     torch.testing.assert_close(answer.topk_logprobs[:, :5], values, atol=1e-5, rtol=0)
     same = answer.topk_token_ids[:, :5] == ids
     # Two tokens may trade places where they are equally probable.
     assert (same | ((expected.gather(1, answer.topk_token_ids[:, :5].long()) - values).abs() < 1e-5)).all()
-    sampled = torch.tensor(answer.token_ids)[:, None]
+    sampled = answer.token_ids[:, None]
     outside = ~(answer.topk_token_ids[:, :5] == sampled).any(1)
     assert outside.any() and not outside.all(), "the case needs sampled tokens inside and outside of the Top-K"
     assert torch.equal(answer.topk_token_ids[:, 5], torch.where(outside, sampled.squeeze(1), -1).int())
-    logprobs = torch.tensor(answer.logprobs)
-    torch.testing.assert_close(answer.topk_logprobs[:, 5], torch.where(outside, logprobs, 0.0), atol=0, rtol=0)
+    torch.testing.assert_close(answer.topk_logprobs[:, 5], torch.where(outside, answer.logprobs, 0.0), atol=0, rtol=0)
     assert (answer.topk_token_ids == sampled).sum(1).eq(1).all()
 
 
 def check_stop(engine: Engine) -> None:
     """A token of the request ends the response, and is its last one."""
     greedy = call(engine, lambda server: server.generate(ask(SHORT, 12, temperature=0)))
-    stop = greedy.token_ids[5]
+    tokens = greedy.token_ids.tolist()
+    stop = tokens[5]
     answer = call(engine, lambda server: server.generate(ask(SHORT, 12, temperature=0, stop=(stop,))))
     assert answer.finish_reason == "stop"
-    assert answer.token_ids == greedy.token_ids[: greedy.token_ids.index(stop) + 1]
+    assert answer.token_ids.tolist() == tokens[: tokens.index(stop) + 1]

@@ -33,7 +33,7 @@ def expectation(**changes: object) -> Expectation:
 
 def read(generation: Generation, expected: Expectation, model: Reference) -> Reading:
     """What transformers computes for a response; the server's experts are not replayed, only compared."""
-    prompt, response = expected.prompt_token_ids, generation.token_ids
+    prompt, response = expected.prompt_token_ids, generation.token_ids.tolist()
     at_t, raw = (model.distributions(prompt, response, t).double() for t in (expected.temperature, 1.0))
     tokens = torch.tensor(response)[:, None]
     assert generation.topk_token_ids is not None
@@ -53,7 +53,7 @@ def read(generation: Generation, expected: Expectation, model: Reference) -> Rea
 
 
 @torch.no_grad()
-def _live(prompt: tuple[int, ...], response: tuple[int, ...], model: Reference) -> torch.Tensor:
+def _live(prompt: tuple[int, ...], response: list[int], model: Reference) -> torch.Tensor:
     output = model.model(torch.tensor([[*prompt, *response]]), output_router_logits=True)
     return torch.stack(output.router_logits, 1)[:-1].topk(TOP_K, -1).indices.to(torch.uint8)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.contract import Contract
+from megatron_dppo.rollout.contract import Contract, checked
 from megatron_dppo.rollout.pool import ServerPool
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.sglang import SGLangServer
@@ -29,7 +29,7 @@ def over(urls: list[str], use: Callable[[ServerPool], Any], **more: Any) -> Any:
     async def run() -> Any:
         clients = [SGLangServer(url) for url in urls]
         settings = {"max_in_flight": 16, "health_seconds": 5.0, "patience_seconds": 1.0}
-        pool = ServerPool(clients, CONTRACT, **{**settings, **more})
+        pool = ServerPool(clients, checked(CONTRACT), **{**settings, **more})
         pool.use_version(-1, urls)
         pool._versions = [-1]
         try:
@@ -96,7 +96,7 @@ def test_honest_answers_of_a_real_server_keep_the_contract_to_the_bit(sglang: En
     assert counts.breaches == 0 == counts.retries
     for answer in found:
         assert answer.echo is not None and answer.echo.best_logprobs is not None
-        for i, (token, value) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        for i, (token, value) in enumerate(zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True)):
             if answer.echo.best_token_ids[i] == token:  # type: ignore[index]
                 worst = max(worst, abs(float(answer.echo.best_logprobs[i]) - value))
     assert worst == 0.0

@@ -109,21 +109,21 @@ def check(prompt: Prompt, completion: Completion, models: dict[int, Reference]) 
     """Every span equals transformers with the weights of its version: log-probabilities, Top-K, routes."""
     assert completion.logprobs is not None and completion.topk_token_ids is not None
     assert completion.topk_logprobs is not None and completion.routed_experts is not None
-    length, first = len(completion.token_ids), len(prompt.token_ids)
+    tokens = completion.token_ids.tolist()
+    length, first = len(tokens), len(prompt.token_ids)
     assert len(completion.logprobs) == length and completion.topk_token_ids.shape == (length, 4)
     assert completion.routed_experts.shape[0] == first + length - 1
     read = 0
     for version, start, end in completion.policy_versions:
         model = models[version]
-        tokens = torch.tensor(completion.token_ids[start:end])
-        expected = model.distributions(prompt.token_ids, completion.token_ids, 1.0)[start:end]
-        sampled = expected.gather(1, tokens[:, None]).squeeze(1)
-        torch.testing.assert_close(torch.tensor(completion.logprobs[start:end]), sampled, atol=1e-5, rtol=0)
+        expected = model.distributions(prompt.token_ids, tokens, 1.0)[start:end]
+        sampled = expected.gather(1, completion.token_ids[start:end, None].long()).squeeze(1)
+        torch.testing.assert_close(completion.logprobs[start:end], sampled, atol=1e-5, rtol=0)
         top = expected.topk(3).values
         torch.testing.assert_close(completion.topk_logprobs[start:end, :3], top, atol=1e-5, rtol=0)
         # A row belongs to the token that was read: those of this span end before its last token.
         own = completion.routed_experts[read : first + end - 1]
-        model.check_experts(own, [*prompt.token_ids, *completion.token_ids], read)
+        model.check_experts(own, [*prompt.token_ids, *tokens], read)
         read = first + end - 1
 
 
@@ -137,7 +137,7 @@ def test_responses_of_two_servers_are_those_of_the_model_and_siblings_share_a_se
         for prompt, completion in zip(asked, found, strict=True):
             check(prompt, completion, {3: old_model})
         assert [client.asked for client in clients] == [8, 8]
-        assert len({completion.token_ids for completion in found[:4]}) == 4
+        assert len({tuple(completion.token_ids.tolist()) for completion in found[:4]}) == 4
     finally:
         engine.close()
 
@@ -162,8 +162,10 @@ def test_what_new_weights_interrupt_goes_on_under_them_and_each_span_is_of_its_o
 
 
 def test_the_slowest_are_stopped_and_continued_under_the_next_weights(
-    two: list[Engine], old_model: Reference, new_model: Reference
+    two: list[Engine], old_model: Reference, new_model: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the routes of each prompt asked for once for its three responses."""
+    monkeypatch.setattr("megatron_dppo.rollout.prompt_routes.WORTH_ASKING_ONCE", 0)
     clients, engine = engine_over(two, old_model, 0)
     try:
         # More than are in flight at a time: those of one batch may all end together.
@@ -208,22 +210,21 @@ def test_tokens_of_a_tool_are_masked_and_the_model_s_own_are_exact(two: list[Eng
         given = tuple(TOKENIZER.encode(" = 42\n", add_special_tokens=False))
         turns = 0
         for prompt, completion in zip(asked, found, strict=True):
-            assert len(completion.token_ids) <= 200 and completion.logprobs is not None
-            mask = completion.loss_mask or (True,) * len(completion.token_ids)
-            expected = old_model.logprobs(prompt.token_ids, completion.token_ids, 1.0)
-            own = torch.tensor(mask)
-            difference = (torch.tensor(completion.logprobs) - expected).abs()
-            assert difference[own].max() < 1e-5 and not torch.tensor(completion.logprobs)[~own].any()
+            tokens, logprobs, own = completion.token_ids.tolist(), completion.logprobs, completion.loss_mask
+            assert len(tokens) <= 200 and logprobs is not None
+            own = torch.ones(len(tokens), dtype=torch.bool) if own is None else own
+            difference = (logprobs - old_model.logprobs(prompt.token_ids, tokens, 1.0)).abs()
+            assert difference[own].max() < 1e-5 and not logprobs[~own].any()
             covered = [i for _, start, end in completion.policy_versions for i in range(start, end)]
             assert covered == own.nonzero().squeeze(1).tolist()
             assert completion.topk_token_ids is not None and completion.topk_token_ids[~own].eq(-1).all()
-            tool = [token for token, is_own in zip(completion.token_ids, mask, strict=True) if not is_own]
+            tool = completion.token_ids[~own].tolist()
             assert tuple(tool) == (given * (len(tool) // len(given) + 1))[: len(tool)]
             turns += len(tool) // len(given)
             routes = completion.routed_experts
-            assert routes is not None and routes.shape[0] == len(prompt.token_ids) + len(mask) - 1
+            assert routes is not None and routes.shape[0] == len(prompt.token_ids) + len(tokens) - 1
             known = len(prompt.token_ids) + covered[-1]
-            old_model.check_experts(routes[:known], [*prompt.token_ids, *completion.token_ids])
+            old_model.check_experts(routes[:known], [*prompt.token_ids, *tokens])
         assert turns >= 3, "the case needs answers of the tool"
     finally:
         engine.close()

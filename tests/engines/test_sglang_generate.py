@@ -30,13 +30,13 @@ def test_routed_experts_are_the_most_probable_ones_of_transformers_from_the_want
     answer = call(sglang, lambda server: server.generate(whole))
     assert answer.routed_experts is not None and answer.routed_experts.dtype == torch.uint8
     assert len(answer.routed_experts) == len(LONG) + len(answer.token_ids) - 1
-    old_model.check_experts(answer.routed_experts, [*LONG, *answer.token_ids])
-    rest = ask((*LONG, *answer.token_ids), 5, routing=ROUTING, routing_start=len(LONG) + 19)
+    old_model.check_experts(answer.routed_experts, [*LONG, *answer.token_ids.tolist()])
+    rest = ask((*LONG, *answer.token_ids.tolist()), 5, routing=ROUTING, routing_start=len(LONG) + 19)
     continued = call(sglang, lambda server: server.generate(rest))
     start, whole_length = len(LONG) + 19, len(rest.token_ids) + len(continued.token_ids)
     assert continued.routed_experts is not None
     assert continued.routed_experts.shape == (whole_length - 1 - start, LAYERS, TOP_K)
-    old_model.check_experts(continued.routed_experts, [*rest.token_ids, *continued.token_ids], start)
+    old_model.check_experts(continued.routed_experts, [*rest.token_ids, *continued.token_ids.tolist()], start)
 
 
 def test_generation_stops_after_a_token_of_the_request(sglang: Engine) -> None:
@@ -59,15 +59,15 @@ def test_abort_returns_the_tokens_so_far_and_leaves_requests_with_a_longer_name_
 
     for _ in range(8):  # a random response may end by itself
         first, second = call(sglang, use)
-        if first.finish_reason == "abort" and first.token_ids:
+        if first.finish_reason == "abort" and len(first.token_ids):
             break
     assert first.finish_reason == "abort" and 0 < len(first.token_ids) < 1500
     assert second.finish_reason in ("stop", "length")
-    expected = old_model.logprobs(SHORT, first.token_ids, 1.0)
-    torch.testing.assert_close(torch.tensor(first.logprobs), expected, atol=1e-5, rtol=0)
+    expected = old_model.logprobs(SHORT, first.token_ids.tolist(), 1.0)
+    torch.testing.assert_close(first.logprobs, expected, atol=1e-5, rtol=0)
     assert first.topk_token_ids is not None and first.topk_token_ids.shape == (len(first.token_ids), 4)
     assert first.routed_experts is not None and len(first.routed_experts) == len(SHORT) + len(first.token_ids) - 1
-    old_model.check_experts(first.routed_experts, [*SHORT, *first.token_ids])
+    old_model.check_experts(first.routed_experts, [*SHORT, *first.token_ids.tolist()])
 
 
 def test_the_server_says_what_it_is(sglang: Engine, old_model: Reference) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from megatron_dppo.rollout.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.rollout.http import Deadlines
-from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.rollout.server_engine import ServerEngine, contract_of
 from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.run.stream.saved import load_contents
 from megatron_dppo.types import Prompt
@@ -34,18 +36,28 @@ def prompt_at(position: int) -> Prompt:
 class Server:
     """A server and one engine over it, as a run has them."""
 
-    def __init__(self, engine: Engine, models: tuple[Reference, Reference], function: Any, max_in_flight: int) -> None:
+    def __init__(
+        self, engine: Engine, models: tuple[Reference, Reference], function: Any, max_in_flight: int, processes: int
+    ) -> None:
         self._models = models
         limits = Deadlines(connect=2, alive=30, control=60, update=120, generate=120)
         self._client = SGLangServer(engine.url, deadlines=limits)
-        hf_config = AutoConfig.from_pretrained(models[0].folder)
+        hf_config, tokenizer = AutoConfig.from_pretrained(models[0].folder), byte_tokenizer(SPECIAL)
+        settings = AnswerSettings(
+            engine="sglang",
+            urls=[engine.url],
+            api_key=None,
+            deadlines=limits,
+            contract=contract_of(hf_config, tokenizer),
+        )
         self.engine = ServerEngine(
             [self._client],
-            byte_tokenizer(SPECIAL),
+            tokenizer,
             hf_config,
             max_in_flight=max_in_flight,
             health_seconds=1,
             function=function,
+            answers=AnswerProcesses(processes, settings) if processes else None,
         )
 
     def publish(self, version: int) -> None:
@@ -66,10 +78,12 @@ def start(sglang: Engine, old_model: Reference, new_model: Reference) -> Iterato
     models, made = (old_model, new_model), []
 
     def reference(version: int, prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
-        return models[version % 2].distributions(prompt, response, 1.0)
+        model = models[version % 2]
+        known = model.is_known(prompt, response)[:, None]
+        return torch.where(known, model.distributions(prompt, response, 1.0), torch.nan)
 
-    def begin(combination: Combination, limit: int = LIMIT, max_in_flight: int = 64) -> Loop:
-        server = Server(sglang, models, with_tool if combination.turns else None, max_in_flight)
+    def begin(combination: Combination, limit: int = LIMIT, max_in_flight: int = 64, processes: int = 0) -> Loop:
+        server = Server(sglang, models, with_tool if combination.turns else None, max_in_flight, processes)
         loop = Loop(combination, server.engine, "sglang", prompt_at, server.publish, reference, limit)
         made.append(loop)
         return loop
@@ -96,18 +110,20 @@ def test_running_responses_go_on_with_new_weights_and_after_a_restart_with_the_t
     start: Any, tmp_path: Path
 ) -> None:
     combination = Combination("exact", dynamic=False, staleness=2, turns=False, evaluation=False)
-    loop = start(combination, 500, max_in_flight=4)  # those of later steps begin when those of the first are complete
+    loop = start(
+        combination, 500, max_in_flight=4, processes=2
+    )  # those of later steps begin when those of the first are complete
     collected = list(loop.steps(1))
     loop.save(tmp_path / "saved")
     contents = load_contents(loop.saved, 1, 0, tmp_path / "saved", prompt_at)
     had = {
-        (position, i): state.token_ids
+        (position, i): state.token_ids.tolist()
         for position, stored in contents.items()
         if isinstance(stored.content, tuple)
         for i, state in enumerate(stored.content)
     }
     assert sum(len(tokens) > 0 for tokens in had.values()) > 1, "nothing was under way"
-    other = start(combination, 500)
+    other = start(combination, 500, processes=1)
     other.resume(loop, tmp_path / "saved")
     collected += other.steps(STEPS)
     later = {
@@ -116,7 +132,7 @@ def test_running_responses_go_on_with_new_weights_and_after_a_restart_with_the_t
         for group in each.groups
         for i, rollout in enumerate(group.rollouts)
     }
-    assert all(later[key].token_ids[: len(tokens)] == tokens for key, tokens in had.items())
+    assert all(later[key].token_ids[: len(tokens)].tolist() == tokens for key, tokens in had.items())
     assert max(len(completion.policy_versions) for completion in later.values()) > 1
     assert max(age for each in collected for age in each.ages) == 2
     other.check_prompts(collected)

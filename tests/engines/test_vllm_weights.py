@@ -86,8 +86,8 @@ def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_i
         call(vllm, lambda server: server.update_from_disk(str(old_model.folder), 0))
     length, edge = len(answer.token_ids), answer.versions[0].end
     assert answer.versions == (VersionSpan(0, 0, edge), VersionSpan(1, edge, length))
-    logprobs = torch.tensor(answer.logprobs)
-    old, new = (m.logprobs(SHORT, answer.token_ids, 1.0) for m in (old_model, new_model))
+    logprobs = answer.logprobs
+    old, new = (m.logprobs(SHORT, answer.token_ids.tolist(), 1.0) for m in (old_model, new_model))
     torch.testing.assert_close(logprobs[:edge], old[:edge], atol=1e-5, rtol=0)
     torch.testing.assert_close(logprobs[edge:], new[edge:], atol=1e-5, rtol=0)
 
@@ -152,7 +152,7 @@ def test_a_server_that_is_resumed_in_the_middle_of_an_update_lives_and_its_token
         await server.receive_tensors(list(new_model.weights())[:20])
         await server.resume()
         answer = await server.generate(ask(SHORT, 20))
-        assert answer.versions[0].policy_version == -1 and answer.token_ids
+        assert answer.versions[0].policy_version == -1 and len(answer.token_ids)
 
     call(vllm, use)
 
@@ -196,7 +196,7 @@ def test_requests_that_come_during_a_pause_wait_and_running_ones_can_be_aborted(
         await server.abort(request.request_id)
         await server.resume()
         for answer in await asyncio.gather(running, late):
-            assert not answer.token_ids or off(old_model, answer, SHORT) < 1e-5
+            assert not len(answer.token_ids) or off(old_model, answer, SHORT) < 1e-5
 
     call(vllm, use)
 

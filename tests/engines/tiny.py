@@ -80,6 +80,18 @@ class Reference:
         logits = self.model(torch.tensor([[*prompt, *response]])).logits[0]
         return (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
 
+    @torch.no_grad()
+    def is_known(self, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+        """[R] whether rounding cannot change the experts of a response token's distribution, or of any before it.
+
+        Where two experts are equally probable but for rounding another program may take the other one, which moves
+        log-probabilities by tenths: 5 of 100,000 tokens.
+        """
+        logits = torch.stack(self.model(torch.tensor([[*prompt, *response]]), output_router_logits=True).router_logits)
+        last, next_one = logits.topk(TOP_K + 1, -1).values[..., -2:].unbind(-1)
+        tied = (last - next_one < 1e-5).any(0)
+        return (tied.cumsum(0) == 0)[len(prompt) - 1 : -1]
+
     def logprobs(self, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
         """[R]"""
         return self.distributions(prompt, response, temperature).gather(1, torch.tensor(response)[:, None]).squeeze(1)

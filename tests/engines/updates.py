@@ -7,8 +7,6 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 
-import torch
-
 from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
 from megatron_dppo.weights.transfer_group import (
     broadcast_bucket,
@@ -58,8 +56,8 @@ async def by_broadcast(server: InferenceServer, model: Reference, version: int) 
 
 def off(model: Reference, answer: Generation, prompt: tuple[int, ...]) -> float:
     """How far an answer is from what a model says of it."""
-    expected = model.logprobs(prompt, answer.token_ids, 1.0)
-    return float((torch.tensor(answer.logprobs) - expected).abs().max())
+    expected = model.logprobs(prompt, answer.token_ids.tolist(), 1.0)
+    return float((answer.logprobs - expected).abs().max())
 
 
 def vanishing_trainer(host: str, port: int, name: str) -> subprocess.Popen:

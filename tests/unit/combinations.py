@@ -79,7 +79,8 @@ class Loop:
         kind: ``rollout.engine``.
         prompt_at: the prompts.
         publish: gives the engine the weights of a version.
-        reference: log-probabilities ``[R, V]`` of a version for prompt and response, by another program.
+        reference: log-probabilities ``[R, V]`` of a version for prompt and response, by another program; NaN where it
+            cannot tell.
         limit: longest response.
     """
 
@@ -163,17 +164,18 @@ class Loop:
         """Each number against the reference; returns the age of the oldest token."""
         assert c.logprobs is not None and c.topk_logprobs is not None and c.topk_token_ids is not None
         assert 0 < len(c.token_ids) == len(c.logprobs) <= self.limit
+        assert c.token_ids.dtype == torch.int32 and (c.loss_mask is None or c.loss_mask.dtype == torch.bool)
         covered = [i for span in c.policy_versions for i in range(span.start, span.end)]
-        given = [i for i, sampled in enumerate(c.loss_mask or ()) if not sampled]
+        given = [] if c.loss_mask is None else (~c.loss_mask).nonzero().squeeze(1).tolist()
         assert sorted([*covered, *given]) == list(range(len(c.token_ids)))
-        assert [c.token_ids[i] for i in given] == ([5, 6] * 3 * self.combination.turns)[: len(given)]
+        assert c.token_ids[given].tolist() == ([5, 6] * 3 * self.combination.turns)[: len(given)]
         for version, start, end in c.policy_versions:
-            right = self.reference(version, prompt.token_ids, c.token_ids)[start:end]
-            tokens = torch.tensor(c.token_ids[start:end])
-            own = right.gather(1, tokens[:, None]).squeeze(1)
-            torch.testing.assert_close(torch.tensor(c.logprobs[start:end]), own, atol=2e-5, rtol=0)
-            ids = c.topk_token_ids[start:end, :TOPK].long()
-            torch.testing.assert_close(c.topk_logprobs[start:end, :TOPK], right.gather(1, ids), atol=2e-5, rtol=0)
+            right = self.reference(version, prompt.token_ids, tuple(c.token_ids.tolist()))[start:end]
+            known = ~right[:, 0].isnan()
+            own = right.gather(1, c.token_ids[start:end, None].long()).squeeze(1)
+            torch.testing.assert_close(c.logprobs[start:end][known], own[known], atol=2e-5, rtol=0)
+            best = right.gather(1, c.topk_token_ids[start:end, :TOPK].long())
+            torch.testing.assert_close(c.topk_logprobs[start:end, :TOPK][known], best[known], atol=2e-5, rtol=0)
         return self.step - min(span.policy_version for span in c.policy_versions)
 
     def _check_evaluation(self) -> None:
@@ -202,7 +204,5 @@ class _Scorer:
 
 
 def numbers(groups: list[RolloutGroup]) -> list[Any]:
-    """All that trains, in a form that can be compared to the bit."""
-    completions = [(g.prompt.prompt_id, r.reward, r.completion) for g in groups for r in g.rollouts]
-    tensors = [[c.topk_token_ids.tolist(), c.topk_logprobs.tolist()] for _, _, c in completions]  # type: ignore[union-attr]
-    return [[name, reward, replace(c, text="")] for name, reward, c in completions] + tensors
+    """All that trains, for ``columns.same``."""
+    return [(g.prompt.prompt_id, r.reward, replace(r.completion, text="")) for g in groups for r in g.rollouts]

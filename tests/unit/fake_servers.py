@@ -12,6 +12,7 @@ from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.contract import Contract
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo.types import RoutingShape, VersionSpan
+from tests.unit.columns import ids, logs
 
 SHAPE = RoutingShape(num_layers=2, num_experts=8, topk=2)
 END = 2
@@ -34,9 +35,9 @@ def routes(start: int, end: int, version: int) -> torch.Tensor:
 
 def topk_ids(tokens: Sequence[int], k: int) -> torch.Tensor:
     """[R, k + 1]: the sampled token is the most probable one, the next ones follow it in the vocabulary."""
-    ids = torch.tensor(tokens)[:, None] + torch.arange(k + 1)
-    ids[:, k] = -1
-    return ids.int()
+    found = torch.tensor(tokens)[:, None] + torch.arange(k + 1)
+    found[:, k] = -1
+    return found.int()
 
 
 def topk_logprobs(logprobs: Sequence[float], k: int) -> torch.Tensor:
@@ -133,10 +134,10 @@ class FakeServer:
                 spans.append(VersionSpan(version, i, i + 1))
         k, rows = request.params.topk_logprobs, len(tokens)
         wanted = request.routing is not None and rows > 0
-        logprobs = tuple(logprob(first + i, t, v) for i, (t, v) in enumerate(zip(tokens, versions, strict=True)))
+        logprobs = [logprob(first + i, t, v) for i, (t, v) in enumerate(zip(tokens, versions, strict=True))]
         return Generation(
-            token_ids=tuple(tokens),
-            logprobs=logprobs,
+            token_ids=ids(tokens),
+            logprobs=logs(logprobs),
             finish_reason=reason,
             versions=tuple(spans),
             topk_token_ids=topk_ids(tokens, k) if k and rows else None,

@@ -48,8 +48,8 @@ def honest(
         routing=SHAPE if routed else None,
     )
     generation = Generation(
-        token_ids=tuple(tokens),
-        logprobs=tuple(float(value) for value in sampled),
+        token_ids=torch.tensor(tokens, dtype=torch.int32),
+        logprobs=torch.from_numpy(sampled),
         finish_reason=reason,  # type: ignore[arg-type]
         versions=(VersionSpan(3, 0, 5), VersionSpan(4, 5, LENGTH)),
         topk_token_ids=torch.from_numpy(np.concatenate([ids, last[0]], 1).astype(np.int32)) if topk else None,
@@ -72,12 +72,12 @@ Change = Callable[[Generation], Generation]
 
 
 def put(field: str, place: int, value: Any) -> Change:
-    """One value of a tuple."""
+    """One value of a column."""
 
     def change(given: Generation) -> Generation:
-        values = list(getattr(given, field))
+        values = getattr(given, field).clone()
         values[place] = value
-        return replace(given, **{field: tuple(values)})
+        return replace(given, **{field: values})
 
     return change
 
@@ -110,7 +110,7 @@ def shifted_topk(given: Generation) -> Generation:
     """The K most probable tokens of each position one position late, as a client would put them together."""
     assert given.topk_token_ids is not None and given.topk_logprobs is not None
     ids, values = given.topk_token_ids[:, :-1].roll(1, 0), given.topk_logprobs[:, :-1].roll(1, 0)
-    sampled, logprobs = torch.tensor(given.token_ids)[:, None], torch.tensor(given.logprobs)[:, None]
+    sampled, logprobs = given.token_ids[:, None], given.logprobs[:, None]
     outside = ~(ids == sampled).any(1, keepdim=True)
     ids = torch.cat([ids, torch.where(outside, sampled, -1).int()], 1)
     values = torch.cat([values, torch.where(outside, logprobs, 0.0)], 1)
@@ -119,12 +119,12 @@ def shifted_topk(given: Generation) -> Generation:
 
 def shifted_logprobs(given: Generation) -> Generation:
     """The log-probabilities one position late; the Top-K's own copy of them too."""
-    logprobs = (*given.logprobs[-1:], *given.logprobs[:-1])
+    logprobs = given.logprobs.roll(1)
     if given.topk_token_ids is None or given.topk_logprobs is None:
         return replace(given, logprobs=logprobs)
     values = given.topk_logprobs.clone()
     used = given.topk_token_ids[:, -1] >= 0
-    values[used, -1] = torch.tensor(logprobs)[used]
+    values[used, -1] = logprobs[used]
     return replace(given, logprobs=logprobs, topk_logprobs=values)
 
 

@@ -57,7 +57,7 @@ async def serving(stub: Stub) -> Any:
     """The stub as a server on the loopback address."""
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{tail:.*}", stub.handle)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)  # as real servers, which stop work that nobody waits for
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
     await site.start()

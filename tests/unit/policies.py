@@ -115,11 +115,11 @@ def ask(
 
 
 def _generation(columns: dict[str, Any], tokens: Any, where: slice) -> Generation:
-    own, logprobs = tokens[where].tolist(), columns["logprobs"][where].tolist()
+    own, logprobs = tokens[where].astype(np.int32), columns["logprobs"][where].astype(np.float32)
     ids, values = with_sampled(columns["ids"][where], columns["values"][where], own, logprobs)
     return Generation(
-        token_ids=tuple(own),
-        logprobs=tuple(logprobs),
+        token_ids=torch.from_numpy(own),
+        logprobs=torch.from_numpy(logprobs),
         finish_reason="length",
         versions=(VersionSpan(3, 0, len(own)),),
         topk_token_ids=ids,

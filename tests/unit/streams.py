@@ -14,6 +14,7 @@ from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.run.stream.stream import Stream
 from megatron_dppo.types import Completion, Prompt, SamplingParams
+from tests.unit.columns import ids, logs
 from tests.unit.configs import config
 
 
@@ -54,8 +55,8 @@ class FakeEngine:
 
     def _completion(self, seed: int, place: int, version: int) -> Completion:
         return Completion(
-            token_ids=(seed, place),
-            logprobs=(-0.1, -math.inf),
+            token_ids=ids([seed, place]),
+            logprobs=logs([-0.1, -math.inf]),
             finish_reason="stop",  # type: ignore[arg-type]
             policy_version=version,
             text="",

@@ -14,7 +14,7 @@ import torch
 from megatron_dppo.errors import ContractBreach
 from megatron_dppo.rollout.contract import check_generation
 from megatron_dppo.rollout.server import GenerateRequest, Generation
-from megatron_dppo.types import VersionSpan
+from megatron_dppo.types import FinishReason, VersionSpan
 from tests.unit.honest_answers import (
     CONTRACT,
     END,
@@ -71,14 +71,14 @@ def test_a_token_of_the_request_ends_it() -> None:
     stopped = replace(given, finish_reason="stop")
     with pytest.raises(ContractBreach, match=r"last token is \d+, expected an end token \(2, 7\)"):
         check(request, stopped)
-    check(replace(request, stop_token_ids=given.token_ids[-1:]), stopped)
+    check(replace(request, stop_token_ids=(int(given.token_ids[-1]),)), stopped)
 
 
 def test_an_aborted_request_may_come_back_with_nothing() -> None:
     request, _ = honest()
-    check(request, Generation(token_ids=(), logprobs=(), finish_reason="abort", versions=()))
+    check(request, Generation.empty(FinishReason.ABORT))
     with pytest.raises(ContractBreach, match="finish reason is 'stop' without a token"):
-        check(request, Generation(token_ids=(), logprobs=(), finish_reason="stop", versions=()))
+        check(request, Generation.empty(FinishReason.STOP))
 
 
 def fill(field: str, where: Any, value: int) -> Change:
@@ -196,7 +196,7 @@ def test_a_top_k_that_nobody_asked_for_is_refused() -> None:
 @pytest.mark.parametrize("error", [3e-5, -3e-5])
 def test_rounding_is_borne_and_a_tenth_of_a_percent_is_not(error: float) -> None:
     def moved(by: float) -> Callable[[Generation], Generation]:
-        return lambda g: replace(g, logprobs=tuple(float(np.float32(v + by)) for v in g.logprobs))
+        return lambda g: replace(g, logprobs=(g.logprobs.double() + by).float())
 
     request, given = honest(topk=VOCAB)
     check(request, moved(error)(given))
@@ -206,17 +206,17 @@ def test_rounding_is_borne_and_a_tenth_of_a_percent_is_not(error: float) -> None
 
 def test_a_certain_token_has_log_probability_zero_or_a_rounding_above() -> None:
     request, given = honest(topk=0, routed=False)
-    certain: dict[str, Any] = dict(logprobs=(5e-6,) * LENGTH)
+    certain: dict[str, Any] = dict(logprobs=torch.full((LENGTH,), 5e-6))
     given = replace(given, **certain, echo=replace(given.echo, best_logprobs=None))  # type: ignore[type-var]
     check(request, given)
-    assert END not in given.token_ids
+    assert END not in given.token_ids.tolist()
 
 
 def test_candidates_that_cannot_be_sampled_may_stand_at_the_end() -> None:
     request, given = honest(sharp=30.0)
     assert given.topk_token_ids is not None and given.topk_logprobs is not None
     values = given.topk_logprobs.clone()
-    values[:, 3] = torch.where(given.topk_token_ids[:, 3] == torch.tensor(given.token_ids), values[:, 3], -math.inf)
+    values[:, 3] = torch.where(given.topk_token_ids[:, 3] == given.token_ids, values[:, 3], -math.inf)
     kept = given.topk_token_ids[:, 4] < 0
     values[~kept, 3] = given.topk_logprobs[~kept, 3]
     check(request, replace(given, topk_logprobs=values))

@@ -90,6 +90,7 @@ def test_a_source_that_is_no_data_is_refused_with_the_reason(tmp_path: Path) -> 
     for source, part in (
         (str(tmp_path / "nowhere.jsonl"), "does not exist"),
         (str(tmp_path), "is a folder"),
+        ("/proc/self/mem", "cannot be read: .*Errno 5"),  # what a failing disk says
         (write(tmp_path), "has no rows"),
         (str(tmp_path / "latin.jsonl"), "latin.jsonl:1: not UTF-8"),
         ("task:count_sheep", "task:chain_sum"),

@@ -18,6 +18,7 @@ from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.run import evaluation
 from megatron_dppo.run.inputs import Inputs, read_inputs
 from megatron_dppo.types import Completion, Metric, Rollout, RolloutGroup
+from tests.unit.columns import ids
 from tests.unit.configs import config
 from tests.unit.data_files import LAYOUTS, write_jsonl, write_parquet
 
@@ -90,6 +91,19 @@ def test_the_dry_run_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFi
     assert "data     train: 2626 prompts; from task:chain_sum (2626 rows)" in capsys.readouterr().out
 
 
+def test_each_process_of_a_dry_run_reads_the_data_since_none_can_receive_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [*LAYOUTS["slime text"], {"prompt": "1+1="}])
+    example(tmp_path, 'train = "a.jsonl"')
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE]) == 2
+    write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"])
+    assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE]) == 0
+    assert capsys.readouterr() == ("", ""), "rank 0 speaks for all"
+
+
 def test_named_sets_are_reported_apart_and_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two ranks share both sets; the answer of each prompt is right when a coin of its own says so."""
     write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"])
@@ -101,7 +115,7 @@ def test_named_sets_are_reported_apart_and_together(monkeypatch: pytest.MonkeyPa
     local: list[dict[str, Metric]] = []
 
     def answer(prompts: Any, *rest: Any) -> list[RolloutGroup]:
-        done = Completion(token_ids=(1,), logprobs=None, finish_reason="stop", policy_version=0, text="")
+        done = Completion(token_ids=ids([1]), logprobs=None, finish_reason="stop", policy_version=0, text="")
         return [
             RolloutGroup(prompt=p, rollouts=(Rollout(prompt=p, completion=done, reward=reward[p.text]),))
             for p in prompts

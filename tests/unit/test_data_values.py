@@ -23,6 +23,7 @@ from megatron_dppo.rewards.worker import Worker
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.run.evaluation import record_answers
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
+from tests.unit.columns import ids, logs, same
 
 MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"
 TOKENIZER = load_tokenizer(MODEL)
@@ -65,12 +66,12 @@ def rows() -> st.SearchStrategy[dict[str, Any]]:
 def downstream(prompt: Prompt, folder: Path) -> None:
     """Everything that is sent and written of a prompt."""
     completion = Completion(
-        token_ids=(4, 5), logprobs=(-0.5, -0.25), finish_reason="stop", text=prompt.label, policy_version=0
+        token_ids=ids([4, 5]), logprobs=logs([-0.5, -0.25]), finish_reason="stop", text=prompt.label, policy_version=0
     )
     rollout = Rollout(prompt=prompt, completion=completion, reward=1.0)
     group = RolloutGroup(prompt=prompt, rollouts=(rollout,))
     save_groups(folder / "groups", [Stored(0, prompt, group)])
-    assert load_groups(folder / "groups", lambda position: prompt)[0].content == group
+    assert same(load_groups(folder / "groups", lambda position: prompt)[0].content, group)
     session: Any = SimpleNamespace(folder=folder, step=0, answers_before=[], groups=SimpleNamespace(world=None))
     record_answers(session, [group], 0)
     (record,) = read_metrics(folder / "samples.jsonl")

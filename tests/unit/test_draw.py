@@ -14,6 +14,7 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.types import Prompt, SamplingParams
+from tests.unit.columns import same
 
 MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"
 DEVICE = torch.device("cpu")
@@ -46,7 +47,7 @@ def test_the_tokens_are_those_of_transformers_own_sampling(parts: Any, sampling:
             **settings,
         )[:, ids.shape[1] :]
     for completion, row in zip(found, expected.tolist(), strict=True):
-        assert list(completion.token_ids) == row[: len(completion.token_ids)]
+        assert completion.token_ids.tolist() == row[: len(completion.token_ids)]
 
 
 def test_a_rollout_in_a_thread_is_that_of_the_main_thread_whatever_happens_to_the_global_generator(parts: Any) -> None:
@@ -60,6 +61,6 @@ def test_a_rollout_in_a_thread_is_that_of_the_main_thread_whatever_happens_to_th
         torch.manual_seed(random.getrandbits(30))
     thread.join()
     torch.set_rng_state(before)
-    assert found == expected
+    assert same(found, expected)
     engine.generate(prompts, params)
     assert torch.equal(torch.get_rng_state(), before), "the trainer's random state must not move"

@@ -14,6 +14,7 @@ from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
+from tests.unit.columns import ids, logs, mask
 from tests.unit.configs import config
 
 
@@ -116,14 +117,14 @@ def test_the_first_update_is_looked_at_before_it_is_applied_and_no_other() -> No
 def test_dropped_tokens_are_those_without_a_finite_number_among_the_sampled_ones() -> None:
     prompt = Prompt(prompt_id="p", text="p", token_ids=(1,), label="")
 
-    def group(logprobs: tuple[float, ...], mask: tuple[bool, ...] | None = None) -> RolloutGroup:
+    def group(logprobs: tuple[float, ...], sampled: tuple[bool, ...] | None = None) -> RolloutGroup:
         completion = Completion(
-            token_ids=(1,) * len(logprobs),
-            logprobs=logprobs,
+            token_ids=ids([1] * len(logprobs)),
+            logprobs=logs(logprobs),
             finish_reason="length",
             policy_version=0,
             text="",
-            loss_mask=mask,
+            loss_mask=None if sampled is None else mask(sampled),
         )
         return RolloutGroup(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, reward=0.0),))
 

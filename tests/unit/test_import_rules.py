@@ -19,7 +19,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere); a room stands above all that it imports
     "errors": (set(), set()),
     "types": (set(), {"torch"}),
-    "parallel": (set(), {"torch"}),
+    "parallel": (set(), {"torch", "numpy"}),
     "files": ({"errors"}, set()),
     "platform": ({"errors"}, {"torch"}),
     "config": ({"errors"}, {"pydantic", "pydantic_core", "tomli_w"}),

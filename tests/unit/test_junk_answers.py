@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_dppo.errors import ContractBreach, ServerError
 from megatron_dppo.rollout.contract import Contract, check_generation
@@ -110,11 +111,12 @@ def outcome(case: Case, answer: Any) -> Generation | None:
 
 def check_types(found: Generation, request: GenerateRequest) -> None:
     """What follows from the contract: enough to train on it."""
-    assert all(type(token) is int and 0 <= token < 512 for token in found.token_ids)
-    assert all(type(value) is float and -math.inf < value < 1e-3 for value in found.logprobs)
+    assert found.token_ids.dtype == torch.int32 and all(0 <= token < 512 for token in found.token_ids.tolist())
+    assert found.logprobs.dtype == torch.float32 and found.logprobs.shape == found.token_ids.shape
+    assert all(-math.inf < value < 1e-3 for value in found.logprobs.tolist())
     if found.topk_token_ids is not None and found.topk_logprobs is not None:
         assert found.topk_token_ids.shape == (len(found.token_ids), 4) == found.topk_logprobs.shape
-    elif found.token_ids:
+    elif len(found.token_ids):
         assert not request.params.topk_logprobs
 
 

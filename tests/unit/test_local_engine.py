@@ -16,6 +16,7 @@ from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
+from tests.unit.columns import ids, logs, mask, same
 from tests.unit.test_local_routes import one_pass
 
 MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"
@@ -52,17 +53,13 @@ def submitted(engine: LocalEngine, enough: int, keep: Sequence[int] = (), **sett
     return [future.result() for future in futures]
 
 
+def begun(token: int) -> PartialResponse:
+    """A response of one token."""
+    return PartialResponse(token_ids=ids([token]), logprobs=logs([-1.0]), sampled=mask([True]), versions=(SPAN,))
+
+
 def in_groups(completions: Sequence[Completion]) -> list[list[Completion]]:
     return [list(completions[i : i + SIBLINGS]) for i in range(0, len(completions), SIBLINGS)]
-
-
-def everything(response: Completion | PartialResponse) -> dict[str, Any]:
-    """All fields, tensors as lists, so that == means equal to the bit."""
-    return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in vars(response).items()}
-
-
-def same(found: Sequence[Completion], expected: Sequence[Completion]) -> bool:
-    return [everything(c) for c in found] == [everything(c) for c in expected]
 
 
 def whole(**settings: Any) -> list[list[Completion]]:
@@ -74,7 +71,8 @@ def check_numbers(prompt: Prompt, found: Completion, temperature: float = 1.0) -
     """Log-probabilities, Top-K and routes are those of one pass of the weights that each token is said to be from."""
     assert found.topk_token_ids is not None and found.topk_logprobs is not None and found.routed_experts is not None
     assert found.logprobs is not None
-    tokens, known = [*prompt.token_ids, *found.token_ids], 0
+    own = found.token_ids.tolist()
+    tokens, known = [*prompt.token_ids, *own], 0
     shape, sampled = routing_shape(CONFIG), set()
     assert shape is not None
     last = max(span.end for span in found.policy_versions)
@@ -86,18 +84,18 @@ def check_numbers(prompt: Prompt, found: Completion, temperature: float = 1.0) -
         expected = (logits / temperature).log_softmax(-1)
         for i in range(start, end):
             sampled.add(i)
-            assert found.logprobs[i] == pytest.approx(float(expected[i, found.token_ids[i]]), abs=1e-5)
+            assert float(found.logprobs[i]) == pytest.approx(float(expected[i, own[i]]), abs=1e-5)
             slots, values = found.topk_token_ids[i].tolist(), found.topk_logprobs[i].tolist()
             assert slots[:-1] == expected[i].topk(len(slots) - 1).indices.tolist()
-            assert slots[-1] == (-1 if found.token_ids[i] in slots[:-1] else found.token_ids[i])
+            assert slots[-1] == (-1 if own[i] in slots[:-1] else own[i])
             for slot, value in zip(slots, values, strict=True):
                 assert slot < 0 or value == pytest.approx(float(expected[i, slot]), abs=1e-5)
         rows = slice(known, known := len(prompt.token_ids) + end - 1)
         for layer in range(CONFIG.num_hidden_layers):
             routes = found.routed_experts[rows, layer].long()
             assert torch.equal(routes, one_pass(model, tokens[:-1], layer)[rows])
-    mask = found.loss_mask or (True,) * len(found.token_ids)
-    assert sampled == {i for i, on in enumerate(mask) if on}
+    trained = [True] * len(own) if found.loss_mask is None else found.loss_mask.tolist()
+    assert sampled == {i for i, on in enumerate(trained) if on}
 
 
 @pytest.mark.parametrize("max_batch", [512, 5])
@@ -132,7 +130,8 @@ def test_sampling_stops_at_the_token_that_makes_enough_groups_complete(enough: i
                 assert same([state], [completion]) and length <= steps
                 continue
             assert length > steps and len(state.token_ids) == steps
-            assert state.token_ids == completion.token_ids[:steps] and state.logprobs == completion.logprobs[:steps]
+            assert completion.logprobs is not None and same(state.logprobs, completion.logprobs[:steps])
+            assert same(state.token_ids, completion.token_ids[:steps]) and state.sampled.tolist() == [True] * steps
             assert state.routed_experts is not None and completion.routed_experts is not None
             assert torch.equal(state.routed_experts, completion.routed_experts[: len(state.routed_experts)])
             assert len(state.routed_experts) == len(PROMPTS[key].token_ids) + steps - 1
@@ -145,7 +144,7 @@ def test_batches_that_were_never_begun_have_no_tokens_and_go_on_later() -> None:
     found = submitted(one, 1, range(6))
     held = one.unfinished()
     assert [group is None for group in found[2:]] == [True] * 4 and any(group is not None for group in found[:2])
-    assert all(s.token_ids == () and s.versions == () for key in range(2, 6) for s in held[key])  # type: ignore
+    assert all(len(s.token_ids) == 0 and s.versions == () for key in range(2, 6) for s in held[key])  # type: ignore
     later = [f.result() for f in one.submit(requests([2, 3, 4, 5]), params(), 4)]
     fresh = [f.result() for f in engine(max_batch=2 * SIBLINGS).submit(requests([2, 3, 4, 5]), params(), 4)]
     assert all(same(a, b) for a, b in zip(later, fresh, strict=True))
@@ -167,12 +166,12 @@ def test_a_stopped_response_goes_on_under_new_weights_and_every_number_is_of_its
             check_numbers(PROMPTS[key], completion, temperature)
             versions.add(tuple(span.policy_version for span in completion.policy_versions))
             assert completion.policy_version == max(span.policy_version for span in completion.policy_versions)
-            ended = completion.token_ids[-1] in ENDS
+            ended = int(completion.token_ids[-1]) in ENDS
             assert completion.finish_reason == ("stop" if ended else "length")
             assert len(completion.token_ids) <= LIMIT and (ended or len(completion.token_ids) == LIMIT)
             if (state := held.get(key)) is not None:
                 before = state[i]
-                assert completion.token_ids[: len(before.token_ids)] == before.token_ids
+                assert same(completion.token_ids[: len(before.token_ids)], before.token_ids)
                 if isinstance(before, Completion):
                     assert completion is before, "a complete sibling is not sampled again"
     assert (0, 1) in versions and (0,) in versions
@@ -193,19 +192,18 @@ def test_another_engine_goes_on_from_what_was_held_as_the_first_one_does() -> No
 
 
 def test_what_goes_on_does_not_draw_again_what_it_drew_before() -> None:
-    def continued(seed: int) -> list[tuple[int, ...]]:
+    def continued(seed: int) -> list[list[int]]:
         one = engine()
         submitted(one, 1, range(6))
         groups = submitted(one, 6, seed=seed)
-        return [c.token_ids for g in groups for c in g if c.policy_versions and len(c.token_ids) > 2]
+        return [c.token_ids.tolist() for g in groups for c in g if c.policy_versions and len(c.token_ids) > 2]
 
     assert continued(4) == continued(4)
     one = engine()
-    first = [c.token_ids for c in one.generate([PROMPTS[1]] * 64, params(max_new_tokens=1))]
-    states = [PartialResponse(token_ids=t, logprobs=(-1.0,), sampled=(True,), versions=(SPAN,)) for t in first]
-    one.restore({0: tuple(states)})
+    first = [c.token_ids.tolist() for c in one.generate([PROMPTS[1]] * 64, params(max_new_tokens=1))]
+    one.restore({0: tuple(begun(*tokens) for tokens in first)})
     (future,) = one.submit([GroupRequest(0, PROMPTS[1], 64)], params(max_new_tokens=2), 1)
-    second = [(c.token_ids[1],) for c in future.result() or []]
+    second = [c.token_ids[1:].tolist() for c in future.result() or []]
     repeated = sum(a == b for a, b in zip(first, second, strict=True))
     assert repeated < 32
 
@@ -228,10 +226,10 @@ def test_a_held_response_that_has_all_its_tokens_is_complete() -> None:
     found = submitted(one, 6, max_new_tokens=length)
     reasons = {c.finish_reason for group in found for c in group}
     assert reasons == {"length", "stop"} and max(len(c.token_ids) for group in found for c in group) == length
-    one.restore({7: (PartialResponse(token_ids=(9,), logprobs=(0.0,), sampled=(True,), versions=(SPAN,)),)})
+    one.restore({7: (begun(9),)})
     wanted = [GroupRequest(7, PROMPTS[0], 1), GroupRequest(8, PROMPTS[1], 1)]
     full, other = (f.result() for f in one.submit(wanted, params(max_new_tokens=1), 1))
-    assert full is not None and full[0].token_ids == (9,) and other is None, "it counts"
+    assert full is not None and full[0].token_ids.tolist() == [9] and other is None, "it counts"
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.hf import stream_model
@@ -14,6 +16,7 @@ from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt
+from tests.unit.columns import ids, logs, mask, same
 from tests.unit.test_local_engine import (
     ENDS,
     LIMIT,
@@ -27,7 +30,6 @@ from tests.unit.test_local_engine import (
     in_groups,
     params,
     requests,
-    same,
     submitted,
 )
 
@@ -47,6 +49,10 @@ async def with_tool(prompt: Prompt, turns: Turns) -> Completion:
     return turns.finish(reward=float(len(turns.token_ids)))
 
 
+def tokens_of(completions: Sequence[Completion]) -> list[Tensor]:
+    return [c.token_ids for c in completions]
+
+
 def greedy_turn(tokens: list[int], limit: int, ends: set[int]) -> list[int]:
     """The most probable tokens, one pass of the model for each."""
     new: list[int] = []
@@ -61,21 +67,21 @@ def test_turns_are_those_of_each_response_alone_and_tool_text_stands_between_the
     found = engine(with_tool, max_batch=max_batch).generate(PROMPTS, params(temperature=0))
     for prompt, completion in zip(PROMPTS, found, strict=True):
         tokens: list[int] = []
-        mask: list[bool] = []
+        sampled: list[bool] = []
         for _ in range(turns_of(prompt) - 1):
             turn = greedy_turn([*prompt.token_ids, *tokens], 4, ENDS | {STOP})
             given = TOKENIZER.encode(TOOL, add_special_tokens=False)
             tokens += [*turn, *given]
-            mask += [True] * len(turn) + [False] * len(given)
+            sampled += [True] * len(turn) + [False] * len(given)
         turn = greedy_turn([*prompt.token_ids, *tokens], LIMIT - len(tokens), ENDS)
-        assert completion.token_ids == (*tokens, *turn) and completion.reward == len(completion.token_ids)
+        assert completion.token_ids.tolist() == [*tokens, *turn] and completion.reward == len(completion.token_ids)
         assert completion.finish_reason == ("stop" if turn[-1] in ENDS else "length")
-        assert completion.loss_mask == (None if all(mask) else (*mask, *[True] * len(turn)))
+        assert same(completion.loss_mask, None if all(sampled) else mask([*sampled, *[True] * len(turn)]))
 
 
 def test_a_turn_ends_at_its_own_stop_token_which_stays() -> None:
     plain = engine().generate(PROMPTS, params())
-    mine = [plain[0].token_ids[1], STOP]
+    mine = [int(plain[0].token_ids[1]), STOP]
 
     async def stops(prompt: Prompt, turns: Turns) -> Completion:
         own = mine if prompt is PROMPTS[0] else []
@@ -84,12 +90,10 @@ def test_a_turn_ends_at_its_own_stop_token_which_stays() -> None:
         return turns.finish()
 
     found = engine(stops).generate(PROMPTS, params())
-    cut = next(i for i, token in enumerate(plain[0].token_ids) if token in (*mine, *ENDS))
-    assert plain[0].token_ids[cut] in mine and found[0].token_ids == plain[0].token_ids[: cut + 1]
-    assert any(set(mine) & set(c.token_ids[:-1]) for c in plain[1:])
-    assert [c.token_ids for c in found[1:]] == [c.token_ids for c in plain[1:]], (
-        "the stop tokens of one turn are no others'"
-    )
+    cut = next(i for i, token in enumerate(plain[0].token_ids.tolist()) if token in (*mine, *ENDS))
+    assert int(plain[0].token_ids[cut]) in mine and same(found[0].token_ids, plain[0].token_ids[: cut + 1])
+    assert any(set(mine) & set(c.token_ids[:-1].tolist()) for c in plain[1:])
+    assert same(tokens_of(found[1:]), tokens_of(plain[1:])), "the stop tokens of one turn are no others'"
 
 
 def test_a_function_of_one_turn_gives_what_no_function_gives() -> None:
@@ -124,7 +128,7 @@ def test_a_function_is_stopped_between_turns_and_goes_on_by_being_run_again() ->
     one = engine(watched)
     found = submitted(one, 2, range(6), **settings)
     assert [group is not None for group in found] == [True, False, False] * 2, "groups of one turn are complete first"
-    assert [c.token_ids for g in (0, 3) for c in found[g]] == [c.token_ids for g in (0, 3) for c in expected[g]]
+    assert all(same(tokens_of(found[g]), tokens_of(expected[g])) for g in (0, 3))
     assert stopped == [TEXTS[i] for i in (1, 2, 4, 5) for _ in range(SIBLINGS)]
     states = one.unfinished()
     assert all(len(s.turn_ends) == 1 and s.parts == 1 for state in states.values() for s in state)  # type: ignore
@@ -140,7 +144,7 @@ def test_a_function_is_stopped_between_turns_and_goes_on_by_being_run_again() ->
         assert group is not None and group_again is not None and same(group, group_again)
         for state, completion in zip(states[key], group, strict=True):
             check_numbers(PROMPTS[key], completion)
-            assert completion.token_ids[: len(state.token_ids)] == state.token_ids
+            assert same(completion.token_ids[: len(state.token_ids)], state.token_ids)
             assert completion.policy_versions[0].policy_version == 0
             assert completion.policy_version == 1 and completion.loss_mask is not None
 
@@ -158,12 +162,10 @@ def test_stopping_and_going_on_gives_what_is_given_without_a_stop() -> None:
         assert len(found) + len(one.unfinished()) == 6
     assert one.unfinished() == {}
     for key, completion in enumerate(expected):
-        assert (found[key].token_ids, found[key].loss_mask, found[key].reward) == (
-            completion.token_ids,
-            completion.loss_mask,
-            completion.reward,
-        )
-        assert found[key].logprobs == pytest.approx(completion.logprobs, abs=1e-5)
+        own = found[key]
+        assert same(own.token_ids, completion.token_ids) and same(own.loss_mask, completion.loss_mask)
+        assert own.reward == completion.reward and own.logprobs is not None and completion.logprobs is not None
+        assert own.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
 
 
 def test_what_else_a_function_waits_for_changes_nothing() -> None:
@@ -201,7 +203,7 @@ def test_functions_that_wait_for_each_other_go_on_after_a_while(monkeypatch: pyt
 
     found = engine(in_turn).generate(PROMPTS, params(temperature=0))
     expected = engine(with_tool).generate(PROMPTS, params(temperature=0))
-    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert same(tokens_of(found), tokens_of(expected))
 
 
 def test_a_failure_is_named_cancels_the_others_and_loses_nothing_that_was_held() -> None:
@@ -223,13 +225,14 @@ def test_a_failure_is_named_cancels_the_others_and_loses_nothing_that_was_held()
     with pytest.raises(GenerateError, match=words):
         one.generate(PROMPTS, params())
     assert sorted(cancelled) == sorted(t for t in TEXTS if t != TEXTS[2])
-    held = {2: tuple(PartialResponse(token_ids=(), logprobs=(), sampled=(), versions=()) for _ in range(SIBLINGS))}
+    nothing = PartialResponse(token_ids=ids([]), logprobs=logs([]), sampled=mask([]), versions=())
+    held = {2: (nothing,) * SIBLINGS}
     one.restore(held)
     futures = one.submit(requests(), params(), 2)
     for future in futures:
         with pytest.raises(GenerateError, match=words):
             future.result()
-    assert one.unfinished() == held
+    assert same(one.unfinished(), held)
     one.close()
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_dppo.data.balance import balanced_owners
 from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
 from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.types import MicroBatch, TrainingSample
+from megatron_dppo.types import MicroBatch, MicroBatches, TrainingSample
 
 
 def sample(length: int, tag: int = 0, with_logprobs: bool = True) -> TrainingSample:
@@ -158,3 +158,41 @@ def test_balanced_ranks_differ_by_at_most_one_sample_and_lose_none(lengths: list
             load[owner] += length
     assert sum(load) == sum(map(sum, lengths)) and min(load) > 0
     assert max(load) - min(load) <= max(map(max, lengths))
+
+
+def test_samples_with_other_shapes_or_types_of_a_column_do_not_share_a_row() -> None:
+    one = to_training_sample([1, 2], [3], [-0.5], 1.0, (torch.zeros(1, 3).int(), torch.zeros(1, 3)))
+    other = to_training_sample([1, 2], [3], [-0.5], 1.0, (torch.zeros(1, 1).int(), torch.zeros(1, 1)))
+    with pytest.raises(ValueError, match="different shapes or types of rollout_topk_ids cannot share a micro-batch"):
+        pack([one, other])
+
+
+def test_a_top_k_stands_at_the_response_and_unused_slots_everywhere_else() -> None:
+    ids = torch.tensor([[7, 8], [9, -1]], dtype=torch.int32)
+    one_sample = to_training_sample([1, 2, 3], [7, 9], [-0.5, -0.25], 1.0, (ids, -ids.float()))
+    found = pack([one_sample, one_sample], RowShape(sequence_multiple=3, row_multiple=4))
+    unused = [[-1, -1]]
+    one = [*unused * 2, [7, 8], [9, -1], *unused * 2]
+    assert found.rollout_topk_ids is not None and found.rollout_topk_ids.tolist() == one + one
+    assert (
+        found.labels.tolist()[2:4] == [7, 9] and found.loss_mask.tolist()[:6] == [False] * 2 + [True] * 2 + [False] * 2
+    )
+
+
+def test_micro_batches_are_made_when_they_are_asked_for_and_the_last_one_is_kept() -> None:
+    made: list[int] = []
+    one_sample = to_training_sample([1], [2], [-0.5], 1.0)
+
+    def make(index: int) -> MicroBatch:
+        made.append(index)
+        return pack([one_sample] * (index + 1))
+
+    batches = MicroBatches(3, make)
+    assert len(batches) == 3 and made == []
+    assert batches[1] is batches[1] and made == [1]
+    assert [len(batch.tokens) for batch in batches] == [1, 2, 3] and made == [1, 0, 1, 2]
+    assert [len(batch.tokens) for batch in batches[1:]] == [2, 3] and len(batches[-1].tokens) == 3
+    twice = batches.map(lambda batch: replace(batch, num_padding=7))
+    assert twice[0].num_padding == 7 and batches[0].num_padding == 0
+    with pytest.raises(IndexError):
+        batches[3]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.contract import checked
 from megatron_dppo.rollout.pool import ServerPool
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import SamplingParams
@@ -30,7 +31,7 @@ def pool_of(
 ) -> ServerPool:
     pool = ServerPool(
         servers,  # type: ignore[arg-type]
-        CONTRACT,
+        checked(CONTRACT),
         max_in_flight=most,
         health_seconds=health,
         patience_seconds=patience,
@@ -244,10 +245,10 @@ def test_a_cancelled_caller_leaves_nothing_running() -> None:
 
 def test_wrong_use_is_refused() -> None:
     servers = fakes(1)
-    pool = ServerPool(servers, CONTRACT, max_in_flight=1, health_seconds=1)  # type: ignore[arg-type]
+    pool = ServerPool(servers, checked(CONTRACT), max_in_flight=1, health_seconds=1)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="before the first use_version"):
         asyncio.run(pool.generate(request("r"), "p"))
     with pytest.raises(ValueError, match="'http://other:1' is not a server of this pool"):
         pool.use_version(1, ["http://other:1"])
     with pytest.raises(ValueError, match="at least one server"):
-        ServerPool([], CONTRACT, max_in_flight=1, health_seconds=1)
+        ServerPool([], checked(CONTRACT), max_in_flight=1, health_seconds=1)

@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_dppo.errors import ContractBreach, ServerError
 from megatron_dppo.rollout.pool import ServerPool
 from megatron_dppo.rollout.server import GenerateRequest, Generation
+from tests.unit.columns import ids, logs
 from tests.unit.fake_servers import FakeServer
 from tests.unit.test_pool import ask, pool_of, request, shares
 
@@ -38,7 +40,7 @@ def faulty(count: int, seconds: float = 0.003) -> list[Faulty]:
 
 def lie(request: GenerateRequest, answer: Generation) -> Generation:
     """A token that does not exist."""
-    return replace(answer, token_ids=(10**6, *answer.token_ids[1:]))
+    return replace(answer, token_ids=torch.cat([ids([10**6]), answer.token_ids[1:]]))
 
 
 def status(code: int, wait: float | None = None, times: int = 10**6) -> Any:
@@ -63,7 +65,7 @@ async def later(pool: ServerPool, count: int) -> list[Generation]:
 
 def check(answers: Sequence[Generation], tokens: int = 4) -> None:
     assert [len(answer.token_ids) for answer in answers] == [tokens] * len(answers)
-    assert all(max(answer.token_ids) < 200 for answer in answers)
+    assert all(int(answer.token_ids.max()) < 200 for answer in answers)
 
 
 def test_a_server_that_lies_twice_is_out_until_the_next_sync_and_every_request_is_answered_elsewhere() -> None:
@@ -110,7 +112,9 @@ def test_one_lie_is_an_accident() -> None:
 def test_when_all_lie_the_error_lists_each_lie() -> None:
     servers = faulty(2)
     servers[0].fault = lie
-    servers[1].fault = lambda request, answer: replace(answer, logprobs=(float("nan"), *answer.logprobs[1:]))
+    servers[1].fault = lambda request, answer: replace(
+        answer, logprobs=torch.cat([logs([float("nan")]), answer.logprobs[1:]])
+    )
 
     async def run() -> None:
         pool = pool_of(servers)

@@ -16,6 +16,7 @@ from megatron_dppo.rollout.probe import ask as ask_server
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation, InferenceServer, ServerInfo
 from megatron_dppo.rollout.verdict import judge
 from megatron_dppo.types import VersionSpan
+from tests.unit.columns import ids, logs
 from tests.unit.policies import EXPECTED, Policy, ask
 
 
@@ -38,8 +39,8 @@ class Short:
     async def generate(self, request: GenerateRequest) -> Generation:
         self.requests.append(request)
         given = Generation(
-            token_ids=(1, 2, 3, 4, 5),
-            logprobs=(-2.0137,) * 5,
+            token_ids=ids([1, 2, 3, 4, 5]),
+            logprobs=logs([-2.0137] * 5),
             finish_reason="stop",
             versions=(VersionSpan(3, 0, 5),),
             topk_token_ids=torch.tensor([[7, 8, 9, 10, sampled] for sampled in range(1, 6)]),
@@ -64,15 +65,15 @@ def test_short_responses_are_asked_for_until_there_are_enough_tokens() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"token_ids": (1, 2, 3, 4, 50)}, "token 50, and the trainer's vocabulary has 50"),
-        ({"token_ids": (1, -1, 3, 4, 5)}, "gives token -1"),
+        ({"token_ids": ids([1, 2, 3, 4, 50])}, "token 50, and the trainer's vocabulary has 50"),
+        ({"token_ids": ids([1, -1, 3, 4, 5])}, "gives token -1"),
         ({"topk_token_ids": torch.tensor([[7, 8, 9, 50, 1]] * 5)}, "gives token 50"),
         ({"topk_token_ids": torch.tensor([[7, 8, 9, -3, 1]] * 5)}, "gives token -3"),
         (
             {"topk_token_ids": torch.tensor([[7, 8, 9, 7, 1]] * 5)},
             r"wrong Top-K: .* token 0 are not different: \[7, 8, 9, 7, 1\]",
         ),
-        ({"token_ids": ()}, "generated nothing"),
+        ({"token_ids": ids([])}, "generated nothing"),
         ({"versions": (VersionSpan(2, 0, 5),)}, r"version \[2\], expected 3"),
     ],
 )
@@ -86,10 +87,10 @@ def test_answers_that_the_trainer_cannot_compute_are_refused(changes: dict[str, 
     [
         ({"echo": Echo(request_id="other")}, "request id is 'other', expected 'probe-0'"),
         ({"echo": Echo(response_length=6)}, "number of response tokens is 5, expected 6"),
-        ({"logprobs": (-2.0,) * 4}, "number of log-probabilities is 4"),
+        ({"logprobs": logs([-2.0] * 4)}, "number of log-probabilities is 4"),
         ({"finish_reason": "length"}, "finish reason is 'length' after 5 tokens, expected 64"),
-        ({"token_ids": (1, 5, 3, 4, 5)}, "token 1 is the end token 5"),
-        ({"token_ids": (1, 2, 3, 4, 6)}, "last token is 6, expected an end token"),
+        ({"token_ids": ids([1, 5, 3, 4, 5])}, "token 1 is the end token 5"),
+        ({"token_ids": ids([1, 2, 3, 4, 6])}, "last token is 6, expected an end token"),
         ({"topk_token_ids": None}, "Top-K is missing"),
         ({"topk_logprobs": torch.full((5, 3), -2.0)}, r"Top-K is of shape \[5, 5\] and \[5, 3\]"),
     ],
@@ -105,7 +106,7 @@ def test_an_answer_that_breaks_the_contract_is_an_error_that_names_server_and_fi
     ("changes", "match"),
     [
         (
-            {"logprobs": (-2.0137, -2.0137, 0.5137, -2.0137, -2.0137)},
+            {"logprobs": logs([-2.0137, -2.0137, 0.5137, -2.0137, -2.0137])},
             "log-probability 2 is 0.5137, expected a finite number",
         ),
         ({"topk_logprobs": torch.full((5, 5), -1.0137)}, "Top-K: mass, at token 0, is 1.4.*expected at most 1"),
@@ -123,7 +124,7 @@ def test_probabilities_that_break_the_contract_are_named_where_the_trainers_numb
     # A verdict whose own numbers leave nothing to name: the trainer computes what was reported.
     readings = []
     for given in answer.generations:
-        logprobs, topk = np.array(given.logprobs), given.topk_logprobs[:, :4].double().numpy()
+        logprobs, topk = given.logprobs.double().numpy(), given.topk_logprobs[:, :4].double().numpy()
         same = {"logprobs": logprobs, "raw_logprobs": logprobs, "topk_logprobs": topk, "raw_topk_logprobs": topk}
         readings.append(replace(reading, **same, best_logprobs=topk))
     assert len(answer.generations) == 3

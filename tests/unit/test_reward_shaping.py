@@ -17,6 +17,7 @@ from megatron_dppo.rewards.shaping import overlong_punishment
 from megatron_dppo.rollout.collect import rollout_metrics, score_completions
 from megatron_dppo.run import evaluation
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
+from tests.unit.columns import ids
 from tests.unit.configs import config
 
 
@@ -93,7 +94,7 @@ def test_a_part_with_the_name_of_a_shaping_part_is_refused(tmp_path: Path) -> No
 
 def rollout(reward: float, parts: dict[str, float], failed: bool = False) -> Rollout:
     prompt = Prompt(prompt_id="0", text="", token_ids=(1,), label="")
-    completion = Completion(token_ids=(1, 2), logprobs=None, finish_reason="stop", policy_version=0, text="")
+    completion = Completion(token_ids=ids([1, 2]), logprobs=None, finish_reason="stop", policy_version=0, text="")
     return Rollout(prompt=prompt, completion=completion, reward=reward, reward_failed=failed, reward_parts=parts)
 
 
@@ -136,7 +137,7 @@ def test_completions_reach_the_scorer_with_their_length_and_come_back_with_their
     scorer = build_scorer(settings)
     prompt = Prompt(prompt_id="0", text="q", token_ids=(1,), label="12")
     completions = [
-        Completion(token_ids=(1,) * n, logprobs=None, finish_reason="stop", policy_version=0, text=r"\boxed{12}")
+        Completion(token_ids=ids([1] * n), logprobs=None, finish_reason="stop", policy_version=0, text=r"\boxed{12}")
         for n in (4, 6)
     ]
     (group,) = score_completions(scorer, [prompt], completions)

@@ -22,6 +22,7 @@ from megatron_dppo.data.routing import (
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, RoutingShape
+from tests.unit.columns import ids, logs
 
 SHAPE = RoutingShape(num_layers=3, num_experts=8, topk=2)
 MIXED = replace(SHAPE, dense_layers=frozenset({1}))
@@ -36,7 +37,10 @@ def routes(tokens: int, shape: RoutingShape = SHAPE, seed: int = 0) -> torch.Ten
 
 
 def compact(values: torch.Tensor, shape: RoutingShape = SHAPE) -> torch.Tensor:
-    return compact_routes(values, shape, tokens=len(values), request="request 7")
+    """As an answer's routes are read and checked."""
+    found = compact_routes(values, shape, tokens=len(values), request="request 7")
+    check_routes(found, shape, tokens=len(values), request="request 7")
+    return found
 
 
 def test_the_dtype_is_the_smallest_that_has_room_for_the_missing_value() -> None:
@@ -181,8 +185,8 @@ def test_a_checkpoint_s_rollouts_keep_their_routes_to_the_bit(tmp_path: Path) ->
     prompt = Prompt(prompt_id="p", text="", token_ids=(1, 2), label="")
     for shape in (SHAPE, WIDE):
         completion = Completion(
-            token_ids=(3,),
-            logprobs=(-1.0,),
+            token_ids=ids([3]),
+            logprobs=logs([-1.0]),
             finish_reason="stop",
             policy_version=0,
             text="",

@@ -16,9 +16,11 @@ import torch
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.loop_thread import LoopThread
+from megatron_dppo.rollout.prompt_routes import PromptRoutes
 from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
+from tests.unit.columns import same
 from tests.unit.fake_servers import END, VOCAB, FakeServer, logprob, routes
 
 CONFIG = SimpleNamespace(vocab_size=VOCAB, eos_token_id=[END, 4])
@@ -83,11 +85,11 @@ def params(tokens: int = 6, **settings: Any) -> SamplingParams:
 
 def check(completion: Completion, first: int, versions: list[int]) -> None:
     """Every part of a completion by token, from the rules of the fake servers."""
-    tokens = completion.token_ids
+    tokens = completion.token_ids.tolist()
     assert len(versions) == len(tokens)
-    assert completion.logprobs == tuple(
+    assert completion.logprobs is not None and completion.logprobs.tolist() == [
         logprob(first + i, token, version) for i, (token, version) in enumerate(zip(tokens, versions, strict=True))
-    )
+    ]
     assert [span.policy_version for span in completion.policy_versions for _ in range(span.start, span.end)] == versions
     assert completion.policy_version == max(versions)
     assert completion.loss_mask is None and completion.text == ",".join(map(str, tokens))
@@ -103,7 +105,7 @@ def test_completions_come_in_the_order_of_the_prompts_with_all_their_parts(
     assert len(found) == 12
     for completion in found:
         check(completion, 3, [1] * 4)
-        assert completion.finish_reason == "stop" and completion.token_ids == (5, 5, 5, END)
+        assert completion.finish_reason == "stop" and completion.token_ids.tolist() == [5, 5, 5, END]
         assert completion.topk_token_ids is not None and completion.topk_token_ids.shape == (4, 3)
         assert torch.equal(completion.routed_experts, routes(0, 6, 1))  # type: ignore[arg-type]
     requests = [request for server in servers for request in server.requests]
@@ -295,7 +297,8 @@ def test_a_function_goes_on_by_replay_after_it_was_stopped(servers: list[FakeSer
     again = first_complete(engine, [1, 2], [1, 2], 1, params(90), enough=2, keep=())
     for key, before, after in zip((1, 2), whole, again, strict=True):
         assert before is not None and after is not None
-        assert before[0].token_ids == after[0].token_ids and before[0].loss_mask == after[0].loss_mask
+        assert same(before[0].token_ids, after[0].token_ids) and before[0].loss_mask is not None
+        assert same(before[0].loss_mask, after[0].loss_mask)
         had = len(half[key][0].token_ids)
         versions = [v for v, start, end in after[0].policy_versions for _ in range(start, end)]
         sampled = [i for i in range(24) if i % 6 < 4]
@@ -350,5 +353,106 @@ def test_a_response_that_is_stopped_at_its_end_token_is_complete(
         server.sample = lambda request, position: END if position == 6 else 9
     monkeypatch.setattr(FakeServer, "generate", stopped)
     (found,) = engine.generate([prompt(0)], params(20))
-    assert found.token_ids == (9, 9, 9, END) and found.finish_reason == "stop"
+    assert found.token_ids.tolist() == [9, 9, 9, END] and found.finish_reason == "stop"
     assert sum(len(server.requests) for server in servers) == 1
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also short prompts have their routes asked for once."""
+    monkeypatch.setattr("megatron_dppo.rollout.prompt_routes.WORTH_ASKING_ONCE", 0)
+
+
+ROUTED = params(60, topk_logprobs=1, routed_experts=True)
+
+
+def asked_from(servers: list[FakeServer]) -> list[tuple[int, int, int]]:
+    """(first prompt token, first wanted row, tokens) of each request for a new response."""
+    requests = [r for server in servers for r in server.requests if len(r.token_ids) == 3]
+    return sorted((r.token_ids[0], r.routing_start, r.params.max_new_tokens) for r in requests)
+
+
+@pytest.mark.usefixtures("shared")
+def test_the_routes_of_a_prompt_are_asked_for_once_for_all_siblings(
+    engine: ServerEngine, servers: list[FakeServer]
+) -> None:
+    slow_groups(servers, set(), end=40)
+    futures = engine.submit([GroupRequest(0, prompt(0), 4), GroupRequest(1, prompt(1), 1)], ROUTED, 2)
+    time.sleep(0.04)
+    wanted = [(100, 0, 1), *[(100, 2, 60)] * 3, (100, 2, 60), (101, 0, 60)]
+    assert asked_from(servers) == sorted(wanted), "the row of the last prompt token by each"
+    engine.pause()
+    publish(engine, servers, 6)
+    for future in futures:
+        for completion in future.result(20) or []:
+            edge = completion.policy_versions[0].end
+            expected = torch.cat([routes(0, 3 + edge - 1, 1), routes(3 + edge - 1, 40, 6)])
+            assert 0 < edge < 37 and same(completion.routed_experts, expected)
+    assert asked_from(servers) == sorted(wanted), "what is known is not asked for again"
+
+
+@pytest.mark.usefixtures("shared")
+def test_siblings_whose_weights_nobody_asked_ask_again_or_begin_again(
+    engine: ServerEngine, servers: list[FakeServer]
+) -> None:
+    """Requests that wait for their turn while the weights change; of version 2 all is over before the routes come."""
+    slow_groups(servers, set(), end=40)
+    engine._pool._slots = asyncio.Semaphore(2)
+    (future,) = engine.submit([GroupRequest(0, prompt(0), 5)], ROUTED, 1)
+    for version in (2, 3, 4):
+        time.sleep(0.06)
+        engine.pause()
+        publish(engine, servers, version)
+    found = future.result(20) or []
+    assert len(found) == 5
+    for completion in found:
+        start, rows = 0, []
+        for version, _, end in completion.policy_versions:
+            rows.append(routes(start, 3 + end - 1, version))
+            start = 3 + end - 1
+        assert same(completion.routed_experts, torch.cat(rows)[:40])
+    assert len({completion.policy_versions[0].policy_version for completion in found}) > 1
+    assert sum(tokens == 1 for _, _, tokens in asked_from(servers)) <= 4, "once by each version"
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_response_whose_prompt_was_read_by_weights_that_are_gone_begins_again(
+    engine: ServerEngine, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_groups(servers, set(), end=20)
+    by, lost = PromptRoutes.by, list[int]()
+
+    async def first_is_lost(self: PromptRoutes, version: int, *names: str) -> torch.Tensor | None:
+        if len(lost) < 4:  # of two siblings, before they ask and with their answers
+            lost.append(version)
+            return None
+        return await by(self, version, *names)
+
+    monkeypatch.setattr(PromptRoutes, "by", first_is_lost)
+    (future,) = engine.submit([GroupRequest(0, prompt(0), 2)], ROUTED, 1)
+    for completion in future.result(20) or []:
+        check(completion, 3, [1] * 18)
+        assert same(completion.routed_experts, routes(0, 20, 1))
+    assert len([start for _, start, tokens in asked_from(servers) if tokens > 1 and start == 2]) > 2, "again"
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_group_that_is_stopped_before_its_routes_are_there_goes_on_later(
+    engine: ServerEngine, servers: list[FakeServer]
+) -> None:
+    slow_groups(servers, {0}, end=20)
+    groups = [GroupRequest(i, prompt(i), 2) for i in range(3)]
+    engine._pool._slots = asyncio.Semaphore(1)
+    found = [future.result(20) for future in engine.submit(groups, ROUTED, 1, keep=range(3))]
+    left = [i for i, group in enumerate(found) if group is None]
+    assert len(left) == 2
+    publish(engine, servers, 2)
+    for group in first_complete(engine, left, left, 2, ROUTED, enough=2, keep=()):
+        for completion in group or []:
+            spans = completion.policy_versions
+            whole = [version for version, start, end in spans for _ in range(start, end)]
+            first = sum(version == 1 for version in whole)
+            expected = routes(0, 3 + len(whole) - 1, 2)
+            if first:
+                expected[: 3 + first - 1] = routes(0, 3 + first - 1, 1)
+            assert same(completion.routed_experts, expected)

@@ -20,7 +20,8 @@ from megatron_dppo.errors import ConfigError, ContractBreach, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.sglang import SGLangServer, wire
 from megatron_dppo.rollout.weight_sums import RankSums
-from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
+from tests.unit.columns import ids, logs, same
 from tests.unit.http_stub import Stub, with_stub
 
 VERSIONS = ("0.5.23", "0.5.20")
@@ -44,17 +45,17 @@ def decode(request: GenerateRequest, answer: Any) -> Generation:
 def test_an_answer_becomes_a_generation(version: str) -> None:
     request, answer = recorded(version)
     result = decode(request, answer)
-    assert result.token_ids == tuple(answer["output_ids"]) and len(result.token_ids) == 6
-    assert result.logprobs == tuple(row[0] for row in answer["meta_info"]["output_token_logprobs"])
+    assert same(result.token_ids, ids(answer["output_ids"])) and len(result.token_ids) == 6
+    assert same(result.logprobs, logs(row[0] for row in answer["meta_info"]["output_token_logprobs"]))
     assert result.finish_reason == "length"
     assert result.versions == (VersionSpan(-1, 0, 6),)
     assert result.topk_token_ids is not None and result.topk_logprobs is not None
     assert result.topk_token_ids.dtype == torch.int32 and result.topk_logprobs.dtype == torch.float32
-    for step, token in enumerate(result.token_ids):
+    for step, token in enumerate(result.token_ids.tolist()):
         row = result.topk_token_ids[step].tolist()
         slot = row.index(token)
         assert row[3] == (token if slot == 3 else -1)
-        assert float(result.topk_logprobs[step, slot]) == pytest.approx(result.logprobs[step], abs=1e-6)
+        assert float(result.topk_logprobs[step, slot]) == pytest.approx(float(result.logprobs[step]), abs=1e-6)
     assert result.routed_experts is not None and result.routed_experts.dtype == torch.uint8
     assert result.routed_experts.shape == (len(request.token_ids) + 5, 2, 2)
 
@@ -95,19 +96,21 @@ def test_an_aborted_request_keeps_its_tokens(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_of_a_request_that_was_aborted_in_the_queue_nothing_incomplete_is_taken(version: str) -> None:
-    nothing = Generation(token_ids=(), logprobs=(), finish_reason="abort", versions=())
+    def is_empty(found: Generation) -> bool:
+        return same(replace(found, echo=None), Generation.empty(FinishReason.ABORT))
+
     request, answer = recorded(version, "aborted_in_queue")
     assert answer["meta_info"].get("routed_experts") is None
-    assert decode(request, answer) == nothing
+    assert is_empty(decode(request, answer))
     # Of one that had run before, the first tokens come back, without what was asked for of them.
     request, answer = recorded(version, "aborted")
     del answer["meta_info"]["routed_experts"]
-    assert decode(request, answer) == nothing
-    assert decode(replace(request, routing=None), answer).token_ids == tuple(answer["output_ids"])
+    assert is_empty(decode(request, answer))
+    assert same(decode(replace(request, routing=None), answer).token_ids, ids(answer["output_ids"]))
     for name in ("output_token_logprobs", "weight_versions", "prompt_tokens", "completion_tokens", "prompt_token_ids"):
         request, answer = recorded(version, "aborted")
         del (answer if name == "prompt_token_ids" else answer["meta_info"])[name]
-        assert decode(request, answer) == nothing, name
+        assert is_empty(decode(request, answer)), name
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from megatron_dppo.run.stream.collected import choose
 from megatron_dppo.run.stream.draw import Place
 from megatron_dppo.run.stream.saved import SavedDraw, SavedStream, load_contents, save_contents, why_unusable
 from megatron_dppo.types import Completion, FinishReason, Rollout, RolloutGroup, VersionSpan
+from tests.unit.columns import ids, logs, mask, same
 from tests.unit.configs import config
 from tests.unit.streams import FakeEngine, FakeScorer, Numbers, Run, make, positions, values, versions
 
@@ -45,7 +46,8 @@ def test_batch_b_is_sampled_with_the_weights_of_step_b_minus_max_staleness(
 
 def test_prompts_and_seeds_of_a_batch_do_not_depend_on_max_staleness() -> None:
     tokens = [
-        [[r.completion.token_ids for g in c.groups for r in g.rollouts] for c in run_of(n).steps(6)] for n in (0, 1, 2)
+        [[r.completion.token_ids.tolist() for g in c.groups for r in g.rollouts] for c in run_of(n).steps(6)]
+        for n in (0, 1, 2)
     ]
     assert tokens[0] == tokens[1] == tokens[2]
     assert len({batch[0][0] for batch in tokens[0]}) == 6, "each step has a seed of its own"
@@ -65,11 +67,11 @@ def test_a_run_restored_from_its_checkpoint_goes_on_as_if_it_had_not_stopped(
     settings: dict[str, Any] = {"dynamic_sampling": True, "oversample": 1.5}
     expected = run_of(max_staleness, lambda i: i % 3 > 0, **settings).steps(6)
     first = run_of(max_staleness, lambda i: i % 3 > 0, **settings)
-    assert first.steps(3) == expected[:3]
+    assert same(first.steps(3), expected[:3])
     second = run_of(max_staleness, lambda i: i % 3 > 0, **settings)
     second.step = 3
     second.stream.restore(*saved_and_loaded(first, tmp_path))
-    assert second.steps(6) == expected[3:]
+    assert same(second.steps(6), expected[3:])
     assert second.engine.asked[0][0] > first.engine.asked[-1][-1], "nothing that was sampled is asked for again"
 
 
@@ -170,9 +172,13 @@ def test_prompts_whose_rollouts_are_unusable_are_drawn_before_others() -> None:
 def group(index: int, rewards: Sequence[float]) -> RolloutGroup:
     prompt = Numbers()[index]
     completion = Completion(
-        token_ids=(3, 2**40), logprobs=(-1 / 3, -math.inf), finish_reason="length", policy_version=7, text='é"\n'
+        token_ids=ids([3, 2**31 - 1]),
+        logprobs=logs([-1 / 3, -math.inf]),
+        finish_reason="length",
+        policy_version=7,
+        text='é"\n',
     )
-    none = Completion(token_ids=(), logprobs=None, finish_reason="stop", policy_version=7, text="")
+    none = Completion(token_ids=ids([]), logprobs=None, finish_reason="stop", policy_version=7, text="")
     rollouts = [
         Rollout(prompt=prompt, completion=c, reward=r, reward_failed=r < 0)
         for c, r in zip((completion, none), rewards, strict=True)
@@ -183,9 +189,9 @@ def group(index: int, rewards: Sequence[float]) -> RolloutGroup:
 def test_rollouts_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
     numbers = Numbers()
     partial = PartialResponse(
-        token_ids=(5, 6, 7),
-        logprobs=(-0.5, 0.0, -2.5),
-        sampled=(True, False, True),
+        token_ids=ids([5, 6, 7]),
+        logprobs=logs([-0.5, 0.0, -2.5]),
+        sampled=mask([True, False, True]),
         versions=(VersionSpan(1, 0, 1), VersionSpan(2, 2, 3)),
         turn_ends=((1, FinishReason.STOP),),
         parts=2,
@@ -199,7 +205,7 @@ def test_rollouts_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
     ]
     save_groups(tmp_path / "a", entries)
     found = load_groups(tmp_path / "a", numbers.__getitem__)
-    assert found == entries
+    assert same(found, entries)
     assert type(found[2].content[1].versions[0]) is VersionSpan  # type: ignore[index, union-attr]
     assert type(found[2].content[1].turn_ends[0][1]) is FinishReason  # type: ignore[index, union-attr]
 
@@ -219,11 +225,11 @@ def test_tables_of_numbers_and_tensors_in_any_field_come_back_too(tmp_path: Path
     for value in (table, ragged, ((True, False),), {"a": (1, 2.5), "b": None}, ("x", 1)):
         changed = group(0, (0.0, 1.0))
         object.__setattr__(changed.rollouts[0].completion, "logprobs", value)
-        assert there_and_back(changed) == changed
+        assert same(there_and_back(changed), changed)
     changed = group(0, (0.0, 1.0))
     object.__setattr__(changed.rollouts[0].completion, "logprobs", torch.arange(6).reshape(2, 3).T)
     loaded = there_and_back(changed)
-    assert torch.equal(torch.as_tensor(loaded.rollouts[0].completion.logprobs), torch.arange(6).reshape(2, 3).T)
+    assert same(loaded.rollouts[0].completion.logprobs, torch.arange(6).reshape(2, 3).T)
     object.__setattr__(changed.rollouts[0].completion, "logprobs", {1, 2})
     with pytest.raises(TypeError, match="holds a set"):
         there_and_back(changed)

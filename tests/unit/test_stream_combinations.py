@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from megatron_dppo.hf import stream_model
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.types import Prompt
+from tests.unit.columns import same
 from tests.unit.combinations import STEPS, Combination, Loop, combinations, numbers, with_tool
 from tests.unit.test_server_engine import FakeTokenizer
 
@@ -78,7 +79,7 @@ def test_who_sampled_what(combination: Combination, tmp_path: Path) -> None:
     collected += loop.steps(STEPS)
     loop.check_prompts(collected)
     expected = [numbers(c.groups) for c in collected]
-    assert [numbers(c.groups) for c in other.steps(STEPS)] == expected[half:]
+    assert same([numbers(c.groups) for c in other.steps(STEPS)], expected[half:])
     for made, stream in ((engine, loop.stream), (again, other.stream)):
         made.close()
         stream.close()

@@ -18,6 +18,7 @@ from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.run.stream.saved import SavedStream
 from megatron_dppo.types import Completion, SamplingParams
+from tests.unit.columns import ids, logs
 from tests.unit.fake_servers import END, FakeServer
 from tests.unit.streams import FakeScorer, Run, make, positions, values
 from tests.unit.test_server_engine import FakeTokenizer, publish
@@ -52,8 +53,8 @@ class Turtle:
         versions = self.kept[key]
         spans = tuple((version, 4 * i, 4 * i + 4) for i, version in enumerate(versions))
         return Completion(
-            token_ids=(5,) * (4 * len(versions)),
-            logprobs=(-1.0,) * (4 * len(versions)),
+            token_ids=ids([5] * (4 * len(versions))),
+            logprobs=logs([-1.0] * (4 * len(versions))),
             finish_reason="stop",  # type: ignore[arg-type]
             policy_version=max(versions),
             text="",

@@ -21,6 +21,7 @@ from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.rollout.turns import Turns, load_generate
 from megatron_dppo.types import Completion, Prompt, RolloutGroup, VersionSpan
+from tests.unit.columns import mask, same
 from tests.unit.configs import config
 from tests.unit.fake_servers import END, SHAPE, VOCAB, FakeServer, logprob, routes
 from tests.unit.test_server_engine import FakeTokenizer, params, prompt, publish
@@ -72,12 +73,12 @@ async def with_tool(prompt: Prompt, turns: Turns) -> Completion:
 
 def test_given_tokens_are_masked_and_everything_else_belongs_to_its_token(run: Any, server: FakeServer) -> None:
     found = run(with_tool, topk_logprobs=2, routed_experts=True)
-    assert found.token_ids == (7, 7, STOP, 97, 98, 50, 7, 7, 7, END) and found.finish_reason == "stop"
-    assert found.loss_mask == (True, True, True, False, False, False, True, True, True, True)
+    assert found.token_ids.tolist() == [7, 7, STOP, 97, 98, 50, 7, 7, 7, END] and found.finish_reason == "stop"
+    assert same(found.loss_mask, mask([True] * 3 + [False] * 3 + [True] * 4))
     assert found.policy_versions == (VersionSpan(4, 0, 3), VersionSpan(4, 6, 10)) and found.policy_version == 4
-    assert found.logprobs == tuple(
-        logprob(3 + i, token, 4) if found.loss_mask[i] else 0.0 for i, token in enumerate(found.token_ids)
-    )
+    assert found.logprobs.tolist() == [
+        logprob(3 + i, token, 4) if found.loss_mask[i] else 0.0 for i, token in enumerate(found.token_ids.tolist())
+    ]
     assert found.topk_token_ids.shape == (10, 3) and found.topk_token_ids[3:6].eq(-1).all()
     assert (found.topk_token_ids[found.topk_token_ids[:, 0] >= 0, 0] >= 0).sum() == 7
     assert torch.equal(found.routed_experts, routes(0, 12, 4))
@@ -130,14 +131,14 @@ def test_given_tokens_leave_the_loss_and_every_count(run: Any) -> None:
     groups = score_completions(Scorer(), [prompt(0)], [found, found])  # type: ignore[arg-type]
     samples = to_samples(groups, [[-0.5, 0.5]])
     for sample, advantage in zip(samples, (-0.5, 0.5), strict=True):
-        mask = [False, False, *found.loss_mask]
-        assert sample.loss_mask.tolist() == mask
-        assert sample.advantages.tolist() == [advantage if on else 0.0 for on in mask]
+        trained = [False, False, *found.loss_mask.tolist()]
+        assert sample.loss_mask.tolist() == trained
+        assert sample.advantages.tolist() == [advantage if on else 0.0 for on in trained]
         assert sample.rollout_logprobs is not None and not sample.rollout_logprobs[~sample.loss_mask].any()
         assert sample.labels[sample.loss_mask].tolist() == [7, 7, STOP, 7, 7, 7, END]
     metrics = {k: m.numerator / m.denominator for k, m in rollout_metrics(groups, samples).items()}
     assert metrics["dropped_token_fraction"] == 0 and metrics["given_token_fraction"] == 0.3
-    with pytest.raises(ValueError, match="loss mask of 1 tokens for 2 response tokens"):
+    with pytest.raises(ValueError, match="1 entries of the loss mask for 2 response tokens"):
         to_training_sample([1], [2, 3], None, 0.0, sampled=[True])
 
 
@@ -170,11 +171,11 @@ def test_completions_of_several_turns_and_versions_come_back_from_a_file(run: An
     save_groups(tmp_path / "a", [Stored(0, prompt(0), groups[0])])
     (stored,) = load_groups(tmp_path / "a", prompt)
     loaded = stored.content
-    assert isinstance(loaded, RolloutGroup) and loaded == groups[0]
+    assert isinstance(loaded, RolloutGroup) and same(loaded, groups[0])
     back = loaded.rollouts[0].completion
     assert back.policy_versions[1].policy_version == 4 and type(back.policy_versions[1]) is VersionSpan
-    assert back.loss_mask == found.loss_mask and back.loss_mask[3] is False
-    assert torch.equal(back.routed_experts, found.routed_experts)  # type: ignore[arg-type]
+    assert back.loss_mask is not None and same(back.loss_mask, found.loss_mask) and not back.loss_mask[3]
+    assert back.routed_experts is not None and same(back.routed_experts, found.routed_experts)
 
 
 def test_what_the_function_does_wrong_is_named_with_the_prompt_and_the_line(run: Any) -> None:

@@ -22,7 +22,8 @@ from megatron_dppo.errors import ConfigError, ContractBreach, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.vllm import VLLMServer, wire
 from megatron_dppo.rollout.weight_sums import RankSums
-from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
+from tests.unit.columns import ids, logs, same
 from tests.unit.http_stub import Stub, with_stub
 
 DATA = Path(__file__).parents[1] / "data" / "vllm"
@@ -57,15 +58,16 @@ def routed(rows: int = 22, dtype: str = "uint8") -> Any:
 def test_an_answer_becomes_a_generation() -> None:
     request, answer = recorded()
     result, choice = decode(request, answer), answer["choices"][0]
-    assert result.token_ids == tuple(choice["token_ids"]) and len(result.token_ids) == 6
-    assert result.logprobs == tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
+    assert same(result.token_ids, ids(choice["token_ids"])) and len(result.token_ids) == 6
+    assert same(result.logprobs, logs(entry["logprob"] for entry in choice["logprobs"]["content"]))
     assert result.finish_reason == "length" and result.versions == (VersionSpan(-1, 0, 6),)
     assert result.topk_token_ids is not None and result.topk_logprobs is not None
     assert result.topk_token_ids.dtype == torch.int32 and result.topk_logprobs.dtype == torch.float32
-    for step, (token, entry) in enumerate(zip(result.token_ids, choice["logprobs"]["content"], strict=True)):
+    for step, (token, entry) in enumerate(zip(result.token_ids.tolist(), choice["logprobs"]["content"], strict=True)):
         row = result.topk_token_ids[step].tolist()
         assert row[3] == (token if row.index(token) == 3 else -1)
-        assert float(result.topk_logprobs[step, row.index(token)]) == pytest.approx(result.logprobs[step], abs=1e-6)
+        own = float(result.topk_logprobs[step, row.index(token)])
+        assert own == pytest.approx(float(result.logprobs[step]), abs=1e-6)
         by_rank = {candidate["rank"]: candidate["token_id"] for candidate in entry["top_logprobs"]}
         assert row[:3] == [by_rank[1], by_rank[2], by_rank[3]]
     assert result.routed_experts is None
@@ -87,8 +89,8 @@ def test_an_aborted_request_keeps_its_tokens_unless_its_routed_experts_were_want
     request, answer = recorded("aborted")
     result = decode(request, answer)
     assert result.finish_reason == "abort" and 0 < len(result.token_ids) == len(result.logprobs)
-    nothing = Generation(token_ids=(), logprobs=(), finish_reason="abort", versions=())
-    assert decode(replace(request, routing=ROUTING), answer) == nothing
+    nothing = replace(decode(replace(request, routing=ROUTING), answer), echo=None)
+    assert same(nothing, Generation.empty(FinishReason.ABORT))
 
 
 @pytest.mark.parametrize(("dtype", "experts"), [("uint8", 8), ("uint16", 300), ("int32", 8)])

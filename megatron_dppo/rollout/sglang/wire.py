@@ -106,17 +106,17 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     reader = _Reader(answer, request, url)
     reason = reader.finish_reason()
     if reason == FinishReason.ABORT and not reader.complete():
-        return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=(), echo=reader.name())
+        return Generation.empty(reason, reader.name())
     tokens = reader.tokens()
-    if not tokens:
-        return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=(), echo=reader.name())
+    if not len(tokens):
+        return Generation.empty(reason, reader.name())
     logprobs = reader.logprobs(tokens)
     ids, values = reader.candidates(len(tokens))
     k = request.params.topk_logprobs
     topk = with_sampled(ids, values, tokens, logprobs) if k else (None, None)
     return Generation(
-        token_ids=tokens,
-        logprobs=logprobs,
+        token_ids=torch.from_numpy(tokens),
+        logprobs=torch.from_numpy(logprobs),
         finish_reason=reason,
         versions=reader.versions(len(tokens)),
         topk_token_ids=topk[0],
@@ -156,9 +156,9 @@ class _Reader(Fields):
         kind = self._reason().get("type")
         return self.finish(kind, "meta_info.finish_reason")
 
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> NDArray[np.int32]:
         """[R]"""
-        return tuple(self.integers(self.present(self._answer, "output_ids", "output_ids"), "output_ids"))
+        return self.ids(self.present(self._answer, "output_ids", "output_ids"), "output_ids")
 
     def name(self) -> Echo:
         """What every answer says, that of a request which was aborted in the queue too."""
@@ -179,13 +179,14 @@ class _Reader(Fields):
             best_logprobs=best_logprobs,
         )
 
-    def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
+    def logprobs(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """[R], of the sampled tokens."""
         name = "meta_info.output_token_logprobs"
         values, ids = self.columns(self._field("output_token_logprobs"), 2, name)
-        if ids != tokens:
+        if list(ids) != tokens.tolist():
             self.refuse(name, "belongs to other tokens than output_ids")
-        return tuple(float("-inf") if v <= _NEVER else v for v in self.numbers(list(values), name))
+        found = self.floats(list(values), name)
+        return np.where(found <= _NEVER, np.float32("-inf"), found)
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
         """Spans that cover the response."""
@@ -203,11 +204,8 @@ class _Reader(Fields):
             if any(not isinstance(row, list) or len(row) != k for row in rows):
                 self.refuse(name, f"has a row that is not an array of {k} tokens")
             pairs = self.columns([entry for row in rows for entry in row], 2, name)
-            ids = np.array(self.integers(list(pairs[1]), name), dtype=np.int32).reshape(-1, k)
-            # What is too large for a float32 becomes infinite, without a warning.
-            with np.errstate(over="ignore"):
-                values = np.array(self.numbers(list(pairs[0]), name), dtype=np.float64).astype(np.float32)
-            values = values.reshape(-1, k)
+            ids = self.ids(list(pairs[1]), name).reshape(-1, k)
+            values = self.floats(list(pairs[0]), name).reshape(-1, k)
         if ids.shape != (length, k) or values.shape != ids.shape:
             self.refuse(name, f"has shape {list(ids.shape)}, expected [{length}, {k}]")
         return ids, np.where(values <= _NEVER, np.float32("-inf"), values)

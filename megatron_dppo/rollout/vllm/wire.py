@@ -99,15 +99,15 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     """
     reader = _Reader(answer, request, url)
     reason, tokens = reader.finish_reason(), reader.tokens()
-    if not tokens or (reason == FinishReason.ABORT and not reader.complete()):
-        return Generation(token_ids=(), logprobs=(), finish_reason=reason, versions=(), echo=reader.name())
+    if not len(tokens) or (reason == FinishReason.ABORT and not reader.complete()):
+        return Generation.empty(reason, reader.name())
     entries = reader.entries(tokens)
-    logprobs = tuple(_never(reader.numbers([entry.get("logprob") for entry in entries], f"{_CONTENT}.logprob")))
+    logprobs = _never(reader.floats([entry.get("logprob") for entry in entries], f"{_CONTENT}.logprob"))
     ids, values = reader.candidates(entries)
     topk = with_sampled(ids, values, tokens, logprobs) if request.params.topk_logprobs else (None, None)
     return Generation(
-        token_ids=tokens,
-        logprobs=logprobs,
+        token_ids=torch.from_numpy(tokens),
+        logprobs=torch.from_numpy(logprobs),
         finish_reason=reason,
         versions=reader.versions(len(tokens)),
         topk_token_ids=topk[0],
@@ -117,8 +117,8 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     )
 
 
-def _never(values: Sequence[float]) -> list[float]:
-    return [float("-inf") if value <= _NEVER else value for value in values]
+def _never(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.where(values <= _NEVER, np.float32("-inf"), values)
 
 
 class _Reader(Fields):
@@ -141,9 +141,9 @@ class _Reader(Fields):
         reason = self._field("finish_reason")
         return self.finish(reason, "choices[0].finish_reason")
 
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> NDArray[np.int32]:
         """[R]"""
-        return tuple(self.integers(self._field("token_ids"), "choices[0].token_ids"))
+        return self.ids(self._field("token_ids"), "choices[0].token_ids")
 
     def complete(self) -> bool:
         """Whether all that was asked for is there: of an aborted request vLLM sends no routed experts."""
@@ -171,13 +171,13 @@ class _Reader(Fields):
             best_logprobs=best_logprobs,
         )
 
-    def entries(self, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+    def entries(self, tokens: NDArray[np.int32]) -> list[dict[str, Any]]:
         """[R] of ``{token_id, logprob, top_logprobs}``."""
         logprobs = self.mapping(self._field("logprobs"), "choices[0].logprobs")
         entries = self.rows(self.present(logprobs, "content", _CONTENT), _CONTENT)
         if not set(map(type, entries)) <= {dict}:
             self.refuse(_CONTENT, "has an entry that is no object")
-        if tuple(entry.get("token_id") for entry in entries) != tokens:
+        if [entry.get("token_id") for entry in entries] != tokens.tolist():
             self.refuse(_CONTENT, "belongs to other tokens than choices[0].token_ids")
         return entries
 
@@ -204,14 +204,11 @@ class _Reader(Fields):
         chosen = np.array(ranks, dtype=np.int64)
         cells = steps[chosen > 0] * k + chosen[chosen > 0] - 1
         self._check_complete(cells, len(tops), k)
-        numbers = np.array(self.numbers([candidate.get("logprob") for candidate in wanted], name), dtype=np.float64)
         ids = np.empty(len(tops) * k, dtype=np.int32)
         logprobs = np.empty(len(tops) * k, dtype=np.float32)
         # Of two with one rank, as the sampled token and another of the same probability have, the later one counts.
-        ids[cells] = self.integers([candidate.get("token_id") for candidate in wanted], name)
-        # What is too large for a float32 becomes infinite, without a warning.
-        with np.errstate(over="ignore"):
-            logprobs[cells] = np.where(numbers <= _NEVER, -np.inf, numbers)
+        ids[cells] = self.ids([candidate.get("token_id") for candidate in wanted], name)
+        logprobs[cells] = _never(self.floats([candidate.get("logprob") for candidate in wanted], name))
         return ids.reshape(-1, k), logprobs.reshape(-1, k)
 
     def _check_complete(self, cells: NDArray[np.int64], length: int, k: int) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import RewardError
-from megatron_dppo.parallel.objects import from_each, from_leader
+from megatron_dppo.parallel.objects import from_each, from_leader, parts_from_leader
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import GroupState, RolloutEngine
@@ -22,6 +22,7 @@ from megatron_dppo.run.stream.ages import Ages
 from megatron_dppo.run.stream.asking import Asking, Prompts, oversampled
 from megatron_dppo.run.stream.collected import Collected, collected, has_signal
 from megatron_dppo.run.stream.draw import Draw, Place, Scored, Scoring
+from megatron_dppo.run.stream.needed import Needed
 from megatron_dppo.run.stream.saved import SavedDraw, SavedStream
 from megatron_dppo.types import Prompt, RolloutGroup, SamplingParams
 
@@ -40,6 +41,7 @@ class Stream:
         dp: data-parallel size.
         engine: None on ranks that get their rollouts from the leader of their model-parallel group.
         scorer: of the rewards.
+        needed: what each rank of its replica needs of the rollouts.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class Stream:
         dp: int,
         engine: RolloutEngine | None,
         scorer: RewardScorer,
+        needed: Sequence[Needed] = (Needed(),),
     ) -> None:
         self._config, self._prompts, self._groups = config, prompts, groups
         self._dp_rank, self._dp, self._engine = dp_rank, dp, engine
         rollout, staleness = config.rollout, config.train.max_staleness
+        self._needed = needed
         self._share = rollout.prompts_per_step // dp
         self._in_flight = rollout.engine != "local" and staleness > 0
         """whether requests go on when weights change"""
@@ -100,7 +104,8 @@ class Stream:
             self._draws = [draw for draw in self._draws if draw.step > step]
             drawn = self._finish(due, clock, part)
         for attempt in range(1, rollout.max_refills + 1 if rollout.dynamic_sampling else 1):
-            lacking = from_each(max(0, self._share - sum(map(has_signal, drawn))), self._groups.dp)
+            with clock.part("waiting"):  # for the slowest rank's rollouts
+                lacking = from_each(max(0, self._share - sum(map(has_signal, drawn))), self._groups.dp)
             if not any(lacking):
                 break
             drawn += self._finish(self._draw(step, step, lacking, attempt), clock, "rollout")
@@ -202,7 +207,12 @@ class Stream:
     def _finish(self, draws: Sequence[Draw], clock: Clock, part: str) -> list[RolloutGroup]:
         """The groups of draws, in order; what was stopped waits for its next turn, or is given up."""
         replica = self._groups.replica
-        found = from_leader(lambda: [group for draw in draws for group in draw.wait(clock, part)], replica)
+        found = parts_from_leader(
+            lambda: [group for draw in draws for group in draw.wait(clock, part)],
+            replica,
+            self._needed,
+            lambda groups, needed: needed.of(groups),
+        )
         if self._config.rollout.abort_slowest:
             asked = [(draw.step, place) for draw in draws for place in draw.places]
             stopped = [asked for asked, group in zip(asked, found, strict=True) if group is None]
@@ -225,7 +235,8 @@ class Stream:
         self._draws = list(of.values())
         drawn = self._finish(taken, clock, "prefetch_wait")
         usual = oversampled(self._share, self._config.rollout.oversample)
-        more = from_each(max(0, len(taken) - usual), self._groups.dp)
+        with clock.part("waiting"):
+            more = from_each(max(0, len(taken) - usual), self._groups.dp)
         if self._next > step + 1:
             places = self._take_places(self._next - 1, more)
             self._draws += self._asking.draws(self._next - 1, step, places, len(places))

@@ -118,7 +118,7 @@ class Server:
         )
         prompt = Prompt(prompt_id="", text="", token_ids=tuple(body["input_ids"]), label="")
         (completion,) = self._model().generate([prompt], params)
-        tokens, logprobs = list(completion.token_ids), completion.logprobs or ()
+        tokens, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
         meta = {
             "id": body["rid"],
             "finish_reason": {"type": completion.finish_reason},

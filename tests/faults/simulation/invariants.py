@@ -25,8 +25,9 @@ def check_completion(
         versions: which ones may train in this step.
         plan: of the run: what was asked for.
     """
-    allowed, tokens = set(versions), list(c.token_ids)
-    yield from _check_shape(tokens, c, plan.new_tokens)
+    allowed, tokens = set(versions), c.token_ids.tolist()
+    logprobs = [] if c.logprobs is None else c.logprobs.tolist()
+    yield from _check_shape(tokens, logprobs, c, plan.new_tokens)
     edges = [0, *(span.end for span in c.policy_versions)]
     if [span.start for span in c.policy_versions] != edges[:-1] or edges[-1] != len(tokens):
         yield f"spans {c.policy_versions} of {len(tokens)} tokens"
@@ -39,7 +40,7 @@ def check_completion(
     for span in c.policy_versions:
         rows = model.rows_of(sequence[: first + span.end], digests[span.policy_version])
         part = rows[first - 1 + span.start : -1]
-        yield from _check_logprobs(part, tokens[span.start : span.end], (c.logprobs or ())[span.start : span.end])
+        yield from _check_logprobs(part, tokens[span.start : span.end], logprobs[span.start : span.end])
         if plan.topk:
             yield from _check_topk(part, tokens[span.start : span.end], c, span, plan.topk)
         if plan.routing:
@@ -47,11 +48,11 @@ def check_completion(
             yield from _check_routes(rows[begin:-1], c, begin)
 
 
-def _check_shape(tokens: Sequence[int], c: Completion, limit: int) -> Iterator[str]:
-    if not tokens or any(type(t) is not int or not 0 <= t < model.VOCABULARY for t in tokens):
+def _check_shape(tokens: Sequence[int], logprobs: Sequence[float], c: Completion, limit: int) -> Iterator[str]:
+    if not tokens or any(not 0 <= t < model.VOCABULARY for t in tokens):
         yield f"token ids {tokens}"
-    if len(tokens) > limit or len(c.logprobs or ()) != len(tokens):
-        yield f"{len(tokens)} tokens and {len(c.logprobs or ())} log-probs, limit {limit}"
+    if len(tokens) > limit or len(logprobs) != len(tokens):
+        yield f"{len(tokens)} tokens and {len(logprobs)} log-probs, limit {limit}"
     if model.END in tokens[:-1]:
         yield f"an end token in the middle of {tokens}"
     ended = bool(tokens) and tokens[-1] == model.END

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from megatron_dppo.rollout import pool
+from megatron_dppo.rollout import contract, pool
 from megatron_dppo.rollout.member import Member
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.sglang import client
@@ -35,7 +35,7 @@ def _kinds(plan: Plan) -> set[str]:
 
 
 def _without_contract() -> AbstractContextManager[Any]:
-    return mock.patch.object(pool, "check_generation", lambda *_: None)
+    return mock.patch.object(contract, "check_generation", lambda *_: None)
 
 
 def _without_spans() -> AbstractContextManager[Any]:
@@ -45,7 +45,7 @@ def _without_spans() -> AbstractContextManager[Any]:
     def decode_as_current(*args: Any) -> Any:
         generation = decode(*args)
         span = (VersionSpan(NOW.trainer.policy_version, 0, len(generation.token_ids)),)
-        return replace(generation, versions=span if generation.token_ids else ())
+        return replace(generation, versions=span if len(generation.token_ids) else ())
 
     return mock.patch.object(client, "decode_generation", decode_as_current)
 

@@ -146,7 +146,7 @@ def _decode(answer: Any, request: Any, url: str, decode: Any = client.decode_gen
 
 
 def _append(response: Any, generation: Any, append: Any = GrowingResponse.append_sampled) -> None:
-    if id(generation) in NOW.foreign and generation.token_ids:
+    if id(generation) in NOW.foreign and len(generation.token_ids):
         NOW.taken.append("an answer to another request was taken")
     append(response, generation)
 
@@ -167,7 +167,7 @@ def _read_answers(trainer: Any, answers: Any, expected: Any, budget: int) -> lis
 
 def _read(trainer: Any, expected: Any, generation: Any) -> Reading:
     """What the trainer computes for a response, by the table."""
-    tokens = [int(token) for token in generation.token_ids]
+    tokens = generation.token_ids.tolist()
     rows = np.array(trainer.rows([*expected.prompt_token_ids, *tokens])[:-1])
     part = rows[len(expected.prompt_token_ids) - 1 :]
     logprobs = model.LOGPROBS[part].astype(np.float64)

@@ -129,7 +129,7 @@ class SimTrainer:
         for group in groups:
             first = len(group.prompt.token_ids)
             for c in (rollout.completion for rollout in group.rollouts):
-                tokens = np.clip(np.array(c.token_ids), 0, model.VOCABULARY - 1)
+                tokens = np.clip(c.token_ids.numpy(), 0, model.VOCABULARY - 1)
                 rows = np.array(self.rows([*group.prompt.token_ids, *tokens.tolist()])[:-1])
                 if c.routed_experts is not None:
                     rows = replayed(rows, c.routed_experts.numpy())
@@ -169,6 +169,7 @@ def _configure(plan: Plan) -> Config:
                 "urls": [f"http://s{i}:80" for i in range(plan.servers)],
                 "max_in_flight": plan.max_in_flight,
                 "health_seconds": plan.health_seconds,
+                "answer_processes": 0,  # in virtual time there is this process alone
             },
             "weight_sync": {"method": plan.method, "attempts": plan.attempts, "probe_every": plan.probe_every},
         },

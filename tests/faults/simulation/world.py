@@ -197,7 +197,8 @@ class _Run:
         self.say(f"step {step} trains on {self.trained[step]}")
         self.loop.run(asyncio.sleep(self.plan.train_seconds))
         # Another life learns something else from the same prompts.
-        trainer.learn([self.outcome.lives, *([r.completion.token_ids for r in g.rollouts] for g in collected.groups)])
+        tokens = ([tuple(r.completion.token_ids.tolist()) for r in g.rollouts] for g in collected.groups)
+        trainer.learn([self.outcome.lives, *tokens])
         stream.settle(Clock())
         self.digests[trainer.policy_version] = trainer.digest
         self._publish(publisher)

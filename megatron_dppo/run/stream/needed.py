@@ -1,0 +1,33 @@
+"""Which columns of the rollouts a rank computes with: what the others of its replica need not be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_dppo.types import Completion, RolloutGroup
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Of one rank."""
+
+    topk: bool = True
+    """whether it computes the loss: the last pipeline stage"""
+    layers: tuple[int, ...] | None = None
+    """whose routes it replays; None = all"""
+
+    def of(self, groups: Sequence[RolloutGroup | None]) -> list[RolloutGroup | None]:
+        """The groups without the other columns; ``routed_experts`` then has these layers only."""
+        return [
+            group
+            and replace(group, rollouts=tuple(replace(r, completion=self._of(r.completion)) for r in group.rollouts))
+            for group in groups
+        ]
+
+    def _of(self, completion: Completion) -> Completion:
+        if not self.topk:
+            completion = replace(completion, topk_token_ids=None, topk_logprobs=None)
+        if self.layers is not None and completion.routed_experts is not None:
+            completion = replace(completion, routed_experts=completion.routed_experts[:, list(self.layers)])
+        return completion
