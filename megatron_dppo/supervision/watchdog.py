@@ -3,7 +3,7 @@
 Each rank has two threads. One tells the store of the process group what its main thread does, and reads what the
 others do. The other looks at that: when no rank has begun anything new for the limit and some are behind, they are
 named. A rank is behind when it tells nothing any more (stopped, swapped out, its machine gone), has done fewer steps,
-or is in another phase than the one that was entered last. Ranks that are all alive and all in the same phase are never
+works alone while others wait, or is in another phase than the one that was entered last. Ranks that are all alive and all in the same phase are never
 taken for hung: the phase may be long. No collective is used, and the clocks of other machines only to order phases.
 """
 
@@ -93,6 +93,10 @@ def find_behind(ranks: dict[int, Seen], now: float, limit: float, interval: floa
     furthest = max(seen.beat.step for seen in ranks.values())
     if slower := [rank for rank, seen in ranks.items() if seen.beat.step < furthest]:
         return slower
+    # Not by the clock: a rank may begin its work when the others already wait for it.
+    alone = [rank for rank, seen in ranks.items() if seen.beat.phase in _ALONE]
+    if alone and any(seen.beat.phase == "waiting" for seen in ranks.values()):
+        return alone
     last = max(ranks.values(), key=lambda seen: seen.beat.entered)
     return [rank for rank, seen in ranks.items() if seen.beat.phase != last.beat.phase]
 

@@ -32,6 +32,8 @@ watchdog = Watchdog(RunConfig(output_dir=folder, num_steps=1, hang_minutes=0.1, 
 watchdog.start()
 PROGRESS.enter("loop", 3)
 mine = dist.get_rank() == who
+if mine and how == "sleep":
+    time.sleep(0.5)  # so that it begins when the others already wait
 with Clock().part("reward"):
     if mine and how == "stop":
         time.sleep(1)
@@ -83,7 +85,7 @@ def test_a_rank_that_stops_or_lags_is_named_by_another(
         assert text.count("error: the run hangs") == 1, "one rank reports"
         if how == "sleep":
             assert ranks[who].wait(30) == EXIT_CODE
-            assert 'File "<string>", line 20' in (tmp_path / f"hang/rank_{who:05d}.txt").read_text()
+            assert 'File "<string>", line 22' in (tmp_path / f"hang/rank_{who:05d}.txt").read_text()
     finally:
         for process in ranks:
             process.send_signal(signal.SIGCONT)
@@ -109,6 +111,8 @@ def test_who_is_behind() -> None:
     assert behind(seen(3, "rollout", 10), seen(3, "waiting", 30)) == [0]
     assert behind(seen(3, "rollout", 10), seen(3, "waiting", 50)) == [], "one has moved within the limit"
     assert behind(seen(3, "rollout", 10), seen(3, "rollout", 30)) == [], "the same phase may be long"
+    assert behind(seen(3, "reward", 31), seen(3, "waiting", 30)) == [0], "it began when the other already waited"
+    assert behind(seen(3, "waiting", 10), seen(3, "optimizer", 30)) == [0], "the other waits for it no more"
     assert behind(seen(2, "save", 30), seen(3, "rollout", 10)) == [0], "fewer steps"
     assert behind(seen(3, "rollout", 10), seen(3, "rollout", 30, told=20)) == [1], "silent"
     text = describe({rank: seen(3, "rollout", 10) for rank in range(9)}, list(range(8)), 100.0)
