@@ -56,12 +56,13 @@ class _Process:
         self._frames = Frames(self._received, self._lost)
         self._numbers = itertools.count()
         self.waiting: dict[int, asyncio.Future[Generation]] = {}
-        self.has_ended = False
+        self.is_connected = self.has_ended = False
 
     async def connect(self) -> None:
         """To be called once, before all others."""
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self._frames, sock=self._socket)
+        self.is_connected = True
         # The key goes this way: other users of the machine see command lines.
         settings = asdict(replace(self._settings, urls=list(self._settings.urls)))
         self._frames.send({"settings": settings}, {})
@@ -85,7 +86,10 @@ class _Process:
 
     async def close(self) -> None:
         """End the process."""
-        self._frames.close()
+        if self.is_connected:
+            self._frames.close()
+        else:
+            self._socket.close()
         try:
             await asyncio.to_thread(self._process.wait, _EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -128,7 +132,6 @@ class AnswerProcesses:
         self._settings = settings
         self._places = {url: i for i, url in enumerate(settings.urls)}
         self._processes = [_Process(settings) for _ in range(count)]  # they import while the first weights are sent
-        self._connected: set[_Process] = set()
         self._starting = asyncio.Lock()
 
     async def ask(self, server: InferenceServer, request: GenerateRequest) -> Generation:
@@ -147,16 +150,15 @@ class AnswerProcesses:
         await asyncio.gather(*(process.close() for process in self._processes))
 
     async def _start(self) -> None:
-        if all(p in self._connected and not p.has_ended for p in self._processes):
+        if all(p.is_connected and not p.has_ended for p in self._processes):
             return
         async with self._starting:
             for i, process in enumerate(self._processes):
                 if process.has_ended:
                     await process.close()
                     process = self._processes[i] = _Process(self._settings)
-                if process not in self._connected:
+                if not process.is_connected:
                     await process.connect()
-            self._connected = set(self._processes)
 
 
 def _ids(request: GenerateRequest) -> Tensor:

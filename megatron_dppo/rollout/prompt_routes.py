@@ -38,7 +38,7 @@ class PromptRoutes:
         self._asking, self._numbers = asyncio.Lock(), itertools.count()
 
     async def by(self, version: int, name: str, affinity: str) -> Tensor | None:
-        """Routes ``[P - 1, L, k]`` by the weights of a version; None = nobody asked in time, and these are gone.
+        """Routes ``[P - 1, L, k]`` by the weights of a version; None = these are gone, or the request was stopped.
 
         That of the prompt's last token is not among them: each response reads it anew.
 
@@ -51,7 +51,7 @@ class PromptRoutes:
             ServerError: see ``ServerPool.generate``.
         """
         async with self._asking:
-            while version not in self._known and version == self._pool.version:
+            if version not in self._known and version == self._pool.version:
                 request = GenerateRequest(
                     request_id=f"{name}-routes-{next(self._numbers)}",
                     token_ids=self._prompt.token_ids,

@@ -106,8 +106,6 @@ class Responder:
                 return None
             sample.request_id = f"{self._name}-{sample.params.seed}-{next(self._numbers)}"
             generation = await self._ask(sample, stop, left)
-            if generation is None:
-                continue
             sample.response.append_sampled(generation)
             if generation.finish_reason != FinishReason.ABORT:
                 return generation.finish_reason
@@ -126,8 +124,8 @@ class Responder:
                 await asyncio.sleep(0.02 * 2**empty)
         return FinishReason.LENGTH
 
-    async def _ask(self, sample: Sample, stop: tuple[int, ...], limit: int) -> Generation | None:
-        """One request; None when its answer is of no use: weights that are gone read a prompt whose routes it lacks."""
+    async def _ask(self, sample: Sample, stop: tuple[int, ...], limit: int) -> Generation:
+        """One request; as if it had been stopped where weights that are gone read a prompt whose routes it lacks."""
         name, affinity = sample.request_id, f"{sample.prompt.prompt_id}/{sample.params.seed}"
         shared = sample.prompt_routes if sample.response.lacks_routes else None
         if shared is not None:
@@ -141,5 +139,5 @@ class Responder:
         # It may have waited for its turn until there were other weights.
         routes = await shared.by(generation.versions[0].policy_version, name, affinity)
         if routes is None:
-            return None
+            return Generation.empty(FinishReason.ABORT)
         return replace(generation, routed_experts=torch.cat([routes, generation.routed_experts]))

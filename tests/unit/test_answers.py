@@ -259,3 +259,13 @@ def test_a_generation_without_tokens_stays_one() -> None:
         assert same(found, replace(Generation.empty(found.finish_reason), echo=None)) and found.finish_reason == "abort"
 
     case.use(case.stub(nothing), run)
+
+
+def test_a_process_that_nothing_was_asked_of_ends_at_once() -> None:
+    async def run() -> int | None:
+        answers = Case("sglang").answers("http://127.0.0.1:9")
+        (process,) = answers._processes
+        await answers.close()
+        return process._process.returncode
+
+    assert asyncio.run(run()) == 0, "it was not killed"
