@@ -3,8 +3,9 @@
 Each rank has two threads. One tells the store of the process group what its main thread does, and reads what the
 others do. The other looks at that: when no rank has begun anything new for the limit and some are behind, they are
 named. A rank is behind when it tells nothing any more (stopped, swapped out, its machine gone), has done fewer steps,
-works alone while others wait, or is in another phase than the one that was entered last. Ranks that are all alive and all in the same phase are never
-taken for hung: the phase may be long. No collective is used, and the clocks of other machines only to order phases.
+works alone while others wait, or is in another phase than the one that was entered last. Ranks that are all alive and
+all in the same phase are never taken for hung: the phase may be long. No collective is used, and the clocks of other
+machines only to order phases.
 """
 
 from __future__ import annotations
