@@ -1,0 +1,15 @@
+"""What the server imports that the processes of ``spawn.py`` are forked from; nothing that starts a thread."""
+
+from __future__ import annotations
+
+import os
+
+from megatron_dppo.mcore.compat import apply_shims
+from megatron_dppo.platform import Platform
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+apply_shims(Platform.detect(force_cpu=True), packages=("megatron.core", "mbridge"))
+
+import megatron_dppo.mcore.setup  # noqa: E402
+import megatron_dppo.policy.trainer  # noqa: E402
+import megatron_dppo.run.session  # noqa: E402, F401
