@@ -2,6 +2,7 @@
 # make demo-sglang, make demo-vllm    the same with rollouts from a real inference server on the CPU, installed into an
 #                     environment of its own (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
 # make test    set up, run all tests
+# make test-long      the whole runs that make test leaves out, as others cover nearly the same (six minutes)
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour);
 #                     router replay on every layout; every combination of rollout policies on real servers
 # make bench-head    the head against other stacks' methods: counts and gates
@@ -24,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo demo-sglang demo-vllm test engines test-engines test-faults test-faults-long test-slurm test-matrix test-gym bench-head lint setup clean
+.PHONY: demo demo-sglang demo-vllm test test-long engines test-engines test-faults test-faults-long test-slurm test-matrix test-gym bench-head lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
@@ -42,6 +43,9 @@ demo-vllm:
 
 test:
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit tests/distributed tests/e2e $(ARGS)
+
+test-long:
+	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/e2e -m long $(ARGS)
 
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \

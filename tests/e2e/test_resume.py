@@ -92,6 +92,7 @@ def test_dynamic_sampling_replaced_groups_without_signal(uninterrupted: Path) ->
     assert all(r["eval/accuracy"] <= r["eval/pass_at_k"] for r in steps if "eval/pass_at_k" in r)
 
 
+@pytest.mark.long
 def test_killed_in_mid_save_and_resumed_equals_uninterrupted(
     run_flags: list[str], uninterrupted: Path, tmp_path: Path
 ) -> None:

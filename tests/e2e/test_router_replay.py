@@ -32,8 +32,8 @@ def test_without_replay_engine_and_trainer_choose_other_experts(short_run: list[
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tensor_model_parallel_size": 2},
-        {"context_parallel_size": 2},
+        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param({"context_parallel_size": 2}, marks=pytest.mark.long),
         {"expert_model_parallel_size": 2},
         {"pipeline_model_parallel_size": 2},
     ],

@@ -94,6 +94,7 @@ def all_gone(family: list[psutil.Process], seconds: float) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_group_signals_and_a_kill_leave_the_run_that_was_never_stopped(tmp_path: Path) -> None:
     """SIGTERM in the warm-up; SIGTERM in mid-sample, after Megatron's writer has started; SIGKILL of the rank."""
     (tmp_path / "blocking.py").write_text(REWARD)

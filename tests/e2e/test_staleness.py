@@ -73,6 +73,7 @@ def test_killed_with_rollouts_sampled_ahead_and_resumed_equals_uninterrupted(
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.long
 def test_rollouts_sampled_ahead_go_to_another_layout_or_back_into_the_stream(
     run_flags: list[str], tmp_path: Path
 ) -> None:

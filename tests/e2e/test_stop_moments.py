@@ -17,7 +17,7 @@ from tests.e2e.test_resume import assert_same_run
 from tests.e2e.test_signals import Run
 from tests.engines.servers import free_port
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 GATES = '''
 import pathlib, sys, time
