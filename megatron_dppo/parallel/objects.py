@@ -172,7 +172,7 @@ def to_message(value: Any) -> Tensor:
     message[:8] = torch.tensor([pickler.size]).view(torch.uint8)
     for place, tensor in pickler.places:
         if tensor.numel():
-            message[place : place + tensor.nbytes] = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            message[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     message[pickler.size : pickler.size + len(rest)] = torch.frombuffer(rest, dtype=torch.uint8)
     return message
 

@@ -55,7 +55,9 @@ class Frames(asyncio.BufferedProtocol):
         present = {name: column.contiguous() for name, column in columns.items() if column is not None}
         kinds = [[name, str(c.dtype).removeprefix("torch."), list(c.shape)] for name, c in present.items()]
         head = orjson.dumps({**message, "columns": kinds})
-        contents = [memoryview(column.view(-1).view(torch.uint8).numpy()) for column in present.values()]
+        # Torch calls a tensor of one element contiguous whatever its stride is, and then cannot view it.
+        flat = [column.as_strided((column.numel(),), (1,)) for column in present.values()]
+        contents = [memoryview(column.view(torch.uint8).numpy()) for column in flat]
         self._transport.writelines([_PREFIX.pack(len(head)), head, *contents])
 
     def close(self) -> None:

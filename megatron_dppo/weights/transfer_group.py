@@ -103,11 +103,13 @@ def flatten_bucket(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
         tensors: at least one, all on one device.
     """
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
+    # Torch calls a tensor of one element contiguous whatever its stride is, and then cannot view it.
+    flat = [tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)) for _, tensor in ordered]
     return Bucket(
         names=[name for name, _ in ordered],
         dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
         shapes=[list(tensor.shape) for _, tensor in ordered],
-        data=torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]),
+        data=torch.cat([tensor.view(torch.uint8) for tensor in flat]),
     )
 
 

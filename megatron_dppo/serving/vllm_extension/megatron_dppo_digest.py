@@ -50,7 +50,8 @@ class PartsDigest:
 
     def add(self, start: int, part: Tensor) -> None:
         """Bytes from ``start`` on; all parts together have no gap and no overlap."""
-        data = part.detach().contiguous().view(-1).view(torch.uint8)
+        # Torch calls a tensor of one element contiguous whatever its stride is, and then cannot view it.
+        data = part.detach().contiguous().as_strided((part.numel(),), (1,)).view(torch.uint8)
         if not data.numel():
             return
         if self._words is not None and not self._broken_word and start % 4 == 0 and data.numel() % 4 == 0:
