@@ -49,6 +49,7 @@ def save_groups(path: Path, groups: Sequence[Stored]) -> None:
         }
         for position, prompt, content in groups
     ]
+    _separate(tensors)
     # Text as a tensor: the header of the format, where metadata would stand, is limited in size.
     tensors[_TREE] = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
     save_file(tensors, path)
@@ -124,6 +125,15 @@ def _decode(value: Any, tensors: Mapping[str, Tensor], prompt: Prompt) -> Any:
     if kind == "items":
         return tuple(_decode(item, tensors, prompt) for item in content)
     return {key: _decode(item, tensors, prompt) for key, item in content.items()}
+
+
+def _separate(tensors: dict[str, Tensor]) -> None:
+    """The format takes no two tensors that lie in the same memory, as columns of responses may."""
+    seen = set()
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
 
 
 def _keep(tensor: Tensor, tensors: dict[str, Tensor]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from megatron_dppo.parallel.objects import from_message, to_message
 from megatron_dppo.rollout.frames import Frames
+from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.serving.vllm_extension.megatron_dppo_digest import PartsDigest, tensor_digest
+from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 from megatron_dppo.weights.transfer_group import flatten_bucket
 
 BF16 = torch.bfloat16
@@ -91,3 +94,22 @@ def parts(tensor: Tensor, algorithm: str) -> str:
     found = PartsDigest(algorithm)
     found.add(0, tensor)
     return found.hexdigest()
+
+
+def test_groups_on_disk_whose_columns_lie_in_the_same_memory(tmp_path: Path) -> None:
+    prompt, logprobs = Prompt(prompt_id="p", text="", token_ids=(1, 2), label=""), torch.rand(3, 4).log()
+    tokens = torch.arange(6, dtype=torch.int32)
+    parts = ((tokens[:3], logprobs[:, 0]), (tokens[:3], logprobs[:, 0]), (tokens[2:5], logprobs[:, 3]))
+    rollouts = tuple(
+        Rollout(
+            prompt=prompt,
+            completion=Completion(token_ids=t, logprobs=p, finish_reason="stop", text="", policy_version=0),
+            reward=1.0,
+        )
+        for t, p in parts
+    )
+    save_groups(tmp_path / "groups", [Stored(0, prompt, RolloutGroup(prompt=prompt, rollouts=rollouts))])
+    (found,) = load_groups(tmp_path / "groups", lambda position: prompt)
+    assert isinstance(found.content, RolloutGroup)
+    for rollout, (token_ids, expected) in zip(found.content.rollouts, parts, strict=True):
+        assert same(rollout.completion.token_ids, token_ids) and same(rollout.completion.logprobs, expected)
