@@ -120,6 +120,10 @@ class DiskError(UserError):
     on_every_rank = False
 
 
+class PlanError(UserError):
+    """A part of a run that ``megatron-dppo plan`` cannot rehearse."""
+
+
 class Problems:
     """Errors that are held back until everything has been looked at."""
 

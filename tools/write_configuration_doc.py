@@ -20,8 +20,8 @@ HEAD = """# Configuration
 
 One TOML file, one table a section. On the command line `--section.key VALUE` (or `--section.key=VALUE`) overrides any
 key; Megatron's own flags work as they stand (`--tensor-model-parallel-size 2`, `--sequence-parallel`, `--lr 1e-6`,
-`--recompute-granularity full`). Unknown keys are errors. A relative path of a model, of data or of
-`rollout.servers.command` is looked up next to the TOML file first.
+`--recompute-granularity full`), and the value `null` takes a key of the file out. Unknown keys are errors. A relative
+path of a model, of data or of `rollout.servers.command` is looked up next to the TOML file first.
 
 ## Before the first step
 

@@ -7,11 +7,12 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_dppo import __version__
+from megatron_dppo.cli.plan import add_plan_arguments, run_plan
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
 from megatron_dppo.errors import ConfigError, UserError
 
@@ -27,9 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "serve", help="start the inference servers of a run", epilog=_OVERRIDES, allow_abbrev=False
     )
     add_serve_arguments(serve)
+    plan = commands.add_parser(
+        "plan", help="rehearse a run without GPUs: memory, collectives, time", epilog=_OVERRIDES, allow_abbrev=False
+    )
+    add_plan_arguments(plan)
     options, overrides = parser.parse_known_args(arguments)
-    if options.command == "serve":
-        return serve_or_report(options, overrides)
+    if options.command in _REPORTED:
+        return run_or_report(_REPORTED[options.command], options, overrides)
     return run_train(options, overrides)
 
 
@@ -48,10 +53,14 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def serve_or_report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run ``serve``; a UserError becomes its message and exit code."""
+_Command = Callable[[argparse.Namespace, Sequence[str]], int]
+_REPORTED: dict[str, _Command] = {"serve": run_serve, "plan": run_plan}
+
+
+def run_or_report(command: _Command, options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run a command; a UserError becomes its message and exit code."""
     try:
-        return run_serve(options, overrides)
+        return command(options, overrides)
     except UserError as error:
         return report_error(error)
 

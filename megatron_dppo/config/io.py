@@ -54,7 +54,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         path: a TOML file. Paths to models and data in it are taken relative to the file when they exist there.
         overrides: ``--section.key value`` or ``--section.key=value``, and Megatron's own flags such as
             ``--tensor-model-parallel-size 2`` or ``--sequence-parallel``; flags of Megatron's TransformerConfig that
-            have no section here (``--recompute-granularity full``) go to ``model.transformer``.
+            have no section here (``--recompute-granularity full``) go to ``model.transformer``. The value ``null``
+            takes a key out, as if the file did not have it.
 
     Raises:
         ConfigError: with every problem found: unknown keys with the nearest known one, wrong values, bad combinations.
@@ -193,7 +194,10 @@ def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--{section}.{key}: {part!r} is a value, not a section")
-    table[key] = value
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
 
 
 def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, Any]], list[str]]:
@@ -243,7 +247,9 @@ def _locate(name: str) -> tuple[str, str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value, or the text itself."""
+    """A TOML value, None for ``null``, which TOML does not have, or the text itself."""
+    if text == "null":
+        return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

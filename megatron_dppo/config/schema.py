@@ -116,6 +116,9 @@ class OptimizerConfig(_Section):
     weight_decay: float = Field(0.0, ge=0)
     clip_grad: float = Field(1.0, ge=0)
     """Global gradient norm limit; 0 = no clipping."""
+    grad_reduce_in_fp32: bool = True
+    """Add up the gradients of micro-batches and ranks in fp32; False = in the dtype of the weights, which halves their
+    memory and traffic with bf16 and rounds every sum."""
 
     @model_validator(mode="after")
     def _min_below_lr(self) -> OptimizerConfig:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_dppo.mcore.optim import Optimizer
+from megatron_dppo.mcore.optim import Optimizer, optimizer_tensors
 
 
 def all_finite(models: Sequence[GPTModel], optimizer: Optimizer) -> bool:
@@ -19,7 +19,7 @@ def all_finite(models: Sequence[GPTModel], optimizer: Optimizer) -> bool:
     """
     weights = [parameter for model in models for parameter in model.parameters()]
     worst = torch.zeros((), dtype=torch.int32, device=weights[0].device)
-    for tensor in (*weights, *_optimizer_tensors(optimizer)):
+    for tensor in (*weights, *optimizer_tensors(optimizer)):
         worst = torch.maximum(worst, _is_broken(tensor).to(worst))
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return not int(worst)
@@ -28,19 +28,3 @@ def all_finite(models: Sequence[GPTModel], optimizer: Optimizer) -> bool:
 def _is_broken(tensor: Tensor) -> Tensor:
     smallest, largest = torch.aminmax(tensor.detach())  # both are NaN when one element is
     return ~(smallest.isfinite() & largest.isfinite())
-
-
-def _optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    for part in optimizer.megatron.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
-        for group in part.optimizer.param_groups:
-            yield from _filled(group["params"])
-        for state in part.optimizer.state.values():
-            yield from _filled(state.values())
-
-
-def _filled(values: Iterable[object]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-            yield value

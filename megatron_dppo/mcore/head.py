@@ -219,9 +219,14 @@ class Head:
         return slots * self._model.config.tensor_model_parallel_size >= _SUMS_PAY_FROM
 
     def _accumulates(self) -> bool:
-        """Straight into Megatron's gradient buffer, unless the embedding's gradient comes to the same weight."""
-        tied = self._model.share_embeddings_and_output_weights
-        return torch.is_grad_enabled() and not tied and hasattr(self._weight(), "main_grad")
+        """Straight into Megatron's gradient buffer, unless the embedding's gradient comes to the same weight.
+
+        A buffer of bf16 would round the sum of every chunk; the head's own sums are fp32 and rounded once.
+        """
+        if self._model.share_embeddings_and_output_weights or not torch.is_grad_enabled():
+            return False
+        main_grad = getattr(self._weight(), "main_grad", None)
+        return main_grad is not None and main_grad.dtype == torch.float32
 
 
 def _topk_ids(targets: TokenTargets) -> Tensor | None:

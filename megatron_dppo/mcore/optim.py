@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,19 +14,20 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from megatron_dppo.config.schema import OptimizerConfig, ParallelConfig
 
 
 def wrap_for_training(
-    chunks: Sequence[GPTModel], config: TransformerConfig, parallel: ParallelConfig
+    chunks: Sequence[GPTModel], config: TransformerConfig, parallel: ParallelConfig, *, grad_reduce_in_fp32: bool
 ) -> list[DistributedDataParallel]:
     """Megatron's DistributedDataParallel around each chunk (and Float16Module below it for bf16)."""
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=grad_reduce_in_fp32,
     )
     modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
     return [
@@ -135,6 +136,23 @@ class Optimizer:
     def sharded_state_dict(self, model_state: dict[str, Any], *, is_loading: bool, metadata: dict[str, Any]) -> Any:
         """Megatron's sharded optimizer state for dist_checkpointing."""
         return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+
+
+def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What the optimizer holds on this rank: its parameters (the fp32 copies, where it has some) and their state."""
+    for part in optimizer.megatron.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        for group in part.optimizer.param_groups:
+            yield from _filled(group["params"])
+        for state in part.optimizer.state.values():
+            yield from _filled(state.values())
+
+
+def _filled(values: Iterable[object]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            yield value
 
 
 @contextmanager

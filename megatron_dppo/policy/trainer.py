@@ -103,7 +103,9 @@ class PolicyTrainer:
             self.bridge.load(reference)
             self._reference = ReferenceWeights(self.models)
         self.bridge.load(weights)
-        self._chunks = wrap_for_training(self.models, megatron_config, config.parallel)
+        self._chunks = wrap_for_training(
+            self.models, megatron_config, config.parallel, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32
+        )
         self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, config.parallel, total_steps)
         temperature, fused = config.rollout.temperature, config.model.fused_head
         self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, temperature, fused=fused)

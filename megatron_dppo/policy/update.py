@@ -116,7 +116,7 @@ class Updater:
         if train.balance_ranks:
             samples = self._balance(samples)
         packed = trainer.pack(samples, train.micro_batch_tokens)
-        return packed.batches.map(lambda batch: _weighted(batch, packed.totals, loss))
+        return packed.batches.map(lambda batch: weighted(batch, packed.totals, loss))
 
     def _balance(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         group = self._trainer.groups.dp
@@ -130,7 +130,8 @@ class Updater:
         return exchange(outgoing, group)
 
 
-def _weighted(batch: MicroBatch, totals: BatchTotals, loss: LossConfig) -> MicroBatch:
+def weighted(batch: MicroBatch, totals: BatchTotals, loss: LossConfig) -> MicroBatch:
+    """The batch with the weights that ``loss.aggregation`` gives its tokens."""
     if loss.resolved_aggregation == "token_mean":
         return batch
     weights = token_weights(batch.loss_mask, batch.sequence_ids, loss.resolved_aggregation, totals, loss.horizon)

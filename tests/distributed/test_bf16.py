@@ -69,13 +69,17 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
     peer = build_hf_model(rounded.config, torch.bfloat16)
     peer.load_state_dict(rounded.state_dict())
     for layout in layouts:
-        sections = {"rollout": {"temperature": TEMPERATURE}}
+        layout = dict(layout)
+        in_fp32 = {"grad_reduce_in_fp32": layout.pop("grad_reduce_in_fp32", True)}
+        sections = {"rollout": {"temperature": TEMPERATURE}, "optimizer": in_fp32}
         trainer = build_trainer(Case(layout), rounded, platform, "bf16", **sections)
         for variant, bound in DIRECTION.items():
             loss = loss_config(variant)
             mine = samples[trainer.dp_rank :: trainer.layout.dp]
             batches = Updater(trainer, config_for(Case(layout)).train, loss).plan(mine)
             trainer.accumulate(batches, policy_objective(loss))
+            parameter = next(trainer.models[0].parameters())
+            assert parameter.main_grad.dtype == (torch.float32 if in_fp32["grad_reduce_in_fp32"] else torch.bfloat16)
             found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
             expected, theirs = gradients(exact, samples, variant), gradients(peer, samples, variant)
             ours, others = 1 - cosine(found, expected), 1 - cosine(theirs, expected)
@@ -90,4 +94,4 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
 def test_bf16_is_as_near_to_float64_as_transformers() -> None:
     run_distributed(run, 1, [{}])
     layouts = [{"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}]
-    run_distributed(run, 2, layouts)
+    run_distributed(run, 2, [*layouts, {**layouts[0], "grad_reduce_in_fp32": False}, {"grad_reduce_in_fp32": False}])

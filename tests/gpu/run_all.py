@@ -26,6 +26,7 @@ GROUPS = {
     "vocab": ("tests.gpu.check_vocab", CONFIG),
     "head": ("tests.gpu.check_head", CONFIG),
     "model": ("tests.gpu.check_model", (*CONFIG, *MODEL)),
+    "plan": ("tests.gpu.check_plan", (*CONFIG, *MODEL, "tomli_w")),
     "runs": ("tests.gpu.check_runs", (*CONFIG, *MODEL, "tomli_w", "aiohttp")),
 }
 """group -> (module, the imports it needs)"""

@@ -2,7 +2,7 @@
 # All checks that this project keeps for one CUDA device. Prints a table; exit code 0 = all within their bounds,
 # 1 = a check failed, 2 = an import is missing or an argument is wrong, 3 = no CUDA device.
 #
-#   tests/gpu/run_all.sh [--wheels DIR] [--only losses,vocab,head,model,runs] [--cpu-rehearsal]
+#   tests/gpu/run_all.sh [--wheels DIR] [--only losses,vocab,head,model,plan,runs] [--cpu-rehearsal]
 #
 # --wheels DIR      install the wheels in DIR into a temporary folder first (no network needed); without what it
 #                   needs, the script names the missing imports and the commands that fetch them

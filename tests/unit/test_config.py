@@ -87,6 +87,8 @@ def test_paths_are_relative_to_the_file_only_where_they_exist_there(tmp_path: Pa
         (["--seed", "7"], "run", "seed", 7),
         (["--wandb-project", "mine"], "log", "wandb_project", "mine"),
         (["--recompute-granularity", "full"], "model", "transformer", {"recompute_granularity": "full"}),
+        (["--recompute-granularity", "full", "--recompute-granularity", "null"], "model", "transformer", {}),
+        (["--sequence-parallel", "--sequence-parallel=null"], "parallel", "sequence_parallel", None),
         (["--recompute-num-layers=2"], "model", "transformer", {"recompute_num_layers": 2}),
         (["--model.transformer.moe_z_loss_coeff", "1e-3"], "model", "transformer", {"moe_z_loss_coeff": 1e-3}),
         (["--distribute-saved-activations"], "model", "transformer", {"distribute_saved_activations": True}),

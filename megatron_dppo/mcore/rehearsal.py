@@ -1,0 +1,196 @@
+"""What a rehearsal on fake tensors replaces in Megatron and in torch.distributed, each with its reason.
+
+``REPLACEMENTS`` is the list. They hold for the rest of the process, which does nothing but rehearse.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module, Parameter
+
+from megatron_dppo.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What a run learns from its data and a rehearsal has to be told."""
+
+    row: tuple[int, int, int]
+    """tokens, 1 and hidden size of what pipeline stages send each other"""
+    expert_load: float = 1.0
+    """tokens for this rank's experts over those of a perfectly balanced router"""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One thing that differs from a run."""
+
+    apply: Callable[[Assumptions], None]
+    reason: str
+
+
+def replace_for_rehearsal(assumed: Assumptions) -> None:
+    """Apply all replacements; before any process group is built and after ``apply_shims``."""
+    for replacement in REPLACEMENTS:
+        replacement.apply(assumed)
+
+
+def phases_of_schedule() -> list[tuple[Any, str, str]]:
+    """Where Megatron's update has its parts: (module, function, name of the part)."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_dppo.mcore import optim
+
+    return [(schedules, "backward_step", "backward"), (optim, "finalize_model_grads", "reduce")]
+
+
+def _one_backend(_: Assumptions) -> None:
+    new_group = dist.new_group
+
+    @functools.wraps(new_group)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("backend", None)
+        return new_group(*args, **kwargs)
+
+    dist.new_group = call
+
+
+def _objects(_: Assumptions) -> None:
+    def all_gather_object(out: list[Any], value: Any, group: Any = None) -> None:
+        del group
+        out[:] = [value] * len(out)
+
+    dist.all_gather_object = all_gather_object  # type: ignore[assignment]
+
+
+def _conversion(_: Assumptions) -> None:
+    @torch.no_grad()
+    def apply(self: Module, change: Callable[[Any], Any], recurse: bool = True) -> Module:
+        del recurse
+        for module in self.modules():
+            for name, old in module._parameters.items():
+                if old is None or ((new := change(old)).dtype == old.dtype and new.device == old.device):
+                    continue
+                parameter = Parameter(new, old.requires_grad)
+                known = vars(parameter)
+                known.update({key: value for key, value in vars(old).items() if key not in known})
+                module._parameters[name] = parameter
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else change(buffer)
+        return self
+
+    Module._apply = apply  # type: ignore[method-assign]
+
+
+class _Counts(list[int]):
+    """Token counts on the host, in place of a tensor ``[rows, columns]`` that was copied there."""
+
+    columns = 1
+
+    @property
+    def T(self) -> _Counts:
+        """Transposed."""
+        return _Counts(count for first in range(self.columns) for count in self[first :: self.columns])
+
+    def tolist(self) -> list[int]:
+        """As of a tensor."""
+        return list(self)
+
+    def ravel(self) -> _Counts:
+        """They are flat already."""
+        return self
+
+
+def _token_counts(assumed: Assumptions) -> None:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    original = Dispatcher.preprocess
+
+    def preprocess(self: Any, routing_map: Any) -> Any:
+        original(self, routing_map)  # for its collectives and tensors
+        ranks, local = self.ep_size * self.tp_size, self.num_local_experts
+        pairs = even(self.num_out_tokens, self.ep_size)
+        arriving = [round(count * assumed.expert_load) for count in pairs]
+        if ranks > 1:
+            self.input_splits, self.output_splits = pairs, _Counts(arriving)
+            self.output_splits_tp = _Counts([sum(arriving)] * self.tp_size)
+        by_rank = [even(count, local) for _ in range(self.tp_size) for count in arriving]
+        if local > 1:
+            self.num_global_tokens_per_local_expert = table = _Counts([n for counts in by_rank for n in counts])
+            table.columns = local
+        return _Counts([sum(column) for column in zip(*by_rank, strict=True)])
+
+    Dispatcher.preprocess = preprocess
+    Dispatcher._maybe_dtoh_and_synchronize = lambda self, point, counts=None: counts
+
+
+def even(total: int, parts: int) -> _Counts:
+    """``total`` in ``parts`` that differ by one at most."""
+    return _Counts([total // parts + (i < total % parts) for i in range(parts)])
+
+
+def _orders_of_chunks(_: Assumptions) -> None:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    original = Dispatcher.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        number = range(self.num_experts * self.tp_size)
+        local, rest = self.num_local_experts, len(number) // self.num_local_experts
+        self.sort_input_by_local_experts = _Counts(i for first in range(local) for i in number[first::local])
+        self.restore_output_by_local_experts = _Counts(i for first in range(rest) for i in number[first::rest])
+
+    Dispatcher.__init__ = init
+
+
+def _norms(_: Assumptions) -> None:
+    from megatron.core.optimizer import clip_grads
+
+    def norm(chunk: int, flag: Any, tensors: Sequence[Sequence[torch.Tensor]], *per_tensor: bool) -> Any:
+        del chunk, flag, per_tensor
+        norms = torch.stack([torch.norm(tensor) for several in tensors for tensor in several])
+        return torch.norm(norms).reshape(1), None
+
+    clip_grads.l2_norm_impl = norm
+
+
+def _other_dispatchers(_: Assumptions) -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def refuse(name: str) -> Callable[..., None]:
+        def init(*args: Any, **kwargs: Any) -> None:
+            raise PlanError(
+                f"{name}: its token counts have no place in a rehearsal yet; plan with moe_token_dispatcher_type = "
+                "'alltoall'"
+            )
+
+        return init
+
+    for name in ("MoEAllGatherTokenDispatcher", "MoEFlexTokenDispatcher"):
+        getattr(token_dispatcher, name).__init__ = refuse(name)
+
+
+def _neighbour_shapes(assumed: Assumptions) -> None:
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    P2PCommunicator.rehearsed_shape = assumed.row
+
+
+REPLACEMENTS: Sequence[Replacement] = (
+    Replacement(_one_backend, "groups over the CPU become fake ones too: there are no other processes"),
+    Replacement(_objects, "objects of the other ranks: all say what this rank says"),
+    Replacement(_conversion, "torch cannot convert fake parameters in place (Module.bfloat16)"),
+    Replacement(_token_counts, "tokens per expert are read from the router's choice: here ``expert_load``"),
+    Replacement(_orders_of_chunks, "the order of the experts' chunks is read on the host: the same numbers as a list"),
+    Replacement(_norms, "without Transformer Engine and Apex the gradient norm reads that of each tensor on the host"),
+    Replacement(_other_dispatchers, "the other dispatchers read their counts elsewhere: refused, not guessed"),
+    Replacement(_neighbour_shapes, "the shape of a received row is read from the neighbour's message: here ``row``"),
+)

@@ -1,0 +1,92 @@
+"""What follows from the configuration alone: rollouts, weight sync and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.plan.machine import Machine
+from megatron_dppo.platform import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """The key-value cache of the engine."""
+
+    bytes_per_token: int
+    """of all layers, over all GPUs of one server"""
+    gpus_per_server: int
+    room: int | None
+    """bytes for the cache on one GPU; None = the engine is the trainer itself"""
+    tokens_in_flight: int | None
+    """that one server can hold"""
+    longest: int
+    """tokens of the longest sequence"""
+
+    @property
+    def sequences(self) -> int | None:
+        """The longest sequences that one server holds at a time."""
+        return None if self.tokens_in_flight is None else self.tokens_in_flight // self.longest
+
+
+def rollouts(config: Config, hf_config: Any, parameters: int, machine: Machine) -> Rollouts:
+    """One server holds the weights in ``rollout.dtype``, split over its GPUs, and fills the rest with the cache.
+
+    The share of the memory that it may take is its own key (SGLang ``mem-fraction-static``, vLLM
+    ``gpu-memory-utilization``); without one, 0.85.
+    """
+    size = DTYPES[config.rollout.dtype or config.model.dtype].itemsize
+    heads, dim = hf_config.num_key_value_heads, _head_dim(hf_config)
+    per_token = 2 * hf_config.num_hidden_layers * heads * dim * size
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if config.rollout.engine == "local":
+        return Rollouts(bytes_per_token=per_token, gpus_per_server=1, room=None, tokens_in_flight=None, longest=longest)
+    options = config.rollout.sglang if config.rollout.engine == "sglang" else config.rollout.vllm
+    gpus = int(options.get("tp-size", options.get("tensor-parallel-size", 1)))
+    share = float(options.get("mem-fraction-static", options.get("gpu-memory-utilization", 0.85)))
+    room = round(machine.memory * share - parameters * size / gpus)
+    copies = max(1, gpus // heads)  # fewer heads than GPUs: some hold the same ones
+    return Rollouts(
+        bytes_per_token=per_token,
+        gpus_per_server=gpus,
+        room=room,
+        tokens_in_flight=max(0, room * gpus // (per_token * copies)),
+        longest=longest,
+    )
+
+
+def _head_dim(hf_config: Any) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """What goes to the engines and to the disk."""
+
+    sync: int
+    """bytes of one weight sync through the sending GPU"""
+    sync_seconds: float | None
+    """over its network link; None = nothing is sent"""
+    sync_buffer: int
+    """bytes of the buckets on the sending GPU"""
+    checkpoint: int
+    """bytes of one checkpoint: weights, fp32 copies and both moments"""
+    export: int
+    """bytes of the Hugging Face folder"""
+
+
+def transfers(config: Config, parameters: int, machine: Machine) -> Transfers:
+    """By the number of parameters; the time is that of the link alone, without gathering and loading."""
+    size = DTYPES[config.model.dtype].itemsize
+    sent = parameters * size
+    served, sync = config.rollout.engine != "local", config.rollout.weight_sync
+    link = machine.network_bandwidth * machine.reached_bandwidth
+    state = 12 if size == 2 else 8  # fp32 copy (bf16 only) and two moments
+    return Transfers(
+        sync=sent,
+        sync_seconds=sent / link if served else None,
+        sync_buffer=2 * sync.bucket_megabytes * 2**20 if served else 0,
+        checkpoint=parameters * (size + state),
+        export=sent,
+    )

@@ -1,0 +1,97 @@
+"""What a GPU and its links can do, by data sheet, and which part of it a run can be expected to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_dppo.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One kind of GPU in nodes of eight."""
+
+    name: str
+    memory: int
+    """bytes of device memory"""
+    flops: Mapping[str, float]
+    """dense FLOP/s of matrix products by dtype"""
+    memory_bandwidth: float
+    """bytes a second"""
+    node_bandwidth: float
+    """bytes a second that a GPU sends to GPUs of its node"""
+    network_bandwidth: float
+    """bytes a second that a GPU sends to other nodes, and receives at the same time"""
+    gpus_per_node: int = 8
+    reserved: int = 4 * 2**30
+    """bytes of the CUDA context, NCCL's buffers and library workspaces: an estimate, to be replaced by a measurement"""
+    reached_flops: float = 0.5
+    """part of ``flops`` that large products reach in training: an estimate, margin +- 30 %"""
+    reached_bandwidth: float = 0.7
+    """the same for memory and links"""
+
+    def seconds_of(self, flops: int, dtype: str, moved: int) -> float:
+        """Of one operation: the longer of its products and its memory traffic."""
+        peak = self.flops.get(dtype, self.flops["float32"]) * self.reached_flops
+        return max(flops / peak, moved / (self.memory_bandwidth * self.reached_bandwidth))
+
+    def seconds_of_collective(self, name: str, ranks: tuple[int, ...], sent: int) -> float:
+        """Of ``sent`` bytes given to collectives of a group, by the bytes that a ring moves through each rank."""
+        size = len(ranks)
+        if size == 1:
+            return 0.0
+        inside = len({rank // self.gpus_per_node for rank in ranks}) == 1
+        link = (self.node_bandwidth if inside else self.network_bandwidth) * self.reached_bandwidth
+        return sent * _factor(name, size) / link
+
+
+def _factor(name: str, size: int) -> float:
+    """Bytes through a rank's link for each byte that it gives."""
+    if name.startswith("allreduce"):
+        return 2 * (size - 1) / size
+    if name.startswith(("allgather", "_allgather")):
+        return size - 1
+    if name.startswith(("reduce_scatter", "_reduce_scatter", "alltoall")):
+        return (size - 1) / size
+    if name in ("send", "recv", "broadcast"):
+        return 1.0
+    raise PlanError(f"no cost for the collective {name}: teach it to megatron_dppo/plan/machine.py")
+
+
+_HOPPER = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 67e12, "float64": 67e12}
+"""H100 SXM data sheet (nvidia.com/en-us/data-center/h100): BF16 tensor core 1,979 with sparsity, so 989.4 dense; FP32
+67, without TF32. The H200 (nvidia.com/en-us/data-center/h200) has the same."""
+
+MACHINES: Mapping[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        Machine(
+            name="h100",
+            memory=round(79.1 * 2**30),  # of the 80 GB version, in torch's own messages (vllm-project/vllm issue 27508)
+            flops=_HOPPER,
+            memory_bandwidth=3.35e12,  # data sheet: 3.35 TB/s
+            node_bandwidth=450e9,  # NVLink 900 GB/s, both directions together
+            network_bandwidth=50e9,  # DGX H100: one ConnectX-7 of 400 Gb/s for each GPU
+        ),
+        Machine(
+            name="h200",
+            memory=139 * 2**30,  # what torch reports of its 141 GB
+            flops=_HOPPER,
+            memory_bandwidth=4.8e12,  # data sheet: 4.8 TB/s
+            node_bandwidth=450e9,
+            network_bandwidth=50e9,
+        ),
+    )
+}
+
+
+def machine_named(name: str) -> Machine:
+    """A machine of the table.
+
+    Raises:
+        PlanError: it is not there.
+    """
+    if name not in MACHINES:
+        raise PlanError(f"--machine {name}: expected one of {', '.join(MACHINES)}")
+    return MACHINES[name]

@@ -1,0 +1,89 @@
+"""One optimizer update of a policy under a meter: the same for real ranks and for rehearsed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.losses import Objective
+from megatron_dppo.mcore import forward, head, optim, rehearsal, router_replay
+from megatron_dppo.plan.measured import STATIC, Measured
+from megatron_dppo.plan.meter import Meter
+from megatron_dppo.policy.trainer import PolicyTrainer
+from megatron_dppo.types import MicroBatch
+
+_OBJECTS = "objects"
+"""Numbers that ranks tell each other, pickled over the CPU: not counted."""
+
+
+def measured_update(
+    build: Callable[[], PolicyTrainer], batches: Sequence[MicroBatch], objective: Objective, meter: Meter
+) -> Measured:
+    """Build a trainer and do its first update."""
+    with meter, phases(meter):
+        with meter.during("start"):
+            trainer = build()
+        for name, tensors in _kept(trainer).items():
+            meter.relabel(tensors, name)
+        start_peak = meter.peak
+        static = {name: meter.of_phase(name) for name in STATIC}
+        static["other"] = meter.now - sum(static.values())
+        meter.start_step()
+        with meter.during("forward"):
+            trainer.apply(trainer.accumulate(batches, objective))
+        return Measured(
+            static=static,
+            start_peak=start_peak,
+            peaks=dict(meter.peaks),
+            micro_batches=len(batches),
+            collectives=sorted(
+                (key.phase, key.name, key.ranks, count, meter.sent[key])
+                for key, count in meter.collectives.items()
+                if key.phase != _OBJECTS
+            ),
+            work=dict(meter.work),
+        )
+
+
+def _kept(trainer: PolicyTrainer) -> dict[str, list[Tensor]]:
+    """The tensors of ``STATIC``; of what shares memory the first name counts."""
+    parameters = [parameter for model in trainer.models for parameter in model.parameters()]
+    gradients = [found for p in parameters if isinstance(found := getattr(p, "main_grad", None), Tensor)]
+    return dict(
+        zip(STATIC, (list(parameters), gradients, list(optim.optimizer_tensors(trainer.optimizer))), strict=True)
+    )
+
+
+@contextmanager
+def phases(meter: Meter) -> Iterator[None]:
+    """Name the parts of an update within the block."""
+    places: list[tuple[Any, str, str]] = [
+        (head.Head, "loss", "head"),
+        (vars(forward)["Row"], "of", "row"),  # a rehearsal has put another one there
+        (router_replay.ReplayDriver, "_begin", "replay"),
+        (optim.Optimizer, "step", "update"),
+        (dist, "all_gather_object", _OBJECTS),
+        *rehearsal.phases_of_schedule(),
+    ]
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in places]
+    for owner, name, phase in places:
+        setattr(owner, name, _named(getattr(owner, name), phase, meter, vars(owner)[name]))
+    try:
+        yield
+    finally:
+        for owner, name, original in before:
+            setattr(owner, name, original)
+
+
+def _named(function: Any, phase: str, meter: Meter, declared: object) -> Any:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with meter.during(phase):
+            return function(*args, **kwargs)
+
+    return staticmethod(call) if isinstance(declared, classmethod) else call

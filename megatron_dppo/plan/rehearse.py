@@ -1,0 +1,82 @@
+"""One rank of a run on fake tensors and fake process groups; once a process, which is good for nothing else then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_dppo.config.layout import Layout
+from megatron_dppo.config.schema import Config
+from megatron_dppo.platform import Platform
+
+TimeOf = Callable[[int, torch.dtype, int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """Which rank is rehearsed, and as what."""
+
+    rank: int
+    expert_load: float = 1.0
+    """tokens of its experts over those of a balanced router"""
+    micro_batches: int = 1
+    as_gpu: bool = True
+    """False = as on the CPU, to be compared with a real rank there"""
+
+
+def prepare() -> None:
+    """Import everything that ``rehearse`` needs, with Megatron made fit for it; needed once, before it."""
+    from megatron_dppo.mcore.compat import apply_shims
+
+    apply_shims(Platform.detect(force_cpu=True))
+    import megatron_dppo.mcore.setup
+    import megatron_dppo.plan.measure
+    import megatron_dppo.plan.replacements  # noqa: F401
+
+
+def rehearse(config: Config, hf_config: Any, layout: Layout, role: Role, time_of: TimeOf | None = None) -> Any:
+    """The ``Measured`` of one update of this rank."""
+    os.environ.update(RANK=str(role.rank), WORLD_SIZE=str(layout.world_size), LOCAL_RANK="0")
+    dist.init_process_group("fake", store=FakeStore(), rank=role.rank, world_size=layout.world_size)
+    platform = Platform.detect(force_cpu=True)
+    from megatron_dppo.data.packing import RowShape
+    from megatron_dppo.hf import routing_shape
+    from megatron_dppo.losses import policy_objective
+    from megatron_dppo.mcore import rehearsal
+    from megatron_dppo.mcore.setup import initialize_megatron
+    from megatron_dppo.plan.answers import Answers
+    from megatron_dppo.plan.measure import measured_update
+    from megatron_dppo.plan.meter import Meter
+    from megatron_dppo.plan.replacements import replace_for_rehearsal
+    from megatron_dppo.plan.sample import rows
+    from megatron_dppo.policy.trainer import DictWeights, PolicyTrainer
+
+    shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
+    batches = rows(config, shape, routing_shape(hf_config), role.micro_batches)
+    local = len(batches[0].tokens) // (layout.cp * (layout.tp if layout.sequence_parallel else 1))
+    assumed = rehearsal.Assumptions(row=(local, 1, hf_config.hidden_size), expert_load=role.expert_load)
+    rehearsal.replace_for_rehearsal(assumed)
+    replace_for_rehearsal(as_gpu=role.as_gpu)
+    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
+
+    def build() -> PolicyTrainer:
+        return PolicyTrainer(
+            config=config,
+            hf_config=hf_config,
+            weights=DictWeights(()),
+            layout=layout,
+            groups=groups,
+            platform=platform,
+            optimizer=config.optimizer,
+            total_steps=1,
+        )
+
+    with FakeTensorMode(allow_non_fake_inputs=True), Answers():
+        return measured_update(build, batches, policy_objective(config.loss), Meter(time_of))

@@ -1,0 +1,114 @@
+"""What a rehearsal replaces in this package and in torch's fake tensors, each with its reason.
+
+Megatron's part is in ``mcore/rehearsal.py``, what is answered where values are read in ``answers.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_dppo.head import loss, row_kernels, row_plan, stats
+from megatron_dppo.mcore import forward
+from megatron_dppo.mcore.bridge import Bridge
+from megatron_dppo.mcore.head import Row
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One thing that differs from a run."""
+
+    apply: Callable[[], None]
+    reason: str
+    as_gpu: bool = False
+    """only when a GPU is rehearsed, and not the CPU of a test"""
+
+
+def replace_for_rehearsal(*, as_gpu: bool) -> None:
+    """Apply the replacements for the rest of the process."""
+    for replacement in REPLACEMENTS:
+        if as_gpu or not replacement.as_gpu:
+            replacement.apply()
+
+
+def _weights() -> None:
+    Bridge.load = lambda self, source: None  # type: ignore[method-assign]
+
+
+def _rows_on_the_host() -> None:
+    def of(*args: Any, **kwargs: Any) -> Row:
+        with _disable_current_modes():
+            row = Row.of(*args, **kwargs)
+            _ = row.packing.buckets
+        for column in vars(row.batch).values():
+            if isinstance(column, Tensor):
+                column.detach()  # for the meter, which has not seen how it was made
+        return row
+
+    forward.Row = SimpleNamespace(of=of)  # type: ignore[attr-defined, assignment]
+
+
+def _contents() -> None:
+    copy = torch.UntypedStorage.copy_
+
+    def copy_(self: torch.UntypedStorage, source: Any, *args: Any, **kwargs: Any) -> Any:
+        return self if source.device.type == "meta" else copy(self, source, *args, **kwargs)
+
+    torch.UntypedStorage.copy_ = copy_  # type: ignore[method-assign, assignment]
+
+
+def _is_cuda() -> None:
+    def is_cuda(self: FakeTensor) -> bool:
+        del self
+        return "/torch/" not in sys._getframe(1).f_code.co_filename
+
+    FakeTensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
+
+
+def _chunks() -> None:
+    device, default, in_flight = torch.device("cuda"), row_plan.default_chunk_tokens, row_plan.chunks_in_flight
+
+    def chunk_tokens(rows: int, width: int, _: torch.device, sharing: int = 1) -> int:
+        return default(rows, width, device, sharing)
+
+    row_plan.default_chunk_tokens = chunk_tokens  # type: ignore[assignment]
+    for module in (loss, stats):
+        module.chunks_in_flight = lambda _, group: in_flight(device, group)  # type: ignore[attr-defined]
+
+
+def _row_kernels() -> None:
+    def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float) -> Tensor:
+        del own, labels, temperature
+        read = logits.sum(1)  # one pass over the logits, for the memory traffic
+        return read.new_empty(len(logits), 4 + (0 if ids is None else ids.shape[1]))
+
+    def row_gradient(logits: Tensor, *args: Any) -> Tensor:
+        del logits
+        return args[-1].zero_()
+
+    kernels = SimpleNamespace(row_statistics=row_statistics, row_gradient=row_gradient)
+    row_kernels._triton_kernels = lambda logits: kernels  # type: ignore[assignment, return-value]
+
+
+REPLACEMENTS: Sequence[Replacement] = (
+    Replacement(_weights, "the initial weights are not read: one tensor at a time passes, and nothing of it stays"),
+    Replacement(_rows_on_the_host, "row plans and sequence starts are found on the host, from real tensors"),
+    Replacement(_contents, "torch keeps both storages when it copies what fake ones do not have"),
+    Replacement(
+        _is_cuda,
+        "fake CUDA tensors cannot be sliced where torch has no CUDA: these are the CPU's and say otherwise",
+        True,
+    ),
+    Replacement(_chunks, "the head cuts its chunks by the kind of device", True),
+    Replacement(
+        _row_kernels, "Triton cannot run on fake tensors; its kernels allocate their results and no more", True
+    ),
+)

@@ -1,0 +1,57 @@
+"""Micro-batches of the size that a configuration allows, with made-up contents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.packing import RowShape, pack
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.losses import BatchTotals
+from megatron_dppo.policy.update import weighted
+from megatron_dppo.types import MicroBatch, RoutingShape, TrainingSample
+
+
+def full_row(config: Config, shape: RowShape, routing: RoutingShape | None) -> MicroBatch:
+    """A row of ``train.micro_batch_tokens``, of sequences as long as the configuration allows.
+
+    Every position after a prompt of a single token has a loss and a gradient: the most work for head and memory.
+    """
+    tokens, samples = config.train.micro_batch_tokens, list[TrainingSample]()
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    while tokens > 0:
+        length = min(tokens, longest)
+        samples.append(_sample(length, config, routing))
+        tokens -= length
+    return pack(samples, shape)
+
+
+def rows(config: Config, shape: RowShape, routing: RoutingShape | None, count: int) -> Sequence[MicroBatch]:
+    """``count`` of them, all of one update."""
+    row = full_row(config, shape, routing)
+    sequences = int((row.loss_mask & (row.position_ids == 0)).sum())
+    totals = BatchTotals(num_tokens=count * int(row.loss_mask.sum()), num_sequences=count * sequences)
+    return [weighted(row, totals, config.loss)] * count
+
+
+def _sample(length: int, config: Config, routing: RoutingShape | None) -> TrainingSample:
+    """A sequence of ``length`` inputs, with every column that the run would have."""
+    topk = None
+    if config.loss.is_topk:
+        ids = torch.arange(config.loss.topk + 1, dtype=torch.int32).expand(length, -1).clone()
+        ids[:, -1] = -1
+        topk = ids, torch.full(ids.shape, -3.0)
+    routes = None
+    if routing is not None and config.train.router_replay != "off":
+        # Every expert gets as many tokens, in each part of the row.
+        experts = torch.arange(length * routing.topk) % routing.num_experts
+        one = experts.to(routing.dtype).view(length, 1, routing.topk)
+        routes = one.expand(-1, routing.num_layers, -1).contiguous()
+    sample = to_training_sample([1], [1] * length, [-0.5] * length, 1.0, topk, routes)
+    extra = {name: torch.full((length,), -0.5) for name in ("anchor_logprobs", "reference_logprobs")}
+    changes: dict[str, Any] = {name: column for name, column in extra.items() if name in config.loss.required_inputs}
+    return replace(sample, **changes)

@@ -1,0 +1,169 @@
+"""Other settings of a run, rehearsed and compared: which of them fit, and which are fast."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_dppo.config.layout import Layout, resolve_layout
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError, PlanError
+from megatron_dppo.plan.machine import Machine
+from megatron_dppo.plan.plan import TIGHT, Model, Plan, make_plan
+from megatron_dppo.plan.rehearsals import Rehearsals
+from megatron_dppo.plan.roles import roles
+from megatron_dppo.platform import DTYPES
+
+Flags = tuple[str, ...]
+Load = Callable[[Sequence[str]], Config]
+"""Flags to the configuration that they make of the file."""
+
+RECOMPUTE: Mapping[str, Flags] = {
+    "full": ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"),
+    "selective": (
+        "--recompute-granularity=selective",
+        '--recompute-modules=["moe"]',
+        "--recompute-method=null",
+        "--recompute-num-layers=null",
+    ),
+    "none": ("--recompute-granularity=null", "--recompute-method=null", "--recompute-num-layers=null"),
+}
+"""What ``recompute`` stands for in a search."""
+
+_SIZES = ("1", "2", "4", "8", "16", "32", "64")
+AXES: Mapping[str, Sequence[str]] = {
+    "tensor-model-parallel-size": _SIZES[:4],
+    "pipeline-model-parallel-size": _SIZES[:5],
+    "context-parallel-size": _SIZES[:4],
+    "expert-model-parallel-size": _SIZES,
+    "recompute": tuple(RECOMPUTE),
+}
+"""What a search tries when it is not told."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that could run."""
+
+    flags: Flags
+    """beyond the configuration as it is"""
+    plan: Plan
+
+
+def axes_of(texts: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Values by key of ``KEY=VALUE,VALUE`` each; all of ``AXES`` for no text.
+
+    Raises:
+        PlanError: a text of another form.
+
+    Example:
+        >>> axes_of(["--train.micro_batch_tokens=8192,16384"])
+        {'train.micro_batch_tokens': ['8192', '16384']}
+    """
+    found = {}
+    for text in texts:
+        name, equals, values = text.removeprefix("--").partition("=")
+        if not name or not equals or not values:
+            raise PlanError(f"--search {text}: expected KEY=VALUE,VALUE such as tensor-model-parallel-size=1,2")
+        found[name.replace("_", "-") if "." not in name else name] = values.split(",")
+        if name == "recompute" and (unknown := set(found[name]) - set(RECOMPUTE)):
+            raise PlanError(f"--search {text}: {unknown.pop()!r} is none of {', '.join(RECOMPUTE)}")
+    return found or AXES
+
+
+class Search:
+    """Plans of other settings.
+
+    Args:
+        load: makes the configuration of flags.
+        world_size: trainer processes.
+        machine: what they run on.
+        rehearsals: who rehearses.
+    """
+
+    def __init__(self, load: Load, world_size: int, machine: Machine, rehearsals: Rehearsals) -> None:
+        self._load, self._world_size, self._machine, self._rehearsals = load, world_size, machine, rehearsals
+        self._as_it_is = load(())
+        self._model = Model.of(self._as_it_is)
+
+    def all(self, axes: Mapping[str, Sequence[str]], told: Callable[[int, int], None]) -> list[Candidate]:
+        """Every combination that can run and whose static part fits, the fastest of those that fit as a whole first.
+
+        Args:
+            axes: values by key; see ``axes_of``.
+            told: is called with the number of combinations that are rehearsed, and of those that were so far.
+
+        Raises:
+            UserError: nothing can run, or a rank cannot be rehearsed.
+        """
+        possible = self._possible(axes, self._machine.memory)
+        if not possible:
+            raise PlanError(
+                f"no combination of {', '.join(axes)} can run on {self._world_size} processes with weights, gradients "
+                f"and optimizer that fit {self._machine.name}"
+            )
+        found: list[Candidate] = []
+        for flags in possible:
+            told(len(possible), len(found))
+            found.append(self._candidate(flags))
+        return sorted(found, key=lambda one: (one.plan.room < 0, one.plan.is_tight, one.plan.step_seconds))
+
+    def nearest(self, count: int) -> Iterator[Candidate]:
+        """Up to ``count`` that fit with room to spare, those that change the fewest settings first."""
+        possible = sorted(self._possible(AXES, round((1 - TIGHT) * self._machine.memory)), key=len)
+        fitting = (one for one in map(self._candidate, possible) if one.plan.room >= 0 and not one.plan.is_tight)
+        return itertools.islice(fitting, count)
+
+    def _candidate(self, flags: Flags) -> Candidate:
+        config, world_size = self._load(flags), self._world_size
+        layout = resolve_layout(config, world_size, self._model.shape)
+        kinds = roles(layout, self._model.shape.num_experts is not None)
+        # The rank with busy experts needs all that the others of its stage need; stages in the middle need less.
+        needed = [kind for kind in kinds if kind == "last" or ("hot" in kinds) == (kind == "hot")]
+        plan = make_plan(
+            config, world_size, self._machine, self._rehearsals, model=self._model, kinds=needed, few_layers=True
+        )
+        return Candidate(flags, plan)
+
+    def _possible(self, axes: Mapping[str, Sequence[str]], memory: int) -> list[Flags]:
+        """Flags of the combinations whose layout can run in so many bytes, without flags that change nothing."""
+        found: dict[str, Flags] = {}
+        for values in itertools.product(*axes.values()):
+            flags = tuple(itertools.chain.from_iterable(map(_flags, axes, values)))
+            try:
+                config = self._load(flags)
+                layout = resolve_layout(config, self._world_size, self._model.shape)
+            except ConfigError:
+                continue
+            if least_bytes(config, self._model, layout) + self._machine.reserved <= memory:
+                needed = self._changes(flags)
+                found.setdefault(str(sorted(needed)), needed)
+        return list(found.values())
+
+    def _changes(self, flags: Flags) -> Flags:
+        """Those without which the configuration would be another one."""
+        whole, kept = self._load(flags), list(flags)
+        for flag in flags:
+            rest = [other for other in kept if other != flag]
+            if self._load(rest) == whole:
+                kept = rest
+        return tuple(kept)
+
+
+def _flags(key: str, value: str) -> Flags:
+    return RECOMPUTE[value] if key == "recompute" else (f"--{key}={value}",)
+
+
+def least_bytes(config: Config, model: Model, layout: Layout) -> int:
+    """Weights, gradients and optimizer of a rank, if all that can be split is split evenly.
+
+    Example:
+        Qwen3-30B-A3B on one GPU: 30.5 G parameters of 2 bytes with gradients of 4 and an optimizer of 12.
+    """
+    size = DTYPES[config.model.dtype].itemsize
+    optimizer = 12 if size == 2 else 8  # an fp32 copy of bf16 weights, and two moments
+    dense = model.parameters - model.expert_parameters
+    each = dense // layout.tp + model.expert_parameters // (layout.ep * layout.etp)
+    gradient = 4 if config.optimizer.grad_reduce_in_fp32 else size
+    return (size + gradient) * each // layout.pp + optimizer * model.parameters // layout.world_size

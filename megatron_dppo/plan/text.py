@@ -1,0 +1,173 @@
+"""A plan in words and tables, for a terminal and for Markdown alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from megatron_dppo.config.layout import describe
+from megatron_dppo.plan.batch import MEAN_LENGTH
+from megatron_dppo.plan.measured import STATIC
+from megatron_dppo.plan.plan import TIGHT, Plan, RankPlan, once_an_update
+from megatron_dppo.plan.roles import HOT
+from megatron_dppo.plan.search import Candidate
+
+_GIB = 2**30
+_PARTS = ("head", "row", "replay")
+"""Phases with a column of their own."""
+
+
+def as_text(plan: Plan) -> str:
+    """The whole plan."""
+    note = [] if plan.model.note is None else [plan.model.note]
+    parts = [*note, describe(plan.layout, plan.config), _batch(plan), "", _memory(plan), "", _collectives(plan)]
+    parts += ["", _time(plan), "", _rollouts(plan), _transfers(plan), "", _verdict(plan)]
+    return "\n".join(parts)
+
+
+def gib(size: float) -> str:
+    """``12.34``, or ``0.0012`` for what would be 0.00."""
+    value = size / _GIB
+    return f"{value:.2f}" if value >= 0.01 or value == 0 else f"{value:.2g}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.2g}"
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with columns in line."""
+    every = [list(head), *map(list, lines)]
+    widths = [max(len(line[i]) for line in every) for i in range(len(head))]
+    text = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in every
+    ]
+    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
+
+
+def _batch(plan: Plan) -> str:
+    batch, train = plan.batch, plan.config.train
+    return (
+        f"batch    {batch.samples_per_update} samples an update on each data parallel rank, {batch.mean_tokens} tokens "
+        f"each if responses are {MEAN_LENGTH:g} x max_new_tokens long (an assumption) = {batch.micro_batches} "
+        f"micro-batches of {train.micro_batch_tokens} tokens"
+    )
+
+
+def _memory(plan: Plan) -> str:
+    head = ["GiB of rank", *STATIC, "activations", *_PARTS, "rest", "peak", "in", "with CUDA and NCCL", "fits"]
+    lines = []
+    for name, rank in plan.ranks.items():
+        peak = rank.measured.peak
+        others = {phase: size for phase, size in peak.by_phase.items() if phase not in STATIC}
+        activations = others.pop("forward", 0) + others.pop("backward", 0)
+        parts = [others.pop(part, 0) for part in _PARTS]
+        sizes = [*(rank.measured.static[part] for part in STATIC), activations, *parts, sum(others.values())]
+        fits = _fits(plan, plan.machine.memory - rank.total)
+        lines.append([_rank(name, rank), *map(gib, sizes), gib(peak.total), peak.phase, gib(rank.total), fits])
+    start = max((rank.measured.start_peak.total for rank in plan.ranks.values()), default=0)
+    after = (
+        f"\nWhile model and optimizer are built: {gib(start)}. Last but one column: + {gib(plan.machine.reserved)} for "
+        f"the CUDA context and NCCL (an estimate); {plan.machine.name} has {gib(plan.machine.memory)}."
+    )
+    return table(head, lines) + after
+
+
+def _fits(plan: Plan, room: int) -> str:
+    if room < 0:
+        return f"NO, {gib(-room)} too much"
+    return f"{'tight' if room < TIGHT * plan.machine.memory else 'yes'}, {gib(room)} left"
+
+
+def _rank(name: str, rank: RankPlan) -> str:
+    load = f", experts x {HOT:g}" if rank.role.expert_load != 1 else ""
+    return f"{rank.role.rank} ({name}{load})"
+
+
+def _collectives(plan: Plan) -> str:
+    lines = []
+    for name, rank in plan.ranks.items():
+        calls: dict[tuple[str, str, int, str], float] = defaultdict(float)
+        sizes: dict[tuple[str, str, int, str], float] = defaultdict(float)
+        for phase, collective, ranks, count, size in rank.measured.collectives:
+            if len(ranks) == 1:
+                continue
+            per = "an update" if once_an_update(phase, collective) else "a micro-batch"
+            times = 1 if per == "an update" else rank.measured.micro_batches
+            key = (collective.strip("_"), _stride(ranks), len(ranks), per)
+            calls[key] += count / times
+            sizes[key] += size / times
+        for key, each in sorted(calls.items()):
+            collective, stride, number, per = key
+            lines.append([_rank(name, rank), collective, f"{number} {stride}", f"{each:g} {per}", gib(sizes[key])])
+    if not lines:
+        return "No collectives: every group has one rank."
+    return table(["rank", "collective", "group", "calls", "GiB given by the rank"], lines)
+
+
+def _stride(ranks: tuple[int, ...]) -> str:
+    """Where a group's ranks lie."""
+    steps = {right - left for left, right in pairwise(ranks)}
+    return f"ranks, every {steps.pop()}" if len(steps) == 1 and steps != {1} else "neighbours"
+
+
+def _time(plan: Plan) -> str:
+    lines = []
+    for name, rank in plan.ranks.items():
+        per_micro_batch = sum(
+            sum(work.flops.values()) for phase, work in rank.measured.work.items() if phase not in ("reduce", "update")
+        )
+        tera = per_micro_batch / rank.measured.micro_batches / 1e12
+        step = rank.update_seconds * plan.batch.updates
+        lines.append([_rank(name, rank), *map(_short, (tera, rank.update_seconds, rank.communication_seconds, step))])
+    machine = plan.machine
+    head = ["rank", "TFLOP a micro-batch", "s an update", "of it links", "s the updates of a step"]
+    after = (
+        f"\nRoofline of {machine.name}: every operation at {machine.reached_flops:.0%} of the FLOP/s or "
+        f"{machine.reached_bandwidth:.0%} of the bandwidth of the data sheet, nothing fused, nothing overlapped: "
+        "+- 30 %, until it was measured."
+    )
+    return table(head, lines) + after
+
+
+def _rollouts(plan: Plan) -> str:
+    found = plan.rollouts
+    per_token = f"rollouts {found.bytes_per_token / 1024:.0f} KiB of keys and values a token"
+    if found.room is None or found.tokens_in_flight is None:
+        return f"{per_token}; sampled in the trainer itself"
+    if found.room <= 0:
+        return f"{per_token}; the weights alone do NOT fit a server of {found.gpus_per_server} {plan.machine.name}"
+    return (
+        f"{per_token}; a server of {found.gpus_per_server} {plan.machine.name} has {gib(found.room)} GiB a GPU for "
+        f"them: {found.tokens_in_flight} tokens in flight = {found.sequences} sequences of {found.longest} tokens"
+    )
+
+
+def _transfers(plan: Plan) -> str:
+    moved = plan.transfers
+    sync = "sync     none: the engine has the trainer's weights"
+    if moved.sync_seconds is not None:
+        sync = (
+            f"sync     {gib(moved.sync)} GiB a publish, {moved.sync_seconds:.1f} s on one link, "
+            f"{gib(moved.sync_buffer)} GiB of buckets on rank 0"
+        )
+    return f"{sync}\nfiles    {gib(moved.checkpoint)} GiB a checkpoint, {gib(moved.export)} GiB exported"
+
+
+def _verdict(plan: Plan) -> str:
+    if not plan.too_large:
+        tight = " Tight: what is left may go to the allocator." if plan.is_tight else ""
+        return f"Fits {plan.layout.world_size} x {plan.machine.name}.{tight}"
+    return f"Does NOT fit {plan.layout.world_size} x {plan.machine.name}: {', '.join(plan.too_large)}."
+
+
+def candidates_text(candidates: Sequence[Candidate]) -> str:
+    """Settings as a table, with the flags that make them of the configuration."""
+    head = ["layout", "GiB of the fullest rank", "fits", "s the updates of a step", "flags"]
+    lines = []
+    for one in candidates:
+        plan = one.plan
+        fullest, flags = plan.machine.memory - plan.room, " ".join(one.flags) or "(as configured)"
+        lines.append([str(plan.layout), gib(fullest), _fits(plan, plan.room), _short(plan.step_seconds), flags])
+    return table(head, lines)

@@ -1,0 +1,89 @@
+"""One update of a tiny model, by real processes and rehearsed, under the same meter."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.config.layout import Layout, resolve_layout
+from megatron_dppo.config.schema import Config
+from megatron_dppo.hf import model_shape, stream_model
+from megatron_dppo.plan.child import Question
+from megatron_dppo.plan.machine import MACHINES
+from megatron_dppo.plan.rehearse import Role
+from tests.distributed.parity import Case, config_for, hf_config, hf_reference
+from tests.distributed.spawn import run_distributed
+
+MICRO_BATCHES = 2
+
+
+def inputs(case: Case, world_size: int, dtype: str = "fp32") -> tuple[Config, Any, Layout]:
+    """What is rehearsed of a case; replayed routes make the experts equally busy, as a rehearsal takes them to be."""
+    replay = {} if case.dense else {"train": {"router_replay": "rollout"}}
+    config, model = config_for(case, dtype, **replay), hf_config(case.tied, case.dense, case.shared, case.mixed)
+    return config, model, resolve_layout(config, world_size, model_shape(model))
+
+
+def real(case: Case, world_size: int, folder: Path, dtype: str = "fp32") -> list[Any]:
+    """The ``Measured`` of every rank of a real run."""
+    run_distributed(_real_rank, world_size, case, dtype, str(folder))
+    return [pickle.loads((folder / f"real{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _real_rank(rank: int, world_size: int, case: Case, dtype: str, folder: str) -> None:
+    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.platform import Platform
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    loaded = dict(stream_model(hf_reference(case.tied, case.dense, case.shared, case.mixed)))
+    measured = update(*inputs(case, world_size, dtype), loaded, platform)
+    (Path(folder) / f"real{rank}").write_bytes(pickle.dumps(measured))
+    dist.barrier()
+
+
+def update(config: Config, model: Any, layout: Layout, loaded: dict[str, torch.Tensor], platform: Any) -> Any:
+    """The ``Measured`` of the first update of this rank, with these weights; in a process group."""
+    from megatron_dppo.data.packing import RowShape
+    from megatron_dppo.hf import routing_shape
+    from megatron_dppo.losses import policy_objective
+    from megatron_dppo.mcore.setup import initialize_megatron
+    from megatron_dppo.plan.measure import measured_update
+    from megatron_dppo.plan.meter import Meter
+    from megatron_dppo.plan.sample import rows
+    from megatron_dppo.policy.trainer import DictWeights, PolicyTrainer
+
+    class Copies(DictWeights):
+        """Tensors that are gone once they are read, as those of a file."""
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            return super().__getitem__(name).clone()
+
+    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
+    shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
+
+    def build() -> PolicyTrainer:
+        return PolicyTrainer(
+            config=config,
+            hf_config=model,
+            weights=Copies(loaded.items()),
+            layout=layout,
+            groups=groups,
+            platform=platform,
+            optimizer=config.optimizer,
+            total_steps=1,
+        )
+
+    batches = rows(config, shape, routing_shape(model), MICRO_BATCHES)
+    return measured_update(build, batches, policy_objective(config.loss), Meter())
+
+
+def question(case: Case, world_size: int, rank: int, dtype: str = "fp32") -> Question:
+    """One rank of a case, rehearsed as on the CPU."""
+    config, model, layout = inputs(case, world_size, dtype)
+    role = Role(rank=rank, micro_batches=MICRO_BATCHES, as_gpu=False)
+    return Question(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])

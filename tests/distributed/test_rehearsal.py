@@ -1,0 +1,54 @@
+"""The rehearsal of a rank against the rank: memory, collectives and FLOPs of one update of a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.plan.rehearsals import Rehearsals
+from tests.distributed.layouts import CP, EP, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
+from tests.distributed.parity import Case
+from tests.distributed.rehearsal_cases import question, real
+
+pytestmark = pytest.mark.distributed
+TOLERANCE = 0.05
+CASES = [
+    (1, Case(micro_batch_tokens=64), "fp32"),
+    (1, Case(micro_batch_tokens=64, dense=True), "bf16"),
+    (2, Case({**TP, **EP}, micro_batch_tokens=64), "bf16"),
+    (2, Case(PP, micro_batch_tokens=64, transformer=FULL), "fp32"),
+    (2, Case({**CP, **EP}, micro_batch_tokens=64), "fp32"),
+    (2, Case(VPP, micro_batch_tokens=64), "fp32"),
+    (4, Case({**TP, **PP, **EP}, micro_batch_tokens=64), "fp32"),
+    (4, Case({**TP, **ETP, **OVERLAP}, micro_batch_tokens=64, transformer=SELECTIVE), "fp32"),
+]
+
+
+@pytest.fixture(scope="module")
+def rehearsals() -> Iterator[Rehearsals]:
+    with Rehearsals(2) as rehearsals:
+        yield rehearsals
+
+
+@pytest.mark.parametrize(("world_size", "case", "dtype"), CASES)
+def test_a_rehearsed_rank_is_like_the_real_one(
+    world_size: int, case: Case, dtype: str, tmp_path: Path, rehearsals: Rehearsals
+) -> None:
+    real_ranks = real(case, world_size, tmp_path, dtype)
+    compared = sorted({0, world_size - 1})
+    answers = rehearsals.ask([question(case, world_size, rank, dtype) for rank in compared])
+    for rank, found in zip(compared, answers, strict=True):
+        expected = real_ranks[rank]
+        for part in ("weights", "gradients", "optimizer"):
+            assert found.static[part] == expected.static[part], part
+        assert found.peak.total == pytest.approx(expected.peak.total, rel=TOLERANCE)
+        assert found.start_peak.total == pytest.approx(expected.start_peak.total, rel=TOLERANCE)
+        assert found.peak.phase == expected.peak.phase
+        activations = sum(expected.peak.by_phase.values()) - sum(expected.static.values())
+        assert found.peak.total - sum(found.static.values()) == pytest.approx(activations, rel=TOLERANCE)
+        assert found.collectives == expected.collectives
+        for phase in ("forward", "head", "backward"):
+            if phase in expected.work:
+                assert found.work[phase].flops == expected.work[phase].flops, phase

@@ -1,0 +1,89 @@
+"""The plan of a small run against what the device's allocator says of its first update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.config.layout import resolve_layout
+from megatron_dppo.platform import Platform
+from tests.gpu.checks import Result
+
+TOKENS = 2048
+PLAIN, ENGINE = 0.05, 0.3
+"""Bounds on the part by which the peak differs; Transformer Engine keeps other activations than what is rehearsed."""
+_SIZES = dict(
+    vocab_size=16384,
+    hidden_size=512,
+    intermediate_size=1024,
+    moe_intermediate_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    max_position_embeddings=4096,
+)
+
+
+def check(device: torch.device) -> Iterator[Result]:
+    """Peak memory of start and first update, without and with recomputation."""
+    platform = Platform.detect(0, force_cpu=device.type == "cpu")
+    from megatron_dppo.mcore.compat import apply_shims
+
+    apply_shims(platform)
+    from megatron.core import parallel_state
+
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine
+    from megatron_dppo.plan.rehearsals import Rehearsals
+    from tests.distributed.layouts import FULL
+
+    bound = ENGINE if platform.is_cuda and has_transformer_engine() else PLAIN
+    with TemporaryDirectory() as folder, Rehearsals(1) as rehearsals:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group(platform.backend, store=store, rank=0, world_size=1)
+        try:
+            for name, transformer in (("plain", {}), ("full recompute", FULL)):
+                planned, measured = _peaks(transformer, platform, rehearsals)
+                parallel_state.destroy_model_parallel()
+                gib = f"{planned / 2**30:.3f} GiB planned, {measured / 2**30:.3f} measured"
+                yield Result(f"peak, {name}: {gib}", abs(measured / planned - 1), bound)
+        finally:
+            dist.destroy_process_group()
+
+
+def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> tuple[int, int]:
+    """Bytes by the plan, and by the device."""
+    from megatron_dppo.hf import build_hf_model, model_shape, stream_model
+    from megatron_dppo.plan.child import Question
+    from megatron_dppo.plan.machine import MACHINES
+    from megatron_dppo.plan.rehearse import Role
+    from tests.distributed.parity import Case, config_for, hf_config
+    from tests.distributed.rehearsal_cases import MICRO_BATCHES, update
+
+    model = hf_config(tied=False)
+    for name, size in _SIZES.items():
+        setattr(model, name, size)
+    case = Case(micro_batch_tokens=TOKENS, transformer=transformer)
+    sizes = {"data": {"train": "unused", "max_prompt_tokens": TOKENS // 2}, "train": {"router_replay": "rollout"}}
+    config = config_for(case, "bf16", **sizes, rollout={"max_new_tokens": TOKENS // 2})
+    layout = resolve_layout(config, 1, model_shape(model))
+    role = Role(rank=0, micro_batches=MICRO_BATCHES, as_gpu=platform.is_cuda)
+    question = Question(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])
+    (plan,) = rehearsals.ask([question])
+    loaded = dict(stream_model(build_hf_model(model, torch.float32, seed=0)))
+    before = 0
+    if platform.is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    found = update(config, model, layout, loaded, platform)
+    measured = torch.cuda.max_memory_allocated() - before if platform.is_cuda else _highest(found)
+    return _highest(plan), measured
+
+
+def _highest(measured: Any) -> int:
+    """At the start or in the update."""
+    return int(max(measured.peak.total, measured.start_peak.total))

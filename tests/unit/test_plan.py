@@ -1,0 +1,265 @@
+"""``megatron-dppo plan``: closed-form numbers, every example, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_dppo.cli.main import main
+from megatron_dppo.config.io import load_config
+from megatron_dppo.config.layout import resolve_layout
+from megatron_dppo.errors import CheckpointError, PlanError
+from megatron_dppo.hf import model_shape
+from megatron_dppo.plan.answers import Answers
+from megatron_dppo.plan.arithmetic import rollouts, transfers
+from megatron_dppo.plan.batch import batch_of
+from megatron_dppo.plan.machine import MACHINES, machine_named
+from megatron_dppo.plan.meter import Meter
+from megatron_dppo.plan.models import model_config, parameter_counts
+from megatron_dppo.plan.plan import Model, Plan, make_plan
+from megatron_dppo.plan.rehearsals import Rehearsals
+from megatron_dppo.plan.roles import roles
+from megatron_dppo.plan.search import AXES, RECOMPUTE, Search, axes_of, least_bytes
+from megatron_dppo.plan.text import as_text, candidates_text
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+H100, GIB = MACHINES["h100"], 2**30
+PARAMETERS = 30_532_122_624  # of Qwen3-30B-A3B, as its model card counts them: 30.5 B
+
+
+def big(*overrides: str) -> Any:
+    return load_config(EXAMPLES / "qwen3_30b_a3b/dppo.toml", overrides)
+
+
+def layout_of(config: Any, world_size: int) -> Any:
+    return resolve_layout(config, world_size, model_shape(model_config(config.model.path)[0]))
+
+
+@pytest.fixture(scope="module")
+def rehearsals() -> Iterator[Rehearsals]:
+    with Rehearsals(2) as rehearsals:
+        yield rehearsals
+
+
+@pytest.fixture(scope="module")
+def plan_of_30b(rehearsals: Rehearsals) -> Plan:
+    return make_plan(big(), 32, H100, rehearsals, kinds=["all"])
+
+
+def test_what_a_rank_of_the_30b_example_keeps_is_what_a_hand_computes(plan_of_30b: Plan) -> None:
+    """TP2 EP8 on 32 GPUs: dense weights are split by 2, experts by 8; optimizer state by 16 and by 4."""
+    vocabulary = 2 * 151936 // 2 * 2048
+    attention = (32 + 2 * 4) * 128 * 2048 // 2 + 32 * 128 * 2048 // 2
+    norms, router = 2 * 2048 + 2 * 128, 128 * 2048
+    dense = vocabulary + 48 * (attention + norms + router) + 2048
+    experts = 48 * 128 // 8 * 3 * 2048 * 768
+    static = plan_of_30b.ranks["all"].measured.static
+    assert static["weights"] == 2 * (dense + experts)
+    assert static["gradients"] == pytest.approx(4 * (dense + experts), rel=1e-4)  # buckets are padded
+    assert static["optimizer"] == pytest.approx(12 * (dense // 16 + experts // 4), rel=1e-4)
+
+
+def test_the_flops_of_the_30b_example_are_what_a_hand_computes(plan_of_30b: Plan) -> None:
+    tokens = 17408
+    attention = (32 + 2 * 4) * 128 * 2048 + 32 * 128 * 2048
+    experts, router = 8 * 3 * 2048 * 768, 2 * 128 * 2048  # the router's weight is on both ranks
+    scores = 4 * tokens * 32 * 128 / 2  # of a token, half of them masked
+    forward = 48 * tokens * (2 * (attention + experts + router) + scores) / 2
+    work = plan_of_30b.ranks["all"].measured.work
+    assert sum(work["forward"].flops.values()) == pytest.approx(forward, rel=0.01)
+    assert sum(work["head"].flops.values()) == pytest.approx(3 * 2 * tokens * 2048 * 151936 / 2, rel=0.01)
+    # Recomputed once, then twice the products, and five in place of two of attention.
+    extra = 48 * tokens * scores * 0.5 / 2
+    assert sum(work["backward"].flops.values()) == pytest.approx(3 * forward + extra, rel=0.01)
+
+
+def test_the_collectives_of_the_30b_example_are_what_a_hand_computes(plan_of_30b: Plan) -> None:
+    sent = 17408 // 2 * 8 * (2048 * 2 + 4)  # each token to 8 experts, with a weight in fp32
+    back = 17408 // 2 * 8 * 2048 * 2
+    calls = {
+        (phase, name): (count, size)
+        for phase, name, ranks, count, size in plan_of_30b.ranks["all"].measured.collectives
+        if name == "alltoall_base"
+    }
+    assert calls["forward", "alltoall_base"] == (48 * 3, 48 * (sent + back))
+    assert calls["backward", "alltoall_base"] == (2 * 48 * 3, 2 * 48 * (sent + back))
+
+
+def test_the_30b_example_fits_32_h100(plan_of_30b: Plan) -> None:
+    plan = plan_of_30b
+    text = as_text(plan)
+    assert "Fits 32 x h100." in text and "sizes are those that the package knows" in text
+    assert (plan.model.parameters, plan.model.expert_parameters) == (PARAMETERS, 48 * 128 * 3 * 2048 * 768)
+
+
+def test_what_48_layers_need_follows_from_a_few(plan_of_30b: Plan, rehearsals: Rehearsals) -> None:
+    few = make_plan(big(), 32, H100, rehearsals, kinds=["all"], few_layers=True).ranks["all"].measured
+    whole = plan_of_30b.ranks["all"].measured
+    assert few.static == pytest.approx(whole.static, rel=1e-4)
+    assert few.collectives == whole.collectives and few.peaks.keys() == whole.peaks.keys()
+    for phase, peak in whole.peaks.items():
+        assert few.peaks[phase].total == pytest.approx(peak.total, rel=1e-3), phase
+    for phase, work in whole.work.items():
+        assert few.work[phase].flops == pytest.approx(work.flops, rel=1e-6), phase
+        assert few.work[phase].seconds == pytest.approx(work.seconds, rel=1e-3), phase
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (64, ["--pipeline-model-parallel-size=2", "--context-parallel-size=2"]),
+        (1024, ["--pipeline-model-parallel-size=2", "--tensor-model-parallel-size=4"]),
+    ],
+)
+def test_layouts_that_no_test_can_run_are_rehearsed(
+    world_size: int, flags: Sequence[str], rehearsals: Rehearsals
+) -> None:
+    config = big(*flags, "--rollout.prompts_per_step=1024")
+    plan = make_plan(config, world_size, H100, rehearsals, kinds=["last"], few_layers=True)
+    (last,) = plan.ranks.values()
+    row = 17408 // plan.layout.tp // plan.layout.cp * 2048 * 2  # bf16, split by sequence and context parallelism
+    sent = [(calls, size) for _, name, _, calls, size in last.measured.collectives if name == "send" and size >= row]
+    assert last.role.rank == world_size // 2 and plan.too_large == []
+    assert sent and all(size % row <= 24 * calls for calls, size in sent)  # and the shape of each, three int64
+
+
+@pytest.mark.parametrize("name", ["dppo", "sglang", "vllm"])
+def test_the_small_examples_are_planned(name: str, rehearsals: Rehearsals) -> None:
+    plan = make_plan(load_config(EXAMPLES / f"chain_sum/{name}.toml"), 2, H100, rehearsals)
+    assert set(plan.ranks) == {"all", "hot"} and "Fits 2 x h100." in as_text(plan)
+
+
+def test_a_search_ranks_what_fits_by_time(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(EXAMPLES / "qwen3_30b_a3b/dppo.toml"), "--world-size", "32", "--search"]
+    assert main([*arguments, "tensor_model_parallel_size=2,4", "recompute=full,none"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    fits, seconds = ([line.split("|")[i].strip() for line in lines] for i in (3, 4))
+    assert len(lines) == 4 and "(as configured)" in "".join(lines)
+    assert fits[0].startswith("yes") and fits[-1].startswith("NO")
+    fast = [float(s) for s, fit in zip(seconds, fits, strict=True) if fit.startswith("yes")]
+    assert len(fast) == 2 and fast == sorted(fast)
+
+
+def test_what_does_not_fit_is_said_with_the_nearest_settings_that_do(rehearsals: Rehearsals) -> None:
+    small = replace(H100, name="half", memory=42 * GIB)
+
+    def load(flags: Sequence[str]) -> Any:
+        return big(*flags)
+
+    plan = make_plan(big(), 32, small, rehearsals, kinds=["all"], few_layers=True)
+    assert plan.too_large == ["all"]
+    assert "NO, " in as_text(plan) and "Does NOT fit 32 x half: all." in as_text(plan)
+    (nearest,) = Search(load, 32, small, rehearsals).nearest(1)
+    assert len(nearest.flags) == 1 and nearest.plan.room > 4.2 * GIB and nearest.flags[0] in candidates_text([nearest])
+
+
+def test_the_axes_of_a_search() -> None:
+    assert axes_of([]) == AXES
+    assert axes_of(["--tensor_model_parallel_size=1,2", "train.micro_batch_tokens=17408"]) == {
+        "tensor-model-parallel-size": ["1", "2"],
+        "train.micro_batch_tokens": ["17408"],
+    }
+    for text, message in (("tp", "expected KEY=VALUE,VALUE"), ("recompute=some", "'some' is none of full, selective")):
+        with pytest.raises(PlanError, match=message):
+            axes_of([text])
+    assert big(*RECOMPUTE["none"]).model.transformer == {}
+    assert big(*RECOMPUTE["full"]) == big()
+
+
+def test_the_least_that_a_rank_needs() -> None:
+    config, model = big(), Model.of(big())
+    dense = PARAMETERS - model.expert_parameters
+    assert least_bytes(config, model, layout_of(config, 32)) == pytest.approx(
+        6 * (dense / 2 + model.expert_parameters / 8) + 12 * PARAMETERS / 32, abs=100
+    )
+
+
+def test_a_pipeline_has_three_kinds_of_ranks_and_busy_experts() -> None:
+    layout = layout_of(big("--pipeline-model-parallel-size", "4"), 64)
+    found = roles(layout, has_experts=True)
+    assert {name: role.rank for name, role in found.items()} == {"first": 0, "middle": 32, "last": 48, "hot": 0}
+    assert found["hot"].expert_load == 3.0 and found["first"].micro_batches == 4
+    assert list(roles(layout, has_experts=True, kinds=["last"])) == ["last"]
+    with pytest.raises(PlanError, match="--rank-kinds all: this layout has first, middle, last, hot"):
+        roles(layout, has_experts=True, kinds=["all"])
+
+
+def test_the_key_value_cache_of_the_30b_example() -> None:
+    config = big()
+    found = rollouts(config, model_config(config.model.path)[0], PARAMETERS, H100)
+    assert found.bytes_per_token == 2 * 48 * 4 * 128 * 2 == 98304
+    room = round(H100.memory * 0.85 - PARAMETERS)  # two GPUs, two bytes
+    assert (found.gpus_per_server, found.room, found.tokens_in_flight) == (2, room, 2 * room // 98304)
+
+
+def test_sync_and_checkpoint_bytes() -> None:
+    config = big()
+    found = transfers(config, PARAMETERS, H100)
+    assert (found.sync, found.checkpoint, found.sync_buffer) == (2 * PARAMETERS, 14 * PARAMETERS, 2 * GIB)
+
+
+def test_the_batch_arithmetic() -> None:
+    config = big()
+    found = batch_of(config, layout_of(config, 32))
+    assert (found.samples, found.samples_per_update, found.updates) == (4096, 32, 8)
+    assert found.micro_batches == -(-32 * found.mean_tokens // 17408)
+
+
+def test_the_parameters_of_the_known_model() -> None:
+    config, note = model_config("/nowhere/Qwen3-30B-A3B")
+    assert parameter_counts(config)[0] == PARAMETERS and note is not None
+    with pytest.raises(CheckpointError, match="not a Hugging Face folder"):
+        model_config("/nowhere/other")
+
+
+def test_a_machine_that_is_not_in_the_table() -> None:
+    with pytest.raises(PlanError, match="expected one of h100, h200"):
+        machine_named("b200")
+
+
+def test_the_time_of_collectives() -> None:
+    node, links = tuple(range(8)), H100.reached_bandwidth
+    assert H100.seconds_of_collective("allreduce", node, 10**9) == pytest.approx(1.75e9 / 450e9 / links)
+    assert H100.seconds_of_collective("alltoall_base", (0, 8), 10**9) == pytest.approx(0.5e9 / 50e9 / links)
+    assert H100.seconds_of_collective("allreduce", (0,), 10**9) == 0
+    with pytest.raises(PlanError, match="no cost for the collective gossip"):
+        H100.seconds_of_collective("gossip", node, 1)
+
+
+def test_a_place_without_an_answer_is_named() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), Answers():
+        tensor = torch.ones(3)
+        with pytest.raises(PlanError, match=r"test_plan\.py:\d+ .* reads a value of the device"):
+            float(tensor.sum())
+        with pytest.raises(PlanError, match="aten::nonzero, whose size depends on data"):
+            tensor.nonzero()
+
+
+def test_the_meter_follows_storages() -> None:
+    with Meter() as meter:
+        first = torch.zeros(256)
+        view = first[:10]
+        with meter.during("later"):
+            second = torch.zeros(512)
+        assert meter.now == 4 * 768 and meter.of_phase("later") == 2048
+        del first
+        assert meter.now == 4 * 768  # the view holds it
+        del view, second
+        assert meter.now == 0
+    assert meter.peak.total == 4 * 768 and meter.peak.by_phase == {"start": 1024, "later": 2048}
+
+
+def test_the_meter_follows_storages_that_change_in_place() -> None:
+    with Meter() as meter:
+        tensor = torch.zeros(256)
+        tensor.untyped_storage().resize_(0)
+        assert meter.now == 0
+        tensor.untyped_storage().resize_(4096)
+        assert meter.now == meter.peak.total == 4096
+    assert torch.zeros(4).untyped_storage().resize_(0).nbytes() == 0 and meter.now == 4096
