@@ -49,11 +49,13 @@ def run_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_dppo.plan.plan import make_plan
     from megatron_dppo.plan.rehearsals import Rehearsals
     from megatron_dppo.plan.search import Search
-    from megatron_dppo.plan.text import as_text, candidates_text
+    from megatron_dppo.plan.text import as_text
 
     for name, value in (("--world-size", options.world_size), ("--jobs", options.jobs)):
         if value < 1:
             raise PlanError(f"{name} {value}: expected at least 1")
+    if options.search is not None and options.rank_kinds:
+        raise PlanError("--rank-kinds with --search: a search rehearses the ranks that need most; leave one out")
     machine = machine_named(options.machine)
 
     def load(flags: Sequence[str]) -> Config:
@@ -66,9 +68,18 @@ def run_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(as_text(plan), flush=True)
         if not plan.too_large:
             return 0
-        nearest = list(Search(load, options.world_size, machine, rehearsals).nearest(_NEAREST))
-        print("\nNearest settings that fit:\n" + candidates_text(nearest) if nearest else "\nNo setting that fits.")
+        print(_nearest(Search(load, options.world_size, machine, rehearsals)))
         return 1
+
+
+def _nearest(search: Search) -> str:
+    from megatron_dppo.plan.text import candidates_text
+
+    try:
+        nearest = list(search.nearest(_NEAREST))
+    except PlanError:
+        nearest = []
+    return f"\nNearest settings that fit:\n{candidates_text(nearest)}" if nearest else "\nNo other settings fit."
 
 
 def _search(search: Search, texts: Sequence[str]) -> int:
@@ -81,4 +92,4 @@ def _search(search: Search, texts: Sequence[str]) -> int:
     found = search.all(axes_of(texts), told)
     print("\r", end="", file=sys.stderr)
     print(candidates_text(found))
-    return 0 if found[0].plan.room >= 0 else 1
+    return 1 if any(found[0].order[:2]) else 0

@@ -71,18 +71,16 @@ class Rehearsals:
         return answers
 
     def _ask(self, question: Question) -> Any:
-        process = self._idle.get()
+        process = self._idle.get() or self._start()
+        assert process.stdin is not None and process.stdout is not None
         try:
-            if process is None:
-                process = self._start()
-            assert process.stdin is not None and process.stdout is not None
             pickle.dump(question, process.stdin)
             process.stdin.flush()
             answer = pickle.load(process.stdout)  # from our own process
         except (EOFError, BrokenPipeError) as error:
-            raise PlanError(f"a rehearsal's process ended: exit code {process and process.wait()}") from error
-        finally:
-            self._idle.put(process)
+            self._idle.put(None)
+            raise PlanError(f"the process of a rehearsal ended with exit code {process.wait()}") from error
+        self._idle.put(process)
         if isinstance(answer, str):
             raise PlanError(f"rank {question.role.rank} of {question.layout} cannot be rehearsed: {answer}")
         return answer

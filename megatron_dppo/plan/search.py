@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ConfigError, PlanError
+from megatron_dppo.errors import ConfigError, PlanError, UserError
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.plan import TIGHT, Model, Plan, make_plan
 from megatron_dppo.plan.rehearsals import Rehearsals
@@ -44,11 +44,20 @@ AXES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that could run."""
+    """Settings whose layout divides as it should."""
 
     flags: Flags
     """beyond the configuration as it is"""
-    plan: Plan
+    plan: Plan | None
+    reason: str = ""
+    """why there is no plan"""
+
+    @property
+    def order(self) -> tuple[bool, bool, bool, float]:
+        """What fits with room to spare, what fits, what does not, what cannot run; each the fastest first."""
+        if self.plan is None:
+            return True, True, True, 0.0
+        return False, self.plan.room < 0, self.plan.is_tight, self.plan.step_seconds
 
 
 def axes_of(texts: Sequence[str]) -> Mapping[str, Sequence[str]]:
@@ -88,31 +97,30 @@ class Search:
         self._model = Model.of(self._as_it_is)
 
     def all(self, axes: Mapping[str, Sequence[str]], told: Callable[[int, int], None]) -> list[Candidate]:
-        """Every combination that can run and whose static part fits, the fastest of those that fit as a whole first.
+        """Every combination whose layout can run and whose static part fits, in ``Candidate.order``.
 
         Args:
             axes: values by key; see ``axes_of``.
             told: is called with the number of combinations that are rehearsed, and of those that were so far.
 
         Raises:
-            UserError: nothing can run, or a rank cannot be rehearsed.
+            PlanError: there is none.
         """
         possible = self._possible(axes, self._machine.memory)
-        if not possible:
-            raise PlanError(
-                f"no combination of {', '.join(axes)} can run on {self._world_size} processes with weights, gradients "
-                f"and optimizer that fit {self._machine.name}"
-            )
         found: list[Candidate] = []
         for flags in possible:
             told(len(possible), len(found))
             found.append(self._candidate(flags))
-        return sorted(found, key=lambda one: (one.plan.room < 0, one.plan.is_tight, one.plan.step_seconds))
+        return sorted(found, key=lambda one: one.order)
 
     def nearest(self, count: int) -> Iterator[Candidate]:
-        """Up to ``count`` that fit with room to spare, those that change the fewest settings first."""
+        """Up to ``count`` that fit with room to spare, those that change the fewest settings first.
+
+        Raises:
+            PlanError: no combination has room for what it keeps.
+        """
         possible = sorted(self._possible(AXES, round((1 - TIGHT) * self._machine.memory)), key=len)
-        fitting = (one for one in map(self._candidate, possible) if one.plan.room >= 0 and not one.plan.is_tight)
+        fitting = (one for one in map(self._candidate, possible) if not any(one.order[:3]))
         return itertools.islice(fitting, count)
 
     def _candidate(self, flags: Flags) -> Candidate:
@@ -121,24 +129,35 @@ class Search:
         kinds = roles(layout, self._model.shape.num_experts is not None)
         # The rank with busy experts needs all that the others of its stage need; stages in the middle need less.
         needed = [kind for kind in kinds if kind == "last" or ("hot" in kinds) == (kind == "hot")]
-        plan = make_plan(
-            config, world_size, self._machine, self._rehearsals, model=self._model, kinds=needed, few_layers=True
-        )
+        try:
+            plan = make_plan(
+                config, world_size, self._machine, self._rehearsals, model=self._model, kinds=needed, few_layers=True
+            )
+        except UserError as error:
+            return Candidate(flags, None, str(error))
         return Candidate(flags, plan)
 
     def _possible(self, axes: Mapping[str, Sequence[str]], memory: int) -> list[Flags]:
-        """Flags of the combinations whose layout can run in so many bytes, without flags that change nothing."""
+        """Flags of the combinations whose layout can run in so many bytes, without flags that change nothing.
+
+        Raises:
+            PlanError: there is none, with what is against the last one.
+        """
         found: dict[str, Flags] = {}
+        refused = f"weights, gradients and optimizer alone do not fit {self._machine.name}"
         for values in itertools.product(*axes.values()):
             flags = tuple(itertools.chain.from_iterable(map(_flags, axes, values)))
             try:
                 config = self._load(flags)
                 layout = resolve_layout(config, self._world_size, self._model.shape)
-            except ConfigError:
+            except ConfigError as error:
+                refused = str(error)
                 continue
             if least_bytes(config, self._model, layout) + self._machine.reserved <= memory:
                 needed = self._changes(flags)
                 found.setdefault(str(sorted(needed)), needed)
+        if not found:
+            raise PlanError(f"no combination of {', '.join(axes)} can run on {self._world_size} processes: {refused}")
         return list(found.values())
 
     def _changes(self, flags: Flags) -> Flags:

@@ -167,7 +167,10 @@ def candidates_text(candidates: Sequence[Candidate]) -> str:
     head = ["layout", "GiB of the fullest rank", "fits", "s the updates of a step", "flags"]
     lines = []
     for one in candidates:
-        plan = one.plan
-        fullest, flags = plan.machine.memory - plan.room, " ".join(one.flags) or "(as configured)"
+        plan, flags = one.plan, " ".join(one.flags) or "(as configured)"
+        if plan is None:
+            lines.append(["", "", f"cannot run: {one.reason.strip().splitlines()[-1]:.100}", "", flags])
+            continue
+        fullest = plan.machine.memory - plan.room
         lines.append([str(plan.layout), gib(fullest), _fits(plan, plan.room), _short(plan.step_seconds), flags])
     return table(head, lines)

@@ -19,7 +19,7 @@ from megatron_dppo.hf import model_shape
 from megatron_dppo.plan.answers import Answers
 from megatron_dppo.plan.arithmetic import rollouts, transfers
 from megatron_dppo.plan.batch import batch_of
-from megatron_dppo.plan.machine import MACHINES, machine_named
+from megatron_dppo.plan.machine import MACHINES, Machine, machine_named
 from megatron_dppo.plan.meter import Meter
 from megatron_dppo.plan.models import model_config, parameter_counts
 from megatron_dppo.plan.plan import Model, Plan, make_plan
@@ -156,7 +156,26 @@ def test_what_does_not_fit_is_said_with_the_nearest_settings_that_do(rehearsals:
     assert plan.too_large == ["all"]
     assert "NO, " in as_text(plan) and "Does NOT fit 32 x half: all." in as_text(plan)
     (nearest,) = Search(load, 32, small, rehearsals).nearest(1)
+    assert nearest.plan is not None
     assert len(nearest.flags) == 1 and nearest.plan.room > 4.2 * GIB and nearest.flags[0] in candidates_text([nearest])
+
+
+def test_a_search_without_a_combination_that_can_run_says_what_is_against_it(rehearsals: Rehearsals) -> None:
+    def search(machine: Machine = H100) -> Search:
+        return Search(lambda flags: big(*flags), 32, machine, rehearsals)
+
+    for axis, message in (
+        ("train.micro_batch_token=1", r"train.micro_batch_token = 1: unknown key; did you mean 'micro_batch_tokens'"),
+        ("tensor-model-parallel-size=3", "3 .* does not divide the 32 processes"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            search().all(axes_of([axis]), lambda total, done: None)
+    with pytest.raises(PlanError, match="weights, gradients and optimizer alone do not fit half"):
+        search(replace(H100, name="half", memory=20 * GIB)).all(axes_of(["recompute=full"]), lambda total, done: None)
+    # Megatron says so, once it is built; the others are ranked all the same.
+    (one,) = search().all(axes_of(["moe-token-dispatcher-type=allgather"]), lambda total, done: None)
+    assert one.plan is None and "plan with moe_token_dispatcher_type = 'alltoall'" in one.reason
+    assert "cannot run: " in candidates_text([one])
 
 
 def test_the_axes_of_a_search() -> None:
