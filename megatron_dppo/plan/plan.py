@@ -122,7 +122,8 @@ def make_plan(
     """
     model = model or Model.of(config)
     layout = resolve_layout(config, world_size, model.shape)
-    batch, moved = batch_of(config, layout), transfers(config, model.parameters, machine)
+    batch = batch_of(config, layout)
+    moved = transfers(config, model.parameters, model.expert_parameters, layout, machine)
     chosen = roles(layout, model.shape.num_experts is not None, None if kinds is None else list(kinds))
     found = rehearsals.ask(
         [
@@ -138,7 +139,7 @@ def make_plan(
         model=model,
         batch=batch,
         ranks={
-            name: _rank_plan(role, measured, batch, layout, machine, moved.sync_buffer)
+            name: _rank_plan(role, measured, batch, layout, machine, moved)
             for (name, role), measured in zip(chosen.items(), found, strict=True)
         },
         rollouts=rollouts(config, model.hf_config, model.parameters, machine),
@@ -155,7 +156,9 @@ def once_an_update(phase: str, collective: str) -> bool:
     return phase in _ONCE or "coalesced" in collective
 
 
-def _rank_plan(role: Role, measured: Measured, batch: Batch, layout: Layout, machine: Machine, sync: int) -> RankPlan:
+def _rank_plan(
+    role: Role, measured: Measured, batch: Batch, layout: Layout, machine: Machine, moved: Transfers
+) -> RankPlan:
     times = batch.micro_batches / measured.micro_batches
     compute = sum(work.seconds * (1 if phase in _ONCE else times) for phase, work in measured.work.items())
     communication = sum(
@@ -164,9 +167,9 @@ def _rank_plan(role: Role, measured: Measured, batch: Batch, layout: Layout, mac
     )
     # The pipeline fills and drains: pp - 1 micro-batches' time in which a stage waits.
     bubble = 1 + (layout.pp - 1) / (layout.vpp * batch.micro_batches)
-    # Buckets of the sync are there between updates, when activations are not.
-    static = sum(measured.static.values())
-    peak = max(measured.peak.total, measured.start_peak.total, static + (sync if role.rank == 0 else 0))
+    # Buffers of sync and checkpoint are there between updates, when activations are not.
+    between = sum(measured.static.values()) + max(moved.sync_buffer if role.rank == 0 else 0, moved.save_buffer)
+    peak = max(measured.peak.total, measured.start_peak.total, between)
     return RankPlan(
         role=role,
         measured=measured,

@@ -56,7 +56,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    head = ["GiB of rank", *STATIC, "activations", *_PARTS, "rest", "peak", "in", "with CUDA and NCCL", "fits"]
+    head = ["GiB of rank", *STATIC, "activations", *_PARTS, "rest", "peak", "in", "with all", "fits"]
     lines = []
     for name, rank in plan.ranks.items():
         peak = rank.measured.peak
@@ -68,8 +68,9 @@ def _memory(plan: Plan) -> str:
         lines.append([_rank(name, rank), *map(gib, sizes), gib(peak.total), peak.phase, gib(rank.total), fits])
     start = max((rank.measured.start_peak.total for rank in plan.ranks.values()), default=0)
     after = (
-        f"\nWhile model and optimizer are built: {gib(start)}. Last but one column: + {gib(plan.machine.reserved)} for "
-        f"the CUDA context and NCCL (an estimate); {plan.machine.name} has {gib(plan.machine.memory)}."
+        f"\nWhile model and optimizer are built: {gib(start)}. With all: the highest of that, of an update and of "
+        f"saving, and {gib(plan.machine.reserved)} for the CUDA context and NCCL (an estimate); {plan.machine.name} "
+        f"has {gib(plan.machine.memory)}."
     )
     return table(head, lines) + after
 
@@ -152,7 +153,9 @@ def _transfers(plan: Plan) -> str:
             f"sync     {gib(moved.sync)} GiB a publish, {moved.sync_seconds:.1f} s on one link, "
             f"{gib(moved.sync_buffer)} GiB of buckets on rank 0"
         )
-    return f"{sync}\nfiles    {gib(moved.checkpoint)} GiB a checkpoint, {gib(moved.export)} GiB exported"
+    files = f"files    {gib(moved.checkpoint)} GiB a checkpoint, {gib(moved.export)} GiB exported"
+    saving = f"{gib(moved.save_buffer)} GiB on each GPU and {gib(moved.save_host)} GiB of host memory a rank"
+    return f"{sync}\n{files}; while a checkpoint is written: {saving}"
 
 
 def _verdict(plan: Plan) -> str:
