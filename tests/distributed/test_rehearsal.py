@@ -45,7 +45,8 @@ def test_a_rehearsed_rank_is_like_the_real_one(
             assert found.static[part] == expected.static[part], part
         assert found.peak.total == pytest.approx(expected.peak.total, rel=TOLERANCE)
         assert found.start_peak.total == pytest.approx(expected.start_peak.total, rel=TOLERANCE)
-        assert found.peak.phase == expected.peak.phase
+        # Two parts may be nearly equal, and what gloo still holds differs from run to run.
+        assert expected.peaks[found.peak.phase].total == pytest.approx(expected.peak.total, rel=TOLERANCE)
         activations = sum(expected.peak.by_phase.values()) - sum(expected.static.values())
         assert found.peak.total - sum(found.static.values()) == pytest.approx(activations, rel=TOLERANCE)
         assert found.collectives == expected.collectives
