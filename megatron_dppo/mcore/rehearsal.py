@@ -32,13 +32,10 @@ class Replacement:
     """One thing that differs from a run."""
 
     apply: Callable[[Assumptions], None]
+    """for the rest of the process; before any process group is built and after ``apply_shims``"""
     reason: str
-
-
-def replace_for_rehearsal(assumed: Assumptions) -> None:
-    """Apply all replacements; before any process group is built and after ``apply_shims``."""
-    for replacement in REPLACEMENTS:
-        replacement.apply(assumed)
+    as_gpu: bool = False
+    """only when a GPU is rehearsed, and not the CPU of a test"""
 
 
 def phases_of_schedule() -> list[tuple[Any, str, str]]:

@@ -25,15 +25,27 @@ from megatron_dppo.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Read:
-    """One place that reads a value."""
+class Place:
+    """A function of the program."""
 
     file: str
     """end of its path"""
     function: str
+    reason: str
+    """why the answer for it is right"""
+
+    def is_at(self, frame: FrameType) -> bool:
+        """Whether the frame is of this function."""
+        code = frame.f_code
+        return code.co_name == self.function and code.co_filename.endswith(self.file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read(Place):
+    """One place that reads a value."""
+
     answer: Callable[[FrameType, Tensor], float]
     """by the frame of the place and the element that is read"""
-    reason: str
 
 
 def _always(value: float) -> Callable[[FrameType, Tensor], float]:
@@ -89,14 +101,11 @@ READS: Sequence[Read] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class Size(Place):
     """One operation whose result has as many elements as the data say."""
 
-    file: str
-    function: str
     operation: str
     count: Callable[[FrameType], int]
-    reason: str
 
 
 SIZES: Sequence[Size] = (
@@ -148,7 +157,7 @@ class Answers(TorchDispatchMode):
 def _read(element: Tensor) -> float:
     frame = _caller()
     for read in READS:
-        if frame.f_code.co_name == read.function and frame.f_code.co_filename.endswith(read.file):
+        if read.is_at(frame):
             return read.answer(frame, element)
     raise _unknown("a value of the device")
 
@@ -161,8 +170,7 @@ def _by_position(indices: Sequence[Tensor | None]) -> bool:
 def _sized(name: str, args: Sequence[Any]) -> Tensor:
     frame = _caller()
     for size in SIZES:
-        place = frame.f_code.co_name, name
-        if place == (size.function, size.operation) and frame.f_code.co_filename.endswith(size.file):
+        if size.operation == name and size.is_at(frame):
             return args[0].new_empty(size.count(frame))
     raise _unknown(f"{name}, whose size depends on data")
 

@@ -95,24 +95,36 @@ def transfers(config: Config, parameters: int, expert_parameters: int, layout: L
     sent = parameters * size
     served, sync = config.rollout.engine != "local", config.rollout.weight_sync
     link = machine.network_bandwidth * machine.reached_bandwidth
-    state = 12 if size == 2 else 8  # fp32 copy (bf16 only) and two moments
+    held = buffers(parameters, expert_parameters, layout)
     return Transfers(
         sync=sent,
         sync_seconds=sent / link if served else None,
         sync_buffer=2 * sync.bucket_megabytes * 2**20 if served else 0,
-        checkpoint=parameters * (size + state),
+        checkpoint=parameters * (size + optimizer_bytes(config)),
         export=sent,
-        save_buffer=max(_gathered(config, *part) for part in _buffers(parameters, expert_parameters, layout)),
-        save_host=_SAVE_HOST * sum(count for count, _ in _buffers(parameters, expert_parameters, layout)),
+        save_buffer=max(_gathered(config, *buffer) for buffer in held),
+        save_host=_SAVE_HOST * sum(count for count, _ in held),
     )
 
 
-def _buffers(parameters: int, experts: int, layout: Layout) -> list[tuple[int, int]]:
-    """Parameters on a rank, and ranks that share their optimizer state, of each gradient buffer."""
-    if layout.ep == 1:
-        return [(parameters // (layout.tp * layout.pp), layout.dp * layout.cp)]
+def optimizer_bytes(config: Config) -> int:
+    """Of each parameter: two moments, and with bf16 weights an fp32 copy of them."""
+    return 12 if config.model.dtype == "bf16" else 8
+
+
+def buffers(parameters: int, experts: int, layout: Layout) -> list[tuple[int, int]]:
+    """Parameters on a rank if the stages are equal, and ranks that share their optimizer state, by gradient buffer.
+
+    Args:
+        parameters: of the model.
+        experts: how many of these are in routed experts.
+        layout: of the run.
+    """
     dense = (parameters - experts) // (layout.tp * layout.pp)
-    return [(dense, layout.dp * layout.cp), (experts // (layout.ep * layout.etp * layout.pp), layout.expert_dp)]
+    routed = experts // (layout.ep * layout.etp * layout.pp)
+    if layout.ep == 1:  # Megatron keeps the gradients of experts apart only with expert parallelism
+        return [(dense + routed, layout.dp * layout.cp)]
+    return [(dense, layout.dp * layout.cp), (routed, layout.expert_dp)]
 
 
 def _gathered(config: Config, count: int, ranks: int) -> int:

@@ -10,15 +10,37 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.config.layout import Layout
+from megatron_dppo.config.schema import Config
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore import forward, head, optim, rehearsal, router_replay
+from megatron_dppo.mcore.bridge import WeightSource
+from megatron_dppo.mcore.setup import initialize_megatron
 from megatron_dppo.plan.measured import STATIC, Measured
 from megatron_dppo.plan.meter import Meter
+from megatron_dppo.platform import Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.types import MicroBatch
 
 _OBJECTS = "objects"
 """Numbers that ranks tell each other, pickled over the CPU: not counted."""
+
+
+def trainer_builder(
+    config: Config, hf_config: Any, layout: Layout, platform: Platform, weights: WeightSource
+) -> Callable[[], PolicyTrainer]:
+    """Joins the process groups of a layout, and gives what builds the trainer in them."""
+    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
+    return lambda: PolicyTrainer(
+        config=config,
+        hf_config=hf_config,
+        weights=weights,
+        layout=layout,
+        groups=groups,
+        platform=platform,
+        optimizer=config.optimizer,
+        total_steps=1,
+    )
 
 
 def measured_update(

@@ -138,11 +138,6 @@ class Meter(TorchDispatchMode):
         self.collectives.clear()
         self.sent.clear()
 
-    def hold(self, tensors: object) -> None:
-        """Count tensors that were made outside of the block."""
-        for tensor in _tensors(tensors):
-            self._see(tensor)
-
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

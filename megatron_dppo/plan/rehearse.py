@@ -46,37 +46,19 @@ def rehearse(config: Config, hf_config: Any, layout: Layout, role: Role, time_of
     os.environ.update(RANK=str(role.rank), WORLD_SIZE=str(layout.world_size), LOCAL_RANK="0")
     dist.init_process_group("fake", store=FakeStore(), rank=role.rank, world_size=layout.world_size)
     platform = Platform.detect(force_cpu=True)
-    from megatron_dppo.data.packing import RowShape
-    from megatron_dppo.hf import routing_shape
     from megatron_dppo.losses import policy_objective
-    from megatron_dppo.mcore import rehearsal
-    from megatron_dppo.mcore.setup import initialize_megatron
+    from megatron_dppo.mcore.rehearsal import Assumptions
     from megatron_dppo.plan.answers import Answers
-    from megatron_dppo.plan.measure import measured_update
+    from megatron_dppo.plan.measure import measured_update, trainer_builder
     from megatron_dppo.plan.meter import Meter
     from megatron_dppo.plan.replacements import replace_for_rehearsal
     from megatron_dppo.plan.sample import rows
-    from megatron_dppo.policy.trainer import DictWeights, PolicyTrainer
+    from megatron_dppo.policy.trainer import DictWeights
 
-    shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
-    batches = rows(config, shape, routing_shape(hf_config), role.micro_batches)
+    batches = rows(config, hf_config, layout, role.micro_batches)
     local = len(batches[0].tokens) // (layout.cp * (layout.tp if layout.sequence_parallel else 1))
-    assumed = rehearsal.Assumptions(row=(local, 1, hf_config.hidden_size), expert_load=role.expert_load)
-    rehearsal.replace_for_rehearsal(assumed)
-    replace_for_rehearsal(as_gpu=role.as_gpu)
-    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
-
-    def build() -> PolicyTrainer:
-        return PolicyTrainer(
-            config=config,
-            hf_config=hf_config,
-            weights=DictWeights(()),
-            layout=layout,
-            groups=groups,
-            platform=platform,
-            optimizer=config.optimizer,
-            total_steps=1,
-        )
-
+    assumed = Assumptions(row=(local, 1, hf_config.hidden_size), expert_load=role.expert_load)
+    replace_for_rehearsal(assumed, as_gpu=role.as_gpu)
+    build = trainer_builder(config, hf_config, layout, platform, DictWeights(()))
     with FakeTensorMode(allow_non_fake_inputs=True), Answers():
         return measured_update(build, batches, policy_objective(config.loss), Meter(time_of))

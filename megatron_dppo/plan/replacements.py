@@ -6,8 +6,7 @@ Megatron's part is in ``mcore/rehearsal.py``, what is answered where values are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,30 +19,22 @@ from megatron_dppo.head import loss, row_kernels, row_plan, stats
 from megatron_dppo.mcore import forward
 from megatron_dppo.mcore.bridge import Bridge
 from megatron_dppo.mcore.head import Row
+from megatron_dppo.mcore.rehearsal import REPLACEMENTS as MEGATRON
+from megatron_dppo.mcore.rehearsal import Assumptions, Replacement
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """One thing that differs from a run."""
-
-    apply: Callable[[], None]
-    reason: str
-    as_gpu: bool = False
-    """only when a GPU is rehearsed, and not the CPU of a test"""
-
-
-def replace_for_rehearsal(*, as_gpu: bool) -> None:
-    """Apply the replacements for the rest of the process."""
-    for replacement in REPLACEMENTS:
+def replace_for_rehearsal(assumed: Assumptions, *, as_gpu: bool) -> None:
+    """Apply the replacements, Megatron's too, for the rest of the process."""
+    for replacement in (*MEGATRON, *REPLACEMENTS):
         if as_gpu or not replacement.as_gpu:
-            replacement.apply()
+            replacement.apply(assumed)
 
 
-def _weights() -> None:
+def _weights(_: Assumptions) -> None:
     Bridge.load = lambda self, source: None  # type: ignore[method-assign]
 
 
-def _rows_on_the_host() -> None:
+def _rows_on_the_host(_: Assumptions) -> None:
     def of(*args: Any, **kwargs: Any) -> Row:
         with _disable_current_modes():
             row = Row.of(*args, **kwargs)
@@ -56,7 +47,7 @@ def _rows_on_the_host() -> None:
     forward.Row = SimpleNamespace(of=of)  # type: ignore[attr-defined, assignment]
 
 
-def _contents() -> None:
+def _contents(_: Assumptions) -> None:
     copy = torch.UntypedStorage.copy_
 
     def copy_(self: torch.UntypedStorage, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +56,7 @@ def _contents() -> None:
     torch.UntypedStorage.copy_ = copy_  # type: ignore[method-assign, assignment]
 
 
-def _is_cuda() -> None:
+def _is_cuda(_: Assumptions) -> None:
     def is_cuda(self: FakeTensor) -> bool:
         del self
         return "/torch/" not in sys._getframe(1).f_code.co_filename
@@ -73,7 +64,7 @@ def _is_cuda() -> None:
     FakeTensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
 
 
-def _chunks() -> None:
+def _chunks(_: Assumptions) -> None:
     device, default, in_flight = torch.device("cuda"), row_plan.default_chunk_tokens, row_plan.chunks_in_flight
 
     def chunk_tokens(rows: int, width: int, _: torch.device, sharing: int = 1) -> int:
@@ -84,7 +75,7 @@ def _chunks() -> None:
         module.chunks_in_flight = lambda _, group: in_flight(device, group)  # type: ignore[attr-defined]
 
 
-def _row_kernels() -> None:
+def _row_kernels(_: Assumptions) -> None:
     def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float) -> Tensor:
         del own, labels, temperature
         read = logits.sum(1)  # one pass over the logits, for the memory traffic

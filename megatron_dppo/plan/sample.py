@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 
+from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.packing import RowShape, pack
 from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.hf import routing_shape
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.policy.update import weighted
 from megatron_dppo.types import MicroBatch, RoutingShape, TrainingSample
 
 
-def full_row(config: Config, shape: RowShape, routing: RoutingShape | None) -> MicroBatch:
+def _full_row(config: Config, shape: RowShape, routing: RoutingShape | None) -> MicroBatch:
     """A row of ``train.micro_batch_tokens``, of sequences as long as the configuration allows.
 
     Every position after a prompt of a single token has a loss and a gradient: the most work for head and memory.
@@ -30,9 +32,10 @@ def full_row(config: Config, shape: RowShape, routing: RoutingShape | None) -> M
     return pack(samples, shape)
 
 
-def rows(config: Config, shape: RowShape, routing: RoutingShape | None, count: int) -> Sequence[MicroBatch]:
-    """``count`` of them, all of one update."""
-    row = full_row(config, shape, routing)
+def rows(config: Config, hf_config: Any, layout: Layout, count: int) -> Sequence[MicroBatch]:
+    """``count`` full rows, all of one update."""
+    shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
+    row = _full_row(config, shape, routing_shape(hf_config))
     sequences = int((row.loss_mask & (row.position_ids == 0)).sum())
     totals = BatchTotals(num_tokens=count * int(row.loss_mask.sum()), num_sequences=count * sequences)
     return [weighted(row, totals, config.loss)] * count

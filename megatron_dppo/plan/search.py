@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, PlanError, UserError
+from megatron_dppo.plan.arithmetic import buffers, optimizer_bytes
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.plan import TIGHT, Model, Plan, make_plan
 from megatron_dppo.plan.rehearsals import Rehearsals
@@ -181,8 +182,6 @@ def least_bytes(config: Config, model: Model, layout: Layout) -> int:
         Qwen3-30B-A3B on one GPU: 30.5 G parameters of 2 bytes with gradients of 4 and an optimizer of 12.
     """
     size = DTYPES[config.model.dtype].itemsize
-    optimizer = 12 if size == 2 else 8  # an fp32 copy of bf16 weights, and two moments
-    dense = model.parameters - model.expert_parameters
-    each = dense // layout.tp + model.expert_parameters // (layout.ep * layout.etp)
     gradient = 4 if config.optimizer.grad_reduce_in_fp32 else size
-    return (size + gradient) * each // layout.pp + optimizer * model.parameters // layout.world_size
+    held = sum(count for count, _ in buffers(model.parameters, model.expert_parameters, layout))
+    return (size + gradient) * held + optimizer_bytes(config) * model.parameters // layout.world_size

@@ -11,6 +11,8 @@ import orjson
 import torch
 from torch import Tensor
 
+from megatron_dppo.types import as_bytes
+
 _PREFIX = struct.Struct("<Q")
 """Length of the JSON, which says how long the columns are that follow."""
 
@@ -52,12 +54,10 @@ class Frames(asyncio.BufferedProtocol):
         """Send a message; nothing where the connection has ended. A column that is None is left out."""
         if self._transport is None:
             return
-        present = {name: column.contiguous() for name, column in columns.items() if column is not None}
+        present = {name: column for name, column in columns.items() if column is not None}
         kinds = [[name, str(c.dtype).removeprefix("torch."), list(c.shape)] for name, c in present.items()]
         head = orjson.dumps({**message, "columns": kinds})
-        # Torch calls a tensor of one element contiguous whatever its stride is, and then cannot view it.
-        flat = [column.as_strided((column.numel(),), (1,)) for column in present.values()]
-        contents = [memoryview(column.view(torch.uint8).numpy()) for column in flat]
+        contents = [memoryview(as_bytes(column).numpy()) for column in present.values()]
         self._transport.writelines([_PREFIX.pack(len(head)), head, *contents])
 
     def close(self) -> None:

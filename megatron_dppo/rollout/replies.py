@@ -22,6 +22,11 @@ def version_name(version: int) -> str:
     return str(version)
 
 
+def never_below(values: NDArray[np.float32], limit: float) -> NDArray[np.float32]:
+    """Log-probabilities of -inf where they are at or below what an engine writes for that."""
+    return np.where(values <= limit, np.float32("-inf"), values)
+
+
 def with_sampled(
     ids: NDArray[np.int32], values: NDArray[np.float32], tokens: NDArray[np.int32], logprobs: NDArray[np.float32]
 ) -> tuple[Tensor, Tensor]:

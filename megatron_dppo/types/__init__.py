@@ -11,6 +11,7 @@ Conventions, fixed here and nowhere else:
 - *Log-probabilities* are natural logarithms of the distribution that was sampled from (after temperature).
 """
 
+from megatron_dppo.types.columns import as_bytes
 from megatron_dppo.types.loss import LossInputs, LossOutput, Metric, StepResult
 from megatron_dppo.types.rollouts import (
     MISSING_EXPERT,
@@ -46,4 +47,5 @@ __all__ = [
     "TokenTargets",
     "TrainingSample",
     "VersionSpan",
+    "as_bytes",
 ]

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Backend, _get_default_group, _new_process_group_helper, _world
 
+from megatron_dppo.types import as_bytes
+
 
 @contextmanager
 def unbound_default_group() -> Iterator[None]:
@@ -103,13 +105,11 @@ def flatten_bucket(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
         tensors: at least one, all on one device.
     """
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
-    # Torch calls a tensor of one element contiguous whatever its stride is, and then cannot view it.
-    flat = [tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)) for _, tensor in ordered]
     return Bucket(
         names=[name for name, _ in ordered],
         dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
         shapes=[list(tensor.shape) for _, tensor in ordered],
-        data=torch.cat([tensor.view(torch.uint8) for tensor in flat]),
+        data=torch.cat([as_bytes(tensor) for _, tensor in ordered]),
     )
 
 

@@ -48,14 +48,11 @@ def _real_rank(rank: int, world_size: int, case: Case, dtype: str, folder: str) 
 
 def update(config: Config, model: Any, layout: Layout, loaded: dict[str, torch.Tensor], platform: Any) -> Any:
     """The ``Measured`` of the first update of this rank, with these weights; in a process group."""
-    from megatron_dppo.data.packing import RowShape
-    from megatron_dppo.hf import routing_shape
     from megatron_dppo.losses import policy_objective
-    from megatron_dppo.mcore.setup import initialize_megatron
-    from megatron_dppo.plan.measure import measured_update
+    from megatron_dppo.plan.measure import measured_update, trainer_builder
     from megatron_dppo.plan.meter import Meter
     from megatron_dppo.plan.sample import rows
-    from megatron_dppo.policy.trainer import DictWeights, PolicyTrainer
+    from megatron_dppo.policy.trainer import DictWeights
 
     class Copies(DictWeights):
         """Tensors that are gone once they are read, as those of a file."""
@@ -63,22 +60,8 @@ def update(config: Config, model: Any, layout: Layout, loaded: dict[str, torch.T
         def __getitem__(self, name: str) -> torch.Tensor:
             return super().__getitem__(name).clone()
 
-    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
-    shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
-
-    def build() -> PolicyTrainer:
-        return PolicyTrainer(
-            config=config,
-            hf_config=model,
-            weights=Copies(loaded.items()),
-            layout=layout,
-            groups=groups,
-            platform=platform,
-            optimizer=config.optimizer,
-            total_steps=1,
-        )
-
-    batches = rows(config, shape, routing_shape(model), MICRO_BATCHES)
+    build = trainer_builder(config, model, layout, platform, Copies(loaded.items()))
+    batches = rows(config, model, layout, MICRO_BATCHES)
     return measured_update(build, batches, policy_objective(config.loss), Meter())
 
 

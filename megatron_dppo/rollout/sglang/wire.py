@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.data.routing import compact_routes
 from megatron_dppo.rollout.fields import Fields, shown
-from megatron_dppo.rollout.replies import refuse_filters, with_sampled
+from megatron_dppo.rollout.replies import never_below, refuse_filters, with_sampled
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import FinishReason, SamplingParams, VersionSpan
 
@@ -185,8 +185,7 @@ class _Reader(Fields):
         values, ids = self.columns(self._field("output_token_logprobs"), 2, name)
         if list(ids) != tokens.tolist():
             self.refuse(name, "belongs to other tokens than output_ids")
-        found = self.floats(list(values), name)
-        return np.where(found <= _NEVER, np.float32("-inf"), found)
+        return never_below(self.floats(list(values), name), _NEVER)
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
         """Spans that cover the response."""
@@ -208,7 +207,7 @@ class _Reader(Fields):
             values = self.floats(list(pairs[0]), name).reshape(-1, k)
         if ids.shape != (length, k) or values.shape != ids.shape:
             self.refuse(name, f"has shape {list(ids.shape)}, expected [{length}, {k}]")
-        return ids, np.where(values <= _NEVER, np.float32("-inf"), values)
+        return ids, never_below(values, _NEVER)
 
     def _flat_candidates(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         name = "output_top_logprobs"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.data.routing import compact_routes
 from megatron_dppo.rollout.fields import Fields, shown
-from megatron_dppo.rollout.replies import refuse_filters, with_sampled
+from megatron_dppo.rollout.replies import never_below, refuse_filters, with_sampled
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import FinishReason, SamplingParams, VersionSpan
 
@@ -102,7 +102,8 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     if not len(tokens) or (reason == FinishReason.ABORT and not reader.complete()):
         return Generation.empty(reason, reader.name())
     entries = reader.entries(tokens)
-    logprobs = _never(reader.floats([entry.get("logprob") for entry in entries], f"{_CONTENT}.logprob"))
+    logprobs = reader.floats([entry.get("logprob") for entry in entries], f"{_CONTENT}.logprob")
+    logprobs = never_below(logprobs, _NEVER)
     ids, values = reader.candidates(entries)
     topk = with_sampled(ids, values, tokens, logprobs) if request.params.topk_logprobs else (None, None)
     return Generation(
@@ -115,10 +116,6 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
         routed_experts=reader.routed_experts(len(tokens)),
         echo=reader.echo(ids[:, 0], values[:, 0]),
     )
-
-
-def _never(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.where(values <= _NEVER, np.float32("-inf"), values)
 
 
 class _Reader(Fields):
@@ -208,7 +205,8 @@ class _Reader(Fields):
         logprobs = np.empty(len(tops) * k, dtype=np.float32)
         # Of two with one rank, as the sampled token and another of the same probability have, the later one counts.
         ids[cells] = self.ids([candidate.get("token_id") for candidate in wanted], name)
-        logprobs[cells] = _never(self.floats([candidate.get("logprob") for candidate in wanted], name))
+        values = self.floats([candidate.get("logprob") for candidate in wanted], name)
+        logprobs[cells] = never_below(values, _NEVER)
         return ids.reshape(-1, k), logprobs.reshape(-1, k)
 
     def _check_complete(self, cells: NDArray[np.int64], length: int, k: int) -> None:

@@ -50,7 +50,7 @@ class PartsDigest:
 
     def add(self, start: int, part: Tensor) -> None:
         """Bytes from ``start`` on; all parts together have no gap and no overlap."""
-        # Torch calls a tensor of one element contiguous whatever its stride is, and then cannot view it.
+        # As megatron_dppo.types.as_bytes, which vLLM's workers do not have.
         data = part.detach().contiguous().as_strided((part.numel(),), (1,)).view(torch.uint8)
         if not data.numel():
             return
