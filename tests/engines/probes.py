@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from megatron_dppo.data.routing import count_differences
@@ -62,5 +63,9 @@ def run(engine: Engine, expected: Expectation, model: Reference) -> ProbeResult:
     async def use(server: InferenceServer) -> ProbeAnswer:
         return await ask(server, expected)
 
-    answer = call(engine, use)
-    return judge(answer, expected, [read(generation, expected, model) for generation in answer.generations])
+    for _ in range(5):  # what transformers does not know of a sampled response is NaN, and a probe must judge all of it
+        answer = call(engine, use)
+        readings = [read(generation, expected, model) for generation in answer.generations]
+        if not any(np.isnan(reading.raw_logprobs).any() for reading in readings):
+            break
+    return judge(answer, expected, readings)

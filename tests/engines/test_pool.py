@@ -23,7 +23,7 @@ from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
-from tests.engines.tiny import SPECIAL, Reference, byte_tokenizer
+from tests.engines.tiny import SPECIAL, Reference, byte_tokenizer, difference
 
 TOKENIZER = byte_tokenizer(SPECIAL)
 PARAMS = SamplingParams(max_new_tokens=200, topk_logprobs=3, routed_experts=True)
@@ -118,9 +118,9 @@ def check(prompt: Prompt, completion: Completion, models: dict[int, Reference]) 
         model = models[version]
         expected = model.distributions(prompt.token_ids, tokens, 1.0)[start:end]
         sampled = expected.gather(1, completion.token_ids[start:end, None].long()).squeeze(1)
-        torch.testing.assert_close(completion.logprobs[start:end], sampled, atol=1e-5, rtol=0)
+        assert difference(completion.logprobs[start:end], sampled) < 1e-5
         top = expected.topk(3).values
-        torch.testing.assert_close(completion.topk_logprobs[start:end, :3], top, atol=1e-5, rtol=0)
+        assert difference(completion.topk_logprobs[start:end, :3], top) < 1e-5
         # A row belongs to the token that was read: those of this span end before its last token.
         own = completion.routed_experts[read : first + end - 1]
         model.check_experts(own, [*prompt.token_ids, *tokens], read)
@@ -213,8 +213,8 @@ def test_tokens_of_a_tool_are_masked_and_the_model_s_own_are_exact(two: list[Eng
             tokens, logprobs, own = completion.token_ids.tolist(), completion.logprobs, completion.loss_mask
             assert len(tokens) <= 200 and logprobs is not None
             own = torch.ones(len(tokens), dtype=torch.bool) if own is None else own
-            difference = (logprobs - old_model.logprobs(prompt.token_ids, tokens, 1.0)).abs()
-            assert difference[own].max() < 1e-5 and not logprobs[~own].any()
+            expected = old_model.logprobs(prompt.token_ids, tokens, 1.0)
+            assert difference(logprobs[own], expected[own]) < 1e-5 and not logprobs[~own].any()
             covered = [i for _, start, end in completion.policy_versions for i in range(start, end)]
             assert covered == own.nonzero().squeeze(1).tolist()
             assert completion.topk_token_ids is not None and completion.topk_token_ids[~own].eq(-1).all()

@@ -15,7 +15,7 @@ from megatron_dppo.weights.transfer_group import (
     open_transfer_group,
 )
 from tests.engines.servers import free_port
-from tests.engines.tiny import Reference
+from tests.engines.tiny import Reference, difference
 
 Update = Callable[[InferenceServer, Reference, int], Awaitable[None]]
 
@@ -57,7 +57,7 @@ async def by_broadcast(server: InferenceServer, model: Reference, version: int) 
 def off(model: Reference, answer: Generation, prompt: tuple[int, ...]) -> float:
     """How far an answer is from what a model says of it."""
     expected = model.logprobs(prompt, answer.token_ids.tolist(), 1.0)
-    return float((answer.logprobs - expected).abs().max())
+    return difference(answer.logprobs, expected)
 
 
 def vanishing_trainer(host: str, port: int, name: str) -> subprocess.Popen:
