@@ -12,7 +12,6 @@ weights sent nowhere: what Megatron's shards cost. *proved* is with the proof th
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
@@ -20,15 +19,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.host_memory import peak_growth  # noqa: E402
+
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -58,21 +59,6 @@ SIZES = [("disk", 512), ("tensor", 16), ("tensor", 128), ("distributed", 16), ("
 PROVED = [("disk", 512), ("tensor", 128), ("distributed", 64), ("distributed", 512)]
 WAYS = [(*way, False) for way in SIZES] + [(*way, True) for way in PROVED]
 GATHER = ("gather", 0, False)
-
-
-def peak_growth(work: Callable[[], None]) -> tuple[float, float]:
-    """Seconds, and bytes by which the resident memory of this process was larger than before at its peak."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what an earlier way has freed would serve this one unseen
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _status("VmRSS")
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start, _status("VmHWM") - before
-
-
-def _status(field: str) -> float:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return float(lines[field].split()[0]) * 1024
 
 
 def build_bridge(folder: Path, ranks: int) -> Any:
@@ -180,7 +166,6 @@ def main() -> int:
         folder, url, out = options.worker
         worker(Path(folder), url, options.rounds, Path(out))
         return 0
-    sys.path.insert(0, str(REPOSITORY))
     from tests.engines.servers import start_sglang, stop_engine, wait_ready
 
     with tempfile.TemporaryDirectory() as place:

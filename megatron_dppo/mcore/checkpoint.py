@@ -23,10 +23,12 @@ from megatron_dppo.files.atomic import write_synced
 from megatron_dppo.files.disk import disk_errors, in_one_line
 from megatron_dppo.mcore import checkpoint_folder, manifest
 from megatron_dppo.mcore.checkpoint_folder import STATE, checkpoint_name, checkpoints, read_state
+from megatron_dppo.mcore.checkpoint_writer import StreamedSave, shared_save
 from megatron_dppo.mcore.finite import all_finite
 from megatron_dppo.mcore.optim import Optimizer
 from megatron_dppo.mcore.setup import random_states, restore_random_states
 from megatron_dppo.mcore.unpickling import check_metadata, restricted_loading
+from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import agreed, from_each
 
 __all__ = [
@@ -54,8 +56,12 @@ def save_checkpoint(
     keep: int,
     best: int | None = None,
     also: Callable[[Path], None] | None = None,
+    *,
+    groups: ParallelGroups,
 ) -> Path:
     """Write ``folder/step_N`` (a collective of all ranks), then delete older ones (``checkpoint_folder.prune``).
+
+    Each rank writes its part of the optimizer; ranks that hold the same weights share their writing.
 
     ``state`` gets ``finite``, whether all weights are; a checkpoint of finite weights is never replaced by one of the
     same step that are not. ``also`` is called on every rank with the unfinished folder, to write files of its own
@@ -71,7 +77,11 @@ def save_checkpoint(
         return final
     with disk_errors(folder, f"the checkpoint of step {step}"):
         agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
-        dist_checkpointing.save(_sharded_state(models, optimizer, is_loading=False), str(partial))
+        dist_checkpointing.save(
+            _sharded_state(models, optimizer, is_loading=False),
+            str(partial),
+            shared_save(groups),
+        )
         if also is not None:
             also(partial)
         dist.barrier()
@@ -166,7 +176,7 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
 
     with disk_errors(folder, "the weights"):
         agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
-        dist_checkpointing.save(_sharded_model(models), str(partial))
+        dist_checkpointing.save(_sharded_model(models), str(partial), StreamedSave(None))
         dist.barrier()
         agreed(write_texts, dist.group.WORLD)
         _seal(partial)

@@ -11,12 +11,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_dppo.config.schema import OptimizerConfig, ParallelConfig
+from megatron_dppo.mcore.optimizer_shards import use_boxes
 
 
 def wrap_for_training(
@@ -77,6 +79,8 @@ class Optimizer:
         for part in self.megatron.chained_optimizers:
             if not part.is_stub_optimizer:
                 part.init_state_fn(part.optimizer, part.config)
+            if isinstance(part, DistributedOptimizer):
+                use_boxes(part)
         self._scheduler = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,

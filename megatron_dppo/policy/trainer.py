@@ -280,7 +280,7 @@ class PolicyTrainer:
         """Write a checkpoint of this step; ``state`` is the caller's own, as JSON. See ``save_checkpoint``."""
         self.optimizer.finish_overlapped_gather()
         state = {**state, "policy_version": self.policy_version}
-        return save_checkpoint(folder, step, self.models, self.optimizer, state, keep, best, also)
+        return save_checkpoint(folder, step, self.models, self.optimizer, state, keep, best, also, groups=self.groups)
 
     def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
         """Restore a checkpoint, also one of another layout, and return the caller's state."""

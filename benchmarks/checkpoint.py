@@ -1,0 +1,226 @@
+"""Checkpoints of the distributed optimizer: host memory a parameter, seconds, and who writes how much, by format.
+
+    python benchmarks/checkpoint.py [--ranks 2] [--rounds 3] [--json FILE]
+
+A model with the shape of Qwen3-30B-A3B in bf16, at two sizes, on ``--ranks`` data-parallel processes. Each round saves
+and loads it once in each way, in a new random order; the medians are of the rounds. *boxes* is this package's
+(``mcore/optimizer_shards.py``); the others are Megatron's own formats, with its own options. *memory* is by how much a
+rank's resident memory grew at its peak, with what its writer processes hold for themselves. All ways write to the same
+disk and none of them hashes its files. The weights stay on the CPU: from a GPU a rank copies what it writes (column
+``own share``) to the host first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.host_memory import peak_growth  # noqa: E402
+from benchmarks.weight_sync import SHAPE  # noqa: E402
+
+SIZES = [{"num_hidden_layers": 4}, {"num_hidden_layers": 8}]
+
+
+class Way(NamedTuple):
+    """How a checkpoint is written."""
+
+    metadata: dict[str, Any]
+    """Megatron's, for ``sharded_state_dict``"""
+    boxes: bool = False
+    parallel: bool = True
+    """whether replicas share the writing (``FullyParallelSaveStrategyWrapper``)"""
+
+
+GATHERED = {"distrib_optim_sharding_type": "fully_reshardable"}
+WAYS = {
+    "boxes": Way(GATHERED, boxes=True),
+    "fully_reshardable": Way(GATHERED, parallel=False),
+    "fully_reshardable, parallel": Way(GATHERED),
+    "fully_reshardable, mem_efficient": Way({**GATHERED, "distrib_optim_fully_reshardable_mem_efficient": True}),
+    "dp_reshardable": Way({"distrib_optim_sharding_type": "dp_reshardable"}),
+}
+
+
+class Measured(NamedTuple):
+    """One save and one load on one rank."""
+
+    save_seconds: float
+    save_bytes: float
+    load_seconds: float
+    load_bytes: float
+    written: int
+    """bytes of the rank's own files"""
+
+
+def build(folder: Path, ranks: int) -> tuple[list[Any], Any]:
+    """Model and optimizer on this rank."""
+    from megatron_dppo.config.layout import resolve_parallel
+    from megatron_dppo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+    from megatron_dppo.hf import model_shape, read_hf_config
+    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.platform import Platform
+
+    platform = Platform.detect(int(os.environ["LOCAL_RANK"]), force_cpu=True)
+    apply_shims(platform)
+    from megatron_dppo.mcore.model import build_model, transformer_config
+    from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
+    from megatron_dppo.mcore.setup import initialize_megatron, start_process_group
+
+    hf_config, parallel = read_hf_config(str(folder)), ParallelConfig()
+    layout = resolve_parallel(parallel, ranks, model_shape(hf_config))
+    start_process_group(platform, 10.0)
+    groups = initialize_megatron(layout, platform, seed=0, timeout_minutes=10.0)
+    config = transformer_config(hf_config, ModelConfig(path=str(folder), dtype="bf16"), layout, platform)
+    models = build_model(config, hf_config, dist.get_rank(groups.pp), platform.device)
+    chunks = wrap_for_training(models, config, parallel, grad_reduce_in_fp32=True)
+    return models, Optimizer(chunks, config, OptimizerConfig(lr=1e-6), parallel, 10)
+
+
+def state_of(models: list[Any], optimizer: Any, way: Way, is_loading: bool) -> dict[str, Any]:
+    """What Megatron writes, or a place for what it loads."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from megatron_dppo.mcore.optimizer_shards import use_boxes
+
+    for part in optimizer.megatron.chained_optimizers:
+        if not isinstance(part, DistributedOptimizer):
+            raise SystemExit("this compares formats of the distributed optimizer; use --ranks 2 or more")
+        use_boxes(part)
+        if not way.boxes:
+            del part.sharded_param_state_fully_reshardable, part.load_parameter_state_from_fully_reshardable
+    metadata = {**way.metadata, "chained_optim_avoid_prefix": True}
+    state: dict[str, Any] = {"model": models[0].sharded_state_dict(metadata=dict(metadata))}
+    state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=is_loading, metadata=dict(metadata))
+    return state
+
+
+def measure(models: list[Any], optimizer: Any, way: Way, folder: Path) -> Measured:
+    """Save, then load what was saved."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    from megatron_dppo.mcore.checkpoint_writer import StreamedSave
+
+    def save() -> None:
+        strategy = StreamedSave(None) if way.boxes else get_default_save_sharded_strategy()
+        strategy = FullyParallelSaveStrategyWrapper(strategy) if way.parallel else strategy
+        dist_checkpointing.save(state_of(models, optimizer, way, False), str(folder), strategy)
+
+    def load() -> None:
+        loaded = dist_checkpointing.load(state_of(models, optimizer, way, True), str(folder))
+        models[0].load_state_dict(loaded["model"])
+        optimizer.megatron.load_state_dict(loaded["optimizer"])
+
+    on_all_ranks(lambda: folder.mkdir(), first_only=True)
+    saved = peak_growth(save, children=True)
+    dist.barrier()
+    written = sum(file.stat().st_size for file in folder.glob(f"__{dist.get_rank()}_*"))
+    loaded = peak_growth(load, children=True)
+    dist.barrier()
+    on_all_ranks(lambda: shutil.rmtree(folder), first_only=True)
+    return Measured(*saved, *loaded, written)
+
+
+def on_all_ranks(work: Callable[[], None], *, first_only: bool) -> None:
+    """Do something on rank 0 (or all) and wait for it."""
+    if dist.get_rank() == 0 or not first_only:
+        work()
+    dist.barrier()
+
+
+def worker(folder: Path, rounds: int) -> None:
+    """One rank: all ways, in the same order on all ranks."""
+    models, optimizer = build(folder, int(os.environ["WORLD_SIZE"]))
+    found: dict[str, list[Measured]] = {name: [] for name in WAYS}
+    order = random.Random(0)
+    for number in range(rounds + 1):
+        for name in order.sample(list(WAYS), len(WAYS)):
+            result = measure(models, optimizer, WAYS[name], folder / "checkpoint")
+            if number:  # the first round warms up
+                found[name].append(result)
+    parameters = sum(p.numel() for model in models for p in model.parameters())
+    out = folder / f"rank{dist.get_rank()}.json"
+    out.write_text(json.dumps({"parameters": parameters, "ways": found}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(size: dict[str, int], ranks: int, rounds: int) -> list[dict[str, Any]]:
+    """What each rank measured at one size."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "config.json").write_text(json.dumps({**SHAPE, **size}))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        command += [__file__, "--rounds", str(rounds), "--worker", place]
+        subprocess.run(command, check=True, env=environment)
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def report(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print the table of one size; its rows."""
+    parameters = by_rank[0]["parameters"]
+    print(f"\n{parameters / 1e6:.1f} M parameters on each of {len(by_rank)} data-parallel ranks")
+    print(f"{'way':<34} {'host bytes a parameter, by rank':<36} {'own share':<14} {'seconds':<14} of boxes")
+    print(f"{'':<34} {'save':<18}{'load':<18} {'by rank':<14} {'save':<7}{'load':<7} {'save':<6}load")
+    rows: list[dict[str, Any]] = []
+    for name in WAYS:
+        medians = [[statistics.median(column) for column in zip(*rank["ways"][name], strict=True)] for rank in by_rank]
+        row = {
+            "way": name,
+            "parameters": parameters,
+            "save_bytes": [m[1] / parameters for m in medians],
+            "load_bytes": [m[3] / parameters for m in medians],
+            "written": [m[4] / parameters for m in medians],
+            "save_seconds": max(m[0] for m in medians),
+            "load_seconds": max(m[2] for m in medians),
+        }
+        rows.append(row)
+        first = rows[0]
+        print(
+            f"{name:<34} {_by_rank(row['save_bytes']):<18}{_by_rank(row['load_bytes']):<18} "
+            f"{_by_rank(row['written']):<14} {row['save_seconds']:<7.2f}{row['load_seconds']:<7.2f} "
+            f"{row['save_seconds'] / first['save_seconds']:<6.2f}{row['load_seconds'] / first['load_seconds']:.2f}"
+        )
+    return rows
+
+
+def _by_rank(values: list[float]) -> str:
+    return " / ".join(f"{value:.1f}" for value in values)
+
+
+def main() -> int:
+    """Measure both sizes and print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(Path(options.worker), options.rounds)
+        return 0
+    rows = [row for size in SIZES for row in report(run(size, options.ranks, options.rounds))]
+    if options.json:
+        options.json.write_text(json.dumps({"ranks": options.ranks, "rows": rows}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

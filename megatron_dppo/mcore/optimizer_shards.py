@@ -1,0 +1,155 @@
+"""The state of Megatron's distributed optimizer, written and read by the rank that holds it, whatever the layout.
+
+A rank of the distributed optimizer holds a flat range of each parameter. Of its checkpoint formats Megatron Core keeps
+``fully_reshardable``, which gathers whole gradient buffers on every rank, and ``dp_reshardable``, which gathers nothing
+and cannot be loaded with another tensor, pipeline or expert parallelism. Here a flat range is cut into boxes of the
+parameter (part of a row, whole rows, part of a row), each of them a ``ShardedTensor`` of the whole parameter. That is
+the ``fully_reshardable`` format on disk, key by key, but for where its chunks are cut: each reads what the other wrote.
+
+Reason: no format of Megatron's is both parallel and free of the layout since it dropped ``flattened_range`` (0.14).
+Affected: Megatron Core 0.14 to 0.19.2. Delete it when Megatron has such a format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+_NOT_SHARDED = "step"
+"""Megatron keeps the number of updates in the parameter groups."""
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that elements ``start`` to ``stop`` of a row-major tensor are, in their order.
+
+    Example:
+        >>> [tuple(box) for box in boxes_of_range((4, 10), 7, 33)]
+        [((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 3))]
+    """
+    if start == stop:
+        return
+    if len(shape) < 2:
+        yield Box((start,) * len(shape), (stop - start,) * len(shape))
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # all in one row
+        yield from _within(shape, last, start, stop)
+        return
+    yield from _within(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _within(shape, last, last * row, stop)
+
+
+def _within(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+    base = index * prod(shape[1:])
+    for box in boxes_of_range(shape[1:], start - base, stop - base):
+        yield Box((index, *box.offset), (1, *box.size))
+
+
+def use_boxes(optimizer: DistributedOptimizer) -> None:
+    """Let ``optimizer`` save and load its ``fully_reshardable`` state box by box."""
+    optimizer.sharded_param_state_fully_reshardable = partial(_sharded_state, optimizer)
+    optimizer.load_parameter_state_from_fully_reshardable = partial(_load_state, optimizer)
+
+
+def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int]]:
+    """Each parameter of which this rank holds a part, and the part's first and last element."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start, ranges["param"].end
+
+
+def _sharded_state(
+    optimizer: DistributedOptimizer,
+    model_state: dict[str, Any],
+    is_loading: bool = False,
+    metadata: dict[str, Any] | None = None,
+) -> dict[int, dict[str, list[ShardedTensor]]]:
+    """Of each parameter (by its place in ``_ranges``) and each kind of state the boxes, views of the state."""
+    found, _ = extract_sharded_tensors_and_factories(model_state)
+    shards = {entry.data: entry for entry in nested_values(found)}
+    state: dict[int, dict[str, list[ShardedTensor]]] = {}
+    for index, (parameter, start, stop) in enumerate(_ranges(optimizer)):
+        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        state[index] = {
+            name: list(_boxes_of(shards[parameter], f"optimizer.state.{name}", values, start, stop, optimizer))
+            for name, values in tensors.items()
+            if name != _NOT_SHARDED
+        }
+    return state
+
+
+def _boxes_of(
+    entry: ShardedTensor | ShardedTensorFactory,
+    prefix: str,
+    values: Tensor,
+    start: int,
+    stop: int,
+    optimizer: DistributedOptimizer,
+) -> Iterator[ShardedTensor]:
+    """``values``, which stand for elements ``start`` to ``stop`` of the parameter that ``entry`` describes."""
+    for begin, whole in _parts(entry):
+        first, last = max(start, begin), min(stop, begin + prod(whole.local_shape))
+        if first >= last:
+            continue
+        at = first - start
+        for box in boxes_of_range(whole.local_shape, first - begin, last - begin):
+            data = values[at : at + prod(box.size)].view((1,) * whole.prepend_axis_num + box.size)
+            at += data.numel()
+            offset = (0,) * whole.prepend_axis_num + box.offset
+            yield replace(
+                whole,
+                key=f"{prefix}.{whole.key}",
+                data=data,
+                dtype=data.dtype,
+                local_shape=tuple(data.shape),
+                global_offset=tuple(a + b for a, b in zip(whole.global_offset, offset, strict=True)),
+                axis_fragmentations=None,  # boxes are no regular grid
+                prepend_axis_num=0,
+                # Ranks of one data-parallel group hold different elements, each of them once.
+                replica_id=(*whole.replica_id[:2], optimizer.distributed_optimizer_instance_id),
+            )
+
+
+def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
+    """The tensors that a parameter is in a checkpoint (two for SwiGLU: gate and up), each with its first element."""
+    if isinstance(entry, ShardedTensor):
+        yield 0, entry
+        return
+    for part in nested_values(entry.build()):
+        if not part.data.is_contiguous() or _storage(part.data) != _storage(entry.data):
+            raise TypeError(f"{part.key}: expected a view of whole rows of its parameter, found another arrangement")
+        yield part.data.storage_offset() - entry.data.storage_offset(), part
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@torch.no_grad()
+def _load_state(optimizer: DistributedOptimizer, state: dict[int, dict[str, list[Tensor]]]) -> None:
+    """Put loaded boxes where ``_sharded_state`` took them from."""
+    for index, (parameter, _, _) in enumerate(_ranges(optimizer)):
+        tensors = {name: torch.cat([box.flatten() for box in boxes]) for name, boxes in state[index].items()}
+        optimizer._set_main_param_and_optimizer_states(parameter, tensors)
