@@ -75,35 +75,28 @@ class Transfers:
     """bytes of one checkpoint: weights, fp32 copies and both moments"""
     export: int
     """bytes of the Hugging Face folder"""
-    save_buffer: int
-    """bytes on every GPU while a checkpoint is written"""
     save_host: int
-    """bytes of host memory for each rank, likewise"""
+    """bytes of host memory for each rank while a checkpoint is written, at most"""
 
 
-_SAVE_HOST = 30
-"""Bytes of host memory a parameter of a rank: measured with 27 M parameters on two data-parallel ranks."""
+_SAVE_HOST = 4
+"""Bytes of host memory a parameter of a rank: 3.5 with 74 M parameters on two data-parallel ranks, 2.3 with 114 M
+(``benchmarks/checkpoint.py``)."""
 
 
 def transfers(config: Config, parameters: int, expert_parameters: int, layout: Layout, machine: Machine) -> Transfers:
-    """By the number of parameters; the time is that of the link alone, without gathering and loading.
-
-    For a checkpoint that continues on any layout every data-parallel rank gathers the whole optimizer state of its
-    group, one of fp32 weights and two moments at a time: the gradient buffer's bucket in fp32, and the own share.
-    """
+    """By the number of parameters; the time is that of the link alone, without gathering and loading."""
     size = DTYPES[config.model.dtype].itemsize
     sent = parameters * size
     served, sync = config.rollout.engine != "local", config.rollout.weight_sync
     link = machine.network_bandwidth * machine.reached_bandwidth
-    held = buffers(parameters, expert_parameters, layout)
     return Transfers(
         sync=sent,
         sync_seconds=sent / link if served else None,
         sync_buffer=2 * sync.bucket_megabytes * 2**20 if served else 0,
         checkpoint=parameters * (size + optimizer_bytes(config)),
         export=sent,
-        save_buffer=max(_gathered(config, *buffer) for buffer in held),
-        save_host=_SAVE_HOST * sum(count for count, _ in held),
+        save_host=_SAVE_HOST * sum(count for count, _ in buffers(parameters, expert_parameters, layout)),
     )
 
 
@@ -125,11 +118,3 @@ def buffers(parameters: int, experts: int, layout: Layout) -> list[tuple[int, in
     if layout.ep == 1:  # Megatron keeps the gradients of experts apart only with expert parallelism
         return [(dense + routed, layout.dp * layout.cp)]
     return [(dense, layout.dp * layout.cp), (routed, layout.expert_dp)]
-
-
-def _gathered(config: Config, count: int, ranks: int) -> int:
-    if ranks == 1 or not config.parallel.use_distributed_optimizer:
-        return 0
-    # Megatron's DistributedDataParallel cuts the buffer into buckets when it overlaps the reduction, and only then.
-    bucket = min(count, max(40_000_000, 1_000_000 * ranks)) if config.parallel.overlap_grad_reduce else count
-    return 4 * (bucket + bucket // ranks)

@@ -167,8 +167,8 @@ def _rank_plan(
     )
     # The pipeline fills and drains: pp - 1 micro-batches' time in which a stage waits.
     bubble = 1 + (layout.pp - 1) / (layout.vpp * batch.micro_batches)
-    # Buffers of sync and checkpoint are there between updates, when activations are not.
-    between = sum(measured.static.values()) + max(moved.sync_buffer if role.rank == 0 else 0, moved.save_buffer)
+    # Buffers of the weight sync are there between updates, when activations are not.
+    between = sum(measured.static.values()) + (moved.sync_buffer if role.rank == 0 else 0)
     peak = max(measured.peak.total, measured.start_peak.total, between)
     return RankPlan(
         role=role,

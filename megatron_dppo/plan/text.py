@@ -68,8 +68,8 @@ def _memory(plan: Plan) -> str:
         lines.append([_rank(name, rank), *map(gib, sizes), gib(peak.total), peak.phase, gib(rank.total), fits])
     start = max((rank.measured.start_peak.total for rank in plan.ranks.values()), default=0)
     after = (
-        f"\nWhile model and optimizer are built: {gib(start)}. With all: the highest of that, of an update and of "
-        f"saving, and {gib(plan.machine.reserved)} for the CUDA context and NCCL (an estimate); {plan.machine.name} "
+        f"\nWhile model and optimizer are built: {gib(start)}. With all: the higher of that and of an "
+        f"update, and {gib(plan.machine.reserved)} for the CUDA context and NCCL (an estimate); {plan.machine.name} "
         f"has {gib(plan.machine.memory)}."
     )
     return table(head, lines) + after
@@ -154,8 +154,7 @@ def _transfers(plan: Plan) -> str:
             f"{gib(moved.sync_buffer)} GiB of buckets on rank 0"
         )
     files = f"files    {gib(moved.checkpoint)} GiB a checkpoint, {gib(moved.export)} GiB exported"
-    saving = f"{gib(moved.save_buffer)} GiB on each GPU and {gib(moved.save_host)} GiB of host memory a rank"
-    return f"{sync}\n{files}; while a checkpoint is written: {saving}"
+    return f"{sync}\n{files}; at most {gib(moved.save_host)} GiB of host memory a rank while one is written"
 
 
 def _verdict(plan: Plan) -> str:

@@ -165,7 +165,7 @@ def _rank(variant: Variant, folder: Path, rank: int, port: int, points: Points, 
     os.environ |= {name: str(value) for name, value in address.items()}
     os.environ |= {"LOCAL_WORLD_SIZE": str(variant.world_size), "MASTER_ADDR": "127.0.0.1"}
     points.main = os.getpid()
-    _without_new_pythons()
+    _without_workers()
     if change is not None:
         change()
     files.install(points)
@@ -176,30 +176,13 @@ def _rank(variant: Variant, folder: Path, rank: int, port: int, points: Points, 
     return code
 
 
-def _without_new_pythons() -> None:
-    """Two processes of a run are new Pythons, which import for seconds and touch no file of it.
-
-    Megatron's writer has a manager for its queue: here a forked one. The reward has workers: here a value of the
+def _without_workers() -> None:
+    """The reward has workers, which import for seconds and touch no file of the run: here it is a value of the
     characters, so that groups carry signal and evaluations differ.
     """
-    import multiprocessing
-    from multiprocessing.managers import SyncManager
-
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     from megatron_dppo.rewards.scorer import RewardScorer
     from megatron_dppo.rewards.worker import Outcome
 
-    queues: list[object] = []
-
-    def get() -> object:
-        if not queues:
-            manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-            manager.start(die_with_parent)
-            queues.extend([manager.Queue(), manager])
-        return queues[0]
-
-    filesystem_async._get_write_results_queue = get
     RewardScorer._quick = lambda self, item: Outcome(sum(map(ord, item.completion)) % 7 / 7)  # type: ignore[method-assign]
 
 
