@@ -6,8 +6,8 @@ A model with the shape of Qwen3-30B-A3B in bf16, at two sizes, on ``--ranks`` da
 and loads it once in each way, in a new random order; the medians are of the rounds. *boxes* is this package's
 (``mcore/optimizer_shards.py``); the others are Megatron's own formats, with its own options. *memory* is by how much a
 rank's resident memory grew at its peak, with what its writer processes hold for themselves. All ways write to the same
-disk and none of them hashes its files. The weights stay on the CPU: from a GPU a rank copies what it writes (column
-``own share``) to the host first.
+disk and none of them hashes its files; *seconds* are those in which training waits. The weights are on the CPU: from a
+GPU Megatron's ways, and *in the background*, copy all that a rank writes (*own share*) to the host first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,11 +45,14 @@ class Way(NamedTuple):
     boxes: bool = False
     parallel: bool = True
     """whether replicas share the writing (``FullyParallelSaveStrategyWrapper``)"""
+    background: bool = False
+    """whether training goes on when what is written was copied to host memory"""
 
 
 GATHERED = {"distrib_optim_sharding_type": "fully_reshardable"}
 WAYS = {
     "boxes": Way(GATHERED, boxes=True),
+    "boxes, in the background": Way(GATHERED, boxes=True, background=True),
     "fully_reshardable": Way(GATHERED, parallel=False),
     "fully_reshardable, parallel": Way(GATHERED),
     "fully_reshardable, mem_efficient": Way({**GATHERED, "distrib_optim_fully_reshardable_mem_efficient": True}),
@@ -60,6 +64,7 @@ class Measured(NamedTuple):
     """One save and one load on one rank."""
 
     save_seconds: float
+    """in which training waits"""
     save_bytes: float
     load_seconds: float
     load_bytes: float
@@ -112,15 +117,26 @@ def state_of(models: list[Any], optimizer: Any, way: Way, is_loading: bool) -> d
 def measure(models: list[Any], optimizer: Any, way: Way, folder: Path) -> Measured:
     """Save, then load what was saved."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     from megatron_dppo.mcore.checkpoint_writer import StreamedSave
 
+    blocked = 0.0
+
     def save() -> None:
-        strategy = StreamedSave(None) if way.boxes else get_default_save_sharded_strategy()
+        nonlocal blocked
+        start = time.perf_counter()
+        strategy = StreamedSave(None, staged=way.background) if way.boxes else get_default_save_sharded_strategy()
         strategy = FullyParallelSaveStrategyWrapper(strategy) if way.parallel else strategy
-        dist_checkpointing.save(state_of(models, optimizer, way, False), str(folder), strategy)
+        state = state_of(models, optimizer, way, False)
+        rest = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=way.boxes)
+        blocked = time.perf_counter() - start
+        if rest is not None:
+            rest.async_fn()
+            on_all_ranks(lambda: save_config(CheckpointingConfig("torch_dist", 1), str(folder)), first_only=True)
+            blocked = blocked if way.background else time.perf_counter() - start
 
     def load() -> None:
         loaded = dist_checkpointing.load(state_of(models, optimizer, way, True), str(folder))
@@ -128,13 +144,13 @@ def measure(models: list[Any], optimizer: Any, way: Way, folder: Path) -> Measur
         optimizer.megatron.load_state_dict(loaded["optimizer"])
 
     on_all_ranks(lambda: folder.mkdir(), first_only=True)
-    saved = peak_growth(save, children=True)
+    _, save_bytes = peak_growth(save, children=True)
     dist.barrier()
     written = sum(file.stat().st_size for file in folder.glob(f"__{dist.get_rank()}_*"))
     loaded = peak_growth(load, children=True)
     dist.barrier()
     on_all_ranks(lambda: shutil.rmtree(folder), first_only=True)
-    return Measured(*saved, *loaded, written)
+    return Measured(blocked, save_bytes, *loaded, written)
 
 
 def on_all_ranks(work: Callable[[], None], *, first_only: bool) -> None:

@@ -184,6 +184,10 @@ class CheckpointConfig(_Section):
     """Newest checkpoints that stay on disk."""
     keep_best: bool = False
     """Also save at every new best ``eval/accuracy``, and keep that checkpoint (``checkpoints/best.json`` names it)."""
+    async_save: bool = False
+    """Write checkpoints while training goes on: what a rank writes is copied to host memory first (14 bytes a parameter
+    of the model over the number of ranks, with bf16 weights). Each save waits for the one before; the run's end for the
+    last."""
     resume: Literal["auto", "never"] = "auto"
     """``auto``: continue from the newest whole checkpoint of finite weights in output_dir, if there is one."""
     accept_changes: bool = False

@@ -10,10 +10,12 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,6 +34,7 @@ from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import agreed, from_each
 
 __all__ = [
+    "Save",
     "checkpoints",
     "find_damage",
     "load_checkpoint",
@@ -47,6 +50,57 @@ NO_MANIFEST = f"it has no {manifest.MANIFEST}, so that nothing shows whether its
 """What ``find_damage`` says of a checkpoint that an older version or another program wrote."""
 
 
+class Save:
+    """A checkpoint that is written, at once or in the background.
+
+    Args:
+        path: its folder when it is complete.
+        is_finite: whether its weights and the optimizer's state are.
+        work: writes it, a collective of all ranks; None = there is nothing to do.
+        in_background: call ``work`` in a thread. Its group must then be its own.
+    """
+
+    def __init__(
+        self, path: Path, is_finite: bool, work: Callable[[], None] | None = None, *, in_background: bool = False
+    ) -> None:
+        self.path, self.is_finite = path, is_finite
+        self._error: BaseException | None = None
+        self._thread: Thread | None = None
+        if work is not None and in_background:
+            # A daemon: a process that ends by an error does not wait for ranks that are gone.
+            self._thread = Thread(target=self._run, args=(work,), name=f"save {path.name}", daemon=True)
+            self._thread.start()
+        elif work is not None:
+            work()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # torch's checkpoint errors are no Exception
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has nothing left to write; it may have failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until this rank has nothing left to write, whether it could or not."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> Path:
+        """Where it is, once it is complete on all ranks.
+
+        Raises:
+            DiskError: the disk is full or cannot be written to; older checkpoints are as they were.
+        """
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+
 def save_checkpoint(
     folder: Path,
     step: int,
@@ -58,14 +112,16 @@ def save_checkpoint(
     also: Callable[[Path], None] | None = None,
     *,
     groups: ParallelGroups,
-) -> Path:
+    background: dist.ProcessGroup | None = None,
+) -> Save:
     """Write ``folder/step_N`` (a collective of all ranks), then delete older ones (``checkpoint_folder.prune``).
 
     Each rank writes its part of the optimizer; ranks that hold the same weights share their writing.
 
     ``state`` gets ``finite``, whether all weights are; a checkpoint of finite weights is never replaced by one of the
     same step that are not. ``also`` is called on every rank with the unfinished folder, to write files of its own
-    names there.
+    names there. ``background`` is a group of all ranks over the CPU that nothing else uses: with it, what this rank
+    writes is copied to host memory, and the rest goes on while the model trains.
 
     Raises:
         DiskError: the disk is full or cannot be written to; older checkpoints are as they were.
@@ -73,45 +129,55 @@ def save_checkpoint(
     final = folder / checkpoint_name(step)
     partial = checkpoint_folder.partial_of(final)
     is_finite = all_finite(models, optimizer)
-    if not is_finite and agreed(lambda: checkpoint_folder.is_finite(final), dist.group.WORLD):
-        return final
-    with disk_errors(folder, f"the checkpoint of step {step}"):
-        agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
-        dist_checkpointing.save(
-            _sharded_state(models, optimizer, is_loading=False),
-            str(partial),
-            shared_save(groups),
+    if not is_finite and agreed(lambda: checkpoint_folder.is_finite(final), groups.world):
+        return Save(final, True)
+    world, what = background or groups.world, f"the checkpoint of step {step}"
+    with disk_errors(folder, what):
+        agreed(lambda: checkpoint_folder.begin(partial), groups.world)
+        strategy = shared_save(world, groups.dp_cp, staged=background is not None)
+        tensors = dist_checkpointing.save(
+            _sharded_state(models, optimizer, is_loading=False), str(partial), strategy, async_sharded_save=True
         )
         if also is not None:
             also(partial)
-        dist.barrier()
-        text = json.dumps({**state, "finite": is_finite}, indent=2)
-        agreed(lambda: write_synced(partial / STATE, text), dist.group.WORLD)
-        _seal(partial)
+    text = json.dumps({**state, "finite": is_finite}, indent=2)
 
-        def publish() -> None:
-            checkpoint_folder.complete(partial, final)
-            if best is not None:
-                checkpoint_folder.write_best(folder, best)
-            checkpoint_folder.prune(folder, keep, best)
+    def publish() -> None:
+        checkpoint_folder.complete(partial, final)
+        if best is not None:
+            checkpoint_folder.write_best(folder, best)
+        checkpoint_folder.prune(folder, keep, best)
 
-        agreed(publish, dist.group.WORLD)
-    return final
+    def write() -> None:
+        with disk_errors(folder, what):
+            tensors.async_fn()
+            _seal(partial, {STATE: text}, world)
+            agreed(publish, world)
+
+    return Save(final, is_finite, write, in_background=background is not None)
 
 
-def _seal(folder: Path) -> None:
-    """Bring all files to the disk and write their manifest (a collective of all ranks)."""
+def _seal(folder: Path, texts: dict[str, str], group: dist.ProcessGroup | None) -> None:
+    """Write the last files, bring all to the disk and write their manifest (a collective of all ranks).
+
+    Every rank's files are there: torch's writer has gathered their names.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
-    sizes = agreed(
-        lambda: {name: (folder / name).stat().st_size for name in manifest.list_files(folder)}, dist.group.WORLD
-    )
+
+    def sizes_of_all() -> dict[str, int]:
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+        for name, text in texts.items():
+            write_synced(folder / name, text)
+        return {name: (folder / name).stat().st_size for name in manifest.list_files(folder)}
+
+    sizes = agreed(sizes_of_all, group)
     # A rank's own shards are still in the memory of its machine.
     written_by = {name: int(match[1]) for name in sizes if (match := _SHARD.fullmatch(name)) and int(match[1]) < world}
     others = manifest.share({name: size for name, size in sizes.items() if name not in written_by}, rank, world)
     mine = [*others, *(name for name, writer in written_by.items() if writer == rank)]
-    parts = from_each(manifest.hash_files(folder, mine, sync=True), dist.group.WORLD)
+    parts = from_each(manifest.hash_files(folder, mine, sync=True), group)
     records = {name: record for part in parts for name, record in part.items()}
-    agreed(lambda: manifest.write_manifest(folder, records), dist.group.WORLD)
+    agreed(lambda: manifest.write_manifest(folder, records), group)
 
 
 def find_damage(checkpoint: Path) -> str:
@@ -170,16 +236,12 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
     """
     partial = checkpoint_folder.partial_of(folder)
 
-    def write_texts() -> None:
-        for name, text in texts.items():
-            write_synced(partial / name, text)
-
     with disk_errors(folder, "the weights"):
         agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
-        dist_checkpointing.save(_sharded_model(models), str(partial), StreamedSave(None))
-        dist.barrier()
-        agreed(write_texts, dist.group.WORLD)
-        _seal(partial)
+        dist_checkpointing.save(
+            _sharded_model(models), str(partial), StreamedSave(None), async_sharded_save=True
+        ).async_fn()
+        _seal(partial, texts, dist.group.WORLD)
         agreed(lambda: checkpoint_folder.complete(partial, folder), dist.group.WORLD)
 
 

@@ -76,7 +76,7 @@ class Transfers:
     export: int
     """bytes of the Hugging Face folder"""
     save_host: int
-    """bytes of host memory for each rank while a checkpoint is written, at most"""
+    """bytes of host memory for each rank while a checkpoint is written: at most, or what ``async_save`` copies"""
 
 
 _SAVE_HOST = 4
@@ -88,15 +88,17 @@ def transfers(config: Config, parameters: int, expert_parameters: int, layout: L
     """By the number of parameters; the time is that of the link alone, without gathering and loading."""
     size = DTYPES[config.model.dtype].itemsize
     sent = parameters * size
+    checkpoint = parameters * (size + optimizer_bytes(config))
+    held = sum(count for count, _ in buffers(parameters, expert_parameters, layout))
     served, sync = config.rollout.engine != "local", config.rollout.weight_sync
     link = machine.network_bandwidth * machine.reached_bandwidth
     return Transfers(
         sync=sent,
         sync_seconds=sent / link if served else None,
         sync_buffer=2 * sync.bucket_megabytes * 2**20 if served else 0,
-        checkpoint=parameters * (size + optimizer_bytes(config)),
+        checkpoint=checkpoint,
         export=sent,
-        save_host=_SAVE_HOST * sum(count for count, _ in buffers(parameters, expert_parameters, layout)),
+        save_host=checkpoint // layout.world_size if config.checkpoint.async_save else _SAVE_HOST * held,
     )
 
 

@@ -154,7 +154,7 @@ def _transfers(plan: Plan) -> str:
             f"{gib(moved.sync_buffer)} GiB of buckets on rank 0"
         )
     files = f"files    {gib(moved.checkpoint)} GiB a checkpoint, {gib(moved.export)} GiB exported"
-    return f"{sync}\n{files}; at most {gib(moved.save_host)} GiB of host memory a rank while one is written"
+    return f"{sync}\n{files}; up to {gib(moved.save_host)} GiB of host memory a rank while one is written"
 
 
 def _verdict(plan: Plan) -> str:

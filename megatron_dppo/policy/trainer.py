@@ -18,7 +18,7 @@ from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
 from megatron_dppo.hf import model_shape, routing_shape
 from megatron_dppo.losses import BatchTotals, Objective
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
-from megatron_dppo.mcore.checkpoint import load_checkpoint, read_state, save_checkpoint
+from megatron_dppo.mcore.checkpoint import Save, load_checkpoint, read_state, save_checkpoint
 from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
 from megatron_dppo.mcore.head import Head, TokenReadings
 from megatron_dppo.mcore.model import build_model, transformer_config
@@ -278,9 +278,34 @@ class PolicyTrainer:
         also: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write a checkpoint of this step; ``state`` is the caller's own, as JSON. See ``save_checkpoint``."""
+        return self.begin_save(folder, step, state, keep, best, also).wait()
+
+    def begin_save(
+        self,
+        folder: Path,
+        step: int,
+        state: dict[str, Any],
+        keep: int,
+        best: int | None = None,
+        also: Callable[[Path], None] | None = None,
+        *,
+        background: dist.ProcessGroup | None = None,
+    ) -> Save:
+        """As ``save``; with ``background`` the weights may change while the checkpoint is written."""
         self.optimizer.finish_overlapped_gather()
         state = {**state, "policy_version": self.policy_version}
-        return save_checkpoint(folder, step, self.models, self.optimizer, state, keep, best, also, groups=self.groups)
+        return save_checkpoint(
+            folder,
+            step,
+            self.models,
+            self.optimizer,
+            state,
+            keep,
+            best,
+            also,
+            groups=self.groups,
+            background=background,
+        )
 
     def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
         """Restore a checkpoint, also one of another layout, and return the caller's state."""

@@ -19,7 +19,7 @@ from megatron_dppo.run.evaluation import evaluate, finish_evaluation, reduce_ove
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
 from megatron_dppo.run.logbook import finish, log, step_metrics
 from megatron_dppo.run.session import Session, open_session
-from megatron_dppo.run.session_state import begin, save_session
+from megatron_dppo.run.session_state import begin, finish_save, save_session
 from megatron_dppo.run.stream.asking import sampling_seed
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.supervision.processes import no_orphans, stop_when_torchrun_dies
@@ -69,10 +69,12 @@ def _train(session: Session, stop: StopSignal) -> None:
         stopping = stop.requested()
         if session.is_new_best(values.get("eval/accuracy")) or stopping or save_due(session):
             with PROGRESS.part("save"):
-                session.console.say(f"saved    {save_session(session)}")
+                save_session(session)
+        finish_save(session, wait=stopping or session.save_group is None)
         check_health(session)
         if stopping:
             raise Stopped(f"by {stop.name} after step {session.step}; the same command continues the run")
+    finish_save(session, wait=True)
     with PROGRESS.part("export"):
         finish(session)
 
@@ -142,10 +144,11 @@ def check_health(session: Session) -> None:
     limit = session.config.train.max_skipped_updates
     if session.skipped_in_a_row < limit:
         return
-    saved = save_session(session)
+    save_session(session)
+    finish_save(session, wait=True)
     raise TrainingStopped(
         f"the gradient was not finite in {session.skipped_in_a_row} updates in a row (train.max_skipped_updates = "
-        f"{limit}); none of them was applied. Saved: {saved}. Look at train/ratio_max, "
+        f"{limit}); none of them was applied, and the weights were saved. Look at train/ratio_max, "
         f"train/prob_rise_max and train/grad_norm in {session.folder / 'metrics.jsonl'}: a rollout engine whose "
         "log-probabilities do not fit the weights, a learning rate that is too high, and bf16 overflow are usual causes"
     )

@@ -37,6 +37,7 @@ from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.supervision.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from megatron_dppo.mcore.checkpoint import Save
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
     from megatron_dppo.run.evaluation import Evaluation
@@ -72,6 +73,10 @@ class Session:
     """the one that runs beside training"""
     evaluation_due: bool = False
     """one ran beside training when the checkpoint was written, and is to be repeated"""
+    saving: Save | None = None
+    """the newest checkpoint, which may still be written"""
+    save_group: dist.ProcessGroup | None = None
+    """all ranks over the CPU, for saves in the background; None = they are not"""
     resume_point: ResumePoint | None = None
     """where ``session_state.begin`` takes the run up again"""
 
@@ -139,11 +144,15 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
         session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
         session.resume_point = point
+        if config.checkpoint.async_save:
+            session.save_group = setup.host_world(config.run.wait_minutes)
         yield session
     finally:
         watchdog.close()
         console.finish()
         if session is not None:
+            if session.saving is not None:
+                session.saving.join()  # also when the run ends by an error of something else
             if session.engine is not None:
                 session.engine.close()
             session.stream.close()  # before the scorer, which it may still use

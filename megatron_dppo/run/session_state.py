@@ -9,8 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_dppo.files.disk import require_space
-from megatron_dppo.mcore.checkpoint_folder import is_finite, prune, set_aside
+from megatron_dppo.mcore.checkpoint_folder import prune, set_aside
 from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.report.metrics import MetricsWriter, read_metrics
 from megatron_dppo.run.output import space_for_save
 from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
@@ -101,12 +102,12 @@ def _restore_stream(session: Session, state: dict[str, Any], checkpoint: Path) -
     session.stream.restore(saved, contents)
 
 
-def save_session(session: Session) -> str:
+def save_session(session: Session) -> None:
     """Write a checkpoint of this step, with all that was sampled and not trained on.
 
-    Returns:
-        Where it is, and what there is to say of it.
+    With ``checkpoint.async_save`` it is complete when ``finish_save`` has said so.
     """
+    finish_save(session, wait=True)
     groups, stream = session.groups, session.stream
     # One rank writes for each data-parallel rank: the one whose engine sampled.
     contents = stream.contents() if session.engine is not None else []
@@ -125,8 +126,24 @@ def save_session(session: Session) -> str:
     also = partial(save_contents, contents, session.trainer.dp_rank)
     folder = session.checkpoint_folder
     agreed(lambda: require_space(folder, space_for_save(session.config, session.inputs), "a checkpoint"), groups.world)
-    path = session.trainer.save(folder, session.step, state, config.keep, best, also)
-    return str(path) if agreed(lambda: is_finite(path), dist.group.WORLD) else f"{path} {_NOT_FINITE}"
+    session.saving = session.trainer.begin_save(
+        folder, session.step, state, config.keep, best, also, background=session.save_group
+    )
+
+
+def finish_save(session: Session, *, wait: bool) -> None:
+    """Say that the last checkpoint is complete, if it is and that was not said; ``wait`` until it is.
+
+    Raises:
+        DiskError: it cannot be written; older ones are as they were.
+    """
+    saving = session.saving
+    if saving is None or not (wait or saving.is_done):
+        return
+    with PROGRESS.part("save"):
+        path = saving.wait()
+    session.saving = None
+    session.console.say(f"saved    {path}" if saving.is_finite else f"saved    {path} {_NOT_FINITE}")
 
 
 _NOT_FINITE = (

@@ -223,6 +223,8 @@ def test_sync_and_checkpoint_bytes() -> None:
     found = transfers(config, PARAMETERS, experts, layout, H100)
     assert (found.sync, found.checkpoint, found.sync_buffer) == (2 * PARAMETERS, 14 * PARAMETERS, 2 * GIB)
     assert found.save_host == 4 * ((PARAMETERS - experts) // 2 + experts // 8)
+    background = big("--checkpoint.async_save", "true")
+    assert transfers(background, PARAMETERS, experts, layout, H100).save_host == 14 * PARAMETERS // 32
 
 
 def test_the_batch_arithmetic() -> None:

@@ -21,7 +21,7 @@ MODES = {
 }
 """All processes die; one rank dies and its children do not; all die and what was not fsynced is lost."""
 ENTRIES = (
-    r"save \| fsync checkpoints/step_000002\.partial/__0_0\.distcp \| before",
+    r"save \| close checkpoints/step_000002\.partial/__0_0\.distcp \| before",
     r"export \| write hf\.partial/part-0",
 )
 """Where runs are killed whose resumption is killed again."""

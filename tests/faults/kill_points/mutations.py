@@ -111,7 +111,7 @@ def _warm_too_early() -> None:
     session.export_hf = wrong
 
 
-_MID_SAVE = r"save \| fsync checkpoints/step_000002(\.partial)?/__0_0\.distcp \| before"
+_MID_SAVE = r"save \| close checkpoints/step_000002(\.partial)?/__0_0\.distcp \| before"
 MUTATIONS = {
     "no fsync": Mutation(_no_fsync, r"save \| rename checkpoints/step_000001\.partial .* after", "power"),
     "files in place": Mutation(_in_place, r"evaluate \| write samples\.jsonl \| torn #3"),
