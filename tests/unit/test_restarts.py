@@ -1,4 +1,4 @@
-"""When a job that has ended is queued again: tries in a row, what counts as progress, and which end explains the others."""
+"""When a job that has ended is queued again: tries in a row, progress, and which rank's end explains the others."""
 
 from __future__ import annotations
 
