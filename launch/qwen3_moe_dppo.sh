@@ -78,6 +78,8 @@ if [ -z "$config" ] || [ "${config#-}" != "$config" ]; then
     usage >&2
     exit 2
 fi
+[[ ${server_nodes:-0} =~ ^[0-9]+$ ]] || fail "--server-nodes = '$server_nodes': expected a number of nodes"
+[[ ${nproc:-1} =~ ^[1-9][0-9]*$ ]] || fail "--nproc-per-node = '$nproc': expected a number of ranks"
 [[ $max_restarts =~ ^[0-9]+$ ]] || fail "--max-restarts = '$max_restarts': expected a number, 0 = never"
 [ -n "${SLURM_JOB_ID:-}" ] || fail "not inside of a Slurm job; submit this script: sbatch $0 ..."
 given=("$config" "${arguments[@]:1}")
@@ -116,8 +118,6 @@ if [ "$mode" != start ]; then
     server_nodes=0
 fi
 : "${server_nodes:=$((${#nodes[@]} > 1 ? 1 : 0))}" "${nproc:=${SLURM_GPUS_ON_NODE:-1}}"
-[[ $server_nodes =~ ^[0-9]+$ ]] || fail "--server-nodes = '$server_nodes': expected a number of nodes"
-[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc-per-node = '$nproc': expected a number of ranks"
 [ "$server_nodes" -lt "${#nodes[@]}" ] ||
     fail "--server-nodes $server_nodes leaves no node to the trainer: the job has ${#nodes[@]} (${nodes[*]})"
 trainer_nodes=("${nodes[@]:server_nodes}")
@@ -166,8 +166,9 @@ finish() {
 stop() {
     stopping=1
     local end left=""
-    end=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([0-9][^ ]*\).*/\1/p')
+    end=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([0-9][^ ]*\).*/\1/p') || true
     [ -z "$end" ] || left=$(($(date -d "$end" +%s) - $(date +%s)))
+    [ "${left:-0}" -gt 0 ] || left="" # the job is over: it was cancelled
     say "SIGTERM: the trainer finishes its step and saves${left:+; $left seconds are left to the job}"
     signal_steps TERM trainer
     # Slurm does not queue a job again that has reached its time limit.

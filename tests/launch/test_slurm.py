@@ -60,7 +60,7 @@ def test_a_killed_rank_costs_the_running_step_and_flags_settings_and_outputs_are
 ) -> None:
     job = Job(
         *(slurm, tmp_path, 2, "--nproc-per-node=2", "--srun-args=--export=ALL,FROM_SRUN_ARGS=here"),
-        *(str(EXAMPLES / "dppo.toml"), *SMALL, "--run.num_steps", "6", "--checkpoint.save_every", "1"),
+        *(str(EXAMPLES / "dppo.toml"), *SMALL, "--run.num_steps", "5", "--checkpoint.save_every", "1"),
         *("--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "2", "--run.output_dir", "run"),
     )
     port = 20000 + int(job.id) % 10000
@@ -79,8 +79,8 @@ def test_a_killed_rank_costs_the_running_step_and_flags_settings_and_outputs_are
     job.start_again(1)
     assert job.end() == "COMPLETED", job.output
     first, second = read_starts(tmp_path / "run")
-    assert first["resumed_step"] is None and saved <= second["resumed_step"] < 6
-    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+    assert first["resumed_step"] is None and saved <= second["resumed_step"] < 5
+    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5]
     logs = tmp_path / f"megatron_dppo-{job.id}/trainer"
     assert f"has crashed with exit code 137 of rank 3 (logs: {logs}); it goes on from" in job.output
     assert "try 2 from there" in job.output and "4 processes = tp2 pp1 cp1 dp2 ep2" in job.output
@@ -131,15 +131,15 @@ def test_a_killed_serve_is_started_again_and_one_that_gives_up_is_left_out(slurm
     shared = ["--shared", str(tmp_path / "shared")]
     servers = stub_servers(tmp_path, "die-later", port)
     job = Job(slurm, tmp_path, 2, *shared, str(EXAMPLES / ENGINE), *servers, PYTHON=python)
-    job.until("training on 1 nodes (n2)")
+    job.until("training on 1 nodes")
     (serve,) = (p for p in psutil.process_iter() if is_serve(p, port))
     serve.kill()
-    job.until("the servers on n1 have ended (exit code 137); they are started again")
+    job.until("have ended (exit code 137); they are started again")
     while job.output.count(f"serve: http://127.0.0.1:{port} is healthy") < 2:
         job.until("serve:")
         time.sleep(0.2)
     (tmp_path / "die").touch()
-    job.until("the servers on n1 have ended (exit code 2) and are left out")
+    job.until("have ended (exit code 2) and are left out")
     assert "the server has ended (exit code 7), as in 3 starts before" in job.output and "| out of memory" in job.output
     (tmp_path / "end").touch()
     assert job.end() == "COMPLETED" and job.restarts == 0, job.output
@@ -153,11 +153,11 @@ def test_servers_on_one_node_and_the_trainer_on_two_and_a_killed_server_works_ag
     job = Job(
         *(slurm, tmp_path, 3, "--server-nodes", "1", "--shared", str(tmp_path / "shared"), str(EXAMPLES / ENGINE)),
         *(*SMALL, "--rollout.servers.port", str(port), "--rollout.servers.count", "2", "--run.output_dir", "run"),
-        *("--rollout.sglang.log-level", "info", "--run.num_steps", "8"),
+        *("--rollout.sglang.log-level", "info", "--run.num_steps", "5"),
         *("--reward.function", f"{tmp_path / 'gate.py'}:score", "--reward.timeout_seconds", "300"),
         FOLDER=str(tmp_path),
     )
-    until_step(job, tmp_path / "run", 2, 240)
+    until_step(job, tmp_path / "run", 1, 240)
     (tmp_path / "closed").touch()  # the steps wait in their rewards until the server is back
     killed = f"http://127.0.0.1:{port + 1}"
     (launcher,) = (p for p in psutil.process_iter() if is_launcher(p, port + 1))
@@ -168,7 +168,7 @@ def test_servers_on_one_node_and_the_trainer_on_two_and_a_killed_server_works_ag
         time.sleep(0.5)
     (tmp_path / "closed").unlink()
     assert job.end(400) == "COMPLETED", job.output
-    assert steps(tmp_path / "run") == list(range(1, 9)) and job.restarts == 0
+    assert steps(tmp_path / "run") == list(range(1, 6)) and job.restarts == 0
     assert (tmp_path / "shared/urls-n1").read_text().split() == [f"http://127.0.0.1:{port}", killed]
     assert f"serve: {killed}: healthy, SGLang 0.5.23" in job.output
     assert job.output.index("healthy, SGLang") < job.output.index("training on 2 nodes (n2 n3) with 1 ranks each")
