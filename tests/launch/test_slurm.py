@@ -20,7 +20,6 @@ from tests.e2e.runs import ROOT, flags, records, step_records
 from tests.engines.servers import free_port
 from tests.launch.jobs import SCRIPT, Job
 from tests.launch.slurm import Slurm
-from tests.unit.test_serving import free_ports
 
 pytestmark = pytest.mark.slurm
 
@@ -149,7 +148,7 @@ def test_servers_on_one_node_and_the_trainer_on_two_and_a_killed_server_works_ag
     slurm: Slurm, tmp_path: Path
 ) -> None:
     (tmp_path / "gate.py").write_text(GATE)
-    port = free_ports(2)
+    port = two_ports()
     job = Job(
         *(slurm, tmp_path, 3, "--server-nodes", "1", "--shared", str(tmp_path / "shared"), str(EXAMPLES / ENGINE)),
         *(*SMALL, "--rollout.servers.port", str(port), "--rollout.servers.count", "2", "--run.output_dir", "run"),
@@ -262,6 +261,14 @@ def ranks_of(job: Job, count: int) -> dict[int, psutil.Process]:
     raise AssertionError(f"{found} of {count} ranks:\n{job.output}")
 
 
+def two_ports() -> int:
+    """The first of two free ports; not among those that the kernel gives to outgoing connections."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
+
+
 def python_with(folder: Path, trainer: str) -> str:
     """An interpreter that runs a line of shell in the place of the trainer."""
     python = folder / "python"
@@ -296,7 +303,7 @@ def steps(folder: Path) -> list[int]:
 def until_step(job: Job, folder: Path, step: int, timeout: float = 120) -> None:
     end = time.monotonic() + timeout
     while not (done := steps(folder)) or done[-1] < step:
-        assert time.monotonic() < end, f"no step {step}:\n{job.output}"
+        assert time.monotonic() < end and job.state != "FAILED", f"no step {step}:\n{job.output}"
         time.sleep(0.1)
 
 
