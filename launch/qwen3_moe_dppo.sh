@@ -6,8 +6,11 @@
 #   --server-nodes N      the first N nodes run servers and no trainer (default 1); 0 = servers beside the trainer on
 #                         the job's only node (the default there), on the GPUs after the trainer's
 #   --nproc-per-node N    trainer ranks on each of the other nodes (default: the GPUs of a node, or 1 without any)
-#   --shared DIR          folder that all nodes see, for addresses and the servers' output
-#                         (default: megatron_dppo-JOBID where sbatch was called)
+#   --max-restarts N      times in a row that the job is queued again after a crash without a newer checkpoint
+#                         (default 3; 0 = never)
+#   --shared DIR          folder that all nodes see, for addresses, output of servers and ranks, and the count of
+#                         restarts (default: megatron_dppo-JOBID where sbatch was called)
+#   --srun-args "ARGS"    added to every srun, such as "--container-image=IMAGE --container-mounts=/shared:/shared"
 #   --help                this text
 #
 # Everything else goes to the trainer: overrides of CONFIG, and Megatron's own flags, such as
@@ -22,15 +25,17 @@
 #   MEGATRON_DPPO_API_KEY    key of the servers (default: a new random one for each start of the job)
 #
 # Before the time limit (#SBATCH --signal), at `scancel --signal=TERM --batch JOBID` and at preemption the trainer
-# finishes its step and saves; then the job queues itself again and goes on from there. At preemption the servers get
-# SIGTERM too and go on for 100 seconds: the partition needs a GraceTime that is enough for one step and a checkpoint.
-# A server that ends, ends the job with exit code 1.
+# finishes its step and saves; then the job queues itself again and goes on from there. When it does not get so far in
+# time, the job is queued again all the same and goes on from the last checkpoint. At preemption the servers get SIGTERM
+# too and go on for 100 seconds: the partition needs a GraceTime that is enough for one step and a checkpoint.
+# After a crash of the trainer the job queues itself again, too; exit codes 2 and 3 end it, since they would come again.
+# A server that dies is started again. docs/launch.md has the details.
 #SBATCH --job-name=megatron_dppo
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --exclusive
 #SBATCH --requeue
-#SBATCH --signal=B:TERM@120
+#SBATCH --signal=B:TERM@600
 set -euo pipefail
 
 usage() { sed -n '2,/^set /{/^set /d;/^#SBATCH/d;s/^# \{0,1\}//;p}' "$0"; }
@@ -40,23 +45,27 @@ fail() {
     exit "${2:-2}"
 }
 
-server_nodes="" nproc="" shared=""
-arguments=()
+server_nodes="" nproc="" max_restarts=3 shared=""
+arguments=() srun_args=()
 while [ $# -gt 0 ]; do
     case $1 in
-    --server-nodes=* | --nproc-per-node=* | --shared=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+    --server-nodes=* | --nproc-per-node=* | --max-restarts=* | --shared=* | --srun-args=*)
+        set -- "${1%%=*}" "${1#*=}" "${@:2}"
+        ;;
     esac
     case $1 in
     --help | -h)
         usage
         exit 0
         ;;
-    --server-nodes | --nproc-per-node | --shared)
+    --server-nodes | --nproc-per-node | --max-restarts | --shared | --srun-args)
         [ $# -gt 1 ] || fail "$1 needs a value"
         case $1 in
         --server-nodes) server_nodes=$2 ;;
         --nproc-per-node) nproc=$2 ;;
+        --max-restarts) max_restarts=$2 ;;
         --shared) shared=$2 ;;
+        --srun-args) read -ra srun_args <<<"$2" ;;
         esac
         shift
         ;;
@@ -69,20 +78,46 @@ if [ -z "$config" ] || [ "${config#-}" != "$config" ]; then
     usage >&2
     exit 2
 fi
+[[ ${server_nodes:-0} =~ ^[0-9]+$ ]] || fail "--server-nodes = '$server_nodes': expected a number of nodes"
+[[ ${nproc:-1} =~ ^[1-9][0-9]*$ ]] || fail "--nproc-per-node = '$nproc': expected a number of ranks"
+[[ $max_restarts =~ ^[0-9]+$ ]] || fail "--max-restarts = '$max_restarts': expected a number, 0 = never"
 [ -n "${SLURM_JOB_ID:-}" ] || fail "not inside of a Slurm job; submit this script: sbatch $0 ..."
+given=("$config" "${arguments[@]:1}")
 overrides=("${arguments[@]:1}")
 python=${PYTHON:-python3}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-mode=$("$python" -m megatron_dppo.cli.main serve "$config" "${overrides[@]}" --print-mode)
+shared=${shared:-$PWD/megatron_dppo-$SLURM_JOB_ID}
+logs=$shared/trainer
+
+address() { scontrol -o show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p'; }
+list() { (IFS=, && echo "$*"); }
+# Steps share nodes where they have to (--overlap); the programs limit their own threads.
+step() {
+    srun --job-name="$1" --cpus-per-task="$2" --overlap --overcommit --cpu-bind=none --kill-on-bad-exit=1 --input=none \
+        "${srun_args[@]}" "${@:3}"
+}
+# A short command of the program, where the trainer runs: there may be a container around it.
+ask() { step "$1" 1 --nodes=1 --ntasks=1 --nodelist="${nodes[-1]}" "$python" -m megatron_dppo.cli.main "${@:2}"; }
+restarts() {
+    ask restarts restarts "$1" "${given[@]}" --record "$shared/restarts-$SLURM_JOB_ID.json" \
+        --max-restarts "$max_restarts" "${@:2}"
+}
+# Not by kill: after a SIGTERM srun kills its tasks within KillWait, which may be too short for a step and a checkpoint.
+signal_steps() {
+    squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format="%i %j" | while read -r id name; do
+        if [ "$name" = "$2" ]; then scancel --signal="$1" "$id" || true; fi
+    done
+}
+job_has() { scontrol -o show job "$SLURM_JOB_ID" | grep -q " $1"; }
+preempted() { job_has 'PreemptTime=[0-9]'; }
 
 # Who does what.
+mode=$(ask mode serve "${given[@]}" --print-mode)
 if [ "$mode" != start ]; then
     [ "${server_nodes:-0}" = 0 ] || fail "--server-nodes $server_nodes, but this configuration starts no servers; leave it out"
     server_nodes=0
 fi
 : "${server_nodes:=$((${#nodes[@]} > 1 ? 1 : 0))}" "${nproc:=${SLURM_GPUS_ON_NODE:-1}}"
-[[ $server_nodes =~ ^[0-9]+$ ]] || fail "--server-nodes = '$server_nodes': expected a number of nodes"
-[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc-per-node = '$nproc': expected a number of ranks"
 [ "$server_nodes" -lt "${#nodes[@]}" ] ||
     fail "--server-nodes $server_nodes leaves no node to the trainer: the job has ${#nodes[@]} (${nodes[*]})"
 trainer_nodes=("${nodes[@]:server_nodes}")
@@ -93,46 +128,36 @@ if [ "$mode" = start ] && [ "$server_nodes" = 0 ]; then
     serving_nodes=("${nodes[0]}")
     serve_options+=(--skip-gpus "$nproc")
 fi
-shared=${shared:-$PWD/megatron_dppo-$SLURM_JOB_ID}
 
-address() { scontrol -o show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p'; }
-list() { (IFS=, && echo "$*"); }
-# Steps share nodes where they have to (--overlap); the programs limit their own threads.
-step() {
-    srun --job-name="$1" --cpus-per-task="$2" --overlap --overcommit --cpu-bind=none --kill-on-bad-exit=1 --input=none "${@:3}"
-}
-# Not by kill: after a SIGTERM srun kills its tasks within KillWait, which may be too short for a step and a checkpoint.
-signal_steps() {
-    squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format="%i %j" | while read -r id name; do
-        if [ "$name" = "$2" ]; then scancel --signal="$1" "$id" || true; fi
+declare -A servers=() starts=()
+trainer="" stopping="" last_call=""
+
+ended_within() { # SECONDS PID...
+    local end=$((SECONDS + $1)) pid
+    for pid in "${@:2}"; do
+        while kill -0 "$pid" 2>/dev/null; do
+            [ "$SECONDS" -lt "$end" ] || return 1
+            sleep 0.5
+        done
     done
 }
-
-declare -A servers=()
-trainer="" stopping=""
-
-# shellcheck disable=SC2329  # called by the traps
 end_servers() {
     [ ${#servers[@]} -gt 0 ] || return 0
     signal_steps INT servers
-    local pid
-    for pid in "${!servers[@]}"; do wait "$pid" 2>/dev/null || true; done
+    ended_within 40 "${!servers[@]}" || say "the servers did not end in 40 seconds; Slurm ends them"
     servers=()
 }
-# shellcheck disable=SC2329
+# shellcheck disable=SC2329  # called by the traps
 end_trainer() {
     [ -n "$trainer" ] || return 0
     signal_steps TERM trainer
-    for _ in {1..60}; do
-        kill -0 "$trainer" 2>/dev/null || return 0
-        sleep 1
-    done
-    say "the trainer did not end in a minute; Slurm ends it"
+    ended_within 60 "$trainer" || say "the trainer did not end in a minute; Slurm ends it"
 }
 # shellcheck disable=SC2329
 finish() {
     local code=$?
     trap '' TERM
+    [ -z "$last_call" ] || kill "$last_call" 2>/dev/null || true
     end_trainer
     end_servers
     exit "$code"
@@ -140,18 +165,72 @@ finish() {
 # shellcheck disable=SC2329
 stop() {
     stopping=1
-    say "SIGTERM: the trainer finishes its step and saves"
+    local end left=""
+    end=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([0-9][^ ]*\).*/\1/p') || true
+    [ -z "$end" ] || left=$(($(date -d "$end" +%s) - $(date +%s)))
+    [ "${left:-0}" -gt 0 ] || left="" # the job is over: it was cancelled
+    say "SIGTERM: the trainer finishes its step and saves${left:+; $left seconds are left to the job}"
     signal_steps TERM trainer
+    # Slurm does not queue a job again that has reached its time limit.
+    [ -z "$left" ] || { sleep $((left > 90 ? left - 90 : 0)) & last_call=$!; }
 }
-preempted() { scontrol -o show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; }
-requeue() {
+requeue() { # the exit CODE where that cannot be
     end_servers
+    job_has JobState=RUNNING || fail "the job is being ended from outside, so it is not queued again" "$1"
     say "queueing the job again"
-    scontrol requeue "$SLURM_JOB_ID" || fail "the job cannot be queued again; submit it once more, it goes on" 0
+    scontrol requeue "$SLURM_JOB_ID" || fail "the job cannot be queued again; submit it once more, it goes on" "$1"
     exit 0
+}
+# Each of these queues the job again, or ends it with the code that `restarts` says.
+after_crash() { # CODE [ARGUMENTS of restarts]
+    if preempted; then after_preemption; fi
+    restarts crashed --exit-code "$@" || exit $?
+    requeue "$1"
+}
+after_stop() {
+    if preempted; then after_preemption; fi
+    restarts stopped || exit $?
+    requeue 0
+}
+after_preemption() {
+    restarts preempted || exit $?
+    requeue 0
+}
+# At the first start there is most likely something to mend.
+cannot_start() {
+    say "$1"
+    if [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && ! preempted; then exit 1; fi
+    after_crash 1
+}
+start_servers() { # NODE [SECONDS to wait before]
+    rm -f "$shared/urls-$1"
+    starts[$1]=$((${starts[$1]:-0} + 1))
+    {
+        sleep "${2:-0}"
+        step servers "$SLURM_CPUS_ON_NODE" --nodes=1 --ntasks=1 --nodelist="$1" \
+            "$python" -m megatron_dppo.cli.main serve "${serve_arguments[@]}" \
+            --rollout.servers.host "$(address "$1")" "${serve_options[@]}" \
+            --urls-file "$shared/urls-$1" --log-dir "$shared/servers-$1"
+    } &
+    servers[$!]=$1
+}
+# In training. Exit code 2 says that `serve` has given up by itself.
+servers_ended() { # PID CODE
+    local node=${servers[$1]}
+    unset "servers[$1]"
+    if [ -n "$stopping" ] || preempted; then return; fi
+    [ ! -e "$shared/urls-$node" ] || starts[$node]=0 # they were healthy
+    if [ "$2" != 2 ] && [ "${starts[$node]}" -lt 3 ]; then
+        say "the servers on $node have ended (exit code $2); they are started again"
+        start_servers "$node" 5 # what was left there ends
+    else
+        say "the servers on $node have ended (exit code $2) and are left out; the message above says why." \
+            "Server nodes left: ${#servers[@]}"
+    fi
 }
 trap finish EXIT
 trap stop TERM
+restarts begin
 
 # The servers.
 rank_cpus=$((SLURM_CPUS_ON_NODE / nproc > 0 ? SLURM_CPUS_ON_NODE / nproc : 1))
@@ -162,20 +241,13 @@ if [ "$mode" = start ]; then
     MEGATRON_DPPO_API_KEY=${MEGATRON_DPPO_API_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
     export MEGATRON_DPPO_API_KEY
     overrides=(--rollout.servers.api_key_env MEGATRON_DPPO_API_KEY "${overrides[@]}")
-    mkdir -p "$shared"
-    rm -f "$shared"/urls-*
-    for node in "${serving_nodes[@]}"; do
-        step servers "$SLURM_CPUS_ON_NODE" --nodes=1 --ntasks=1 --nodelist="$node" \
-            "$python" -m megatron_dppo.cli.main serve "$config" "${overrides[@]}" \
-            --rollout.servers.host "$(address "$node")" "${serve_options[@]}" \
-            --urls-file "$shared/urls-$node" --log-dir "$shared/servers-$node" &
-        servers[$!]=$node
-    done
+    serve_arguments=("$config" "${overrides[@]}")
+    for node in "${serving_nodes[@]}"; do start_servers "$node"; done
     for node in "${serving_nodes[@]}"; do
         until [ -e "$shared/urls-$node" ]; do
-            [ -z "$stopping" ] || requeue
+            [ -z "$stopping" ] || after_stop
             for pid in "${!servers[@]}"; do
-                kill -0 "$pid" 2>/dev/null || fail "the servers on ${servers[$pid]} did not start; the message above says why" 1
+                kill -0 "$pid" 2>/dev/null || cannot_start "the servers on ${servers[$pid]} did not start; the message above says why"
             done
             sleep 1
         done
@@ -187,34 +259,62 @@ if [ "$mode" != none ]; then
     overrides=(--rollout.weight_sync.host "$MASTER_ADDR" "${overrides[@]}")
     # The servers may be well and their addresses unreachable from here.
     step check 1 --nodes=1 --ntasks=1 --nodelist="$first" \
-        "$python" -m megatron_dppo.cli.main serve "$config" "${overrides[@]}" || fail "the trainer's first node $first cannot use the servers" 1
+        "$python" -m megatron_dppo.cli.main serve "$config" "${overrides[@]}" ||
+        cannot_start "the trainer's first node $first cannot use the servers"
 fi
-[ -z "$stopping" ] || requeue
+[ -z "$stopping" ] || after_stop
 
 # The trainer: one task a rank, not torchrun, which would give the ranks 30 seconds after a SIGTERM.
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) LOCAL_WORLD_SIZE=$nproc WORLD_SIZE=$((${#trainer_nodes[@]} * nproc))
-say "training on ${#trainer_nodes[@]} nodes (${trainer_nodes[*]}) with $nproc ranks each"
-# shellcheck disable=SC2016  # the step's own variables
+free_port() { # the first one from PORT on that nobody answers at: what is left of another job may hold it
+    local port=$1
+    while timeout 2 bash -c ": <>/dev/tcp/$MASTER_ADDR/$port" 2>/dev/null; do port=$((port + 1)); done
+    echo "$port"
+}
+# shellcheck disable=SC2329  # sent to the step as text
+rank() { # FOLDER COMMAND...
+    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID
+    # Megatron overlaps the collectives of tensor and sequence parallelism with GEMMs by the order in one queue, on GPUs
+    # before Blackwell.
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+    # Packed rows differ in length from step to step, which leaves holes between segments of fixed size. Not for the
+    # servers: they may hand memory on by CUDA IPC.
+    if [ -z "${PYTORCH_ALLOC_CONF:-}" ]; then
+        export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+    fi
+    local code=0
+    [ "$RANK" = 0 ] || exec >>"$1/rank_$RANK.log" 2>&1
+    trap : TERM INT HUP # for the trainer, whose exit code is to be noted: that of the step may be another rank's
+    "${@:2}" || code=$?
+    [ "$code" = 0 ] || echo "$code" >"$1/code_$RANK"
+    exit "$code"
+}
+MASTER_PORT=$(free_port $((20000 + SLURM_JOB_ID % 10000)))
+export MASTER_PORT LOCAL_WORLD_SIZE=$nproc WORLD_SIZE=$((${#trainer_nodes[@]} * nproc))
+mkdir -p "$logs"
+rm -f "$logs"/code_*
+say "training on ${#trainer_nodes[@]} nodes (${trainer_nodes[*]}) with $nproc ranks each; the output of ranks other than 0 is in $logs"
 step trainer "$rank_cpus" --nodes="${#trainer_nodes[@]}" --ntasks="$WORLD_SIZE" --ntasks-per-node="$nproc" \
     --nodelist="$(list "${trainer_nodes[@]}")" --distribution=block \
-    bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$0" -m megatron_dppo.train "$@"' \
-    "$python" "$config" "${overrides[@]}" &
+    bash -c "$(declare -f rank); rank \"\$@\"" rank "$logs" "$python" -m megatron_dppo.train "$config" "${overrides[@]}" &
 trainer=$!
 
 # A signal interrupts wait; then it is asked again.
 while true; do
     ended="" code=0
-    wait -n -p ended "${!servers[@]}" "$trainer" || code=$?
-    if [ "${ended:-}" = "$trainer" ]; then
+    wait -n -p ended "${!servers[@]}" "$trainer" ${last_call:+"$last_call"} || code=$?
+    case ${ended:-} in
+    "") ;;
+    "$trainer")
         trainer=""
+        [ "$code" = 0 ] || after_crash "$code" --logs "$logs"
         # At preemption Slurm signals the steps and not this script.
-        if [ "$code" = 0 ] && { [ -n "$stopping" ] || preempted; }; then requeue; fi
-        exit "$code"
-    fi
-    if [ -n "${ended:-}" ]; then
-        node=${servers[$ended]}
-        unset "servers[$ended]"
-        if [ -n "$stopping" ]; then continue; fi
-        fail "the servers on $node have ended (exit code $code), so the job ends; the message above says why" 1
-    fi
+        if [ -n "$stopping" ] || preempted; then after_stop; fi
+        exit 0
+        ;;
+    "$last_call")
+        say "the step does not end in the time that is left; the job goes on from its last checkpoint"
+        after_stop
+        ;;
+    *) servers_ended "$ended" "$code" ;;
+    esac
 done

@@ -5,7 +5,8 @@
 #
 # Starts the servers (megatron-dppo serve), waits until they are healthy, trains with torchrun, ends the servers. The
 # exit code is the training's. With rollout.engine = "local" there are no servers; those named in rollout.servers.urls
-# are only checked. The trainer's N ranks get the first N GPUs, the servers those after them.
+# are only checked. The trainer's N ranks get the first N GPUs, the servers those after them. A server that dies is started
+# again (docs/launch.md).
 #
 #   --nproc-per-node N    trainer ranks (default 1)
 #   PYTHON                the interpreter to use (default python3)

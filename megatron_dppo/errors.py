@@ -104,6 +104,12 @@ class AnswersLost(ServerError):
         return True
 
 
+class NoServerLeft(ServerError):
+    """No inference server can be used before a run that resumes gives it weights. Exit code 5."""
+
+    exit_code = 5
+
+
 class PublishError(UserError):
     """The rollout engine could not be given the current weights, or does not show them."""
 

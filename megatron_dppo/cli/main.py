@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megatron_dppo import __version__
 from megatron_dppo.cli.plan import add_plan_arguments, run_plan
+from megatron_dppo.cli.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
 from megatron_dppo.errors import ConfigError, UserError
 
@@ -32,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "plan", help="rehearse a run without GPUs: memory, collectives, time", epilog=_OVERRIDES, allow_abbrev=False
     )
     add_plan_arguments(plan)
+    restarts = commands.add_parser(
+        "restarts", help="for launch scripts: whether a job is queued again", epilog=_OVERRIDES, allow_abbrev=False
+    )
+    add_restarts_arguments(restarts)
     options, overrides = parser.parse_known_args(arguments)
     if options.command in _REPORTED:
         return run_or_report(_REPORTED[options.command], options, overrides)
@@ -54,7 +59,7 @@ class _Version(argparse.Action):
 
 
 _Command = Callable[[argparse.Namespace, Sequence[str]], int]
-_REPORTED: dict[str, _Command] = {"serve": run_serve, "plan": run_plan}
+_REPORTED: dict[str, _Command] = {"serve": run_serve, "plan": run_plan, "restarts": run_restarts}
 
 
 def run_or_report(command: _Command, options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--urls-file", type=Path, help="write the servers' URLs here, one a line, when all are healthy")
     parser.add_argument("--log-dir", type=Path, help="folder of the servers' output (default: run.output_dir-servers)")
     parser.add_argument(
-        "--start-timeout", type=float, default=1800.0, metavar="SECONDS", help="until all are healthy (default 1800)"
+        "--start-timeout", type=float, default=1800.0, metavar="SECONDS", help="until one is healthy (default 1800)"
     )
     parser.add_argument(
         "--grace", type=float, default=0.0, metavar="SECONDS", help="go on so long after a first SIGTERM (default 0)"
@@ -35,10 +35,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Start the servers and wait for a signal, or check those that are named; the exit code.
+    """Start the servers and keep them running until a signal, or check those that are named; the exit code.
 
     Raises:
-        UserError: a wrong configuration, a server that does not start or ends.
+        UserError: a wrong configuration, a server that does not start, or not again after it has died.
     """
     from megatron_dppo.config.io import load_config
     from megatron_dppo.serving.command import check_engine, plan_servers
@@ -63,10 +63,9 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.urls_file is not None:
         options.urls_file.unlink(missing_ok=True)
     log_dir = options.log_dir or Path(config.run.output_dir.rstrip("/") + "-servers")
-    with no_orphans(), StopRequest(options.grace) as stop, ServerGroup(plans, log_dir) as group:
-        for plan, log in zip(plans, group.logs, strict=True):
-            _say(f"starting {plan.url}, its output is in {log}")
-        if group.wait_healthy(stop, options.start_timeout, _say):
+    group = ServerGroup(plans, log_dir, options.start_timeout, _say)
+    with no_orphans(), StopRequest(options.grace) as stop, group:
+        if group.wait_healthy(stop):
             _write_urls(options.urls_file, config.rollout.servers.resolved_urls)
             group.watch(stop)
         _say("ending the servers")

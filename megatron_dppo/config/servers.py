@@ -35,7 +35,8 @@ class ServersConfig(Section):
     health_seconds: float = Field(5.0, gt=0)
     """Seconds between health checks while responses are awaited."""
     patience_seconds: float = Field(60.0, ge=0)
-    """How long requests wait for servers that are overloaded or fail, when no other server gives good answers."""
+    """How long requests wait for servers that are overloaded or fail, when no other server gives good answers; and how
+    long a weight sync waits for one that is being started again, when no other server answers."""
 
     @property
     def resolved_urls(self) -> list[str]:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.errors import ContractBreach, NoServerLeft, ServerError
 from megatron_dppo.rollout.gate import Gate
 from megatron_dppo.rollout.member import Member
 from megatron_dppo.rollout.server import Ask, GenerateRequest, Generation, InferenceServer
@@ -135,7 +135,8 @@ class ServerPool:
             affinity: the same for requests with a common prefix, as siblings of one prompt have.
 
         Raises:
-            ServerError: a server refuses the request, or no server is usable; then it lists them all.
+            ServerError: a server refuses the request, or no server is usable; then it lists them all, and is a
+                ``NoServerLeft`` unless each of them broke the contract too often.
             RuntimeError: before the first ``use_version``.
         """
         if not self._versions:
@@ -274,7 +275,8 @@ class ServerPool:
         return home
 
     def _nobody(self) -> ServerError:
-        return ServerError(
+        kind = ServerError if all(member.banned for member in self._members) else NoServerLeft
+        return kind(
             "rollout.servers",
             f"none of {len(self._members)} can be used at policy version {self.version}: "
             f"{'; '.join(member.state() for member in self._members)}. Restart the "

@@ -1,28 +1,24 @@
-"""Inference servers as processes of this one: started together, watched, ended together."""
+"""The inference servers of this machine: started together, watched, each started again when it dies, ended together."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
-import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from urllib.parse import urlsplit
 
-from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.serving.command import ServerPlan
-from megatron_dppo.serving.health import is_healthy
+from megatron_dppo.serving.server_process import ServerProcess, require_free
 
 _POLL_SECONDS = 0.5
+_HEALTH_SECONDS = 5.0
+"""Limit of one question to a server that was started again: signals and the other servers wait meanwhile."""
 _END_SECONDS = 20.0
-_TAIL_LINES = 30
+TRIES = 3
+"""Times in a row that a dead server is started again without becoming healthy."""
 
 
 class StopRequest:
@@ -57,49 +53,32 @@ class StopRequest:
         return time.monotonic() >= self._end
 
 
-@dataclass
-class _Server:
-    plan: ServerPlan
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def check(self) -> None:
-        """Raises ServerError when the process has ended, with the end of its log."""
-        code = self.process.poll()
-        if code is not None:
-            how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-            raise ServerError(self.plan.url, f"the server has ended ({how}). The end of {self.log}:\n{self.tail()}")
-
-    def tail(self) -> str:
-        """The last lines of its output, without keys."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - 16384))
-            text = file.read().decode(errors="replace")
-        for secret in self.plan.secrets:
-            text = text.replace(secret, "***")
-        return "\n".join(f"  | {line}" for line in text.splitlines()[-_TAIL_LINES:])
-
-
 class ServerGroup:
     """The servers of this machine; a context manager that leaves none behind.
 
     Args:
         plans: one for each server.
-        log_dir: folder for ``server_0.log`` and so on; what servers print may hold keys, so the files are private.
+        log_dir: folder for ``server_0.log`` and so on.
+        start_timeout: seconds until a server that was started is healthy.
+        say: tells the user what happens.
     """
 
-    def __init__(self, plans: Sequence[ServerPlan], log_dir: Path) -> None:
-        self._plans, self._log_dir = plans, log_dir
-        self._servers: list[_Server] = []
+    def __init__(
+        self, plans: Sequence[ServerPlan], log_dir: Path, start_timeout: float, say: Callable[[str], None]
+    ) -> None:
+        self._plans, self._log_dir, self._start_timeout, self._say = plans, log_dir, start_timeout, say
+        self._servers: list[_Watched] = []
 
     def __enter__(self) -> ServerGroup:
         self._files = tempfile.TemporaryDirectory(prefix="megatron_dppo_serve_")  # only for this user
         try:
             for plan in self._plans:
-                _require_free(plan.url)
+                require_free(plan.url)
             self._log_dir.mkdir(parents=True, exist_ok=True)
             for index, plan in enumerate(self._plans):
-                self._servers.append(self._start(index, plan))
+                log, file = self._log_dir / f"server_{index}.log", Path(self._files.name) / f"server_{index}.yaml"
+                self._say(f"starting {plan.url}, its output is in {log}")
+                self._servers.append(_Watched(ServerProcess(plan, log, file), self._start_timeout, self._say))
         except BaseException:
             self._end()
             raise
@@ -108,86 +87,91 @@ class ServerGroup:
     def __exit__(self, *exception: object) -> None:
         self._end()
 
-    def _start(self, index: int, plan: ServerPlan) -> _Server:
-        argv = list(plan.argv)
-        if plan.config_file:
-            file = Path(self._files.name) / f"server_{index}.yaml"
-            file.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in plan.config_file.items()))
-            argv += ["--config", str(file)]
-        log = self._log_dir / f"server_{index}.log"
-        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
-            try:
-                process = subprocess.Popen(
-                    argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | plan.env,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ConfigError(
-                    f"rollout.servers.command = {argv[0]!r} cannot be started: {error.strerror}; expected a program "
-                    "in PATH, or a path beside the TOML file or from here"
-                ) from error
-        return _Server(plan, process, log)
-
-    def wait_healthy(self, stop: StopRequest, timeout: float, say: Callable[[str], None]) -> bool:
+    def wait_healthy(self, stop: StopRequest) -> bool:
         """Wait for /health of each; False = asked to stop before that.
 
         Raises:
-            ServerError: one has ended, or needs more than ``timeout`` seconds.
+            ServerError: one has ended, or needs more than ``start_timeout`` seconds. At the first start none is
+                started again: it would most likely end for the same reason.
         """
-        end, waiting = time.monotonic() + timeout, list(self._servers)
-        while waiting and not stop.due:
-            self._check()
-            for server in list(waiting):
-                if is_healthy(server.plan.url, server.plan.secrets[0] if server.plan.secrets else None):
-                    waiting.remove(server)
-                    say(f"{server.plan.url} is healthy")
-                elif time.monotonic() > end:
-                    raise ServerError(
-                        server.plan.url,
-                        f"not healthy after {timeout:g} seconds (--start-timeout). The end of {server.log}:\n"
-                        f"{server.tail()}",
-                    )
+        while (starting := [server for server in self._servers if not server.healthy]) and not stop.due:
+            for server in self._servers:
+                server.require_running()
+            for server in starting:
+                server.look()
             time.sleep(_POLL_SECONDS)
-        return not waiting
+        return not starting
 
     def watch(self, stop: StopRequest) -> None:
-        """Wait until asked to stop.
+        """Start servers that die again, with the same arguments, until asked to stop.
 
         Raises:
-            ServerError: a server has ended; the others still run.
+            ServerError: one has died without having become healthy in ``TRIES`` starts in a row; the others still run.
+            ConfigError: its program is gone.
         """
         while not stop.due:
-            self._check()
+            for server in self._servers:
+                server.keep_running()
             time.sleep(_POLL_SECONDS)
 
-    @property
-    def logs(self) -> list[Path]:
-        """Where each server prints."""
-        return [server.log for server in self._servers]
-
-    def _check(self) -> None:
-        for server in self._servers:
-            server.check()
-
     def _end(self) -> None:
-        """SIGINT to each launcher, whose children go with it; SIGKILL to the session of what does not obey."""
+        """Ask each to end; kill what does not obey."""
         with _signals_wait():
             for server in self._servers:
-                if server.process.poll() is None:
-                    server.process.send_signal(signal.SIGINT)
+                server.process.interrupt()
             end = time.monotonic() + _END_SECONDS
             for server in self._servers:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    server.process.wait(max(0.0, end - time.monotonic()))
-                # Also after a launcher that obeyed: it may have left children.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(server.process.pid, signal.SIGKILL)
-                server.process.wait()
+                server.process.wait(end - time.monotonic())
+                server.process.kill()
             self._files.cleanup()
+
+
+class _Watched:
+    """A server, and how its starts went."""
+
+    def __init__(self, process: ServerProcess, start_timeout: float, say: Callable[[str], None]) -> None:
+        self.process, self._timeout, self._say = process, start_timeout, say
+        self.healthy = False
+        """whether it was, since it was started last"""
+        self._tries = 0
+        """starts after its death, since it was healthy last"""
+        self._started = time.monotonic()
+
+    def require_running(self) -> None:
+        """Raises ServerError when the process has ended, or has not become healthy in its time."""
+        if (problem := self._problem()) is not None:
+            raise self.process.error(problem)
+
+    def keep_running(self) -> None:
+        """Look at it, and start it again where it has ended or does not become healthy."""
+        if (problem := self._problem()) is not None:
+            self._start_again(problem)
+        elif not self.healthy:
+            self.look()
+
+    def look(self) -> None:
+        """Note whether it is healthy now."""
+        if self.process.is_healthy(_HEALTH_SECONDS):
+            self.healthy, self._tries = True, 0
+            self._say(f"{self.process.plan.url} is healthy")
+
+    def _problem(self) -> str | None:
+        if (how := self.process.ended()) is not None:
+            return f"the server has ended ({how})"
+        if not self.healthy and time.monotonic() > self._started + self._timeout:
+            return f"not healthy after {self._timeout:g} seconds (--start-timeout)"
+        return None
+
+    def _start_again(self, problem: str) -> None:
+        if self._tries == TRIES:
+            raise self.process.error(f"{problem}, as in {TRIES} starts before without having become healthy")
+        self._tries += 1
+        self._say(
+            f"{self.process.plan.url}: {problem}; it is started again (try {self._tries} of {TRIES} to become "
+            f"healthy), and its output goes on in {self.process.log}"
+        )
+        self.process.start_again()
+        self.healthy, self._started = False, time.monotonic()
 
 
 @contextlib.contextmanager
@@ -198,19 +182,3 @@ def _signals_wait() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _require_free(url: str) -> None:
-    """Refuse an address that is taken: the server behind it would answer in the place of ours."""
-    host, port = str(urlsplit(url).hostname), urlsplit(url).port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"rollout.servers.host = {host!r}, port {port} cannot be used: {error.strerror}. If a server of yours runs "
-            "there, name it in rollout.servers.urls; otherwise set rollout.servers.port, or host to an address of this "
-            "machine"
-        ) from error

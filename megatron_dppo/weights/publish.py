@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import PublishError
+from megatron_dppo.errors import NoServerLeft, PublishError
 from megatron_dppo.hf import drain
 from megatron_dppo.parallel.objects import from_each, from_leader
 from megatron_dppo.rollout.attempt import SyncResult
@@ -19,6 +20,10 @@ from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
+
+
+_ASK_AGAIN = 1.0
+"""Seconds between two rounds of questions when no server answers."""
 
 
 class Publisher(Protocol):
@@ -60,6 +65,8 @@ class _Verdict:
     """by URL: the servers that did not get the weights, or do not show them"""
     final: bool
     """whether to go on with these servers"""
+    alone: bool
+    """whether no server answered at all"""
     unproved: dict[str, str]
     """by URL: what of good servers' weights could not be proved byte by byte"""
 
@@ -74,7 +81,8 @@ class ServerPublisher:
 
     A server that fails in a sync gets the weights again, ``attempts`` times in all, while those that have them are left
     alone; then the run goes on without it, or, when none is left, stops. One that does not answer at all is left out at
-    once. Either gets its chance at the next sync, before it gets any work.
+    once. Either gets its chance at the next sync, before it gets any work. When none answers, one that is being started
+    again is waited for, ``rollout.servers.patience_seconds`` long.
 
     Args:
         trainer: the policy.
@@ -102,6 +110,7 @@ class ServerPublisher:
 
         Raises:
             PublishError: no server could be given the weights, or one of them answers with other weights.
+            NoServerLeft: no server answers.
         """
         settings, version = self._config.rollout.weight_sync, self._trainer.policy_version
         probes = self._published == 0 or (settings.probe_every and self._published % settings.probe_every == 0)
@@ -109,7 +118,7 @@ class ServerPublisher:
         if self._engine is not None:
             self._engine.pause()
         from_each(None, self._trainer.groups.world)  # until no rank has a request under way
-        kept, unproved = dict[str, ServerInfo](), dict[str, str]()
+        kept, unproved, waited = dict[str, ServerInfo](), dict[str, str](), False
         for attempt in range(1, settings.attempts + 1):
             verdict = self._attempt(version, kept, is_last=attempt == settings.attempts, probes=bool(probes))
             kept = verdict.good
@@ -117,17 +126,32 @@ class ServerPublisher:
             notes += [f"weights version {version}, attempt {attempt}: {text}" for text in _named(verdict.problems)]
             if verdict.final:
                 break
+            if verdict.alone and not waited:
+                waited = True
+                self._wait_for_one(verdict.problems)
         if not kept:
-            raise PublishError(
-                f"no inference server has the weights of version {version} after {settings.attempts} attempts:\n"
-                + "\n".join(f"  - {note}" for note in notes)
-            )
+            problem = f"no inference server has the weights of version {version} after {settings.attempts} attempts:\n"
+            problem += "\n".join(f"  - {note}" for note in notes)
+            raise NoServerLeft("rollout.servers", problem) if verdict.alone else PublishError(problem)
         if self._engine is not None:
             self._engine.use_version(version, list(kept))
         self._published += 1
         # Once, not at each sync.
         told, self._told = self._told, self._told | set(_named(unproved))
         return [*notes, *sorted(self._told - told)]
+
+    def _wait_for_one(self, urls: Iterable[str]) -> None:
+        """Until one of the servers answers, as long as the patience lasts; rank 0 asks, the others wait."""
+
+        def ask() -> None:
+            assert self._sync is not None
+            end = time.monotonic() + self._config.rollout.servers.patience_seconds
+            while time.monotonic() < end:
+                if any(isinstance(a, ServerInfo) for a in self._sync.ask(lambda s: s.info(), urls).values()):
+                    return
+                time.sleep(_ASK_AGAIN)
+
+        from_leader(ask, self._trainer.groups.world)
 
     def _attempt(self, version: int, kept: Mapping[str, ServerInfo], *, is_last: bool, probes: bool) -> _Verdict:
         weights, result = self._trainer.export_weights(), SyncResult(version, {})
@@ -148,6 +172,7 @@ class ServerPublisher:
             good,
             {**result.absent, **result.failed, **lost},
             final=not again or (is_last and bool(good)),
+            alone=not (result.good or result.failed),
             unproved=result.notes,
         )
 

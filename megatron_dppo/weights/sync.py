@@ -70,7 +70,9 @@ class WeightSync:
         self._proofs = WeightProofs(kv_heads(model_folder))
         self._versions: list[int] = []
         self._absent: set[str] = set()
-        self._broke: set[str] = set()
+        self._given = dict[str, int]()
+        """by URL: the version that it was given last"""
+        self._broke = set[str]()
         """who broke an earlier attempt at this version"""
 
     def send(self, weights: Weights, version: int, kept: Mapping[str, ServerInfo] | None = None) -> SyncResult:
@@ -99,6 +101,7 @@ class WeightSync:
             drain(weights)
         result = attempt.result()
         self._absent = set(result.absent)
+        self._given |= dict.fromkeys(result.good, version)
         self._broke |= attempt.culprits()
         self._proofs.done(list(result.good), version, proof)
         return result
@@ -197,9 +200,11 @@ class WeightSync:
         await attempt.each(attempt.left(self._servers), lambda server: server.end_update(attempt.version))
 
     async def _join(self, attempt: Attempt) -> None:
-        """A group of rank 0 and the servers that are there; kept as long as they are the same ones."""
+        """A group of rank 0 and the servers that are there; kept until one of them is another process, which knows of
+        no group and has not the version that its URL was given."""
         servers = attempt.left(self._servers)
-        if self._group is not None and self._members == tuple(server.url for server in servers):
+        same = all(attempt.infos[s.url].policy_version == self._given.get(s.url) for s in servers)
+        if self._group is not None and self._members == tuple(server.url for server in servers) and same:
             return
         await self._leave()
         if not servers:

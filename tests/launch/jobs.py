@@ -38,6 +38,11 @@ class Job:
     def exit_code(self) -> int:
         return int(self._field("ExitCode").split(":")[0])
 
+    @property
+    def restarts(self) -> int:
+        """How often it was queued again."""
+        return int(self._field("Restarts"))
+
     def _field(self, name: str) -> str:
         shown = self._slurm.run("scontrol", "-o", "show", "job", self.id)
         return dict(part.partition("=")[::2] for part in shown.split())[name]
@@ -63,14 +68,14 @@ class Job:
         self._slurm.run("scancel", "--signal=TERM", "--batch", self.id)
 
     def start_again(self, starts: int) -> None:
-        """Wait until the job has been queued again and runs; Slurm would let it wait for two minutes.
+        """Wait until the job has been queued again and has begun; Slurm would let it wait for two minutes.
 
         Not at once: a node refuses the credential of a job that it has just ended.
         """
         end = time.monotonic() + 120
-        while self._field("Restarts") != str(starts) or self.state != "RUNNING":
-            assert time.monotonic() < end, f"{self.state}:\n{self.output}"
-            pending = self.state == "PENDING"
+        while (state := self.state) in ("PENDING", "COMPLETING") or self.restarts < starts:
+            assert time.monotonic() < end and state != "FAILED", f"{state}:\n{self.output}"
+            pending = state == "PENDING"
             time.sleep(3)
             if pending:
                 self._slurm.run("scontrol", "update", f"JobId={self.id}", "StartTime=now", check=False)

@@ -2,7 +2,8 @@
 
 It writes what it was started with to ``FOLDER/started-PORT.json`` and answers /health and what SGLang says of itself.
 MODE: ``serve``; ``stubborn`` ignores SIGINT; ``die`` prints and ends at once; ``die-later`` ends when ``FOLDER/die``
-exists; ``slow`` never becomes healthy.
+exists, ``die-once`` likewise and removes the file; ``slow`` never becomes healthy, ``slow-later`` not after it has died
+so.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Handler(BaseHTTPRequestHandler):
         allowed = key is None or self.path == "/health" or self.headers["Authorization"] == f"Bearer {key}"
         answer = ANSWERS.get(self.path) if allowed else {}
         status = 401 if not allowed else 404 if answer is None else 200
-        self.send_response(503 if mode == "slow" else status)
+        slow = mode == "slow" or (mode == "slow-later" and (folder / "dead").exists())
+        self.send_response(503 if slow else status)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
 
@@ -37,6 +39,9 @@ class Handler(BaseHTTPRequestHandler):
 def wait_for_death() -> None:
     while not (folder / "die").exists():
         time.sleep(0.05)
+    if mode != "die-later":
+        (folder / "die").unlink()
+        (folder / "dead").touch()
     print("out of memory, key", os.environ.get("STUB_KEY"), flush=True)
     os._exit(7)
 
@@ -61,6 +66,6 @@ if __name__ == "__main__":
         sys.exit(5)
     if mode == "stubborn":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if mode == "die-later":
+    if mode in ("die-later", "die-once", "slow-later"):
         threading.Thread(target=wait_for_death, daemon=True).start()
     ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()

@@ -120,8 +120,9 @@ def test_when_all_lie_the_error_lists_each_lie() -> None:
         pool = pool_of(servers)
         first = r"http://s:0: it broke the contract 2 times since the last sync.*token 0 is 1000000"
         second = r"http://s:1: it broke the contract 2 times since the last sync.*log-probability 0 is nan"
-        with pytest.raises(ServerError, match=rf"none of 2 .*{first}.*{second}"):
+        with pytest.raises(ServerError, match=rf"none of 2 .*{first}.*{second}") as caught:
             await pool.generate(request("r"), "p")
+        assert caught.value.exit_code == 2, "to be mended, not to be tried again"
 
     asyncio.run(run())
 

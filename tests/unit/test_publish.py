@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.errors import PublishError
+from megatron_dppo.config.servers import ServersConfig, WeightSyncConfig
+from megatron_dppo.errors import NoServerLeft, PublishError
 from megatron_dppo.weights.probe import Findings
 from megatron_dppo.weights.publish import ServerPublisher
 from tests.unit.weight_server import FakeServer, make, weights
@@ -38,7 +39,8 @@ def publisher(
     servers: list[FakeServer], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[_Trainer, ServerPublisher]:
     probe = SimpleNamespace(run=lambda *_: Findings({}, {}))
-    trainer, config = _Trainer(), SimpleNamespace(rollout=SimpleNamespace(weight_sync=WeightSyncConfig(attempts=2)))
+    rollout = SimpleNamespace(weight_sync=WeightSyncConfig(attempts=2), servers=ServersConfig(patience_seconds=3.5))
+    trainer, config = _Trainer(), SimpleNamespace(rollout=rollout)
     return trainer, ServerPublisher(trainer, None, make(servers, folder), config, probe)  # type: ignore[arg-type]
 
 
@@ -62,6 +64,32 @@ def test_a_run_whose_server_goes_on_lying_ends_with_its_tensors_and_one_that_sto
     monkeypatch.setattr(server, "weight_sums", lies_once)
     (note,) = sender.publish()
     assert "attempt 1: http://a:1: w1, w3" in note and server.holds(weights(1)) and not server.paused
+
+
+def test_when_no_server_answers_one_that_comes_back_is_waited_for(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [FakeServer("a:1"), FakeServer("b:2")]
+    _, sender = publisher(servers, model_folder, monkeypatch)
+    for server in servers:
+        server.fails = {"info": 3}  # two more rounds of questions after the first attempt
+    start = time.monotonic()
+    notes = sender.publish()
+    assert len(notes) == 2 and all("attempt 1" in note and "info refused" in note for note in notes)
+    assert all(server.holds(weights(0)) for server in servers) and 2 <= time.monotonic() - start < 3.5
+
+
+def test_when_no_server_comes_back_within_the_patience_the_run_ends_with_a_code_of_its_own(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeServer("a:1")
+    _, sender = publisher([server], model_folder, monkeypatch)
+    server.fails = {"info": 99}
+    start = time.monotonic()
+    with pytest.raises(NoServerLeft, match=r"(?s)after 2 attempts.*http://a:1: info refused") as caught:
+        sender.publish()
+    assert caught.value.exit_code == 5 and 3.5 <= time.monotonic() - start < 6
+    assert not isinstance(caught.value, PublishError)
 
 
 def test_what_could_not_be_proved_is_said_once(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,18 @@ def test_a_server_that_restarts_in_the_probe_meets_the_trainer_in_a_new_group(
     assert len(sender.publish()) == 1 and a.holds(weights(0)) and a.version == 0
 
 
+def test_a_server_that_was_started_again_since_the_last_version_costs_no_attempt(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a, b), sender = broadcasting(2, 1, model_folder, monkeypatch)
+    assert sender.publish() == []
+    a.version, a.weights, a.group = -1, {}, 0
+    sender._trainer.policy_version = 1
+    assert sender.publish() == [] and a.holds(weights(1)) and b.holds(weights(1)) and a.group == b.group
+    sender._trainer.policy_version = 2
+    assert sender.publish() == [] and a.calls.count("join_group") == 2, "who stays the same stays in its group"
+
+
 @pytest.mark.parametrize("call", ["join_group", "begin_update", "receive_broadcast"])
 def test_who_broke_an_attempt_waits_until_the_others_have_the_weights(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, call: str

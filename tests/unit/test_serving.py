@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 
 from megatron_dppo.serving import processes
 from megatron_dppo.serving.command import ServerPlan
+from megatron_dppo.serving.health import is_healthy
 
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("server_stub.py")
@@ -130,13 +131,71 @@ def test_a_server_that_dies_at_start_is_shown_with_its_last_words(serve: Any) ->
     assert "  | no such model" in output and "logs/server_0.log" in output
 
 
-def test_the_death_of_one_server_ends_the_others_and_shows_no_key(serve: Any) -> None:
+def test_a_dead_server_is_started_again_as_it_was_and_the_other_is_left_alone(serve: Any) -> None:
+    running = serve("die-once", "--rollout.servers.api_key_env", "STUB_KEY", count=2, STUB_KEY="s3cret")
+    running.until_file("urls")
+    before = [running.started(i) for i in range(2)]
+    (running.folder / "die").touch()
+    running.until_file("dead")
+    dead = until_one(lambda: [i for i in range(2) if running.started(i)["pids"] != before[i]["pids"]])
+    url = f"http://127.0.0.1:{running.ports[dead]}"
+    until_one(lambda: [1] if is_healthy(url) else [])
+    after = [running.started(i) for i in range(2)]
+    assert all(after[dead][key] == before[dead][key] for key in ("arguments", "config"))
+    assert after[1 - dead]["pids"] == before[1 - dead]["pids"] and all(map(runs, before[1 - dead]["pids"]))
+    assert not any(map(runs, before[dead]["pids"])), "what the dead launcher had started is left"
+    log = (running.folder / f"logs/server_{dead}.log").read_text()
+    assert log.count("loading") == 2 and "out of memory" in log
+    time.sleep(1)  # serve looks twice a second
+    running.process.terminate()
+    code, output = running.end()
+    assert code == 0 and "s3cret" not in output and running.left_behind() == []
+    assert f"serve: {url}: the server has ended (exit code 7); it is started again (try 1 of 3" in output
+    assert output.count(f"serve: {url} is healthy") == 2 and output.count("started again") == 1
+
+
+def test_a_server_that_becomes_healthy_may_die_as_often_as_it_likes(serve: Any) -> None:
+    running = serve("die-once")
+    running.until_file("urls")
+    for _ in range(processes.TRIES + 1):
+        pids = running.started()["pids"]
+        (running.folder / "die").touch()
+        until_one(lambda before=pids: [1] if running.started()["pids"] != before else [])
+        until_one(lambda: [1] if is_healthy(f"http://127.0.0.1:{running.port}") else [])
+        time.sleep(1)  # serve looks twice a second
+    running.process.terminate()
+    code, output = running.end()
+    assert code == 0 and output.count("try 1 of 3") == processes.TRIES + 1
+
+
+def test_a_server_that_dies_at_each_start_ends_the_others_and_shows_no_key(serve: Any) -> None:
     running = serve("die-later", "--rollout.servers.api_key_env", "STUB_KEY", count=2, STUB_KEY="s3cret")
     running.until_file("urls")
     (running.folder / "die").touch()
     code, output = running.end()
     assert code == 2 and "exit code 7" in output and "out of memory, key ***" in output
+    assert "as in 3 starts before without having become healthy" in output and "try 3 of 3" in output
     assert "s3cret" not in output and running.left_behind() == []
+
+
+def test_a_server_that_is_never_healthy_again_is_given_up(serve: Any) -> None:
+    running = serve("slow-later", "--start-timeout", "2")
+    running.until_file("urls")
+    (running.folder / "die").touch()
+    code, output = running.end(60)
+    assert code == 2 and "not healthy after 2 seconds (--start-timeout), as in 3 starts before" in output
+    assert running.left_behind() == []
+
+
+def until_one(found: Callable[[], list[int]]) -> int:
+    """The first of what a function gives, when it gives something; half-written files are read again."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        with contextlib.suppress(ValueError):
+            if values := found():
+                return values[0]
+        time.sleep(0.05)
+    raise AssertionError("nothing came")
 
 
 def test_a_launcher_that_ignores_sigint_is_killed_with_its_children(
@@ -146,8 +205,8 @@ def test_a_launcher_that_ignores_sigint_is_killed_with_its_children(
     port = free_ports(1)
     argv = (sys.executable, str(STUB), str(tmp_path), "stubborn", "--host", "127.0.0.1", "--port", str(port))
     plan = ServerPlan(url=f"http://127.0.0.1:{port}", argv=argv)
-    with processes.StopRequest() as stop, processes.ServerGroup([plan], tmp_path) as group:
-        assert group.wait_healthy(stop, 30, print)
+    with processes.StopRequest() as stop, processes.ServerGroup([plan], tmp_path, 30, print) as group:
+        assert group.wait_healthy(stop)
         pids = json.loads((tmp_path / f"started-{port}.json").read_text())["pids"]
         assert all(map(runs, pids))
     assert not any(map(runs, pids))
