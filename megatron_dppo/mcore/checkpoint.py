@@ -109,9 +109,9 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
     best: int | None = None,
-    also: Callable[[Path], None] | None = None,
     *,
     groups: ParallelGroups,
+    also: Callable[[Path], None] | None = None,
     background: dist.ProcessGroup | None = None,
 ) -> Save:
     """Write ``folder/step_N`` (a collective of all ranks), then delete older ones (``checkpoint_folder.prune``).

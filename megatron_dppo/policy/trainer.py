@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -275,25 +275,13 @@ class PolicyTrainer:
         state: dict[str, Any],
         keep: int,
         best: int | None = None,
-        also: Callable[[Path], None] | None = None,
-    ) -> Path:
-        """Write a checkpoint of this step; ``state`` is the caller's own, as JSON. See ``save_checkpoint``."""
-        return self.begin_save(folder, step, state, keep, best, also).wait()
-
-    def begin_save(
-        self,
-        folder: Path,
-        step: int,
-        state: dict[str, Any],
-        keep: int,
-        best: int | None = None,
-        also: Callable[[Path], None] | None = None,
         *,
+        also: Callable[[Path], None] | None = None,
         background: dist.ProcessGroup | None = None,
     ) -> Save:
-        """As ``save``; with ``background`` the weights may change while the checkpoint is written."""
+        """Write a checkpoint of this step; ``state`` is the caller's own, as JSON. See ``save_checkpoint``."""
         self.optimizer.finish_overlapped_gather()
-        state = {**state, "policy_version": self.policy_version}
+        state, groups = {**state, "policy_version": self.policy_version}, self.groups
         return save_checkpoint(
             folder,
             step,
@@ -302,8 +290,8 @@ class PolicyTrainer:
             state,
             keep,
             best,
-            also,
-            groups=self.groups,
+            groups=groups,
+            also=also,
             background=background,
         )
 

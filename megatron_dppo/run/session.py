@@ -151,18 +151,22 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         watchdog.close()
         console.finish()
         if session is not None:
-            if session.saving is not None:
-                session.saving.join()  # also when the run ends by an error of something else
-            if session.engine is not None:
-                session.engine.close()
-            session.stream.close()  # before the scorer, which it may still use
-            session.publisher.close()
-            if session.writer is not None:
-                session.writer.close()
+            _close(session)
         if scorer is not None:
             scorer.close()
         open_parts.close()  # the lock of the folder: after all that writes there
         setup.shutdown_megatron()
+
+
+def _close(session: Session) -> None:
+    if session.saving is not None:
+        session.saving.join()  # also when the run ends by an error of something else
+    if session.engine is not None:
+        session.engine.close()
+    session.stream.close()  # before the scorer, which it may still use
+    session.publisher.close()
+    if session.writer is not None:
+        session.writer.close()
 
 
 def _trainer(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, phase: str) -> PolicyTrainer:

@@ -126,8 +126,8 @@ def save_session(session: Session) -> None:
     also = partial(save_contents, contents, session.trainer.dp_rank)
     folder = session.checkpoint_folder
     agreed(lambda: require_space(folder, space_for_save(session.config, session.inputs), "a checkpoint"), groups.world)
-    session.saving = session.trainer.begin_save(
-        folder, session.step, state, config.keep, best, also, background=session.save_group
+    session.saving = session.trainer.save(
+        folder, session.step, state, config.keep, best, also=also, background=session.save_group
     )
 
 

@@ -91,7 +91,7 @@ def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
         trainer = build_trainer(Case(layout), HFSide(Case(layout)).model, here, "bf16")
         folder = Path(path) / str(i)
         seeded = fill(trainer, 1)
-        checkpoint = trainer.save(folder, 1, {}, keep=9)
+        checkpoint = trainer.save(folder, 1, {}, keep=9).path
         sizes = [file.stat().st_size for file in checkpoint.glob("__*.distcp")]
         assert len(sizes) == world_size and max(sizes) < 1.5 * min(sizes), f"{layout}: not all ranks write: {sizes}"
         fill(trainer, 2)
@@ -103,7 +103,7 @@ def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
         fill(trainer, 2)
         trainer.load(checkpoint)
         compare(states(trainer), expected, f"{layout}: boxes read by Megatron")
-        gathered = trainer.save(folder, 2, {}, keep=9)
+        gathered = trainer.save(folder, 2, {}, keep=9).path
         for part in parts(trainer):
             use_boxes(part)
         fill(trainer, 3)
