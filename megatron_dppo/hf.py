@@ -187,6 +187,20 @@ def drain(weights: WeightStream) -> None:
         pass
 
 
+class DictWeights:
+    """A stream of weights held in memory, with random access."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors = dict(weights)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def names(self) -> set[str]:
+        """All names."""
+        return set(self._tensors)
+
+
 class FolderWeights:
     """Random access to the safetensors weights of a folder, one tensor at a time."""
 

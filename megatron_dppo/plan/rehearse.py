@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
+from megatron_dppo.hf import DictWeights
 from megatron_dppo.platform import Platform
 
 TimeOf = Callable[[int, torch.dtype, int], float]
@@ -53,7 +54,6 @@ def rehearse(config: Config, hf_config: Any, layout: Layout, role: Role, time_of
     from megatron_dppo.plan.meter import Meter
     from megatron_dppo.plan.replacements import replace_for_rehearsal
     from megatron_dppo.plan.sample import rows
-    from megatron_dppo.policy.trainer import DictWeights
 
     batches = rows(config, hf_config, layout, role.micro_batches)
     local = len(batches[0].tokens) // (layout.cp * (layout.tp if layout.sequence_parallel else 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,20 +30,6 @@ from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
-
-
-class DictWeights:
-    """A stream of weights held in memory, as a source for the bridge."""
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._tensors = dict(weights)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def names(self) -> set[str]:
-        """All names."""
-        return set(self._tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_dppo.config.layout import describe
 from megatron_dppo.config.schema import Config, OptimizerConfig
 from megatron_dppo.files.disk import disk_errors, require_space
-from megatron_dppo.hf import FolderWeights, build_hf_model, stream_model
+from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, stream_model
 from megatron_dppo.parallel.objects import agreed, from_each
 from megatron_dppo.platform import Platform, pin_threads
 from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
@@ -171,7 +171,7 @@ def _close(session: Session) -> None:
 
 def _trainer(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, phase: str) -> PolicyTrainer:
     """A trainer for one phase: ``warmup`` from random weights or the folder's, ``rl`` from the warmed-up ones."""
-    from megatron_dppo.policy.trainer import DictWeights, PolicyTrainer
+    from megatron_dppo.policy.trainer import PolicyTrainer
 
     warm = phase == "rl" and config.warmup.num_steps > 0
     optimizer: OptimizerConfig = config.warmup.optimizer if phase == "warmup" else config.optimizer

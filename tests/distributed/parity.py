@@ -14,7 +14,7 @@ from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.hf import build_hf_model, model_shape, stream_model
+from megatron_dppo.hf import DictWeights, build_hf_model, model_shape, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.update import Updater
@@ -166,7 +166,7 @@ def config_for(case: Case, dtype: str = "fp32", **sections: dict[str, Any]) -> C
 def build_trainer(case: Case, model: Any, platform: Platform, dtype: str, **sections: dict[str, Any]) -> Any:
     """A trainer with the weights of a transformers model; joins the process groups of the layout."""
     from megatron_dppo.mcore.setup import initialize_megatron
-    from megatron_dppo.policy.trainer import DictWeights, PolicyTrainer
+    from megatron_dppo.policy.trainer import PolicyTrainer
 
     config = config_for(case, dtype, **sections)
     layout = resolve_layout(config, dist.get_world_size(), model_shape(model.config))

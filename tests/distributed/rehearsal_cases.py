@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.hf import model_shape, stream_model
+from megatron_dppo.hf import DictWeights, model_shape, stream_model
 from megatron_dppo.plan.child import Question
 from megatron_dppo.plan.machine import MACHINES
 from megatron_dppo.plan.rehearse import Role
@@ -52,7 +52,6 @@ def update(config: Config, model: Any, layout: Layout, loaded: dict[str, torch.T
     from megatron_dppo.plan.measure import measured_update, trainer_builder
     from megatron_dppo.plan.meter import Meter
     from megatron_dppo.plan.sample import rows
-    from megatron_dppo.policy.trainer import DictWeights
 
     class Copies(DictWeights):
         """Tensors that are gone once they are read, as those of a file."""

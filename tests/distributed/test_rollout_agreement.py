@@ -12,7 +12,7 @@ from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.hf import build_hf_model, model_shape, read_hf_config, stream_model
+from megatron_dppo.hf import DictWeights, build_hf_model, model_shape, read_hf_config, stream_model
 from megatron_dppo.platform import Platform
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.types import Completion, Prompt, SamplingParams
@@ -37,7 +37,7 @@ def _largest_difference(rank: int, world_size: int) -> None:
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
     from megatron_dppo.mcore.setup import initialize_megatron
-    from megatron_dppo.policy.trainer import DictWeights, PolicyTrainer
+    from megatron_dppo.policy.trainer import PolicyTrainer
 
     config = config_for(Case({"expert_model_parallel_size": 2}))
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": TEMPERATURE})})

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.hf import model_shape, read_hf_config, stream_model
+from megatron_dppo.hf import DictWeights, model_shape, read_hf_config, stream_model
 from megatron_dppo.platform import Platform
 from tests.engines.tiny import make_tiny
 
@@ -66,7 +66,6 @@ def trainer_of(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
 
 def weights_of(folder: Path) -> Any:
     """A source for the trainer's bridge."""
-    from megatron_dppo.policy.trainer import DictWeights
 
     return DictWeights(stream_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
 
