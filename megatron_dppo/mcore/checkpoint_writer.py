@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -29,7 +29,7 @@ _COPIED_AHEAD = 10_000_000
 """bytes"""
 
 
-class StreamedSave(AsyncSaveShardedStrategy):
+class StreamedSave(TorchDistSaveShardedStrategy):
     """Each rank writes one file, without a second copy of what is in it.
 
     Args:
@@ -37,16 +37,17 @@ class StreamedSave(AsyncSaveShardedStrategy):
         staged: copy what this rank writes to host memory in ``async_save``, so that the state may change from then on.
     """
 
-    can_handle_sharded_objects = True
-
     def __init__(self, world: dist.ProcessGroup | None, *, staged: bool = False) -> None:
         super().__init__("torch_dist", 1)
         self._world, self._staged = world, staged
 
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, async_strategy: str = ""
+    ) -> AsyncRequest:
         """What writes the shards of which this rank is the main replica: a collective of all ranks when it is called.
 
-        It raises torch's ``CheckpointException`` when a rank cannot write, with the reason of each.
+        It raises torch's ``CheckpointException`` when a rank cannot write, with the reason of each. ``async_strategy``
+        is an argument of Megatron Core 0.19.2, for its own writers.
         """
         for entry in nested_values(sharded_state_dict) if self._staged else ():
             if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
