@@ -96,7 +96,7 @@ def all_gone(family: list[psutil.Process], seconds: float) -> bool:
 
 @pytest.mark.long
 def test_group_signals_and_a_kill_leave_the_run_that_was_never_stopped(tmp_path: Path) -> None:
-    """SIGTERM in the warm-up; SIGTERM in mid-sample, after Megatron's writer has started; SIGKILL of the rank."""
+    """SIGTERM in the warm-up; SIGTERM in mid-sample, after a save; SIGKILL of the rank."""
     (tmp_path / "blocking.py").write_text(REWARD)
     undisturbed = Run(tmp_path / "undisturbed", tmp_path / "undisturbed.log", 1)
     assert undisturbed.end() == 0, undisturbed.output
@@ -125,7 +125,7 @@ def test_group_signals_and_a_kill_leave_the_run_that_was_never_stopped(tmp_path:
     run = Run(folder, log, 1)
     run.until(lambda: run.saved(int(stopped[1]) + 1))
     family = run.family()
-    assert len(family) >= 3, f"the manager of Megatron's writer, a scoring process, a reaper: {family}"
+    assert len(family) >= 2, f"a scoring process, a reaper: {family}"
     run.process.kill()
     assert run.end() == -signal.SIGKILL and all_gone(family, 30)
 
