@@ -53,7 +53,7 @@ def no_orphans() -> Iterator[None]:
 @contextmanager
 def _forks_end_with_us() -> Iterator[None]:
     """Copies of this process get SIGKILL when it ends: to the reaper they show the environment that *it* was started
-    with. Only those that the main thread makes, such as Megatron's writers, since the signal follows a thread."""
+    with. Only those that the main thread makes, such as a data loader's workers, since the signal follows a thread."""
     global _guarded
     _register_hooks()
     before, _guarded = _guarded, os.getpid()

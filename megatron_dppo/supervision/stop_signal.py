@@ -29,7 +29,7 @@ class StopSignal:
 
     Inside, the signals are blocked in this thread and so in all that it starts: threads and, over fork and exec,
     processes. A signal to the process group (a terminal's Ctrl-C, a scheduler) therefore does not take away the
-    helpers that the save needs: Megatron's writers and their manager, compilers, loggers. One thread receives.
+    helpers that the step needs: scoring processes, compilers, loggers. One thread receives.
 
     While ``deferring`` is False, a signal ends the process at once with exit code 0: there is nothing to save yet.
     """

@@ -183,7 +183,7 @@ def test_it_saves_before_the_time_limit_and_at_preemption_and_goes_on(slurm: Slu
     job = Job(
         *(slurm, tmp_path, 1, str(EXAMPLES / "dppo.toml"), "--run.output_dir", "run", "--eval.every", "100"),
         *("--warmup.num_steps", "5", "--run.num_steps", "40", "--parallel.expert_model_parallel_size", "1"),
-        *("--checkpoint.save_every", "1"),  # Megatron's writer process is there when the step signal comes
+        *("--checkpoint.save_every", "1"),
     )
     until_step(job, tmp_path / "run", 2)
     job.signal()

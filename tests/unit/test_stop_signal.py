@@ -86,7 +86,7 @@ def test_it_ends_at_once_while_there_is_nothing_to_save(tmp_path: Path, number: 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_no_helper_dies_of_a_signal_to_the_group(tmp_path: Path, number: signal.Signals) -> None:
-    """A manager of multiprocessing (Megatron's writer keeps one), a fork, a program."""
+    """A manager of multiprocessing, a fork, a program."""
     process = start(tmp_path, HELPERS)
     group(process, number)
     output, error = process.communicate(timeout=60)
