@@ -147,7 +147,7 @@ def test_a_search_ranks_what_fits_by_time(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_does_not_fit_is_said_with_the_nearest_settings_that_do(rehearsals: Rehearsals) -> None:
-    small = replace(H100, name="half", memory=50 * GIB)
+    small = replace(H100, name="half", memory=44 * GIB)
 
     def load(flags: Sequence[str]) -> Any:
         return big(*flags)
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_said_with_the_nearest_settings_that_do(rehearsals:
     assert "NO, " in as_text(plan) and "Does NOT fit 32 x half: all." in as_text(plan)
     (nearest,) = Search(load, 32, small, rehearsals).nearest(1)
     assert nearest.plan is not None
-    assert len(nearest.flags) == 1 and nearest.plan.room > 5 * GIB and nearest.flags[0] in candidates_text([nearest])
+    assert len(nearest.flags) == 1 and nearest.plan.room > 4.4 * GIB and nearest.flags[0] in candidates_text([nearest])
 
 
 def test_a_search_without_a_combination_that_can_run_says_what_is_against_it(rehearsals: Rehearsals) -> None:
@@ -222,9 +222,11 @@ def test_sync_and_checkpoint_bytes() -> None:
     layout, experts = layout_of(config, 32), model.expert_parameters
     found = transfers(config, PARAMETERS, experts, layout, H100)
     assert (found.sync, found.checkpoint, found.sync_buffer) == (2 * PARAMETERS, 14 * PARAMETERS, 2 * GIB)
-    assert found.save_host == 4 * ((PARAMETERS - experts) // 2 + experts // 8)
-    background = big("--checkpoint.async_save", "true")
-    assert transfers(background, PARAMETERS, experts, layout, H100).save_host == 14 * PARAMETERS // 32
+    assert found.save_host == 14 * PARAMETERS // 32  # copied, to be written in the background
+    at_once = big("--checkpoint.async_save", "false")
+    assert transfers(at_once, PARAMETERS, experts, layout, H100).save_host == 4 * (
+        (PARAMETERS - experts) // 2 + experts // 8
+    )
 
 
 def test_the_batch_arithmetic() -> None:
