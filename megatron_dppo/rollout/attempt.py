@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 
+_ASK_AGAIN_SECONDS = 1.0
+"""Between two questions to a server that does not answer."""
+
 
 @dataclass(frozen=True)
 class SyncResult:
@@ -101,3 +104,25 @@ async def caught(call: Awaitable[object]) -> object:
         return await call
     except ServerError as error:
         return error
+
+
+async def ask_each(
+    servers: Sequence[InferenceServer], call: Callable[[InferenceServer], Awaitable[object]]
+) -> dict[str, object]:
+    """By URL: what the call of each gives, all at once; a ``ServerError`` is in its place, not raised."""
+    answers = await asyncio.gather(*(caught(call(server)) for server in servers))
+    return {server.url: answer for server, answer in zip(servers, answers, strict=True)}
+
+
+async def wait_for_one(servers: Sequence[InferenceServer], patience: float) -> None:
+    """Until one of them says something of itself, or for this many seconds."""
+
+    async def answer(server: InferenceServer) -> None:
+        while not isinstance(await caught(server.info()), ServerInfo):
+            await asyncio.sleep(_ASK_AGAIN_SECONDS)
+
+    tasks = [asyncio.create_task(answer(server)) for server in servers]
+    await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

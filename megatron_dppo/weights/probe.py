@@ -15,6 +15,7 @@ from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.errors import ContractBreach, ServerError
 from megatron_dppo.hf import end_tokens
 from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
+from megatron_dppo.rollout.attempt import ask_each
 from megatron_dppo.rollout.probe import (
     Expectation,
     LostWeightsError,
@@ -89,7 +90,10 @@ class Probe:
         if sync is not None:
             # A name that no server knows: one that hangs may still work on the request of another attempt or run.
             name = f"probe-{uuid.uuid4().hex[:12]}"
-            for url, answer in sync.ask(lambda server: ask(server, expected, request_id=name), urls).items():
+            answered = sync.run(
+                lambda servers: ask_each(servers, lambda server: ask(server, expected, request_id=name)), urls
+            )
+            for url, answer in answered.items():
                 if isinstance(answer, ProbeAnswer):
                     answers.append(answer)
                 else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -11,7 +10,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import NoServerLeft, PublishError
 from megatron_dppo.hf import drain
 from megatron_dppo.parallel.objects import from_each, from_leader
-from megatron_dppo.rollout.attempt import SyncResult
+from megatron_dppo.rollout.attempt import SyncResult, wait_for_one
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.server_engine import ServerEngine
@@ -20,10 +19,6 @@ from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
-
-
-_ASK_AGAIN = 1.0
-"""Seconds between two rounds of questions when no server answers."""
 
 
 class Publisher(Protocol):
@@ -142,14 +137,11 @@ class ServerPublisher:
 
     def _wait_for_one(self, urls: Iterable[str]) -> None:
         """Until one of the servers answers, as long as the patience lasts; rank 0 asks, the others wait."""
+        patience = self._config.rollout.servers.patience_seconds
 
         def ask() -> None:
             assert self._sync is not None
-            end = time.monotonic() + self._config.rollout.servers.patience_seconds
-            while time.monotonic() < end:
-                if any(isinstance(a, ServerInfo) for a in self._sync.ask(lambda s: s.info(), urls).values()):
-                    return
-                time.sleep(_ASK_AGAIN)
+            self._sync.run(lambda servers: wait_for_one(servers, patience), urls)
 
         from_leader(ask, self._trainer.groups.world)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from megatron_dppo.rollout.server import InferenceServer, ServerInfo, transfer_g
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, kv_heads
 from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport, flatten_bucket, in_buckets
 
+T = TypeVar("T")
 Weights = Iterator[tuple[str, Tensor]]
 _ALIVE_SECONDS = 10.0
 """A server that says nothing of itself for so long is absent."""
@@ -106,15 +107,10 @@ class WeightSync:
         self._proofs.done(list(result.good), version, proof)
         return result
 
-    def ask(self, call: Callable[[InferenceServer], Awaitable[object]], urls: Iterable[str]) -> dict[str, object]:
-        """What a call of each of these servers gives; a ``ServerError`` is in its place, not raised."""
-
-        async def every() -> dict[str, object]:
-            chosen = [server for server in self._servers if server.url in set(urls)]
-            answers = await asyncio.gather(*(caught(call(server)) for server in chosen))
-            return {server.url: answer for server, answer in zip(chosen, answers, strict=True)}
-
-        return self._runner.run(every())
+    def run(self, work: Callable[[list[InferenceServer]], Coroutine[Any, Any, T]], urls: Iterable[str]) -> T:
+        """What the work with the servers at these URLs gives: their clients live on this sync's event loop."""
+        wanted = set(urls)
+        return self._runner.run(work([server for server in self._servers if server.url in wanted]))
 
     def close(self) -> None:
         """Leave the servers as they are."""

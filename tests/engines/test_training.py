@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import subprocess
 import time
 import urllib.request
@@ -237,22 +238,35 @@ def test_a_server_that_is_killed_in_mid_rollout_costs_no_sample(pair: list[Engin
 
 
 def killed_in_sync(run: subprocess.Popen, pair: list[Engine]) -> None:
-    """SIGKILL to all of the trainer while a server has half of the weights."""
+    """SIGKILL to all of the trainer while a server has half of the weights.
+
+    Between the server's word and the signal the sync may end. So all stand still first, and the servers are asked again
+    when whatever was sent has arrived.
+    """
     end = time.monotonic() + 120
     while time.monotonic() < end and run.poll() is None:
-        if version(pair[0]) == -1:
-            kill(run)
-            run.wait(30)
-            return
+        if -1 in map(version, pair):
+            signal_all(run, signal.SIGSTOP)
+            time.sleep(2)
+            if -1 in map(version, pair):
+                kill(run)
+                run.wait(30)
+                return
+            signal_all(run, signal.SIGCONT)
     pytest.fail("no sync was seen")
 
 
 def kill(process: subprocess.Popen) -> None:
     """SIGKILL to a process and all below it."""
+    signal_all(process, signal.SIGKILL)
+
+
+def signal_all(process: subprocess.Popen, number: signal.Signals) -> None:
+    """A signal to a process and all below it."""
     program = psutil.Process(process.pid)
     for member in [program, *program.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
+            member.send_signal(number)
 
 
 def version(engine: Engine) -> int:

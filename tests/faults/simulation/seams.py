@@ -192,6 +192,10 @@ def _read(trainer: Any, expected: Any, generation: Any) -> Reading:
     )
 
 
+def _no_real_wait(seconds: float) -> None:
+    raise AssertionError(f"the code waits {seconds:g} s of real time: the simulation's clock cannot drive that")
+
+
 @contextmanager
 def installed() -> Iterator[None]:
     """Every seam, for as long as it lasts."""
@@ -217,6 +221,7 @@ def installed() -> Iterator[None]:
             for name, module in list(sys.modules.items())
             if name.startswith("megatron_dppo.rollout") and hasattr(module, "time")
         ),
+        mock.patch("time.sleep", _no_real_wait),
     ]
     with ExitStack() as stack:
         for patch in patches:
