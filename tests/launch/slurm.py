@@ -1,4 +1,4 @@
-"""A real Slurm of a few nodes on this machine, with its own key, configuration, ports and spool folders."""
+"""A real Slurm on this machine: its nodes are hosts in network namespaces, its key, ports and folders its own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.engines.servers import free_port
+from tests.launch.hosts import Hosts
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
+PROGRAMS = ("ip", "munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
 _CONFIG = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={port}
+SlurmdPort={port_of_nodes}
+SlurmdTimeout=15
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -48,7 +51,7 @@ class Slurm:
 
     Args:
         folder: everything it writes; short, since it holds sockets.
-        num_nodes: virtual nodes ``n1``, ``n2``, ..., all on 127.0.0.1.
+        num_nodes: ``n1``, ``n2``, ..., each a host of its own (``hosts``).
 
     Raises:
         RuntimeError: Slurm is not installed, this user is not root, or it does not come up.
@@ -58,35 +61,37 @@ class Slurm:
         missing = [name for name in PROGRAMS if shutil.which(name) is None]
         if missing:
             raise RuntimeError(
-                f"{', '.join(missing)} not found; apt-get install slurm-wlm munge (make test-slurm does)"
+                f"{', '.join(missing)} not found; apt-get install slurm-wlm munge iproute2 (make test-slurm does)"
             )
         if os.geteuid() != 0:
             raise RuntimeError("a Slurm of its own needs root: slurmd starts jobs as their users")
         self.folder, self._daemons = folder, list[subprocess.Popen[bytes]]()
         self.env = dict(os.environ) | {"SLURM_CONF": str(folder / "slurm.conf")}
         names = [f"n{i + 1}" for i in range(num_nodes)]
-        self._configure(names)
+        self.hosts = Hosts(names, folder)
+        self._configure()
         try:
             self._start("munged", *self._munge_options())
             self._until(lambda: (folder / "munge/socket").exists(), "munged")
             self._start("slurmctld", "-D")
             for name in names:
-                self._start("slurmd", "-D", "-N", name)
+                self._start(*self.hosts.command(name, "slurmd", "-D", "-N", name))
             idle = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
             self._until(lambda: set(self.run(*idle, check=False).split()) == set(names), "its nodes")
         except BaseException:
             self.stop()
             raise
 
-    def _configure(self, names: list[str]) -> None:
+    def _configure(self) -> None:
         host = self.run("hostname", "-s").strip()
         (self.folder / "state").mkdir()
         (self.folder / "munge").mkdir(mode=0o700)
         key = self.folder / "munge/key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        lines = [_CONFIG.format(folder=self.folder, host=host, port=free_port())]
-        lines += [f"NodeName={n} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2\n" for n in names]
+        ports = {"port": free_port(), "port_of_nodes": free_port()}
+        lines = [_CONFIG.format(folder=self.folder, host=host, address=self.hosts.address, **ports)]
+        lines += [f"NodeName={name} NodeAddr={at} CPUs=2\n" for name, at in self.hosts.addresses.items()]
         (self.folder / "slurm.conf").write_text("".join(lines))
 
     def _munge_options(self) -> list[str]:
@@ -130,3 +135,4 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        self.hosts.close()

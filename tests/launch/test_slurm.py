@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,9 @@ def score(*, completion, **_):
     return len(completion) % 2
 """
 
+HOLD = "import socket, sys; socket.create_server(('', int(sys.argv[1]))).accept()"
+"""holds a port"""
+
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("examples/*/README.md")]
 
 ENGINE = "sglang.toml"
@@ -63,9 +67,10 @@ def test_a_killed_rank_costs_the_running_step_and_flags_settings_and_outputs_are
         *("--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "2", "--run.output_dir", "run"),
     )
     port = 20000 + int(job.id) % 10000
-    with socket.create_server(("127.0.0.1", port)):
+    with subprocess.Popen(slurm.hosts.command("n1", sys.executable, "-c", HOLD, str(port))) as holder:
         job.until("training on 2 nodes (n1 n2) with 2 ranks each")
         ranks = ranks_of(job, 4)
+        holder.kill()
     for rank, process in ranks.items():
         env = process.environ()
         assert env["LOCAL_RANK"] == str(rank % 2) and env["FROM_SRUN_ARGS"] == "here"
@@ -134,7 +139,7 @@ def test_a_killed_serve_is_started_again_and_one_that_gives_up_is_left_out(slurm
     (serve,) = (p for p in psutil.process_iter() if is_serve(p, port))
     serve.kill()
     job.until("have ended (exit code 137); they are started again")
-    while job.output.count(f"serve: http://127.0.0.1:{port} is healthy") < 2:
+    while job.output.count(f"serve: http://{slurm.hosts.addresses['n1']}:{port} is healthy") < 2:
         job.until("serve:")
         time.sleep(0.2)
     (tmp_path / "die").touch()
@@ -158,7 +163,8 @@ def test_servers_on_one_node_and_the_trainer_on_two_and_a_killed_server_works_ag
     )
     until_step(job, tmp_path / "run", 1, 240)
     (tmp_path / "closed").touch()  # the steps wait in their rewards until the server is back
-    killed = f"http://127.0.0.1:{port + 1}"
+    servers = [f"http://{slurm.hosts.addresses['n1']}:{port + i}" for i in range(2)]
+    killed = servers[1]
     (launcher,) = (p for p in psutil.process_iter() if is_launcher(p, port + 1))
     launcher.kill()
     job.until(f"serve: {killed}: the server has ended (signal SIGKILL); it is started again (try 1 of 3")
@@ -168,7 +174,7 @@ def test_servers_on_one_node_and_the_trainer_on_two_and_a_killed_server_works_ag
     (tmp_path / "closed").unlink()
     assert job.end(400) == "COMPLETED", job.output
     assert steps(tmp_path / "run") == list(range(1, 6)) and job.restarts == 0
-    assert (tmp_path / "shared/urls-n1").read_text().split() == [f"http://127.0.0.1:{port}", killed]
+    assert (tmp_path / "shared/urls-n1").read_text().split() == servers
     assert f"serve: {killed}: healthy, SGLang 0.5.23" in job.output
     assert job.output.index("healthy, SGLang") < job.output.index("training on 2 nodes (n2 n3) with 1 ranks each")
     assert all(record["train/abs_prob_diff_first"] < 1e-5 for record in step_records(tmp_path / "run"))

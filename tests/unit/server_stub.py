@@ -49,7 +49,7 @@ def wait_for_death() -> None:
 if __name__ == "__main__":
     folder, mode = Path(sys.argv[1]), sys.argv[2]
     arguments = sys.argv[3:]
-    port = arguments[arguments.index("--port") + 1]
+    host, port = (arguments[arguments.index(name) + 1] for name in ("--host", "--port"))
     file = arguments[arguments.index("--config") + 1] if "--config" in arguments else None
     child = subprocess.Popen(["sleep", "1000"])
     started = {
@@ -68,4 +68,4 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if mode in ("die-later", "die-once", "slow-later"):
         threading.Thread(target=wait_for_death, daemon=True).start()
-    ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+    ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
