@@ -25,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo demo-sglang demo-vllm test test-long engines test-engines test-faults test-faults-long test-slurm test-matrix test-gym bench-head lint setup clean
+.PHONY: demo demo-sglang demo-vllm test test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym bench-head lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
@@ -46,6 +46,9 @@ test:
 
 test-long:
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/e2e -m long $(ARGS)
+
+test-slurm-long: test-slurm
+	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/launch -m long $(ARGS)
 
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \

@@ -2,7 +2,8 @@
 
 Two things show whether an owner lives. A record lock of the kernel (``fcntl.lockf``, which NFS passes on to its server)
 goes when its process dies, however it dies. Where the file system keeps no such locks between machines, the owner's
-heartbeat counts: it rewrites the file every few seconds, and a newcomer watches the file before it takes it over.
+heartbeat counts: it rewrites the file every few seconds, and a newcomer watches the file before it takes it over. An
+owner that is an earlier try of the same Slurm job, on a node that Slurm has given up, is told to end (``claim``).
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.supervision.claim import claim, end_if_claimed, is_earlier, this_try, withdraw
 
 LOCK = ".megatron_dppo.lock"
 HEARTBEAT_SECONDS = 5.0
+CLAIM_SECONDS = 60.0
+"""How long an earlier try of the same job has to see that it is over; several heartbeats must fit in."""
 WATCH_SECONDS = 30.0
 """How long a newcomer looks for heartbeats of an owner on another machine; several of them must fit in."""
 
@@ -30,7 +34,12 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 def this_process() -> dict[str, Any]:
     """Who we are, so that another process can tell whether we still live."""
-    return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "born": _birth(os.getpid())}
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "born": _birth(os.getpid()),
+    } | this_try()
 
 
 def _machine() -> str:
@@ -68,6 +77,7 @@ class FolderLock:
         self.path = folder / LOCK
         self.note = ""
         """what happened to an owner that did not let go; empty = there was none"""
+        self._has_claimed = False
         self._file = self._open()
         try:
             self._take(watch_seconds)
@@ -92,16 +102,30 @@ class FolderLock:
             ) from error
 
     def _take(self, watch_seconds: float) -> None:
+        end = time.monotonic() + CLAIM_SECONDS
         while True:
             is_free, owner = self._try_lock(), self._owner()
             if not is_free or (owner is not None and self._lives(owner, watch_seconds)) or not self._try_lock():
-                raise ConfigError(self._refusal(owner))
+                if owner is None or not is_earlier(owner) or time.monotonic() > end:
+                    raise ConfigError(self._refusal(owner))
+                self._claim(owner)
+                continue
             if self._is_current():
                 break
             os.close(self._file)  # its owner deleted the file between our opening and our locking it
             self._file = self._open()
+        withdraw(self.path.parent)
         if owner is not None:
             self.note = f"the run that held this folder ({_named(owner)}) is gone without a word; going on"
+
+    def _claim(self, owner: dict[str, Any]) -> None:
+        if not self._has_claimed:
+            print(
+                f"lock     {self.path} is of an earlier try of this job, {_named(owner)}; telling it to end", flush=True
+            )
+            claim(self.path.parent)
+            self._has_claimed = True
+        time.sleep(HEARTBEAT_SECONDS / 5)
 
     def _try_lock(self) -> bool:
         """Whether the kernel gives us the lock; also True where the file system has none, and the heartbeat decides."""
@@ -167,6 +191,7 @@ class FolderLock:
 
     def _beat_until_stopped(self, seconds: float) -> None:
         while not self._stop.wait(seconds):
+            end_if_claimed(self.path.parent)
             try:
                 self._beat()
             except OSError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,8 +75,14 @@ class Hosts:
         _ip("link", "set", self._plug(name), "up")
 
     def close(self) -> None:
-        """Remove the network. Processes that still run on the hosts keep theirs until they end."""
+        """End what still runs on the hosts, and remove the network."""
         for name in self.names:
+            found = subprocess.run(
+                ["ip", "netns", "pids", self._space(name)], capture_output=True, text=True, check=False
+            )
+            for pid in map(int, found.stdout.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", self._space(name)], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
 

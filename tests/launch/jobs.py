@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import sys
 import time
 from pathlib import Path
 
-from tests.e2e.runs import ROOT
+import psutil
+
+from tests.e2e.runs import ROOT, records
+from tests.engines.servers import free_port
 from tests.launch.slurm import Slurm
 
 SCRIPT = ROOT / "launch/qwen3_moe_dppo.sh"
@@ -79,3 +85,70 @@ class Job:
             time.sleep(3)
             if pending:
                 self._slurm.run("scontrol", "update", f"JobId={self.id}", "StartTime=now", check=False)
+
+
+def ranks_of(job: Job, count: int) -> dict[int, psutil.Process]:
+    """The trainer's processes themselves, not the shells around them."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        found = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                env, line = process.environ(), process.cmdline()
+                if env.get("SLURM_JOB_ID") == job.id and "RANK" in env and line[1:3] == ["-m", "megatron_dppo.train"]:
+                    found[int(env["RANK"])] = process
+        if len(found) == count:
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"{found} of {count} ranks:\n{job.output}")
+
+
+def two_ports() -> int:
+    """The first of two free ports; not among those that the kernel gives to outgoing connections."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
+
+
+def python_with(folder: Path, trainer: str) -> str:
+    """An interpreter that runs a line of shell in the place of the trainer."""
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *megatron_dppo.train*) {trainer}; exit 0;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    return str(python)
+
+
+def is_serve(process: psutil.Process, port: int) -> bool:
+    """Whether it is the ``megatron-dppo serve`` of a port."""
+    with contextlib.suppress(psutil.Error):
+        line = process.cmdline()
+        return line[1:4] == ["-m", "megatron_dppo.cli.main", "serve"] and str(port) in line
+    return False
+
+
+def is_launcher(process: psutil.Process, port: int) -> bool:
+    """Whether it is what `serve` has started for a port: the leader of a session."""
+    with contextlib.suppress(psutil.Error, OSError):
+        line = process.cmdline()
+        return str(port) in line and "--model-path" in line and os.getsid(process.pid) == process.pid
+    return False
+
+
+def steps(folder: Path) -> list[int]:
+    file = folder / "metrics.jsonl"
+    return [r["step"] for r in records(folder) if "train/loss" in r] if file.exists() else []
+
+
+def until_step(job: Job, folder: Path, step: int, timeout: float = 120) -> None:
+    end = time.monotonic() + timeout
+    while not (done := steps(folder)) or done[-1] < step:
+        assert time.monotonic() < end and job.state != "FAILED", f"no step {step}:\n{job.output}"
+        time.sleep(0.1)
+
+
+def processes_with(word: str) -> list[str]:
+    shown = (p.cmdline() for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE)
+    return [" ".join(line) for line in shown if word in line]

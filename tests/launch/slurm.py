@@ -76,8 +76,7 @@ class Slurm:
             self._start("slurmctld", "-D")
             for name in names:
                 self._start(*self.hosts.command(name, "slurmd", "-D", "-N", name))
-            idle = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
-            self._until(lambda: set(self.run(*idle, check=False).split()) == set(names), "its nodes")
+            self.until_idle()
         except BaseException:
             self.stop()
             raise
@@ -112,6 +111,11 @@ class Slurm:
                 logs = "\n".join(f"{f.name}: {f.read_text()[-1500:]}" for f in sorted(self.folder.glob("*.log")))
                 raise RuntimeError(f"Slurm: {what} did not come up\n{logs}")
             time.sleep(0.2)
+
+    def until_idle(self) -> None:
+        """Wait until no node works or is missing."""
+        idle = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
+        self._until(lambda: set(self.run(*idle, check=False).split()) == set(self.hosts.names), "its nodes")
 
     def run(self, *command: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
         """Output of one of Slurm's commands."""

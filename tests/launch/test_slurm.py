@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -17,9 +14,20 @@ import psutil
 import pytest
 
 from megatron_dppo.run.starts import read_starts
-from tests.e2e.runs import ROOT, flags, records, step_records
+from tests.e2e.runs import ROOT, flags, step_records
 from tests.engines.servers import free_port
-from tests.launch.jobs import SCRIPT, Job
+from tests.launch.jobs import (
+    SCRIPT,
+    Job,
+    is_launcher,
+    is_serve,
+    processes_with,
+    python_with,
+    ranks_of,
+    steps,
+    two_ports,
+    until_step,
+)
 from tests.launch.slurm import Slurm
 
 pytestmark = pytest.mark.slurm
@@ -89,6 +97,34 @@ def test_a_killed_rank_costs_the_running_step_and_flags_settings_and_outputs_are
     assert f"has crashed with exit code 137 of rank 3 (logs: {logs}); it goes on from" in job.output
     assert "try 2 from there" in job.output and "4 processes = tp2 pp1 cp1 dp2 ep2" in job.output
     assert sorted(file.name for file in logs.glob("rank_*")) == ["rank_1.log", "rank_2.log", "rank_3.log"]
+
+
+@pytest.mark.long
+def test_a_job_whose_first_node_is_cut_off_goes_on_on_the_others_and_ends_what_is_left_there(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    job = Job(
+        *(slurm, tmp_path, 2, str(EXAMPLES / "dppo.toml"), *SMALL, "--expert-model-parallel-size", "2"),
+        *("--run.num_steps", "200", "--checkpoint.save_every", "1", "--run.output_dir", "run"),
+    )
+    job.until("training on 2 nodes (n1 n2)")
+    first = ranks_of(job, 2)[0]
+    until_step(job, tmp_path / "run", 2)
+    slurm.hosts.cut_off("n1")
+    try:
+        job.start_again(1)
+        until_step(job, tmp_path / "run", steps(tmp_path / "run")[-1] + 2)
+        assert first.wait(1) is None, "rank 0 of the first try was still there"
+        assert "is of an earlier try of this job, process" in job.output and "telling it to end" in job.output
+        second = read_starts(tmp_path / "run")[-1]
+        done = steps(tmp_path / "run")
+        assert second["resumed_step"] >= 1 and done == list(range(1, len(done) + 1))
+        assert "training on 2 nodes (n2 n3)" in job.output
+        slurm.run("scancel", job.id)
+        job.end()
+    finally:
+        slurm.hosts.connect("n1")
+        slurm.until_idle()
 
 
 def test_a_trainer_that_always_crashes_is_tried_as_often_as_allowed_and_one_that_cannot_go_on_is_not(
@@ -172,6 +208,9 @@ def test_servers_on_one_node_and_the_trainer_on_two_and_a_killed_server_works_ag
         job.until("serve:")  # fails when the job ends
         time.sleep(0.5)
     (tmp_path / "closed").unlink()
+    slurm.hosts.cut_off("n1")  # all servers at once, for less than it takes Slurm to give up the node
+    time.sleep(8)
+    slurm.hosts.connect("n1")
     assert job.end(400) == "COMPLETED", job.output
     assert steps(tmp_path / "run") == list(range(1, 6)) and job.restarts == 0
     assert (tmp_path / "shared/urls-n1").read_text().split() == servers
@@ -249,70 +288,3 @@ def sbatch_lines(page: Path) -> list[str]:
     """The commands of a page, those that go on after a backslash as one line."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     return [line.strip(" `|") for line in re.findall(r"sbatch --[^`\n]*qwen3_moe_dppo.sh[^`\n|]*", text)]
-
-
-def ranks_of(job: Job, count: int) -> dict[int, psutil.Process]:
-    """The trainer's processes themselves, not the shells around them."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        found = {}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                env, line = process.environ(), process.cmdline()
-                if env.get("SLURM_JOB_ID") == job.id and "RANK" in env and line[1:3] == ["-m", "megatron_dppo.train"]:
-                    found[int(env["RANK"])] = process
-        if len(found) == count:
-            return found
-        time.sleep(0.2)
-    raise AssertionError(f"{found} of {count} ranks:\n{job.output}")
-
-
-def two_ports() -> int:
-    """The first of two free ports; not among those that the kernel gives to outgoing connections."""
-    while True:
-        port = free_port()
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
-            return port
-
-
-def python_with(folder: Path, trainer: str) -> str:
-    """An interpreter that runs a line of shell in the place of the trainer."""
-    python = folder / "python"
-    python.write_text(
-        f'#!/bin/sh\ncase "$*" in *megatron_dppo.train*) {trainer}; exit 0;; esac\nexec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    return str(python)
-
-
-def is_serve(process: psutil.Process, port: int) -> bool:
-    """Whether it is the ``megatron-dppo serve`` of a port."""
-    with contextlib.suppress(psutil.Error):
-        line = process.cmdline()
-        return line[1:4] == ["-m", "megatron_dppo.cli.main", "serve"] and str(port) in line
-    return False
-
-
-def is_launcher(process: psutil.Process, port: int) -> bool:
-    """Whether it is what `serve` has started for a port: the leader of a session."""
-    with contextlib.suppress(psutil.Error, OSError):
-        line = process.cmdline()
-        return str(port) in line and "--model-path" in line and os.getsid(process.pid) == process.pid
-    return False
-
-
-def steps(folder: Path) -> list[int]:
-    file = folder / "metrics.jsonl"
-    return [r["step"] for r in records(folder) if "train/loss" in r] if file.exists() else []
-
-
-def until_step(job: Job, folder: Path, step: int, timeout: float = 120) -> None:
-    end = time.monotonic() + timeout
-    while not (done := steps(folder)) or done[-1] < step:
-        assert time.monotonic() < end and job.state != "FAILED", f"no step {step}:\n{job.output}"
-        time.sleep(0.1)
-
-
-def processes_with(word: str) -> list[str]:
-    shown = (p.cmdline() for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE)
-    return [" ".join(line) for line in shown if word in line]

@@ -145,6 +145,40 @@ def test_one_of_two_newcomers_gets_the_folder_of_a_dead_owner_on_another_machine
         others[0].communicate("\n")
 
 
+def test_only_an_earlier_try_of_the_same_job_makes_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = HOLDER.replace(
+        "lock = FolderLock(Path(sys.argv[1]))", "lock = FolderLock(Path(sys.argv[1]), heartbeat_seconds=0.2)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}
+    old = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert old.stdout is not None and old.stdout.readline() == "held\n"
+        for job, number in (("13", "2"), ("12", "1"), ("12", "0"), (None, None)):
+            for name, value in (("SLURM_JOB_ID", job), ("SLURM_RESTART_COUNT", number)):
+                monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+            with pytest.raises(ConfigError, match=f"in use by another run: process {old.pid} on"):
+                FolderLock(tmp_path)
+        assert old.poll() is None
+        monkeypatch.setenv("SLURM_JOB_ID", "12")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+        lock = FolderLock(tmp_path)
+        assert old.wait(10) == 1 and f"process {old.pid} on" in lock.note
+        assert old.stderr is not None and "try 2 of job 12 goes on" in old.stderr.readline()
+        lock.release()
+        assert not list(tmp_path.iterdir())
+    finally:
+        os.killpg(old.pid, signal.SIGKILL)
+        old.wait()
+
+
 def test_a_file_that_its_owner_deletes_before_we_have_its_lock_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
