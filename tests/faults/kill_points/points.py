@@ -23,6 +23,7 @@ from tests.faults.kill_points.durable import Durable
 PHASES = {
     ("loop.py", "publish"): "publish",
     ("session_state.py", "save_session"): "save",
+    ("checkpoint.py", "_run"): "save",
     ("checkpoint_folder.py", "prune"): "prune",
     ("manifest.py", "record"): "manifest",
     ("session.py", "_build_policy"): "warm-up",

@@ -70,6 +70,7 @@ VARIANTS = {
             {"train": {"max_staleness": 1, "mini_batches": 2}, "rollout": {"dynamic_sampling": True, "max_refills": 1}},
         ),
         Variant("two-ranks", {"parallel": {"expert_model_parallel_size": 2}}, world_size=2),
+        Variant("background", {"checkpoint": {"async_save": True}}),
         Variant("disk", method="disk"),
         Variant("tensor", method="tensor"),
     )
