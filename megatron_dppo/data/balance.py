@@ -1,30 +1,155 @@
-"""Which data-parallel rank trains on which sample, so that no rank waits for the one with the longest answers."""
+"""Which data-parallel rank trains on which sample in which micro-batch, so that no rank waits for another.
+
+The ranks of an expert-parallel group meet in every layer of every micro-batch: the i-th micro-batch takes as long as the
+i-th of the slowest of them. What counts is the sum of these, and not only the sum of each rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+_CLOSE = 0.002
+"""How near to the least cost of a row a search ends."""
+
+Rows = list[list[list[int]]]
+"""``[ranks][rows of a rank]``, or ``[levels][rows of a level]``: lists of indices of samples"""
 
 
-def balanced_owners(lengths: Sequence[Sequence[int]]) -> list[list[int]]:
-    """A new owner for every sample: longest first, always to the rank with the fewest tokens so far.
+def deal(
+    lengths: Sequence[int], ranks: int, budget: int, *, attention_length: float, lockstep: int = 1, multiple: int = 1
+) -> Rows:
+    """The rows of every rank, those of the least time (``time_of``) among three ways to deal.
 
-    The totals of two ranks then differ by at most the longest sample (Graham's bound for longest processing time). A
-    function of the lengths alone, so that all ranks find the same answer without talking.
+    Two of them go level by level (the i-th rows of all ranks are a level), with as few levels as the token budget allows or
+    with one (``multiple``) more: the longest samples left begin one row each, then each row takes the longest sample
+    that still fits, up to a cost that is the same for all levels, or the level's longest sample if that costs more. The
+    least such cost that leaves no sample over is searched for. The third gives each sample, longest first, to the rank with
+    the least so far, then fills each rank's rows in the same manner: better where ranks do not meet, or have few samples.
+
+    A function of the arguments alone, so that all ranks find the same answer without talking.
 
     Args:
-        lengths: tokens of each sample, by the rank that holds it now.
+        lengths: padded tokens of each sample, of all ranks.
+        ranks: data-parallel ranks.
+        budget: tokens of one row; a longer sample gets a row of its own.
+        attention_length: see ``cost``.
+        lockstep: data-parallel ranks, one after another, that meet in every micro-batch.
+        multiple: of which the number of rows of a rank has to be one.
 
     Returns:
-        The new owner, in the same shape. Every rank gets a sample if there are as many as ranks.
+        ``[ranks][rows of a rank]`` lists of indices into ``lengths``, equally many rows on every rank, some perhaps empty.
+        Every rank gets a sample if there are as many as ranks.
     """
-    load = [0] * len(lengths)
-    held = [0] * len(lengths)
-    owners = [[0] * len(mine) for mine in lengths]
-    samples = [(length, rank, i) for rank, mine in enumerate(lengths) for i, length in enumerate(mine)]
-    for length, rank, i in sorted(samples, key=lambda s: (-s[0], s[1], s[2])):
-        # Of ranks that are equally loaded the present owner keeps it: what stays need not be sent.
-        target = min(range(len(load)), key=lambda r: (load[r], held[r], r != rank, r))
-        owners[rank][i] = target
-        load[target] += length
-        held[target] += 1
-    return owners
+    costs = [cost(length, attention_length) for length in lengths]
+    ways = _ways(lengths, costs, ranks, budget, attention_length, multiple)
+    return min(ways, key=lambda rows: (time_of(rows, costs, lockstep), len(rows[0])))
+
+
+def cost(length: int, attention_length: float) -> float:
+    """What a sequence costs, in tokens of a very short one: ``length + length**2 / attention_length``.
+
+    ``attention_length`` is where attention costs a sequence as much as all matrices (``hf.attention_length``).
+    """
+    return length + length * length / attention_length
+
+
+def time_of(rows: Rows, costs: Sequence[float], lockstep: int) -> float:
+    """How long the slowest group of ``lockstep`` ranks takes, each micro-batch as long as the costliest of the group."""
+    by_rank = [[sum(costs[i] for i in row) for row in mine] for mine in rows]
+    groups = (by_rank[first : first + lockstep] for first in range(0, len(rows), lockstep))
+    return max(sum(map(max, zip(*group, strict=True))) for group in groups)
+
+
+def _ways(
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    ranks: int,
+    budget: int,
+    attention_length: float,
+    multiple: int,
+) -> Iterator[Rows]:
+    of_all = _Filler(range(len(lengths)), lengths, ranks, budget, attention_length)
+    fullest = of_all.fill(math.inf)
+    count = -(-len(fullest) // multiple) * multiple
+    yield _to_ranks(of_all.evenly(count) or fullest, ranks, count, costs)
+    by_rank = [_Filler(mine, lengths, 1, budget, attention_length) for mine in _longest_first(costs, ranks)]
+    each = [one.fill(math.inf) for one in by_rank]
+    count = -(-max(map(len, each)) // multiple) * multiple
+    yield [_to_ranks(rows, 1, count, costs)[0] for rows in each]
+    even = [one.evenly(count) or rows for one, rows in zip(by_rank, each, strict=True)]
+    yield [_to_ranks(rows, 1, count, costs)[0] for rows in even]
+
+
+def _longest_first(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """The samples of each rank: longest first, always to the rank with the least so far (and of these the fewest)."""
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    heap = [(0.0, 0, rank) for rank in range(ranks)]
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, held, rank = heap[0]
+        heapq.heapreplace(heap, (load + costs[i], held + 1, rank))
+        owned[rank].append(i)
+    return owned
+
+
+class _Filler:
+    """Fills levels of rows with some of the samples, which it keeps by rising length."""
+
+    def __init__(
+        self, samples: Sequence[int], lengths: Sequence[int], ranks: int, budget: int, attention_length: float
+    ) -> None:
+        self._ids = sorted(samples, key=lambda i: (lengths[i], i))
+        self._lengths = [lengths[i] for i in self._ids]
+        self._ranks, self._budget, self._attention = ranks, budget, attention_length
+
+    def evenly(self, count: int) -> Rows | None:
+        """At most ``count`` levels of about the same cost; None if rows have to be as full as the budget allows."""
+        found, too_low, high, tried = None, 0.0, cost(self._budget, self._attention), 0.0
+        while too_low < high * (1 - _CLOSE):
+            levels = self.fill(tried, count)
+            if sum(len(row) for level in levels for row in level) == len(self._ids):
+                found, high = levels, tried
+            else:
+                too_low = tried
+            tried = (too_low + high) / 2
+        return found
+
+    def fill(self, highest: float, count: int | None = None) -> Rows:
+        """Levels of rows up to a cost, until there are ``count`` or nothing is left."""
+        ids, lengths, levels = list(self._ids), list(self._lengths), Rows()
+        while lengths and len(levels) != count:
+            top = max(highest, cost(lengths[-1], self._attention))
+            begun = min(self._ranks, len(lengths))
+            seeds = list(zip(ids[: -begun - 1 : -1], lengths[: -begun - 1 : -1], strict=True))
+            del ids[-begun:], lengths[-begun:]
+            levels.append([self._filled(first, length, top, ids, lengths) for first, length in seeds])
+        return levels
+
+    def _filled(self, first: int, length: int, top: float, ids: list[int], lengths: list[int]) -> list[int]:
+        """A row that begins with a sample of ``length``, and takes what fits out of ``ids`` and ``lengths``."""
+        row, room, left = [first], self._budget - length, top - cost(length, self._attention)
+        while (i := bisect_right(lengths, min(room, self._longest_of(left))) - 1) >= 0:
+            length = lengths.pop(i)
+            row.append(ids.pop(i))
+            room, left = room - length, left - cost(length, self._attention)
+        return row
+
+    def _longest_of(self, left: float) -> float:
+        """The length of a sequence that costs ``left``."""
+        half = self._attention / 2
+        return math.sqrt(half * half + self._attention * left) - half if 0 < left < math.inf else left
+
+
+def _to_ranks(levels: Rows, ranks: int, count: int, costs: Sequence[float]) -> Rows:
+    """The costliest row of each level to the rank with the least so far, the next to the next; ``count`` rows each."""
+    rows: Rows = [[] for _ in range(ranks)]
+    load = [0.0] * ranks
+    for level in levels:
+        by_cost = sorted(((sum(costs[i] for i in row), row) for row in level), key=lambda r: -r[0])
+        by_cost += [(0.0, [])] * (ranks - len(level))
+        for rank, (added, row) in zip(sorted(range(ranks), key=load.__getitem__), by_cost, strict=True):
+            rows[rank].append(row)
+            load[rank] += added
+    return [mine + [[] for _ in range(count - len(mine))] for mine in rows]
