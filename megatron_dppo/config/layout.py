@@ -58,6 +58,22 @@ class Layout:
         """Packed rows are padded to a multiple of this (sequence parallelism splits each context share of a row)."""
         return math.lcm(self.sequence_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches has to be a multiple of this (Megatron's interleaved schedule)."""
+        return self.pp if self.vpp > 1 else 1
+
+    @property
+    def lockstep(self) -> int:
+        """Data-parallel ranks, one after another, that meet in each layer of a micro-batch by expert parallelism.
+
+        Where these groups and those of tensor and context parallelism do not nest, all ranks are taken to meet.
+        """
+        experts, rank = self.ep * self.etp, self.tp * self.cp
+        if experts <= rank and rank % experts == 0:
+            return 1
+        return experts // rank if experts % rank == 0 and self.dp % (experts // rank) == 0 else self.dp
+
 
 def resolve_layout(config: Config, world_size: int, shape: ModelShape) -> Layout:
     """``resolve_parallel`` for a run, whose prompts and samples have to divide too.

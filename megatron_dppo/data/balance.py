@@ -1,7 +1,7 @@
 """Which data-parallel rank trains on which sample in which micro-batch, so that no rank waits for another.
 
-The ranks of an expert-parallel group meet in every layer of every micro-batch: the i-th micro-batch takes as long as the
-i-th of the slowest of them. What counts is the sum of these, and not only the sum of each rank.
+The ranks of an expert-parallel group meet in every layer of every micro-batch: the i-th micro-batch takes as long as
+that of the slowest of them. What counts is the sum of these, and not only the sum of each rank.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Rows = list[list[list[int]]]
 def deal(
     lengths: Sequence[int], ranks: int, budget: int, *, attention_length: float, lockstep: int = 1, multiple: int = 1
 ) -> Rows:
-    """The rows of every rank, those of the least time (``time_of``) among three ways to deal.
+    """The rows of every rank: of three ways to deal the samples, the one that takes the least time (``time_of``).
 
-    Two of them go level by level (the i-th rows of all ranks are a level), with as few levels as the token budget allows or
-    with one (``multiple``) more: the longest samples left begin one row each, then each row takes the longest sample
-    that still fits, up to a cost that is the same for all levels, or the level's longest sample if that costs more. The
-    least such cost that leaves no sample over is searched for. The third gives each sample, longest first, to the rank with
-    the least so far, then fills each rank's rows in the same manner: better where ranks do not meet, or have few samples.
+    Level by level (a level is the i-th rows of all ranks), in as few levels as the token budget allows: the longest
+    samples left begin one row each, then each row takes the longest sample that still fits, up to a cost that is the
+    same for all levels, or up to that of the level's longest sample. The least such cost that leaves no sample over is
+    searched for. Or rank by rank, which is better where ranks do not meet or have few samples: each sample, longest
+    first, to the rank with the least so far, whose rows are then filled as above, to the budget or evenly.
 
     A function of the arguments alone, so that all ranks find the same answer without talking.
 
@@ -40,8 +40,8 @@ def deal(
         multiple: of which the number of rows of a rank has to be one.
 
     Returns:
-        ``[ranks][rows of a rank]`` lists of indices into ``lengths``, equally many rows on every rank, some perhaps empty.
-        Every rank gets a sample if there are as many as ranks.
+        ``[ranks][rows of a rank]`` lists of indices into ``lengths``; equally many rows on every rank, some may be
+        empty. Every rank gets a sample if there are as many as ranks.
     """
     costs = [cost(length, attention_length) for length in lengths]
     ways = _ways(lengths, costs, ranks, budget, attention_length, multiple)
@@ -51,13 +51,13 @@ def deal(
 def cost(length: int, attention_length: float) -> float:
     """What a sequence costs, in tokens of a very short one: ``length + length**2 / attention_length``.
 
-    ``attention_length`` is where attention costs a sequence as much as all matrices (``hf.attention_length``).
+    ``attention_length`` is where attention costs a sequence as much as all matrices.
     """
     return length + length * length / attention_length
 
 
 def time_of(rows: Rows, costs: Sequence[float], lockstep: int) -> float:
-    """How long the slowest group of ``lockstep`` ranks takes, each micro-batch as long as the costliest of the group."""
+    """How long the slowest group of ``lockstep`` ranks takes, a micro-batch being as long as its costliest row."""
     by_rank = [[sum(costs[i] for i in row) for row in mine] for mine in rows]
     groups = (by_rank[first : first + lockstep] for first in range(0, len(rows), lockstep))
     return max(sum(map(max, zip(*group, strict=True))) for group in groups)

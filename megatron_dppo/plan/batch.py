@@ -35,7 +35,7 @@ def batch_of(config: Config, layout: Layout) -> Batch:
     each = samples // layout.dp // train.mini_batches
     mean = config.data.max_prompt_tokens // 4 + round(MEAN_LENGTH * rollout.max_new_tokens)
     count = -(-each * mean // train.micro_batch_tokens)
-    multiple = layout.pp if layout.vpp > 1 else 1
+    multiple = layout.micro_batch_multiple
     return Batch(
         samples=samples,
         samples_per_update=each,

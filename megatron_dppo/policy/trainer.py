@@ -28,6 +28,7 @@ from megatron_dppo.mcore.reference import ReferenceWeights
 from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, without_routes
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
+from megatron_dppo.policy.costs import attention_length
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
 
@@ -62,6 +63,7 @@ class PolicyTrainer:
         dp_rank: this rank's index among ranks with different samples.
         optimizer: the optimizer; ``optimizer.set_step`` sets the learning rate.
         row_shape: what packed rows have to be padded to.
+        attention_length: what attention costs, see ``policy.costs``.
         routing_shape: the sizes of ``routed_experts``; None for a dense model.
     """
 
@@ -95,6 +97,7 @@ class PolicyTrainer:
         self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, config.parallel, total_steps)
         temperature, fused = config.rollout.temperature, config.model.fused_head
         self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, temperature, fused=fused)
+        self.attention_length = attention_length(hf_config)
         self._cp_group = groups.cp if layout.cp > 1 else None
         self.row_shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
         # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
@@ -223,19 +226,21 @@ class PolicyTrainer:
         """Where this rank computes."""
         return next(self.models[0].parameters()).device
 
-    def pack(self, samples: Sequence[TrainingSample], budget: int) -> Packed:
+    def pack(self, samples: Sequence[TrainingSample], budget: int, bins: list[list[int]] | None = None) -> Packed:
         """This rank's samples as packed micro-batches, equally many on every rank; one or two collectives.
 
         Args:
             samples: this data-parallel rank's, at least one.
             budget: tokens of one micro-batch.
+            bins: the samples of each micro-batch, equally many on every rank; None = found here.
         """
-        bins, shape = fill_bins(samples, budget, self.row_shape), self.row_shape
+        shape = self.row_shape
+        dealt = fill_bins(samples, budget, shape) if bins is None else bins
         per_sample = [int(sample.loss_mask.sum()) for sample in samples]
-        together = self._of_all_ranks([len(bins), sum(per_sample), sum(n > 0 for n in per_sample)])
-        # Megatron's interleaved schedule needs a multiple of the pipeline size.
-        multiple = self.layout.pp if self.layout.vpp > 1 else 1
-        bins = split_evenly(bins, -(-int(together[:, 0].max()) // multiple) * multiple)
+        together = self._of_all_ranks([len(dealt), sum(per_sample), sum(n > 0 for n in per_sample)])
+        if bins is None:
+            multiple = self.layout.micro_batch_multiple
+            bins = split_evenly(dealt, -(-int(together[:, 0].max()) // multiple) * multiple)
         if self._needs_equal_rows:
             longest = max(sum(shape.padded(samples[i].num_tokens) for i in part) for part in bins)
             longest = int(self._of_all_ranks([longest]).max())

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.balance import balanced_owners
+from megatron_dppo.data.balance import deal
 from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
-from megatron_dppo.parallel.objects import exchange
+from megatron_dppo.parallel.objects import exchange, from_each
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
 
@@ -113,21 +113,33 @@ class Updater:
     def plan(self, samples: list[TrainingSample]) -> MicroBatches:
         """This rank's packed micro-batches of one update, equally many on every rank; a collective."""
         trainer, train, loss = self._trainer, self._train, self._loss
-        if train.balance_ranks:
-            samples = self._balance(samples)
-        packed = trainer.pack(samples, train.micro_batch_tokens)
+        group, bins = trainer.groups.dp, None
+        if train.balance_ranks and group is not None and dist.get_world_size(group) > 1:
+            samples, bins = self._balance(samples, group)
+        packed = trainer.pack(samples, train.micro_batch_tokens, bins)
         return packed.batches.map(lambda batch: weighted(batch, packed.totals, loss))
 
-    def _balance(self, samples: list[TrainingSample]) -> list[TrainingSample]:
-        group = self._trainer.groups.dp
-        size = dist.get_world_size(group)
-        if group is None or size == 1:
-            return samples
-        lengths: list[list[int]] = [[] for _ in range(size)]
-        dist.all_gather_object(lengths, [sample.num_tokens for sample in samples], group=group)
-        owners = balanced_owners(lengths)[dist.get_rank(group)]
-        outgoing = [[s for s, owner in zip(samples, owners, strict=True) if owner == rank] for rank in range(size)]
-        return exchange(outgoing, group)
+    def _balance(
+        self, samples: list[TrainingSample], group: dist.ProcessGroup
+    ) -> tuple[list[TrainingSample], list[list[int]]]:
+        """The samples that this rank trains on, taken from all ranks, and which of them make up each micro-batch."""
+        trainer, me = self._trainer, dist.get_rank(group)
+        lengths = from_each([trainer.row_shape.padded(sample.num_tokens) for sample in samples], group)
+        rows = deal(
+            [length for mine in lengths for length in mine],
+            len(lengths),
+            self._train.micro_batch_tokens,
+            attention_length=trainer.attention_length,
+            lockstep=trainer.layout.lockstep,
+            multiple=trainer.layout.micro_batch_multiple,
+        )
+        owner = {i: rank for rank, mine in enumerate(rows) for row in mine for i in row}
+        outgoing: list[list[TrainingSample]] = [[] for _ in lengths]
+        for i, sample in enumerate(samples, sum(map(len, lengths[:me]))):
+            outgoing[owner[i]].append(sample)
+        # They come in the order of the ranks that had them, which is that of the indices.
+        place = {i: n for n, i in enumerate(sorted(i for row in rows[me] for i in row))}
+        return exchange(outgoing, group), [[place[i] for i in row] for row in rows[me]]
 
 
 def weighted(batch: MicroBatch, totals: BatchTotals, loss: LossConfig) -> MicroBatch:

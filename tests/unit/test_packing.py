@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.balance import balanced_owners
 from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.types import MicroBatch, MicroBatches, TrainingSample
@@ -146,18 +145,6 @@ def test_topk_and_recomputed_fields_are_padded_with_what_does_nothing() -> None:
     assert empty.rollout_topk_ids is not None and empty.rollout_topk_ids.tolist() == [[-1] * 3] * 4
     with pytest.raises(ValueError, match=r"\[2, K\+1\]"):
         to_training_sample([5], [3, 2], None, 0.0, (topk[0][:1], topk[1][:1]))
-
-
-@given(lengths=st.lists(st.lists(st.integers(1, 50), min_size=2, max_size=6), min_size=1, max_size=5))
-def test_balanced_ranks_differ_by_at_most_one_sample_and_lose_none(lengths: list[list[int]]) -> None:
-    owners = balanced_owners(lengths)
-    assert [len(row) for row in owners] == [len(row) for row in lengths]
-    load = [0] * len(lengths)
-    for mine, row in zip(lengths, owners, strict=True):
-        for length, owner in zip(mine, row, strict=True):
-            load[owner] += length
-    assert sum(load) == sum(map(sum, lengths)) and min(load) > 0
-    assert max(load) - min(load) <= max(map(max, lengths))
 
 
 def test_samples_with_other_shapes_or_types_of_a_column_do_not_share_a_row() -> None:
