@@ -4,8 +4,8 @@
 
 One update of 64 data-parallel ranks, four of which form an expert-parallel group (TP2 EP8). The time of micro-batch i
 is that of the slowest of these four, and the update takes as long as the slowest four. Printed is useful work over what
-all ranks could do in that time, in tokens and in FLOPs (``policy.costs``), means of three seeds; seconds are of the CPU.
-Nothing is trained.
+all ranks could do in that time, in tokens and in FLOPs (``policy.costs``): means of three seeds. Seconds are of the
+CPU. Nothing is trained.
 
 The others' ways are written here anew from their public sources: verl's ``seqlen_balancing.py`` (Karmarkar-Karp over
 the ranks with as many samples each, then over each rank's micro-batches, by 24576 n + n**2) and slime's
