@@ -78,7 +78,7 @@ class TrainConfig(_Section):
     micro_batch_tokens: int = Field(8192, gt=0)
     """Token budget of one packed micro-batch."""
     balance_ranks: bool = True
-    """Move samples between data parallel ranks, so that each computes about the same number of tokens."""
+    """Move samples between data parallel ranks, so that the i-th micro-batches of all take the same time."""
     advantage: Literal["mean", "std", "leave_one_out"] = "mean"
     """Reward minus the group's mean, the same divided by its deviation, or reward minus the mean of the others."""
     mask_truncated: bool = False
