@@ -6,6 +6,8 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +15,15 @@ from hypothesis import strategies as st
 from transformers import Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_dppo.config.layout import ModelShape, resolve_parallel
-from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.schema import ParallelConfig, TrainConfig
 from megatron_dppo.data.balance import Rows, deal
+from megatron_dppo.data.packing import RowShape
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.policy import update
 from megatron_dppo.policy.costs import attention_length
+from megatron_dppo.policy.update import Updater
+from megatron_dppo.types import TrainingSample
 
 QWEN3_30B_A3B = Qwen3MoeConfig(
     vocab_size=151936,
@@ -179,7 +187,7 @@ def test_which_ranks_meet_follows_from_the_layout() -> None:
         num_layers=4, num_attention_heads=8, num_query_groups=4, num_experts=16, hidden_size=64, vocab_size=64
     )
 
-    def lockstep(world: int, **sizes: int) -> int:
+    def lockstep(world: int, **sizes: Any) -> int:
         return resolve_parallel(ParallelConfig(**sizes), world, shape).lockstep
 
     assert lockstep(16) == 1
@@ -188,3 +196,26 @@ def test_which_ranks_meet_follows_from_the_layout() -> None:
     assert lockstep(16, tensor_model_parallel_size=4, expert_model_parallel_size=2) == 1
     assert lockstep(16, expert_model_parallel_size=4, pipeline_model_parallel_size=2) == 4
     assert lockstep(16, context_parallel_size=2, expert_model_parallel_size=16) == 8
+
+
+def test_every_rank_packs_the_rows_that_were_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, ranks, budget = random.Random(5), 3, 40
+    held = [[to_training_sample([1], [1] * rng.randint(1, 30), None, 0.0) for _ in range(5)] for _ in range(ranks)]
+    layout = SimpleNamespace(lockstep=3, micro_batch_multiple=1)
+    shape = RowShape(sequence_multiple=4)
+    trainer: Any = SimpleNamespace(layout=layout, row_shape=shape, attention_length=50.0)
+    updater = Updater(trainer, TrainConfig(micro_batch_tokens=budget), LossConfig())
+    sent: list[list[list[TrainingSample]]] = []
+    group: Any = object()
+    monkeypatch.setattr(update, "from_each", lambda value, _: [[shape.padded(s.num_tokens) for s in h] for h in held])
+    monkeypatch.setattr(update, "exchange", lambda outgoing, _: sent.append(outgoing))
+    bins = []
+    for rank in range(ranks):
+        monkeypatch.setattr("megatron_dppo.policy.update.dist.get_rank", lambda _, rank=rank: rank)
+        bins.append(updater._balance(held[rank], group)[1])
+    received = [[s for outgoing in sent for s in outgoing[rank]] for rank in range(ranks)]
+    lengths = [shape.padded(s.num_tokens) for mine in held for s in mine]
+    dealt = deal(lengths, ranks, budget, attention_length=50.0, lockstep=3)
+    flat = [s for mine in held for s in mine]
+    for mine, rows, expected in zip(received, bins, dealt, strict=True):
+        assert [[id(mine[i]) for i in row] for row in rows] == [[id(flat[i]) for i in row] for row in expected]
