@@ -7,26 +7,24 @@ one that fails in between stays paused or under version -1, and is not in the re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.errors import ConfigError, DiskError, ServerError
+from megatron_dppo.errors import DiskError, ServerError
 from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.hf import drain, save_hf_folder
-from megatron_dppo.rollout.attempt import Attempt, SyncResult, caught
-from megatron_dppo.rollout.server import InferenceServer, ServerInfo, transfer_group_name
+from megatron_dppo.rollout.attempt import Attempt, SyncResult
+from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, kv_heads
-from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport, flatten_bucket, in_buckets
+from megatron_dppo.weights.transfer import BucketTransfer, Weights
+from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
 
 T = TypeVar("T")
-Weights = Iterator[tuple[str, Tensor]]
 _ALIVE_SECONDS = 10.0
 """A server that says nothing of itself for so long is absent."""
 _BACK_SECONDS = 2.0
@@ -63,11 +61,9 @@ class WeightSync:
         transport: GroupTransport | None = None,
     ) -> None:
         self._servers, self._config, self._tied = list(servers), config, tied
-        self._model_folder, self._folder, self._dtype, self._device = model_folder, weights_folder, dtype, device
+        self._model_folder, self._folder, self._dtype = model_folder, weights_folder, dtype
         self._runner = asyncio.Runner()
-        self._transport: GroupTransport = transport or TorchTransport()
-        self._group: Any = None
-        self._members: tuple[str, ...] = ()
+        self._buckets = BucketTransfer(self._servers, config, device, transport or TorchTransport())
         self._proofs = WeightProofs(kv_heads(model_folder))
         self._versions: list[int] = []
         self._absent: set[str] = set()
@@ -118,14 +114,14 @@ class WeightSync:
         self._runner.close()
 
     async def _close(self) -> None:
-        await self._leave()
+        await self._buckets.leave()
         for server in self._servers:
             await server.close()
 
     async def _send(self, weights: Weights, attempt: Attempt, again: bool) -> SyncProof | None:
         if again:
             # Whoever came back since the last attempt, as a new process, knows of no group.
-            await self._leave()
+            await self._buckets.leave()
         await self._find(attempt, again)
         # A server whose trainer died in a sync is paused: it answers, but its health check fails.
         await attempt.each(attempt.left(self._servers), lambda server: server.pause())
@@ -139,12 +135,12 @@ class WeightSync:
         if self._config.method == "disk":
             await self._through_disk(watched, attempt)
         else:
-            await self._in_buckets(watched, attempt)
+            await self._buckets.send(watched, attempt, self._given)
         if proof is not None:
             await proof.judge(attempt.left(self._servers), attempt)
         await attempt.each(attempt.left(self._servers), lambda server: server.resume())
-        if attempt.failed.keys() & set(self._members):
-            await self._leave()
+        if attempt.failed.keys() & set(self._buckets.members):
+            await self._buckets.leave()
         return proof
 
     async def _find(self, attempt: Attempt, again: bool) -> None:
@@ -180,105 +176,6 @@ class WeightSync:
         )
         for old in sorted(self._folder.glob("version_*"))[:-_KEPT_FOLDERS]:
             shutil.rmtree(old)
-
-    async def _in_buckets(self, weights: Weights, attempt: Attempt) -> None:
-        if self._config.method == "distributed":
-            await self._join(attempt)
-        await attempt.each(attempt.left(self._servers), lambda server: server.begin_update())
-        for tensors in in_buckets(weights, self._config.bucket_megabytes * 2**20):
-            servers = attempt.left(self._servers)
-            if not servers:
-                return
-            if self._config.method == "tensor":
-                await attempt.each(servers, lambda server, sent=tensors: server.receive_tensors(sent))  # type: ignore[misc]
-            else:
-                await self._broadcast(tensors, servers, attempt)
-        await attempt.each(attempt.left(self._servers), lambda server: server.end_update(attempt.version))
-
-    async def _join(self, attempt: Attempt) -> None:
-        """A group of rank 0 and the servers that are there; kept until one of them is another process, which knows of
-        no group and has not the version that its URL was given."""
-        servers = attempt.left(self._servers)
-        same = all(attempt.infos[s.url].policy_version == self._given.get(s.url) for s in servers)
-        if self._group is not None and self._members == tuple(server.url for server in servers) and same:
-            return
-        await self._leave()
-        if not servers:
-            return
-        host = self._config.host
-        try:
-            listener, port = self._transport.listen(host)
-        except OSError as error:
-            raise ConfigError(
-                f"rollout.weight_sync.host = {host!r} is no address of this machine, where rank 0 runs ({error}); set "
-                "it to the one that the servers reach"
-            ) from error
-        sizes = [attempt.infos[server.url].world_size for server in servers]
-        offsets = {server.url: 1 + sum(sizes[:i]) for i, server in enumerate(servers)}
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        size = 1 + sum(sizes)
-        ours = asyncio.create_task(
-            self._transport.open(
-                listener,
-                name=transfer_group_name(host, port),
-                world_size=size,
-                backend=backend,
-                timeout=self._config.timeout_seconds,
-            )
-        )
-        await attempt.each(servers, lambda server: server.join_group(host, port, offsets[server.url], size, backend))
-        try:
-            self._group = await ours
-        except (RuntimeError, ValueError) as error:
-            attempt.fail_all(servers, f"the group for the weights at {host}:{port} was not complete: {error}")
-            return
-        self._members = tuple(server.url for server in servers)
-
-    async def _broadcast(
-        self, tensors: Sequence[tuple[str, Tensor]], servers: Sequence[InferenceServer], attempt: Attempt
-    ) -> None:
-        if set(self._members) != {server.url for server in servers}:
-            # Nothing passes through a group of which a member does not take part: it would be waited for.
-            return attempt.fail_all(servers, "another server of the broadcast failed")
-        bucket = flatten_bucket(tensors)
-
-        async def broadcast() -> None:
-            assert self._group is not None
-            try:
-                await self._transport.broadcast(bucket, self._group)
-            except RuntimeError as error:
-                attempt.fail_all(servers, f"the broadcast broke off: {error}")
-                self._close_group()
-
-        # A server may wait for what another one should pass on. Closing our end tells it that nothing will come.
-        await asyncio.gather(
-            broadcast(),
-            attempt.each(
-                servers,
-                lambda server: server.receive_broadcast(bucket.names, bucket.dtypes, bucket.shapes),
-                on_failure=self._close_group,
-            ),
-        )
-        if attempt.failed.keys() & {server.url for server in servers}:
-            # One member less: whoever is left has to meet in a new group, from the first tensor on.
-            attempt.fail_all(servers, "another server of the broadcast failed")
-
-    async def _leave(self) -> None:
-        members, self._members = self._members, ()
-        self._close_group()
-        await asyncio.gather(*(_goodbye(s) for s in self._servers if s.url in members))
-
-    def _close_group(self) -> None:
-        if self._group is not None:
-            self._transport.close(self._group)
-            self._group = None
-
-
-async def _goodbye(server: InferenceServer) -> None:
-    """Let it leave the group; one that does not answer leaves when it joins the next."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_ALIVE_SECONDS):
-            await caught(server.leave_group())
 
 
 async def _info(server: InferenceServer, seconds: float) -> ServerInfo:

@@ -98,24 +98,48 @@ class Bucket(NamedTuple):
     """[bytes] uint8"""
 
 
+def widest_first(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """In the order of a bucket: laid end to end, each tensor then starts at a multiple of its item size."""
+    return sorted(tensors, key=lambda item: -item[1].element_size())
+
+
+def described(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[str], list[str], list[list[int]]]:
+    """Names, dtypes and shapes, as in ``Bucket``."""
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
+    return [name for name, _ in tensors], dtypes, [list(tensor.shape) for _, tensor in tensors]
+
+
 def flatten_bucket(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
-    """One buffer of all of them, the widest types first: each tensor then starts at a multiple of its item size.
+    """One buffer of all of them, the widest types first.
 
     Args:
         tensors: at least one, all on one device.
     """
-    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
-    return Bucket(
-        names=[name for name, _ in ordered],
-        dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
-        shapes=[list(tensor.shape) for _, tensor in ordered],
-        data=torch.cat([as_bytes(tensor) for _, tensor in ordered]),
-    )
+    ordered = widest_first(tensors)
+    return Bucket(*described(ordered), data=torch.cat([as_bytes(tensor) for _, tensor in ordered]))
 
 
-def broadcast_bucket(bucket: Bucket, group: ProcessGroup) -> None:
-    """Send from rank 0 of the group; the servers must have been asked to receive (the call blocks until they do)."""
-    dist.broadcast(bucket.data, group=group, group_src=0)
+def broadcast_bucket(bucket: Bucket, group: ProcessGroup, stream: torch.cuda.Stream | None = None) -> None:
+    """Send from rank 0 of the group; the servers must have been asked to receive (the call blocks until they do).
+
+    Args:
+        bucket: what is sent; its memory is free afterwards.
+        group: with NCCL or gloo.
+        stream: of a bucket on a GPU; one that waits for its bytes already.
+    """
+    with torch.cuda.stream(stream):
+        dist.broadcast(bucket.data, group=group, group_src=0)
+    if stream is not None:
+        stream.synchronize()
+
+
+def sending_stream(data: Tensor) -> torch.cuda.Stream | None:
+    """For a broadcast beside the caller's stream: what that one gathers next must not wait until this has left."""
+    if data.device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(data.device)
+    stream.wait_stream(torch.cuda.current_stream(data.device))
+    return stream
 
 
 def close_transfer_group(group: ProcessGroup) -> None:
@@ -178,22 +202,8 @@ class TorchTransport:
 
     async def broadcast(self, bucket: Bucket, group: ProcessGroup) -> None:
         """See ``GroupTransport``."""
-        await asyncio.to_thread(broadcast_bucket, bucket, group)
+        await asyncio.to_thread(broadcast_bucket, bucket, group, sending_stream(bucket.data))
 
     def close(self, group: ProcessGroup) -> None:
         """See ``GroupTransport``."""
         close_transfer_group(group)
-
-
-def in_buckets(weights: Iterator[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in the order of the stream, up to ``limit`` bytes together; at most one bucket is held."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,12 +61,39 @@ class Weights(WeightTransferUpdateInfo):
     safetensors: str | None = None
 
 
+class Arriving(NamedTuple):
+    """A broadcast bucket that may not be here yet."""
+
+    info: Weights
+    data: torch.Tensor
+    """[bytes] uint8"""
+    received: Any
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """By Hugging Face name, when they are here."""
+        self.received.wait()
+        parts = self.data.split(byte_sizes(self.info))
+        for name, part, dtype, shape in zip(self.info.names, parts, self.info.dtypes, self.info.shapes, strict=True):
+            yield name, part.view(getattr(torch, dtype)).view(shape)
+
+
+def byte_sizes(info: Weights) -> list[int]:
+    """Of each tensor of a bucket."""
+    items = [getattr(torch, name).itemsize for name in info.dtypes]
+    return [math.prod(shape) * item for shape, item in zip(info.shapes, items, strict=True)]
+
+
 class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
-    """Weights by Hugging Face name, over a torch process group or by value."""
+    """Weights by Hugging Face name, over a torch process group or by value.
+
+    A broadcast bucket is loaded by the call after the one that announces it, so that the next one arrives meanwhile; an
+    error in it is that call's.
+    """
 
     init_info_cls = JoinInfo
     update_info_cls = Weights
     _group: Any = None
+    _arriving: Arriving | None = None
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Join; returns when all ranks are there."""
@@ -90,6 +117,7 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
 
     def start_weight_update(self) -> None:
         """Open an update; what a broken one left half-loaded is ended first: vLLM would go on with it."""
+        self.drop_arriving()
         prepare(self.model, self.model_config, self.device)
         initialize_layerwise_reload(self.model)
 
@@ -100,10 +128,12 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
             self.receive_weights(info)
         except BaseException:
             # vLLM ends the update here, and would be left with layers that have no weights.
+            self.drop_arriving()
             close(self.model, self.model_config)
             raise
         if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+            # Not of the whole device: that would wait for the bucket that is arriving.
+            torch.accelerator.current_stream().synchronize()
 
     def receive_weights(self, update_info: Weights) -> None:
         """Load a bucket."""
@@ -111,22 +141,33 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
             tensors = load(base64.b64decode(update_info.safetensors)).items()
             self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
         else:
-            self.model.load_weights(self._broadcast(update_info))
+            before, self._arriving = self._arriving, self._receive(update_info)
+            self._load(before)
 
-    def _broadcast(self, info: Weights) -> Iterator[tuple[str, Tensor]]:
+    def _receive(self, info: Weights) -> Arriving:
         if self._group is None:
             raise RuntimeError("no process group: init_weight_transfer_engine was not called")
-        dtypes = [getattr(torch, name) for name in info.dtypes]
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(info.shapes, dtypes, strict=True)]
         # A new buffer each time: vLLM keeps views of it until a layer is complete.
-        data = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        dist.broadcast(data, group=self._group, group_src=0)
-        for name, part, dtype, shape in zip(info.names, data.split(sizes), dtypes, info.shapes, strict=True):
-            yield name, part.view(dtype).view(shape)
+        data = torch.empty(sum(byte_sizes(info)), dtype=torch.uint8, device=self.device)
+        return Arriving(info, data, dist.broadcast(data, group=self._group, group_src=0, async_op=True))
+
+    def _load(self, arriving: Arriving | None) -> None:
+        if arriving is not None:
+            self.model.load_weights(arriving.tensors())
+
+    def drop_arriving(self) -> None:
+        """An update that is given up: what was announced last is not waited for."""
+        self._arriving = None
 
     def finish_weight_update(self) -> None:
-        """Close the update."""
-        close(self.model, self.model_config)
+        """Load the last bucket, and close the update."""
+        last, self._arriving = self._arriving, None
+        try:
+            self._load(last)
+        finally:
+            close(self.model, self.model_config)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -216,6 +257,7 @@ class WorkerExtension:
     def megatron_dppo_close_update(self) -> None:
         """End an update that was left open; with none, nothing happens (vLLM's own call makes an error of that)."""
         if self._weight_update_active:  # type: ignore[attr-defined]
+            self.weight_transfer_engine.drop_arriving()  # type: ignore[attr-defined]
             self.finish_weight_update()  # type: ignore[attr-defined]
 
     def megatron_dppo_load(self, folder: str) -> None:

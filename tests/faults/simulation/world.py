@@ -175,7 +175,7 @@ class _Run:
                 del record[step]
         engine = build_engine(config, _INPUTS, trainer, _PLATFORM, connect_servers(config), None)
         publisher = build_publisher(config, _INPUTS, trainer, engine, _PLATFORM)
-        publisher._sync._transport = self.broadcasts
+        publisher._sync._buckets._transport = self.broadcasts
         publisher._probe._expected["enough_tokens"] = 1  # one answer says enough where all numbers are exact
         stream = Stream(config, _INPUTS.train_prompts, SimTrainer.groups, 0, 1, engine, Scorer())
         if saved.stream is not None:
