@@ -12,6 +12,7 @@ weights sent nowhere: what Megatron's shards cost. *proved* is with the proof th
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -29,6 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.host_memory import peak_growth  # noqa: E402
+from megatron_dppo.weights import transfer  # noqa: E402
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -59,6 +61,16 @@ SIZES = [("disk", 512), ("tensor", 16), ("tensor", 128), ("distributed", 16), ("
 PROVED = [("disk", 512), ("tensor", 128), ("distributed", 64), ("distributed", 512)]
 WAYS = [(*way, False) for way in SIZES] + [(*way, True) for way in PROVED]
 GATHER = ("gather", 0, False)
+
+
+class OneAfterAnother(transfer.Buckets):
+    """Gathers a bucket when the one before has been loaded, and not while it is sent."""
+
+    async def __anext__(self) -> transfer.Tensors:
+        under_way = asyncio.all_tasks() - {asyncio.current_task()}
+        if under_way:
+            await asyncio.wait(under_way)
+        return await super().__anext__()
 
 
 def build_bridge(folder: Path, ranks: int) -> Any:

@@ -64,10 +64,13 @@ class Member(FakeServer):
         self._called("receive_broadcast")
         if self.group != self.groups.port:
             raise ServerError(self.url, "no such group", 400)
+        while self.groups.bucket is None or self.groups.bucket.names != names:
+            await asyncio.sleep(0)
         parts = self.groups.bucket.data.view(torch.float32).split([torch.Size(shape).numel() for shape in shapes])
         self._load({n: part.view(*shape) for n, part, shape in zip(names, parts, shapes, strict=True)})
 
     async def end_update(self, version: int) -> None:
+        self.groups.bucket = None
         if self.dies_after_broadcast:
             self.dies_after_broadcast = self.updating = False
             self.version, self.weights, self.group = -1, {}, 0
@@ -89,7 +92,7 @@ def broadcasting(
     servers = [Member(f"{name}:1", groups) for name in "abc"[:count]]
     _, sender = publisher(list(servers), folder, monkeypatch)
     sync = make(list(servers), folder, method="distributed", host="127.0.0.1")
-    sync._transport = groups
+    sync._buckets._transport = groups
     sender._sync = sync
     allow(sender, attempts)
     return servers, sender

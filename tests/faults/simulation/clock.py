@@ -67,6 +67,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jump.now
 
+    def block(self, seconds: float) -> None:
+        """The caller's thread works for so long; what is due meanwhile comes after it."""
+        self._jump.now += seconds
+
     @property
     def rounds(self) -> int:
         """Rounds of the loop so far: the measure of how much happened."""

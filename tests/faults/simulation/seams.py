@@ -8,6 +8,7 @@ import itertools
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from megatron_dppo.run.stream import draw as stream_draw
 from megatron_dppo.run.stream import stream
 from megatron_dppo.weights import probe as trainer_probe
 from megatron_dppo.weights import sync as weight_sync
+from megatron_dppo.weights import transfer
 from tests.faults.simulation import model
 from tests.faults.simulation import trainer as trainer_model
 
@@ -157,6 +159,11 @@ def _open(http_client: Any) -> Any:
     return http_client._session
 
 
+def _one_tensor_each(buckets: Callable[[Any, int], Any], weights: Any, limit: int) -> Any:
+    """Several buckets a sync: the model is far smaller than one of a megabyte."""
+    return buckets(weights, 1)
+
+
 def _save_folder(folder: Path, model_folder: Path, weights: Any, dtype: Any) -> None:
     NOW.disk[str(folder.resolve())] = {name: tensor.numpy().tobytes() for name, tensor in weights}
 
@@ -206,6 +213,7 @@ def installed() -> Iterator[None]:
         mock.patch("uuid.uuid4", lambda: SimpleNamespace(hex=f"{next(NOW.names):032x}"[::-1])),
         mock.patch.object(weight_sync.asyncio, "Runner", _Runner),
         mock.patch.object(weight_sync, "save_hf_folder", _save_folder),
+        mock.patch.object(transfer, "Buckets", partial(_one_tensor_each, transfer.Buckets)),
         mock.patch.object(Path, "mkdir", lambda *_, **__: None),
         mock.patch.object(stream_draw, "ThreadPoolExecutor", _Executor),
         mock.patch.object(stream, "wait", _wait),
