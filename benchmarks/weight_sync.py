@@ -6,7 +6,8 @@ Starts SGLang on this machine (tools/engines/sglang.sh) with a random model that
 smaller scale, and a trainer of ``--ranks`` processes that holds its experts in shards. A round sends all weights once
 with each method and bucket size, in a new random order; the medians are of the rounds. *gather* is the same stream of
 weights sent nowhere: what Megatron's shards cost. *proved* is with the proof that the server holds what was sent
-(``checksum_every = 1``). *memory* is by how much the sending rank's resident memory grew.
+(``checksum_every = 1``). *memory* is by how much the sending rank's resident memory grew. *serial* is ``distributed``
+without overlap: a bucket is gathered when the one before has been loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -59,7 +61,9 @@ FULL_BYTES = 30.53e9 * 2
 """Qwen3-30B-A3B in bf16"""
 SIZES = [("disk", 512), ("tensor", 16), ("tensor", 128), ("distributed", 16), ("distributed", 64), ("distributed", 512)]
 PROVED = [("disk", 512), ("tensor", 128), ("distributed", 64), ("distributed", 512)]
-WAYS = [(*way, False) for way in SIZES] + [(*way, True) for way in PROVED]
+SERIAL = [("serial", 16), ("serial", 64)]
+"""``distributed`` as it would be without overlap"""
+WAYS = [(*way, False) for way in [*SIZES, *SERIAL]] + [(*way, True) for way in PROVED]
 GATHER = ("gather", 0, False)
 
 
@@ -109,7 +113,7 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     syncs: dict[tuple[str, int, bool], Any] = {}
     for method, megabytes, proved in WAYS if sender else []:
         sizes: dict[str, Any] = {"bucket_megabytes": megabytes, "checksum_every": int(proved)}
-        config = WeightSyncConfig(method=method, **sizes)  # type: ignore[arg-type]
+        config = WeightSyncConfig(method="distributed" if method == "serial" else method, **sizes)  # type: ignore[arg-type]
         syncs[method, megabytes, proved] = WeightSync(
             [SGLangServer(url)],
             config,
@@ -126,7 +130,10 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
             def send(way: tuple[str, int, bool] = way, version: int = version) -> None:
                 if not sender or way == GATHER:
                     return drain(bridge.export())
-                result = syncs[way].send(bridge.export(), version)
+                with mock.patch.object(
+                    transfer, "Buckets", OneAfterAnother if way[0] == "serial" else transfer.Buckets
+                ):
+                    result = syncs[way].send(bridge.export(), version)
                 assert result.good and not result.notes, result
 
             dist.barrier()
@@ -163,7 +170,18 @@ def report(result: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
             f"{method:<12} {megabytes if int(megabytes) else '':>10} {mark:<6} {spread:>16} "
             f"{middle / gather:>9.2f} {size / 2**20 / middle:>7.0f} {memory / 2**20:>11.0f}"
         )
+    for _, megabytes in SERIAL:
+        ratios = overlap(result["ways"], megabytes)
+        rows.append({"method": "distributed over serial", "bucket_mib": megabytes, "ratio": statistics.median(ratios)})
+        spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})"
+        print(f"with overlap : one after another, buckets of {megabytes} MiB: {spread} of the seconds, by round")
     return rows
+
+
+def overlap(ways: dict[str, Any], megabytes: int) -> list[float]:
+    """Seconds of ``distributed`` over those without overlap, of each round."""
+    pair = zip(ways[f"distributed {megabytes} False"], ways[f"serial {megabytes} False"], strict=True)
+    return [ours / serial for (ours, _), (serial, _) in pair]
 
 
 def main() -> int:

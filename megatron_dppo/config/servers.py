@@ -59,7 +59,7 @@ class WeightSyncConfig(Section):
     """``distributed``: broadcast over NCCL, or gloo without GPUs; ``disk``: a folder that trainer and servers share;
     ``tensor``: by value over HTTP, for small models on one machine."""
     bucket_megabytes: int = Field(512, gt=0)
-    """Weights that are sent together; a tensor that is larger goes alone."""
+    """Weights that are sent together; a tensor that is larger goes alone. Rank 0 holds two of them."""
     host: str = "127.0.0.1"
     """Address of rank 0 as the servers reach it (``distributed``)."""
     folder: str | None = None

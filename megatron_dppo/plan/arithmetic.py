@@ -70,7 +70,7 @@ class Transfers:
     sync_seconds: float | None
     """over its network link; None = nothing is sent"""
     sync_buffer: int
-    """bytes of the buckets on the sending GPU"""
+    """bytes of the two buckets on the sending GPU: one is sent while the next is gathered"""
     checkpoint: int
     """bytes of one checkpoint: weights, fp32 copies and both moments"""
     export: int

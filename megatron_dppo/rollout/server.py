@@ -167,7 +167,11 @@ class InferenceServer(Protocol):
     async def receive_broadcast(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> None:
-        """Receive one flattened bucket over the group; the trainer broadcasts while this call is under way."""
+        """Receive one flattened bucket over the group; the trainer broadcasts while this call is under way.
+
+        A server may answer before the bucket is there and loaded: the next call, or ``end_update``, fails then if that
+        fails. Calls go one after another, in the order of the broadcasts.
+        """
 
     async def end_update(self, version: int) -> None:
         """Close the series: from here on the server has exactly ``version``, without stale caches."""
