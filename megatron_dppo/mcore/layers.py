@@ -18,6 +18,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_dppo.mcore.grouped_gemm import grouped_linear
+
 
 def _device(config: TransformerConfig) -> torch.device:
     if config.use_cpu_initialization:
@@ -112,8 +114,7 @@ class _GroupedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
         """Rows of ``x`` ``[sum(m_splits), in]``, sorted by expert, each times its expert's weight."""
-        parts = torch.split(x, m_splits)
-        return torch.cat([part @ getattr(self, f"weight{i}").t() for i, part in enumerate(parts)]), None
+        return grouped_linear(x, m_splits, [getattr(self, f"weight{i}") for i in range(self.num_gemms)]), None
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here (Transformer Engine can)."""

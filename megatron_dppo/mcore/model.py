@@ -13,6 +13,7 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import ModelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import model_shape, rope_theta
+from megatron_dppo.mcore.fusions import default_fusions, output_layer_without_fusion
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.moe import balance_coefficients
 from megatron_dppo.mcore.overrides import checked_overrides
@@ -61,11 +62,8 @@ def transformer_config(
         # False would be faster, but Megatron marks tensor-parallel weights only while it initialises them; without
         # the marks the gradient norm, and so the clipping, is wrong under tensor parallelism.
         perform_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         calculate_per_token_loss=True,
         # The allgather dispatcher refuses them; its rows are all padded to one length.
         variable_seq_lengths=layout.pp > 1 and model.transformer.get("moe_token_dispatcher_type") != "allgather",
@@ -83,7 +81,9 @@ def transformer_config(
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
     overrides = checked_overrides(model.transformer, router_replay=router_replay)
-    return TransformerConfig(**(values | _moe_fields(hf_config) | overrides | balance_coefficients(overrides, layout)))
+    moe = _moe_fields(hf_config)
+    fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=engine, experts=bool(moe))
+    return TransformerConfig(**(values | moe | fused | overrides | balance_coefficients(overrides, layout)))
 
 
 def checked_config(
@@ -128,23 +128,23 @@ def _moe_fields(hf_config: Any) -> dict[str, Any]:
 
 def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
     """The model chunks of this rank (one, or one per virtual pipeline stage), with uninitialised weights."""
-    chunks = []
     virtual = config.virtual_pipeline_model_parallel_size
     last_stage = config.pipeline_model_parallel_size - 1
-    for stage in range(virtual or 1):
-        vp_stage = stage if virtual else None
-        model = GPTModel(
-            config,
-            block_spec(config, vp_stage),
-            vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
-            max_sequence_length=hf_config.max_position_embeddings,
-            pre_process=pp_rank == 0 and stage == 0,
-            post_process=pp_rank == last_stage and stage == (virtual or 1) - 1,
-            position_embedding_type="rope",
-            rotary_base=rope_theta(hf_config),
-            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-            vp_stage=vp_stage,
-        )
-        hand_out_hidden_states(model)
-        chunks.append(model.to(device))
+    with output_layer_without_fusion() as chunks:
+        for stage in range(virtual or 1):
+            vp_stage = stage if virtual else None
+            model = GPTModel(
+                config,
+                block_spec(config, vp_stage),
+                vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
+                max_sequence_length=hf_config.max_position_embeddings,
+                pre_process=pp_rank == 0 and stage == 0,
+                post_process=pp_rank == last_stage and stage == (virtual or 1) - 1,
+                position_embedding_type="rope",
+                rotary_base=rope_theta(hf_config),
+                share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+                vp_stage=vp_stage,
+            )
+            hand_out_hidden_states(model)
+            chunks.append(model.to(device))
     return chunks

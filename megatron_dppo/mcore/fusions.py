@@ -1,0 +1,121 @@
+"""Which of Megatron's fused kernels a model gets when nobody says otherwise, and what a run says about that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
+
+from megatron_dppo.errors import ConfigError
+
+FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+"""Fields of TransformerConfig: RoPE of packed rows, sorting tokens by expert (both without waiting for the device),
+SwiGLU in one kernel, and weight gradients that are added to Megatron's buffer by the GEMM that makes them."""
+
+_OTHER_ACTIVATION = {
+    "use_te_activation_func": "Transformer Engine's own activation is chosen",
+    "activation_func_clamp_value": "the fused SwiGLU does not clamp",
+    "glu_linear_offset": "the fused SwiGLU has no offset",
+}
+"""Fields of ``model.transformer`` with which the fused SwiGLU would compute something else, or Megatron refuses it."""
+
+
+def default_fusions(overrides: Mapping[str, Any], *, is_cuda: bool, engine: bool, experts: bool) -> dict[str, bool]:
+    """The fields of ``FUSIONS``: on with Transformer Engine, off without it and on CPU.
+
+    Router replay goes with all of them: it sets the experts of a token before any of these kernels runs. (The one
+    that does not ask for replayed experts, ``moe_router_fusion``, is refused with it.)
+
+    Args:
+        overrides: ``model.transformer``; its own values of these fields come after the defaults.
+        is_cuda: whether the model computes on CUDA.
+        engine: whether it is built of Transformer Engine's layers.
+        experts: whether the model has experts.
+
+    Raises:
+        ConfigError: ``gradient_accumulation_fusion`` is asked for and nothing here can do it.
+    """
+    adds = is_cuda and (engine or has_apex_gradient_kernel())
+    if overrides.get("gradient_accumulation_fusion") and not adds:
+        raise ConfigError(
+            "model.transformer.gradient_accumulation_fusion = true: it needs Transformer Engine, or Apex built with "
+            "--cpp_ext and --cuda_ext, on CUDA; install one of them, or leave the key out"
+        )
+    return dict(
+        apply_rope_fusion=engine and _has_fused_rope(),
+        moe_permute_fusion=engine and experts and _has_fused_permute(),
+        bias_activation_fusion=engine and not any(overrides.get(name) for name in _OTHER_ACTIVATION),
+        gradient_accumulation_fusion=adds,
+    )
+
+
+def has_apex_gradient_kernel() -> bool:
+    """Whether Apex was built with the kernel that Megatron's own linear layers add weight gradients with."""
+    return layers._grad_accum_fusion_available
+
+
+def _has_fused_rope() -> bool:
+    """Megatron binds the name to None where Transformer Engine is too old (1.4)."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return rope_utils.fused_apply_rotary_pos_emb_thd is not None
+
+
+def _has_fused_permute() -> bool:
+    """Likewise (2.1)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    names = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
+    return all(getattr(moe_utils, f"fused_{name}", None) is not None for name in names)
+
+
+@contextmanager
+def output_layer_without_fusion() -> Iterator[list[GPTModel]]:
+    """Around building models: ``gradient_accumulation_fusion`` is for all linear layers but the output layer.
+
+    The output layer's weight gradient is the head's. Megatron (0.16.1 to 0.19.2) has one flag for all layers, and its own
+    linear layers refuse it without Apex; with Transformer Engine's layers the output layer is the only one of them. To be
+    deleted when Megatron builds an output layer without Apex.
+
+    Yields:
+        where the models that were built have to be put.
+    """
+    available, built = has_apex_gradient_kernel(), list[GPTModel]()
+    layers._grad_accum_fusion_available = True
+    try:
+        yield built
+    finally:
+        layers._grad_accum_fusion_available = available
+    for model in built:
+        if model.post_process:
+            model.output_layer.gradient_accumulation_fusion = False
+
+
+def kernels_in_words(config: TransformerConfig, overrides: Mapping[str, Any], *, engine: bool) -> str:
+    """One line for the start of a run on CUDA."""
+    off = [name for name in FUSIONS if not getattr(config, name)]
+    if not engine:
+        experts = "" if config.num_moe_experts is None else ", experts by torch's grouped GEMM in bf16"
+        return (
+            f"warning: no Transformer Engine here: plain torch layers{experts}, without {', '.join(off)}; slower. "
+            "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        )
+    reasons = [_why_off(name, config, overrides) for name in off]
+    on = [name for name in FUSIONS if getattr(config, name)]
+    return "kernels  Transformer Engine" + (f" with {', '.join(on)}" if on else "") + "".join(
+        f"; without {name}: {reason}" for name, reason in zip(off, reasons, strict=True) if reason
+    )
+
+
+def _why_off(name: str, config: TransformerConfig, overrides: Mapping[str, Any]) -> str:
+    if name == "moe_permute_fusion" and config.num_moe_experts is None:
+        return ""
+    if name in overrides:
+        return "model.transformer says so"
+    if name == "bias_activation_fusion":
+        return next(reason for field, reason in _OTHER_ACTIVATION.items() if overrides.get(field))
+    return "this Transformer Engine is too old for it (1.4 for RoPE, 2.1 for the experts)"
