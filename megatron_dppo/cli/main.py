@@ -12,6 +12,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_dppo import __version__
+from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
 from megatron_dppo.cli.plan import add_plan_arguments, run_plan
 from megatron_dppo.cli.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
@@ -33,6 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "plan", help="rehearse a run without GPUs: memory, collectives, time", epilog=_OVERRIDES, allow_abbrev=False
     )
     add_plan_arguments(plan)
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is installed, what does not go together, servers, a self-test; text for a report",
+        epilog=_OVERRIDES,
+        allow_abbrev=False,
+    )
+    add_doctor_arguments(doctor)
     restarts = commands.add_parser(
         "restarts", help="for launch scripts: whether a job is queued again", epilog=_OVERRIDES, allow_abbrev=False
     )
@@ -59,7 +67,12 @@ class _Version(argparse.Action):
 
 
 _Command = Callable[[argparse.Namespace, Sequence[str]], int]
-_REPORTED: dict[str, _Command] = {"serve": run_serve, "plan": run_plan, "restarts": run_restarts}
+_REPORTED: dict[str, _Command] = {
+    "serve": run_serve,
+    "plan": run_plan,
+    "doctor": run_doctor,
+    "restarts": run_restarts,
+}
 
 
 def run_or_report(command: _Command, options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -77,9 +77,9 @@ def _has_fused_permute() -> bool:
 def output_layer_without_fusion() -> Iterator[list[GPTModel]]:
     """Around building models: ``gradient_accumulation_fusion`` is for all linear layers but the output layer.
 
-    The output layer's weight gradient is the head's. Megatron (0.16.1 to 0.19.2) has one flag for all layers, and its own
-    linear layers refuse it without Apex; with Transformer Engine's layers the output layer is the only one of them. To be
-    deleted when Megatron builds an output layer without Apex.
+    The output layer's weight gradient is the head's. Megatron (0.16.1 to 0.19.2) has one flag for all layers, and its
+    own linear layers refuse it without Apex; with Transformer Engine's layers the output layer is the only one of
+    them. To be deleted when Megatron builds an output layer without Apex.
 
     Yields:
         where the models that were built have to be put.
@@ -106,8 +106,10 @@ def kernels_in_words(config: TransformerConfig, overrides: Mapping[str, Any], *,
         )
     reasons = [_why_off(name, config, overrides) for name in off]
     on = [name for name in FUSIONS if getattr(config, name)]
-    return "kernels  Transformer Engine" + (f" with {', '.join(on)}" if on else "") + "".join(
-        f"; without {name}: {reason}" for name, reason in zip(off, reasons, strict=True) if reason
+    return (
+        "kernels  Transformer Engine"
+        + (f" with {', '.join(on)}" if on else "")
+        + "".join(f"; without {name}: {reason}" for name, reason in zip(off, reasons, strict=True) if reason)
     )
 
 

@@ -57,7 +57,7 @@ class _GroupedGemm(torch.autograd.Function):
         return torch._grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, ends, *weights = ctx.saved_tensors
         grad = _plain_strides(grad)
         of_x = torch._grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None

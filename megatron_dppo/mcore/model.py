@@ -13,7 +13,7 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import ModelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import model_shape, rope_theta
-from megatron_dppo.mcore.fusions import default_fusions, output_layer_without_fusion
+from megatron_dppo.mcore.fusions import default_fusions, kernels_in_words, output_layer_without_fusion
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.moe import balance_coefficients
 from megatron_dppo.mcore.overrides import checked_overrides
@@ -84,6 +84,11 @@ def transformer_config(
     moe = _moe_fields(hf_config)
     fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=engine, experts=bool(moe))
     return TransformerConfig(**(values | moe | fused | overrides | balance_coefficients(overrides, layout)))
+
+
+def kernels_note(config: TransformerConfig, model: ModelConfig) -> str:
+    """One line for the start of a run on CUDA: whose layers, which fused kernels, and why one is off."""
+    return kernels_in_words(config, model.transformer, engine=has_transformer_engine())
 
 
 def checked_config(

@@ -98,7 +98,9 @@ def _megatron(start: Start) -> Iterable[UserError]:
     overrides.checked_overrides(config.model.transformer, router_replay=replay)
     if start.model is not None:
         hf_config, layout = start.model.hf_config, start.model.layout
-        model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
+        found = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
+        if platform.is_cuda:
+            start.notes.append(model.kernels_note(found, config.model))
     return ()
 
 

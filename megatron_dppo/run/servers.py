@@ -29,7 +29,7 @@ def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) ->
     """Ask each server what it is, and whether it is ``generating``; no servers, no problems."""
     if config.rollout.engine == "local":
         return ServersFound([], usable=True)
-    needs, urls = _needs(config, inputs), config.rollout.servers.resolved_urls
+    needs, urls = needs_of(config, inputs), config.rollout.servers.resolved_urls
     key = api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
     def ask(url: str) -> Sequence[UserError]:
@@ -44,7 +44,8 @@ def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) ->
     return ServersFound([error for errors in found for error in errors], usable=any(not errors for errors in found))
 
 
-def _needs(config: Config, inputs: Inputs | None) -> Needs:
+def needs_of(config: Config, inputs: Inputs | None) -> Needs:
+    """What the run wants from each of its servers; without ``inputs`` with the longest prompt that it may have."""
     assert config.rollout.engine != "local"
     longest = config.data.max_prompt_tokens
     if inputs is not None:

@@ -2,9 +2,9 @@
 
     python -m tests.unit.te_names FOLDER '[{"model": "qwen3_moe", "tp": 1, ...}, ...]'
 
-FOLDER holds the unpacked wheel. Nothing is computed: CUDA is ``meta``, the process groups are fake. Each parameter's name,
-shape, dtype and marks are held against the mapping to Hugging Face. Prints a JSON object a case, with ``wrong`` empty when
-all is right, and at the end what Megatron asks Transformer Engine's functions that they do not take.
+FOLDER holds the unpacked wheel. Nothing is computed: CUDA is ``meta``, the process groups are fake. Each parameter's
+name, shape, dtype and marks are held against the mapping to Hugging Face. Prints a JSON object a case, with ``wrong``
+empty when all is right, and at the end what Megatron asks Transformer Engine's functions that they do not take.
 """
 
 from __future__ import annotations

@@ -14,7 +14,18 @@ PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
 # vLLM's workers load what is in that folder, as modules of their own; the package imports the digests alone.
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.parent.name != "vllm_extension")
 
-_TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "supervision", "policy", "plan", "weights", "run"}
+_TORCH_DISTRIBUTED = {
+    "doctor",
+    "parallel",
+    "head",
+    "report",
+    "mcore",
+    "supervision",
+    "policy",
+    "plan",
+    "weights",
+    "run",
+}
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere); a room stands above all that it imports
     "errors": (set(), set()),
@@ -71,7 +82,12 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         | {"rewards", "rollout", "serving", "supervision", "types", "weights"},
         {"numpy", "torch", "safetensors"},
     ),
-    "cli": ({"__version__", "config", "errors", "plan", "run", "serving", "supervision"}, set()),
+    "doctor": (
+        {"config", "data", "errors", "head", "hf", "losses", "mcore", "parallel", "platform", "policy", "rollout"}
+        | {"serving", "types", "weights"},
+        {"torch", "transformers"},
+    ),
+    "cli": ({"__version__", "config", "doctor", "errors", "plan", "run", "serving", "supervision"}, set()),
     "train": ({"cli"}, set()),
 }
 
@@ -209,7 +225,7 @@ def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> N
 def test_the_rooms_that_load_without_megatron_are_those_that_the_table_promises() -> None:
     light = set(modules_without_megatron())
     heavy = {room_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
-    assert heavy == {"mcore", "plan", "policy", "run"}
+    assert heavy == {"doctor", "mcore", "plan", "policy", "run"}
     assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.run.engines"} <= light
 
 

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,55 +40,6 @@ def unpacked(requirement: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(f"transformer-engine=={TRANSFORMER_ENGINE}", tmp_path_factory.mktemp("engine"))
-
-
-@pytest.fixture(scope="module")
-def newer_megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(f"megatron-core=={MEGATRON}", tmp_path_factory.mktemp("megatron"))
-
-
-def build(engine: Path, cases: list[dict[str, Any]], *front: Path, program: str = "") -> list[dict[str, Any]]:
-    path = os.pathsep.join(map(str, [*front, ROOT, os.environ.get("PYTHONPATH", "")]))
-    start = ["-c", program] if program else ["-m", "tests.unit.te_names"]
-    command = [sys.executable, *start, str(engine), json.dumps(cases)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def check(found: list[dict[str, Any]], version: str) -> None:
-    *models, calls = found
-    assert calls == {"calls": []}
-    assert [model["megatron"] for model in models] == [version] * len(CASES)
-    assert [model["wrong"] for model in models] == [[]] * len(CASES)
-    assert [model["parameters"] for model in models] == PARAMETERS
-    for model, case in zip(models, CASES, strict=True):
-        experts, own_activation = case["model"] != "qwen3", "transformer" in case
-        assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= set(model["kinds"])
-        assert not experts or "TEColumnParallelGroupedLinear" in model["kinds"]
-        assert model["fusions"] == {
-            "apply_rope_fusion": True,
-            "moe_permute_fusion": experts,
-            "bias_activation_fusion": not own_activation,
-            "gradient_accumulation_fusion": True,
-            "linear_qkv.fuse_wgrad_accumulation": True,
-            "output_layer": False,
-        }
-
-
-def test_names_shapes_and_fusions_with_the_installed_megatron(engine: Path) -> None:
-    from megatron_dppo.mcore.compat import megatron_version
-
-    check(build(engine, CASES), ".".join(map(str, megatron_version())))
-
-
-def test_names_shapes_and_fusions_with_the_newer_megatron(engine: Path, newer_megatron: Path) -> None:
-    check(build(engine, CASES, newer_megatron), MEGATRON)
-
-
 WRONG = """
 import megatron_dppo.mcore.mapping as mapping, tests.unit.te_names as names, tests.unit.te_stub as stub
 find = mapping.find_rule
@@ -112,8 +64,63 @@ names.main()
 """
 
 
-def test_a_name_a_shape_or_a_signature_that_differs_is_found(engine: Path) -> None:
-    model, calls = build(engine, CASES[:1], program=WRONG)
+def build(engine: Path, cases: list[dict[str, Any]], *front: Path, program: str = "") -> list[dict[str, Any]]:
+    path = os.pathsep.join(map(str, [*front, ROOT, os.environ.get("PYTHONPATH", "")]))
+    start = ["-c", program] if program else ["-m", "tests.unit.te_names"]
+    command = [sys.executable, *start, str(engine), json.dumps(cases)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What the three programs print; they run beside each other."""
+    engine = unpacked(f"transformer-engine=={TRANSFORMER_ENGINE}", tmp_path_factory.mktemp("engine"))
+    newer = unpacked(f"megatron-core=={MEGATRON}", tmp_path_factory.mktemp("megatron"))
+    with ThreadPoolExecutor() as threads:
+        running = {
+            "newer": threads.submit(build, engine, CASES, newer),
+            "installed": threads.submit(build, engine, CASES),
+            "wrong": threads.submit(build, engine, CASES[:1], program=WRONG),
+        }
+        return {name: future.result() for name, future in running.items()}
+
+
+def check(found: list[dict[str, Any]], version: str) -> None:
+    *models, calls = found
+    assert calls == {"calls": []}
+    assert [model["megatron"] for model in models] == [version] * len(CASES)
+    assert [model["wrong"] for model in models] == [[]] * len(CASES)
+    assert [model["parameters"] for model in models] == PARAMETERS
+    for model, case in zip(models, CASES, strict=True):
+        experts, own_activation = case["model"] != "qwen3", "transformer" in case
+        assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= set(
+            model["kinds"]
+        )
+        assert not experts or "TEColumnParallelGroupedLinear" in model["kinds"]
+        assert model["fusions"] == {
+            "apply_rope_fusion": True,
+            "moe_permute_fusion": experts,
+            "bias_activation_fusion": not own_activation,
+            "gradient_accumulation_fusion": True,
+            "linear_qkv.fuse_wgrad_accumulation": True,
+            "output_layer": False,
+        }
+
+
+def test_names_shapes_and_fusions_with_the_installed_megatron(built: dict[str, list[dict[str, Any]]]) -> None:
+    from megatron_dppo.mcore.compat import megatron_version
+
+    check(built["installed"], ".".join(map(str, megatron_version())))
+
+
+def test_names_shapes_and_fusions_with_the_newer_megatron(built: dict[str, list[dict[str, Any]]]) -> None:
+    check(built["newer"], MEGATRON)
+
+
+def test_a_name_a_shape_or_a_signature_that_differs_is_found(built: dict[str, list[dict[str, Any]]]) -> None:
+    model, calls = built["wrong"]
     wrong = " ".join(model["wrong"])
     assert "linear_fc1.layer_norm_weight: no rule maps it" in wrong
     assert "self_attention.linear_qkv.weight: (576, 128), expected (512, 128)" in wrong
