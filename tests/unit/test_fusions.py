@@ -76,7 +76,9 @@ def test_a_run_says_in_one_line_which_kernels_it_has() -> None:
     words = fusions.kernels_in_words(config("moe_permute_fusion", GRADIENTS), overrides, engine=True)
     assert "without apply_rope_fusion: model.transformer says so" in words
     assert "without bias_activation_fusion: the fused SwiGLU does not clamp" in words
-    dense = fusions.kernels_in_words(config("apply_rope_fusion", experts=None), {GRADIENTS: False}, engine=True)
+    dense = fusions.kernels_in_words(
+        config("apply_rope_fusion", "bias_activation_fusion", experts=None), {GRADIENTS: False}, engine=True
+    )
     assert "moe_permute_fusion" not in dense
     plain = fusions.kernels_in_words(config(), {}, engine=False)
     assert plain.startswith("warning: no Transformer Engine here: plain torch layers") and "\n" not in plain
