@@ -3,6 +3,7 @@ together show. A run's numbers are compared with those of another run, or with w
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.e2e.runs import command, environment, flags, without_timings
-from tests.gpu.checks import Result
+from tests.gpu.checks import Result, not_run
 
 SMALL: dict[str, Any] = dict(
     parallel__expert_model_parallel_size=1,
@@ -50,10 +51,11 @@ def check(device: torch.device) -> Iterator[Result]:
         yield Result("overlap_grad_reduce + overlap_param_gather, the same", difference(whole, overlapped), same)
         yield from check_replay(device, place)
         yield from check_losses(device, place, close)
+        yield from check_modes(device, place)
     if device.type == "cuda":
         yield Result("places where the head waits for the device", float(head_waits(device)), 0.0)
     else:
-        print("runs: where the head waits for the device shows torch.cuda.set_sync_debug_mode alone: not run here")
+        yield not_run("places where the head waits for the device", "CUDA (torch.cuda.set_sync_debug_mode)")
 
 
 def check_replay(device: torch.device, place: str) -> Iterator[Result]:
@@ -78,6 +80,15 @@ def check_losses(device: torch.device, place: str, close: float) -> Iterator[Res
         yield Result(f"Top-K on-policy {name}", max(step[f"train/{name}"] for step in steps), close)
     other = max(abs(step["train/topk_other"] - step["train/topk_other_rollout"]) for step in steps)
     yield Result("Top-K mass outside the set, trainer and engine", other, close)
+
+
+def check_modes(device: torch.device, place: str) -> Iterator[Result]:
+    """bf16 as a real run has it, and rollouts sampled beside training, with a thread of their own on the device."""
+    steps = run(device, place, "bf16", model__dtype="bf16", rollout__dtype="bf16")
+    yield Result("bf16, mean |p - q| of engine and trainer", max(s["train/abs_prob_diff"] for s in steps), 0.05)
+    steps = run(device, place, "ahead", train__max_staleness=1, run__num_steps=3)
+    wrong = sum(not math.isfinite(step["train/loss"]) for step in steps) + (len(steps) != 3)
+    yield Result("max_staleness = 1, steps that are missing or not finite", float(wrong), 0.0)
 
 
 def run(device: torch.device, place: str, name: str, **more: Any) -> list[dict[str, Any]]:

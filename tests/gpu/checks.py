@@ -17,11 +17,23 @@ class Result:
     value: float
     bound: float
     error: str = ""
+    needs: str = ""
+    """what this machine lacks to measure it; such a row is shown, and counted apart"""
 
     @property
     def passed(self) -> bool:
         """Whether the value is finite and within its bound."""
-        return not self.error and math.isfinite(self.value) and self.value <= self.bound
+        return not self.error and not self.needs and math.isfinite(self.value) and self.value <= self.bound
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was measured, or should have been, and is not right."""
+        return not self.passed and not self.needs
+
+
+def not_run(name: str, needs: str) -> Result:
+    """A row that this machine cannot have."""
+    return Result(name, math.nan, math.nan, needs=needs)
 
 
 Check = Callable[[torch.device], Iterable[Result]]
@@ -39,14 +51,16 @@ def run_check(group: str, check: Check, device: torch.device, bound_scale: float
         results.append(Result("stopped", math.nan, 0.0, f"{type(error).__name__}: {error}"))
     if not results:
         results.append(Result("nothing was checked", math.nan, 0.0, "the group reported no result"))
-    return [Result(f"{group}: {r.name}", r.value, bound_scale * r.bound, r.error) for r in results]
+    return [Result(f"{group}: {r.name}", r.value, bound_scale * r.bound, r.error, r.needs) for r in results]
 
 
 def table(results: Iterable[Result]) -> str:
     """One line a result."""
     rows = [("check", "value", "bound", "verdict")]
     for r in results:
-        rows.append((r.name, f"{r.value:.2e}", f"{r.bound:.1e}", "ok" if r.passed else f"FAILED {r.error}".rstrip()))
+        verdict = "ok" if r.passed else f"NOT RUN: needs {r.needs}" if r.needs else f"FAILED {r.error}".rstrip()
+        numbers = ("-", "-") if r.needs else (f"{r.value:.2e}", f"{r.bound:.1e}")
+        rows.append((r.name, *numbers, verdict))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows

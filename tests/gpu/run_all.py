@@ -21,15 +21,21 @@ if TYPE_CHECKING:
 # With wheels installed without their dependencies, a part of pydantic can be missing alone.
 CONFIG = ("torch", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
 MODEL = ("megatron.core", "numpy", "packaging", "transformers", "safetensors")
+RUN = (*CONFIG, *MODEL, "tomli_w", "aiohttp")
 GROUPS = {
-    "losses": ("tests.gpu.check_losses", CONFIG),
-    "vocab": ("tests.gpu.check_vocab", CONFIG),
+    "doctor": ("tests.gpu.check_doctor", RUN),
     "head": ("tests.gpu.check_head", CONFIG),
     "model": ("tests.gpu.check_model", (*CONFIG, *MODEL)),
+    "kernels": ("tests.gpu.check_kernels", (*CONFIG, *MODEL)),
+    "devices": ("tests.gpu.check_devices", (*CONFIG, *MODEL)),
+    "runs": ("tests.gpu.check_runs", RUN),
+    "waits": ("tests.gpu.check_waits", (*CONFIG, *MODEL)),
+    "vocab": ("tests.gpu.check_vocab", CONFIG),
+    "losses": ("tests.gpu.check_losses", CONFIG),
     "plan": ("tests.gpu.check_plan", (*CONFIG, *MODEL, "tomli_w")),
-    "runs": ("tests.gpu.check_runs", (*CONFIG, *MODEL, "tomli_w", "aiohttp")),
+    "speed": ("tests.gpu.check_speed", CONFIG),
 }
-"""group -> (module, the imports it needs)"""
+"""group -> (module, the imports it needs); what tells most about a new machine comes first"""
 
 BRING = """missing imports: {names}
 Bring their wheels. On a machine with network, for Python 3.12 on x86-64:
@@ -91,8 +97,8 @@ def main() -> int:
         start = time.perf_counter()
         results += run_check(group, functools.partial(measure, group), device, scale)
         print(f"{group}: {time.perf_counter() - start:.1f} s", flush=True)
-    failed = sum(not r.passed for r in results)
-    print(f"\n{table(results)}\n\n{len(results) - failed} passed, {failed} failed")
+    failed, passed = sum(r.failed for r in results), sum(r.passed for r in results)
+    print(f"\n{table(results)}\n\n{passed} passed, {failed} failed, {len(results) - passed - failed} not run")
     return 1 if failed else 0
 
 

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# All checks that this project keeps for one CUDA device. Prints a table; exit code 0 = all within their bounds,
-# 1 = a check failed, 2 = an import is missing or an argument is wrong, 3 = no CUDA device.
+# All checks that this project keeps for CUDA, on one device or several, what tells most about a new machine first. Prints a
+# table; a row that this machine cannot have says NOT RUN and what it needs. Exit code 0 = all that ran are within their
+# bounds, 1 = a check failed, 2 = an import is missing or an argument is wrong, 3 = no CUDA device.
 #
-#   tests/gpu/run_all.sh [--wheels DIR] [--only losses,vocab,head,model,plan,runs] [--cpu-rehearsal]
+#   tests/gpu/run_all.sh [--wheels DIR] [--only GROUP,GROUP] [--cpu-rehearsal]
+#
+# Groups: doctor head model kernels devices runs waits vocab losses plan speed (docs/testing.md).
 #
 # --wheels DIR      install the wheels in DIR into a temporary folder first (no network needed); without what it
 #                   needs, the script names the missing imports and the commands that fetch them

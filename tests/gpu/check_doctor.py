@@ -1,0 +1,30 @@
+"""The self-test of ``megatron-dppo doctor``: a process a device (two on the CPU), collectives, the head over all of
+them, and a small model with experts through sampling, probe, router replay and an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_dppo.doctor.combinations import known_bad
+from megatron_dppo.doctor.machine import in_words, look
+from megatron_dppo.doctor.self_test import run_self_test
+from tests.gpu.checks import Result
+
+
+def check(device: torch.device) -> Iterator[Result]:
+    """Prints what the machine has; its known-bad combinations are rows too."""
+    machine = look()
+    print("\n".join(f"doctor: {line}" for line in in_words(machine)))
+    for finding in known_bad(machine):
+        print(f"doctor: {finding}")
+        yield Result(finding.here.splitlines()[0], float(finding.row.stops), 0.0)
+    found = run_self_test(len(machine.gpus) if device.type == "cuda" else 0)
+    for one in found.checks:
+        if one.bound is None:
+            print(f"doctor: {one}")
+        else:
+            yield Result(one.name, one.value, one.bound)
+    if found.failure is not None:
+        raise RuntimeError(found.failure)

@@ -1,0 +1,108 @@
+"""Each fused kernel of Transformer Engine on and off, forward and backward; and the grouped GEMM of the experts, which
+stands in without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.platform import Platform
+from tests.gpu.checks import Result, not_run
+
+AGAINST_OFF = 1.5
+"""How much further from transformers in fp32 the fused kernel may be than what it replaces; both round to bf16."""
+SPLITS = [700, 0, 1, 320, 0, 131, 64, 512]
+GEMM = 4e-3
+NUMBERS = ("logprobs", "gradient_direction", "weights")
+GRAD_NORM = 5e-2
+
+
+def check(device: torch.device) -> Iterator[Result]:
+    """All rows that this machine can have."""
+    platform = Platform.detect(0, force_cpu=device.type == "cpu")
+    from megatron_dppo.mcore.compat import apply_shims
+
+    apply_shims(platform)
+    yield from check_grouped_gemm(device)
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine
+
+    engine = platform.is_cuda and has_transformer_engine()
+    with TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group(platform.backend, store=store, rank=0, world_size=1)
+        try:
+            yield from check_fusions(platform, engine)
+        finally:
+            dist.destroy_process_group()
+
+
+def check_fusions(platform: Platform, engine: bool) -> Iterator[Result]:
+    """The parity of the small model with each fusion alone and with all of them, over that without any."""
+    from megatron.core import parallel_state
+
+    from megatron_dppo.mcore.fusions import FUSIONS
+    from tests.distributed.parity import Case, measure
+
+    off = dict.fromkeys(FUSIONS, False)
+
+    def errors(*on: str) -> dict[str, float]:
+        found = measure(Case(transformer=off | dict.fromkeys(on, True)), platform, "bf16")
+        parallel_state.destroy_model_parallel()
+        return found
+
+    # Without Transformer Engine Megatron has this one all the same: torch compiles it.
+    here = FUSIONS if engine else ("bias_activation_fusion",)
+    without = errors()
+    for names in ((name,) for name in FUSIONS):
+        if names[0] in here:
+            yield from _compared(names[0], errors(*names), without)
+        else:
+            yield not_run(f"{names[0]} on against off", "CUDA and Transformer Engine")
+    if engine:
+        yield from _compared("all fusions", errors(*FUSIONS), without)
+    else:
+        yield not_run("all fusions on against off", "CUDA and Transformer Engine")
+
+
+def _compared(name: str, with_it: dict[str, float], without: dict[str, float]) -> Iterator[Result]:
+    for number in NUMBERS:
+        yield Result(f"{name}: error of {number}, times that without", with_it[number] / without[number], AGAINST_OFF)
+    yield Result(f"{name}: error of the gradient norm", with_it["grad_norm"], GRAD_NORM)
+
+
+def check_grouped_gemm(device: torch.device) -> Iterator[Result]:
+    """Experts with many, one and no rows against float64; at the sizes of Qwen3-30B-A3B on CUDA."""
+    from megatron_dppo.mcore.grouped_gemm import grouped_gemm, has_grouped_gemm
+
+    name = "torch._grouped_mm"
+    if not hasattr(torch, "_grouped_mm"):
+        yield not_run(name, "torch 2.7 or newer")
+        return
+    wide, narrow = (2048, 768) if device.type == "cuda" else (64, 48)
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(sum(SPLITS), size, generator=generator).bfloat16() for size in (wide, narrow))
+    weights = [torch.randn(narrow, wide, generator=generator).bfloat16() for _ in SPLITS]
+    moved = [t.to(device).requires_grad_() for t in (x, *weights)]
+    if device.type == "cuda":
+        used = has_grouped_gemm(moved[0], moved[1])
+        if not used:
+            yield not_run(name, "compute capability 9.0 or newer")
+            return
+    y = grouped_gemm(moved[0], SPLITS, moved[1:])
+    y.backward(grad.to(device))
+    parts, grads = torch.split(x.double(), SPLITS), torch.split(grad.double(), SPLITS)
+    expected = torch.cat([part @ w.double().T for part, w in zip(parts, weights, strict=True)])
+    of_x = torch.cat([g @ w.double() for g, w in zip(grads, weights, strict=True)])
+    of_weights = torch.stack([g.T @ part for g, part in zip(grads, parts, strict=True)])
+    found = torch.stack([w.grad for w in moved[1:] if w.grad is not None])
+    assert moved[0].grad is not None
+    for what, mine, right in (("output", y, expected), ("gradient of x", moved[0].grad, of_x)):
+        error = (mine.double().cpu() - right).norm() / right.norm()
+        yield Result(f"{name}: {what}, relative", float(error), GEMM)
+    error = (found.double().cpu() - of_weights).norm() / of_weights.norm()
+    yield Result(f"{name}: gradient of the weights, relative", float(error), GEMM)
+    empty = torch.tensor([rows == 0 for rows in SPLITS])
+    yield Result(f"{name}: gradient of experts without rows", float(found.cpu()[empty].abs().max()), 0.0)
