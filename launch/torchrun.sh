@@ -95,7 +95,10 @@ start)
     ;;
 esac
 
-"$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m megatron_dppo.train "${arguments[@]}" 9>&- &
+# Megatron overlaps the collectives of tensor and sequence parallelism with GEMMs by the order in one queue, on GPUs before
+# Blackwell.
+CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} \
+    "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m megatron_dppo.train "${arguments[@]}" 9>&- &
 trainer=$!
 tell_guard "trainer $trainer"
 # A signal interrupts wait; then it is asked again.

@@ -217,7 +217,7 @@ TABLE: tuple[Combination, ...] = (
     Combination(
         _connections,
         "before Blackwell Megatron orders communication and GEMMs by 1 under tensor parallelism",
-        "export CUDA_DEVICE_MAX_CONNECTIONS=1 (launch/qwen3_moe_dppo.sh sets it)",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1 (launch/*.sh set it)",
         "megatron/core/tensor_parallel/layers.py",
         stops=False,
     ),

@@ -35,6 +35,7 @@ while not (folder / "asked").exists() or (folder / "step").exists():
     time.sleep(0.05)
 (folder / "saved").touch()
 '''
+open(os.path.join(folder, "connections"), "w").write(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
 open(os.path.join(folder, "trainer.json"), "w").write(__import__("json").dumps(sys.argv[1:]))
 child = subprocess.Popen([sys.executable, "-c", rank, folder])
 signal.signal(signal.SIGTERM, lambda *_: (child.kill(), open(os.path.join(folder, "killed"), "w"), os._exit(9)))
@@ -98,6 +99,9 @@ def test_training_starts_with_healthy_servers_and_its_exit_code_is_the_scripts(f
     assert arguments[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert arguments[5:8] == ["-m", "megatron_dppo.train", str(EXAMPLES / "sglang.toml")]
     assert arguments[-2:] == ["--run.seed", "5"]
+    assert (folder / "connections").read_text() == os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    server = json.loads((folder / f"started-{launch.port}.json").read_text())
+    assert server["env"].get("CUDA_DEVICE_MAX_CONNECTIONS") == os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def test_sigterm_reaches_the_ranks_while_the_servers_stay_until_they_have_saved(folder: Path) -> None:
