@@ -26,7 +26,8 @@ class Check:
     value: float
     bound: float | None
     """None = only told"""
-    seconds: float = 0.0
+    note: str = ""
+    """what rank 0 knows of the cause"""
 
     @property
     def passed(self) -> bool:
@@ -36,7 +37,7 @@ class Check:
     def __str__(self) -> str:
         verdict = "" if self.bound is None else "  ok" if self.passed else "  FAILED"
         bound = "" if self.bound is None else f"  (at most {self.bound:g})"
-        return f"{self.name}: {self.value:.3g}{bound}{verdict}"
+        return f"{self.name}: {self.value:.3g}{bound}{verdict}" + (f"\n    {self.note}" if self.note else "")
 
 
 @dataclass(frozen=True)

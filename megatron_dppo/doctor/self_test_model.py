@@ -129,7 +129,7 @@ def _probed(trainer: PolicyTrainer, responses: Sequence[Completion], dtype: str,
     """The verdict that servers get, on the embedded engine."""
     shape = hf_config()
     info = ServerInfo(
-        engine="sglang", engine_version="embedded", model="", policy_version=0, max_context=256, world_size=1
+        engine="sglang", engine_version="embedded", model="self-test", policy_version=0, max_context=256, world_size=1
     )
     expected = Expectation(
         prompt="",
@@ -144,13 +144,14 @@ def _probed(trainer: PolicyTrainer, responses: Sequence[Completion], dtype: str,
     answer = ProbeAnswer(info=info, url="embedded engine", generations=tuple(map(_generation, responses)))
     (readings,) = read_answers(trainer, [answer], expected, BUDGET) or [[]]
     result: ProbeResult | None = None
+    cause = ""
     if is_leader(trainer.groups.replica):
         try:
             result = judge(answer, expected, readings)
         except ProbeError as error:
-            print(f"probe {when}: {error}", flush=True)
+            cause = str(error)
     failed = float(result is None and is_leader(trainer.groups.replica))
-    yield Check(f"probe of the embedded engine, {when} (0 = it agrees with Megatron)", failed, 0.0)
+    yield Check(f"probe of the embedded engine, {when} (0 = it agrees with Megatron)", failed, 0.0, note=cause)
     if result is not None and result.replayed is not None:
         replayed, routes = result.replayed.mean, result.routes or 0.0
     else:

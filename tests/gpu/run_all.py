@@ -99,7 +99,7 @@ def main() -> int:
         print(f"{group}: {time.perf_counter() - start:.1f} s", flush=True)
     failed, passed = sum(r.failed for r in results), sum(r.passed for r in results)
     print(f"\n{table(results)}\n\n{passed} passed, {failed} failed, {len(results) - passed - failed} not run")
-    return 1 if failed else 0
+    return 0 if passed and not failed else 1
 
 
 if __name__ == "__main__":

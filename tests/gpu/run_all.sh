@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All checks that this project keeps for CUDA, on one device or several, what tells most about a new machine first. Prints a
 # table; a row that this machine cannot have says NOT RUN and what it needs. Exit code 0 = all that ran are within their
-# bounds, 1 = a check failed, 2 = an import is missing or an argument is wrong, 3 = no CUDA device.
+# bounds, 1 = a check failed or none ran, 2 = an import is missing or an argument is wrong, 3 = no CUDA device.
 #
 #   tests/gpu/run_all.sh [--wheels DIR] [--only GROUP,GROUP] [--cpu-rehearsal]
 #

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.cli.main import main
 from megatron_dppo.doctor.combinations import TABLE, known_bad
 from megatron_dppo.doctor.machine import Gpu, Machine, in_words
 from megatron_dppo.doctor.self_test import run_self_test
@@ -192,13 +193,15 @@ lr = 1e-6
 """
 
 
-def test_servers_are_held_against_a_configuration(serve: Any, tmp_path: Path) -> None:
+def test_servers_are_held_against_a_configuration(
+    serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
     url = serve(SGLANG)
-    done = doctor(str(tmp_path / "run.toml"), "--servers", url, "http://127.0.0.1:9", "--no-self-test")
-    assert done.returncode == 1, done.stdout + done.stderr
-    problems = [line for line in done.stdout.splitlines() if line.startswith("problem  ")]
-    assert len(problems) == 3 and "problems: 3" in done.stdout
+    assert main(["doctor", str(tmp_path / "run.toml"), "--servers", url, "http://127.0.0.1:9", "--no-self-test"]) == 1
+    output = capsys.readouterr().out
+    problems = [line for line in output.splitlines() if line.startswith("problem  ")]
+    assert len(problems) == 3 and "problems: 3" in output
     assert "start it with --context-length 1026" in problems[0]
     assert "--enable-return-routed-experts" in problems[1]
     assert "127.0.0.1:9" in problems[2] and "Connection refused" in problems[2]
@@ -212,9 +215,11 @@ def test_servers_are_held_against_a_configuration(serve: Any, tmp_path: Path) ->
         (["/nowhere.toml"], "/nowhere.toml"),
     ],
 )
-def test_what_cannot_be_used_ends_with_2(arguments: list[str], message: str) -> None:
-    done = doctor(*arguments)
-    assert done.returncode == 2 and message in done.stderr
+def test_what_cannot_be_used_ends_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_what_is_shown_has_no_hosts_keys_folders_or_user(

@@ -35,6 +35,15 @@ def test_rehearsal_prints_a_table_and_succeeds() -> None:
     assert {f"{loss} gradient" for loss in get_args(LossName)} | {"fp32 gradient", "bf16 gradient"} <= names
 
 
+def test_what_a_machine_cannot_have_is_in_the_table_and_is_no_success() -> None:
+    done = run_script("--cpu-rehearsal", "--only", "waits,speed")
+    assert done.returncode == 1 and "0 passed, 0 failed, 3 not run" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"^waits: waits for the device .*  NOT RUN: needs CUDA \(torch.*\)$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^speed: memory accesses .*  NOT RUN: needs CUDA and compute-sanitizer$", done.stdout, re.MULTILINE
+    )
+
+
 def test_bounds_of_zero_fail_the_run_and_name_the_checks() -> None:
     done = run_script("--cpu-rehearsal", "--only", "losses", GPU_CHECKS_BOUND_SCALE="0")
     assert done.returncode == 1, done.stdout + done.stderr
