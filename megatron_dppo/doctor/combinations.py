@@ -132,6 +132,12 @@ def _no_triton(machine: Machine) -> str | None:
     return "no triton" if machine.gpus and "triton" not in machine.packages else None
 
 
+def _apex_without_kernels(machine: Machine) -> str | None:
+    if not machine.gpus or machine.apex or "apex" not in machine.packages:
+        return None
+    return f"apex {machine.packages['apex']} without compiled kernels"
+
+
 _INSTALL_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 
 TABLE: tuple[Combination, ...] = (
@@ -218,6 +224,13 @@ TABLE: tuple[Combination, ...] = (
         _connections,
         "before Blackwell Megatron orders communication and GEMMs by 1 under tensor parallelism",
         "export CUDA_DEVICE_MAX_CONNECTIONS=1 (launch/*.sh set it)",
+        "megatron/core/tensor_parallel/layers.py",
+        stops=False,
+    ),
+    Combination(
+        _apex_without_kernels,
+        "Megatron takes nothing from it; PyPI's package of that name is another program",
+        "Build github.com/NVIDIA/apex with --cpp_ext and --cuda_ext, or remove it",
         "megatron/core/tensor_parallel/layers.py",
         stops=False,
     ),

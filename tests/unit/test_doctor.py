@@ -74,6 +74,7 @@ BAD: dict[str, tuple[Machine, str, bool]] = {
     "no triton": (with_packages(triton=None), "no triton", False),
     "connections": (with_variables(CUDA_DEVICE_MAX_CONNECTIONS="8"), "CUDA_DEVICE_MAX_CONNECTIONS=8", False),
     "no connections": (replace(GOOD, variables={}), "CUDA_DEVICE_MAX_CONNECTIONS=(not set)", False),
+    "apex": (with_packages(apex="0.9.10.dev0"), "apex 0.9.10.dev0 without compiled kernels", False),
     "blocking": (with_variables(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING=1", False),
 }
 
