@@ -77,7 +77,11 @@ def check_losses(device: torch.device, place: str, close: float) -> Iterator[Res
     yield Result("no KL to it after the update (0 = there is)", float(second["train/kl_penalty"] <= 1e-9), 0.0)
     steps = run(device, place, "topk", loss__name="dppo_topk_kl", loss__topk=8, **ONE_UPDATE)
     for name in ("divergence_max", "abs_prob_diff", "mask_fraction"):
-        yield Result(f"Top-K on-policy {name}", max(step[f"train/{name}"] for step in steps), close)
+        # Absent where nothing was to be masked: no token of the step has an advantage.
+        worst = max(
+            step.get(f"train/{name}", 0.0) if name == "mask_fraction" else step[f"train/{name}"] for step in steps
+        )
+        yield Result(f"Top-K on-policy {name}", worst, close)
     other = max(abs(step["train/topk_other"] - step["train/topk_other_rollout"]) for step in steps)
     yield Result("Top-K mass outside the set, trainer and engine", other, close)
 
@@ -113,6 +117,8 @@ def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> floa
     """The largest one of any number of training of any step, relative where it is above 1."""
     kept = [[{k: v for k, v in r.items() if k.startswith("train/")} for r in side] for side in (runs, others)]
     if [r.keys() for r in kept[0]] != [r.keys() for r in kept[1]]:
+        unlike = [sorted(a.keys() ^ b.keys()) for a, b in zip(*kept, strict=False)]
+        print(f"runs: {len(kept[0])} and {len(kept[1])} steps, numbers of one alone: {unlike}", file=sys.stderr)
         return float("nan")
     pairs = [(a[k], b[k]) for a, b in zip(*kept, strict=True) for k in a]
     numbers = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and x == x]
