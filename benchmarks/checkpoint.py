@@ -75,7 +75,8 @@ class Measured(NamedTuple):
 def build(folder: Path, ranks: int) -> tuple[list[Any], Any]:
     """Model and optimizer on this rank."""
     from megatron_dppo.config.layout import resolve_parallel
-    from megatron_dppo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+    from megatron_dppo.config.optimizer import OptimizerConfig
+    from megatron_dppo.config.schema import ModelConfig, ParallelConfig
     from megatron_dppo.hf import model_shape, read_hf_config
     from megatron_dppo.mcore.compat import apply_shims
     from megatron_dppo.platform import Platform

@@ -14,7 +14,8 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_dppo.config.schema import Config, OptimizerConfig, ParallelConfig
+from megatron_dppo.config.optimizer import OptimizerConfig
+from megatron_dppo.config.schema import Config, ParallelConfig
 from megatron_dppo.errors import ConfigError
 
 _ALIASES: dict[str, tuple[str, str, Any]] = {

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_dppo.config.data import DataConfig, RewardConfig, RolloutConfig
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.optimizer import OptimizerConfig, WarmupOptimizerConfig
 from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.section import DType
 from megatron_dppo.config.section import Section as _Section
@@ -97,45 +98,6 @@ class TrainConfig(_Section):
     bf16 in the engine or in training; ``off`` = never. Only where the current weights sampled every token."""
     max_dropped_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["off"] = 0.01
     """Stop there too when more of the sampled tokens have no finite rollout log-probability; ``off`` = never."""
-
-
-class OptimizerConfig(_Section):
-    """Adam and its schedule (counted in rollout steps), in Megatron's words."""
-
-    lr: float = Field(gt=0)
-    """Highest learning rate."""
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end of the decay."""
-    lr_warmup_steps: int = Field(0, ge=0)
-    """Steps of linear increase; the first step already has a rate above 0."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """From the end of the warm-up to the last step."""
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.99, ge=0, lt=1)
-    adam_eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_grad: float = Field(1.0, ge=0)
-    """Global gradient norm limit; 0 = no clipping."""
-    grad_reduce_in_fp32: bool = True
-    """Add up the gradients of micro-batches and ranks in fp32; False = in the dtype of the weights, which halves their
-    memory and traffic with bf16 and rounds every sum."""
-
-    @model_validator(mode="after")
-    def _min_below_lr(self) -> OptimizerConfig:
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}")
-        return self
-
-
-class WarmupOptimizerConfig(OptimizerConfig):
-    """The same keys with the defaults of the embedded task; each can be set alone."""
-
-    lr: float = Field(6e-3, gt=0)
-    min_lr: float = Field(6e-4, ge=0)
-    lr_warmup_steps: int = Field(20, ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
-    adam_beta2: float = Field(0.98, ge=0, lt=1)
-    weight_decay: float = Field(0.01, ge=0)
 
 
 class WarmupConfig(_Section):
@@ -236,6 +198,12 @@ class Config(_Section):
         """``eval.beside_training`` with its default."""
         beside = self.eval.beside_training
         return self.rollout.engine != "local" and not self.checkpoint.keep_best if beside is None else beside
+
+    @model_validator(mode="after")
+    def _optimizers_fit(self) -> Config:
+        for name, optimizer in (("optimizer", self.optimizer), ("warmup.optimizer", self.warmup.optimizer)):
+            optimizer.check_memory(name, self.model.dtype, distributed=self.parallel.use_distributed_optimizer)
+        return self
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_dppo.errors import UserError
 from megatron_dppo.mcore.fused_adam import FusedAdam
 from megatron_dppo.mcore.torch_proxy import bind_proxy, cuda_type_names
-from megatron_dppo.mcore.transformer_engine import has_transformer_engine
+from megatron_dppo.mcore.transformer_engine import has_transformer_engine, version_of_none
 from megatron_dppo.platform import Platform
 
 OLDEST, NEWEST_EXCLUSIVE = (0, 16, 1), (0, 20, 0)
@@ -211,6 +211,18 @@ def _load_optimizer() -> None:
     distrib_optimizer.DistributedOptimizer.load_state_dict = torch.no_grad()(load)
 
 
+def _offloading() -> None:
+    from megatron_dppo.mcore.offload import copy_without_cuda
+
+    copy_without_cuda()
+
+
+def _offload_once() -> None:
+    from megatron_dppo.mcore.offload import copy_shards_only
+
+    copy_shards_only()
+
+
 def _recompute_flag() -> None:
     from megatron.core.tensor_parallel import random
 
@@ -257,6 +269,22 @@ SHIMS = (
         "the distributed optimizer copies a checkpoint into fp32 parameters, which require gradients",
         _ALL,
         "Megatron loads it without recording gradients",
+        on_cuda=True,
+        with_te=True,
+    ),
+    Shim(
+        version_of_none,
+        "TypeError in the settings of a precision-aware optimizer without Transformer Engine: its version is None",
+        "0.16.1",
+        "0.16.1 is no longer supported",
+        on_cuda=True,
+    ),
+    Shim(_offloading, "offloading asks each tensor whether it is on CUDA, and pins its copy", _ALL, _DEVICE_AGNOSTIC),
+    Shim(
+        _offload_once,
+        "offloading copies all weights of a rank to the host, before the distributed optimizer has it copy its shard",
+        _ALL,
+        "the distributed optimizer builds the only HybridDeviceOptimizer",
         on_cuda=True,
         with_te=True,
     ),

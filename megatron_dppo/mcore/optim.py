@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -17,8 +18,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from megatron_dppo.config.schema import OptimizerConfig, ParallelConfig
+from megatron_dppo.config.optimizer import OptimizerConfig
+from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.mcore.offload import is_offloaded, offloaded_tensors, start_offloaded
 from megatron_dppo.mcore.optimizer_shards import use_boxes
+from megatron_dppo.platform import DTYPES
 
 
 def wrap_for_training(
@@ -72,12 +76,15 @@ class Optimizer:
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=parallel.use_distributed_optimizer,
                 overlap_param_gather=parallel.overlap_param_gather,
+                **_memory_settings(optimizer, config),
             ),
             self._chunks,
         )
         # Megatron allocates the moments at the first update; a checkpoint before it would fail for want of them.
         for part in self.megatron.chained_optimizers:
-            if not part.is_stub_optimizer:
+            if is_offloaded(part):
+                start_offloaded(part)
+            elif not part.is_stub_optimizer:
                 part.init_state_fn(part.optimizer, part.config)
             if isinstance(part, DistributedOptimizer):
                 use_boxes(part)
@@ -147,10 +154,33 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
     for part in optimizer.megatron.chained_optimizers:
         if part.is_stub_optimizer:
             continue
+        if is_offloaded(part):  # its parameters are the weights of the model
+            yield from _filled(offloaded_tensors(part))
+            continue
         for group in part.optimizer.param_groups:
             yield from _filled(group["params"])
         for state in part.optimizer.state.values():
             yield from _filled(state.values())
+
+
+def _memory_settings(optimizer: OptimizerConfig, config: TransformerConfig) -> dict[str, Any]:
+    """Megatron's settings of what the optimizer keeps, in which dtype and where."""
+    if not optimizer.use_precision_aware_optimizer:
+        return {}
+    names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    return {
+        "use_precision_aware_optimizer": True,
+        "main_grads_dtype": torch.float32 if optimizer.grad_reduce_in_fp32 else config.params_dtype,
+        **{name: _DTYPES[getattr(optimizer, name)] for name in names},
+        "optimizer_cpu_offload": optimizer.optimizer_cpu_offload,
+        "optimizer_offload_fraction": optimizer.optimizer_offload_fraction,
+        "overlap_cpu_optimizer_d2h_h2d": optimizer.overlap_cpu_optimizer_d2h_h2d,
+        "pin_cpu_grads": optimizer.pin_cpu_grads,
+    }
+
+
+_DTYPES = DTYPES | {"fp16": torch.float16, "fp8": torch.uint8}
+"""As Transformer Engine's Adam takes them."""
 
 
 def _filled(values: Iterable[object]) -> Iterator[Tensor]:

@@ -25,6 +25,8 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_dppo.mcore.offload import is_offloaded
+
 _NOT_SHARDED = "step"
 """Megatron keeps the number of updates in the parameter groups."""
 
@@ -152,4 +154,10 @@ def _load_state(optimizer: DistributedOptimizer, state: dict[int, dict[str, list
     """Put loaded boxes where ``_sharded_state`` took them from."""
     for index, (parameter, _, _) in enumerate(_ranges(optimizer)):
         tensors = {name: torch.cat([box.flatten() for box in boxes]) for name, boxes in state[index].items()}
-        optimizer._set_main_param_and_optimizer_states(parameter, tensors)
+        if is_offloaded(optimizer):
+            # In place: what Megatron would put there the optimizers of host and GPU do not have.
+            own = optimizer._get_main_param_and_optimizer_states(parameter)
+            for name, values in tensors.items():
+                own[name].copy_(values)
+        else:
+            optimizer._set_main_param_and_optimizer_states(parameter, tensors)

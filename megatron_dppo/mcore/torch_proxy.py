@@ -198,3 +198,21 @@ def cuda_type_names() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.type = original  # type: ignore[method-assign]
+
+
+def is_on_device(asking: types.FrameType) -> bool:
+    """What ``Tensor.is_cuda`` says to Megatron's offloading: all is on a device, but for the copy that it just made."""
+    return not asking.f_locals.get("cpu_copy", False)
+
+
+@contextlib.contextmanager
+def host_copies() -> Iterator[None]:
+    """Within the block tensors say ``is_on_device``, and copies on the host are as they are, without CUDA's pinning."""
+    pin_memory = torch.Tensor.pin_memory
+    torch.Tensor.is_cuda = property(lambda self: is_on_device(sys._getframe(1)))  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda self, *a: self  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del torch.Tensor.is_cuda
+        torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]

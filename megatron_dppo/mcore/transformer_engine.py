@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Mapping
 
+from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.errors import ConfigError, UserError
 
 
@@ -49,6 +51,32 @@ def refuse_what_has_no_attention(dtype: str, context_parallel_size: int, *, tran
             "attention for it (its fused kernels take no fp32, the unfused one no context parallelism). "
             "Use model.dtype = 'bf16', or context_parallel_size = 1"
         )
+
+
+def refuse_what_needs_its_adam(optimizers: Mapping[str, OptimizerConfig]) -> None:
+    """Stop before an optimizer that only Transformer Engine has, where it is not used.
+
+    Args:
+        optimizers: by the name of their section.
+
+    Raises:
+        ConfigError: a precision-aware optimizer on the GPU.
+    """
+    for name, optimizer in optimizers.items():
+        if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload:
+            raise ConfigError(
+                f"{name}.use_precision_aware_optimizer = true: on the GPU that is Transformer Engine's Adam, and there "
+                f"is none here. Install transformer-engine, or set {name}.optimizer_cpu_offload = true"
+            )
+
+
+def version_of_none() -> None:
+    """A shim: without Transformer Engine Megatron's optimizer asks its absent version whether it is new enough."""
+    from megatron.core import utils
+    from megatron.core.optimizer import optimizer_config
+
+    if utils.get_te_version() is None:
+        optimizer_config.is_te_min_version = lambda *version: False
 
 
 def _versions() -> str:

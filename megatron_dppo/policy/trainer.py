@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.layout import Layout
-from megatron_dppo.config.schema import Config, OptimizerConfig
+from megatron_dppo.config.optimizer import OptimizerConfig
+from megatron_dppo.config.schema import Config
 from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
 from megatron_dppo.hf import model_shape, routing_shape
 from megatron_dppo.losses import BatchTotals, Objective

@@ -34,6 +34,9 @@ CLASSES: dict[str, Class] = {
     "reward.*": "results",
     "loss.*": "results",
     "train.*": "results",
+    "optimizer.use_precision_aware_optimizer": "free",  # its dtypes are not
+    "optimizer.*offload*": "free",
+    "optimizer.pin_cpu_grads": "free",
     "optimizer.*": "results",
     "warmup.*": "results",
     "eval.*": "results",

@@ -93,6 +93,7 @@ def _megatron(start: Start) -> Iterable[UserError]:
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     apply_shims(platform)
     from megatron_dppo.mcore import model, overrides
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine, refuse_what_needs_its_adam
 
     config, replay = start.config, start.config.train.router_replay != "off"
     overrides.checked_overrides(config.model.transformer, router_replay=replay)
@@ -101,6 +102,10 @@ def _megatron(start: Start) -> Iterable[UserError]:
         found = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
         if platform.is_cuda:
             start.notes.append(model.kernels_note(found, config.model))
+    # On a CPU a dry run may be for a machine with GPUs.
+    if not has_transformer_engine() if platform.is_cuda else not start.dry_run:
+        warmup = {"warmup.optimizer": config.warmup.optimizer} if config.warmup.num_steps else {}
+        refuse_what_needs_its_adam({"optimizer": config.optimizer, **warmup})
     return ()
 
 
@@ -136,7 +141,7 @@ CHECKS: Sequence[Check] = (
     Check("devices", frozenset(), _device),
     Check("generate function", frozenset({"rollout"}), _functions),
     Check("reward function", frozenset({"reward", "rollout"}), _reward),
-    Check("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),
+    Check("Megatron's configuration", frozenset({"model", "parallel", "train", "optimizer", "warmup"}), _megatron),
     Check("log", frozenset({"log"}), _sinks, on_rank_0=True),
     Check("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),
     Check("free space", frozenset({"run", "checkpoint", "model", "warmup"}), _space, on_rank_0=True),

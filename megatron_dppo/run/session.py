@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.config.layout import describe
-from megatron_dppo.config.schema import Config, OptimizerConfig
+from megatron_dppo.config.optimizer import OptimizerConfig
+from megatron_dppo.config.schema import Config
 from megatron_dppo.files.disk import disk_errors, require_space
 from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, stream_model
 from megatron_dppo.parallel.objects import agreed, from_each

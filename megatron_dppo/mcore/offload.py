@@ -1,0 +1,104 @@
+"""The optimizer's state in host memory: what Megatron's ``HybridDeviceOptimizer`` does not do right.
+
+Reasons: it makes its moments by an update with random gradients; its checkpoint holds classes, and to load one it
+copies the bf16 weights to the host again and moves the state about; the number of updates that it loads is put back
+before each update of what stayed on the GPU, so that Adam's bias correction stands still. Here moments start as zeros,
+and a checkpoint is that of the optimizer without offloading: each continues what the other began.
+Affected: Megatron Core 0.16.1 to 0.19.2. Delete it when Megatron's own continues bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from torch import Tensor
+
+from megatron_dppo.mcore.torch_proxy import host_copies
+
+_OF_ADAM = frozenset({"lr", "weight_decay", "betas", "eps", "bias_correction"})
+
+
+def is_offloaded(optimizer: Any) -> bool:
+    """Whether a part of Megatron's optimizer keeps state on the host."""
+    return isinstance(optimizer.optimizer, HybridDeviceOptimizer)
+
+
+def start_offloaded(optimizer: DistributedOptimizer) -> None:
+    """Make the moments, and let ``optimizer`` give and take checkpoints as without offloading."""
+    hybrid: HybridDeviceOptimizer = optimizer.optimizer
+    for part in hybrid.sub_optimizers:
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                own_step = {} if part is hybrid.gpu_optimizer else {"step": torch.zeros((), dtype=torch.float32)}
+                part.state[parameter] = own_step | moments
+    hybrid._sync_sub_optimizers_state_to_hdo()
+    optimizer.state_dict = partial(_state_dict, optimizer)
+    optimizer.load_state_dict = partial(_load_state_dict, optimizer)
+
+
+def offloaded_tensors(optimizer: DistributedOptimizer) -> Iterator[Tensor]:
+    """The fp32 copies and moments, wherever they are."""
+    for state in optimizer.optimizer.state.values():
+        yield from (tensor for name, tensor in state.items() if name != "step")
+
+
+def _state_dict(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    found: dict[str, Any] = DistributedOptimizer.state_dict(optimizer)
+    own = optimizer.optimizer.defaults.keys() - _OF_ADAM
+    for group in found["optimizer"]["param_groups"]:
+        for name in own & group.keys():
+            del group[name]
+    return found
+
+
+def _load_state_dict(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
+    """Take settings and the number of updates from a checkpoint, and what it holds of the parameters in place."""
+    hybrid: HybridDeviceOptimizer = optimizer.optimizer
+    loaded = {_identity(group): group for group in state["optimizer"]["param_groups"]}
+    for group in hybrid.param_groups:
+        found = loaded[_identity(group)]
+        group.update({name: found[name] for name in group.keys() & found.keys() - {"params"}})
+    step = max(group.get("step") or 0 for group in loaded.values())
+    for part in hybrid.sub_optimizers:
+        if part is hybrid.gpu_optimizer:
+            for group in part.param_groups:
+                group["step"] = step
+        else:
+            for values in part.state.values():
+                values["step"].fill_(step)
+    if "param_state" in state:
+        optimizer.load_parameter_state_from_fully_reshardable(state["param_state"])
+
+
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in param_group_identifier_keys)
+
+
+def copy_without_cuda() -> None:
+    """A shim: let ``HybridDeviceOptimizer`` make its copies where there is no CUDA."""
+    groups = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def get_sub_optimizer_param_groups(self: Any, offload_fraction: float) -> Any:
+        with host_copies():
+            return groups(self, offload_fraction)
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = get_sub_optimizer_param_groups
+
+
+def copy_shards_only() -> None:
+    """A shim: leave the copies out that the distributed optimizer is about to replace."""
+    copy = HybridDeviceOptimizer._init_sub_optimizers
+
+    def init_sub_optimizers(self: Any) -> None:
+        # Whole weights come first; the shards that are trained afterwards are plain tensors.
+        if not any(isinstance(p, torch.nn.Parameter) for group in self.param_groups for p in group["params"]):
+            copy(self)
+
+    HybridDeviceOptimizer._init_sub_optimizers = init_sub_optimizers
