@@ -9,7 +9,8 @@ Affected: Megatron Core 0.16.1 to 0.19.2. Delete it when Megatron's own continue
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,14 +32,7 @@ def is_offloaded(optimizer: Any) -> bool:
 
 def start_offloaded(optimizer: DistributedOptimizer) -> None:
     """Make the moments, and let ``optimizer`` give and take checkpoints as without offloading."""
-    hybrid: HybridDeviceOptimizer = optimizer.optimizer
-    for part in hybrid.sub_optimizers:
-        for group in part.param_groups:
-            for parameter in group["params"]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                own_step = {} if part is hybrid.gpu_optimizer else {"step": torch.zeros((), dtype=torch.float32)}
-                part.state[parameter] = own_step | moments
-    hybrid._sync_sub_optimizers_state_to_hdo()
+    _start(optimizer.optimizer)
     optimizer.state_dict = partial(_state_dict, optimizer)
     optimizer.load_state_dict = partial(_load_state_dict, optimizer)
 
@@ -47,6 +41,35 @@ def offloaded_tensors(optimizer: DistributedOptimizer) -> Iterator[Tensor]:
     """The fp32 copies and moments, wherever they are."""
     for state in optimizer.optimizer.state.values():
         yield from (tensor for name, tensor in state.items() if name != "step")
+
+
+def _start(hybrid: HybridDeviceOptimizer) -> None:
+    for part in hybrid.sub_optimizers:
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                own_step = {} if part is hybrid.gpu_optimizer else {"step": torch.zeros((), dtype=torch.float32)}
+                part.state[parameter] = own_step | moments
+    hybrid._sync_sub_optimizers_state_to_hdo()
+
+
+PLACES: Sequence[tuple[Any, str]] = (
+    (HybridDeviceOptimizer, "_init_sub_optimizers"),
+    (HybridDeviceOptimizer, "_set_sub_optimizer_grads"),
+    (sys.modules[__name__], "_start"),
+)
+"""Functions of a ``HybridDeviceOptimizer`` that allocate on the host: (owner, name)."""
+
+
+def tensors_on_device(optimizer: Any) -> Iterator[Tensor]:
+    """What a ``HybridDeviceOptimizer`` keeps beside the GPU's weights; nothing for an optimizer of another kind."""
+    part: Any = getattr(optimizer, "gpu_optimizer", None)
+    for group in part.param_groups if part is not None else ():
+        for parameter in group["params"]:
+            yield parameter
+            yield from (tensor for tensor in part.state.get(parameter, {}).values() if isinstance(tensor, Tensor))
+            if parameter.grad is not None:
+                yield parameter.grad
 
 
 def _state_dict(optimizer: DistributedOptimizer) -> dict[str, Any]:

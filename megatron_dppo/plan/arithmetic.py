@@ -107,6 +107,24 @@ def optimizer_bytes(config: Config) -> int:
     return 12 if config.model.dtype == "bf16" else 8
 
 
+def gradient_bytes(config: Config) -> int:
+    """Of each parameter."""
+    return 4 if config.optimizer.grad_reduce_in_fp32 else DTYPES[config.model.dtype].itemsize
+
+
+_PRECISION_AWARE = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+def optimizer_bytes_on_device(config: Config) -> float:
+    """The part of ``optimizer_bytes`` that is in the memory of the GPU; Transformer Engine keeps half of a copy."""
+    chosen = config.optimizer
+    if chosen.optimizer_cpu_offload:
+        return optimizer_bytes(config) * (1 - chosen.optimizer_offload_fraction)
+    if chosen.use_precision_aware_optimizer:
+        return 2 + _PRECISION_AWARE[chosen.exp_avg_dtype] + _PRECISION_AWARE[chosen.exp_avg_sq_dtype]
+    return optimizer_bytes(config)
+
+
 def buffers(parameters: int, experts: int, layout: Layout) -> list[tuple[int, int]]:
     """Parameters on a rank if the stages are equal, and ranks that share their optimizer state, by gradient buffer.
 

@@ -48,6 +48,7 @@ def extrapolate(measured: Mapping[int, Measured], layers: int) -> Measured:
         micro_batches=small.micro_batches,
         collectives=sorted((*key, *map(line, calls[0][key], calls[1][key])) for key in calls[0]),
         work={phase: _work(line, work, large.work[phase]) for phase, work in small.work.items()},
+        host=line(small.host, large.host),
     )
 
 

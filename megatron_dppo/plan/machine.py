@@ -24,6 +24,11 @@ class Machine:
     network_bandwidth: float
     """bytes a second that a GPU sends to other nodes, and receives at the same time"""
     gpus_per_node: int = 8
+    host_link_bandwidth: float = 64e9
+    """bytes a second between a GPU and its host, in each direction; H100 SXM data sheet: PCIe Gen5, 128 GB/s both ways"""
+    host_memory_bandwidth: float = 2 * 307.2e9 / 8
+    """bytes a second of the host's memory, for each of its GPUs; DGX H100 and H200: two Xeon Platinum 8480C, each with 8
+    channels of DDR5-4800, 307.2 GB/s (Intel's specifications)"""
     reserved: int = 4 * 2**30
     """bytes of the CUDA context, NCCL's buffers and library workspaces: an estimate, to be replaced by a measurement"""
     reached_flops: float = 0.5
@@ -44,6 +49,15 @@ class Machine:
         inside = len({rank // self.gpus_per_node for rank in ranks}) == 1
         link = (self.node_bandwidth if inside else self.network_bandwidth) * self.reached_bandwidth
         return sent * _factor(name, size) / link
+
+    def seconds_on_host(self, parameters: int, gradient: int) -> float:
+        """Of one update of so many parameters on the host, one part after the other.
+
+        The link carries gradients of ``gradient`` bytes there and bf16 weights back (torch converts on the host). The
+        host writes the gradients in fp32, reads them, copies and moments, writes the last three and rounds the weights.
+        """
+        moved = parameters * (4 + 16 + 12 + 4 + 2) / self.host_memory_bandwidth
+        return (parameters * (gradient + 2) / self.host_link_bandwidth + moved) / self.reached_bandwidth
 
 
 def _factor(name: str, size: int) -> float:

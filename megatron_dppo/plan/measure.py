@@ -7,17 +7,18 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.losses import Objective
-from megatron_dppo.mcore import forward, head, optim, rehearsal, router_replay
+from megatron_dppo.mcore import forward, head, offload, optim, rehearsal, router_replay
 from megatron_dppo.mcore.bridge import WeightSource
 from megatron_dppo.mcore.setup import initialize_megatron
 from megatron_dppo.plan.measured import STATIC, Measured
-from megatron_dppo.plan.meter import Meter
+from megatron_dppo.plan.meter import HOST, Meter
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.types import MicroBatch
@@ -68,7 +69,8 @@ def measured_update(
                 for key, count in meter.collectives.items()
                 if key.phase != _OBJECTS
             ),
-            work=dict(meter.work),
+            work={phase: work for phase, work in meter.work.items() if phase != HOST},
+            host=meter.of_phase(HOST),
         )
 
 
@@ -90,7 +92,9 @@ def phases(meter: Meter) -> Iterator[None]:
         (router_replay.ReplayDriver, "_begin", "replay"),
         (optim.Optimizer, "step", "update"),
         (dist, "all_gather_object", _OBJECTS),
+        (torch.optim.Adam, "step", HOST),  # AdamW's too: that of the host, of an offloaded optimizer
         *rehearsal.phases_of_schedule(),
+        *((owner, name, HOST) for owner, name in offload.PLACES),
     ]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in places]
     for owner, name, phase in places:
@@ -106,6 +110,9 @@ def _named(function: Any, phase: str, meter: Meter, declared: object) -> Any:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with meter.during(phase):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if phase == HOST:
+            meter.to_device(offload.tensors_on_device(args[0]), "optimizer")
+        return result
 
     return staticmethod(call) if isinstance(declared, classmethod) else call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_dppo.plan.meter import Peak, Work
 
@@ -25,8 +25,33 @@ class Measured:
     """(phase, name, ranks of the group, calls, bytes that this rank gives), sorted"""
     work: dict[str, Work] = field(default_factory=dict)
     """by phase"""
+    host: int = 0
+    """bytes in host memory, of the optimizer that is offloaded: fp32 copies, moments and gradients"""
+
+    @property
+    def offloaded(self) -> int:
+        """Parameters that are updated on the host: each with copy, two moments and gradient there, all in fp32."""
+        return self.host // 16
 
     @property
     def peak(self) -> Peak:
         """Of the update."""
         return max(self.peaks.values(), key=lambda peak: peak.total)
+
+
+def with_smaller_optimizer(measured: Measured, part: float) -> Measured:
+    """The same update with an optimizer that keeps this part of what was measured, from the end of the start on."""
+    saved = measured.static["optimizer"] - round(part * measured.static["optimizer"])
+
+    def smaller(peak: Peak) -> Peak:
+        by_phase = dict(peak.by_phase)
+        if "optimizer" in by_phase:
+            by_phase["optimizer"] -= saved
+        return replace(peak, total=peak.total - saved, by_phase=by_phase)
+
+    return replace(
+        measured,
+        static={**measured.static, "optimizer": measured.static["optimizer"] - saved},
+        start_peak=smaller(measured.start_peak),
+        peaks={phase: smaller(peak) for phase, peak in measured.peaks.items()},
+    )

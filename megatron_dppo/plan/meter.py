@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_dppo.plan.flops import dtype_of, flops_of
+
+HOST = "host"
+"""The phase of what is allocated in host memory, on a machine where all memory is the host's: not counted as in use."""
 
 _NOTHING = frozenset({"detach", "alias", "view", "_unsafe_view", "t", "transpose", "expand", "slice", "select"})
 _NOTHING |= frozenset({"split", "split_with_sizes", "unbind", "permute", "unsqueeze", "squeeze", "as_strided", "chunk"})
@@ -100,17 +103,29 @@ class Meter(TorchDispatchMode):
         return self._by_phase[phase]
 
     def relabel(self, tensors: Sequence[Tensor], phase: str) -> None:
-        """What these take up counts for ``phase``, unless a call before has given it away."""
+        """What these take up counts for ``phase``, unless a call before has given it away, or it is the host's."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key not in self._live:
                 self._see(tensor)
-            size, before = self._live[key]
-            if key not in self._kept:
-                self._kept.add(key)
-                self._by_phase[before] -= size
-                self._by_phase[phase] += size
-                self._live[key] = size, phase
+            if self._live[key][1] != HOST:
+                self._move(key, phase)
+
+    def to_device(self, tensors: Iterable[Tensor], phase: str) -> None:
+        """What was allocated in the phase ``HOST`` and is not the host's counts for ``phase``."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._live and self._live[key][1] == HOST:
+                self._move(key, phase)
+
+    def _move(self, key: int, phase: str) -> None:
+        if key in self._kept:
+            return
+        self._kept.add(key)
+        size, before = self._live[key]
+        self._count(before, -size)
+        self._count(phase, size)
+        self._live[key] = size, phase
 
     def __enter__(self) -> Meter:
         """Count from here on, and follow storages whose size is changed in place."""
@@ -133,7 +148,8 @@ class Meter(TorchDispatchMode):
 
     def start_step(self) -> None:
         """Forget peaks, work and collectives; what is in use stays."""
-        self.peaks = {self.phase: Peak(self.now, self.phase, dict(self._by_phase))}
+        by_phase = {name: size for name, size in self._by_phase.items() if name != HOST}
+        self.peaks = {self.phase: Peak(self.now, self.phase, by_phase)}
         self.work.clear()
         self.collectives.clear()
         self.sent.clear()
@@ -169,17 +185,21 @@ class Meter(TorchDispatchMode):
             return
         old, phase = self._live[key]
         self._live[key] = size, phase
-        self._by_phase[phase] += size - old
-        self.now += size - old
-        before = self.peaks.get(self.phase)
-        if before is None or self.now > before.total:
-            by_phase = {name: size for name, size in self._by_phase.items() if size}
-            self.peaks[self.phase] = Peak(self.now, self.phase, by_phase)
+        self._count(phase, size - old)
 
     def _gone(self, key: int) -> None:
         size, phase = self._live.pop(key)
-        self.now -= size
-        self._by_phase[phase] -= size
+        self._count(phase, -size)
+
+    def _count(self, phase: str, size: int) -> None:
+        self._by_phase[phase] += size
+        if phase == HOST:
+            return
+        self.now += size
+        before = self.peaks.get(self.phase)
+        if size > 0 and (before is None or self.now > before.total):
+            by_phase = {name: size for name, size in self._by_phase.items() if size and name != HOST}
+            self.peaks[self.phase] = Peak(self.now, self.phase, by_phase)
 
     def _count_collective(self, func: Any, args: Sequence[Any]) -> None:
         name = func._schema.name.removeprefix("c10d::").removesuffix("_")

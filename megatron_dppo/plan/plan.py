@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf import model_shape
-from megatron_dppo.plan.arithmetic import Rollouts, Transfers, rollouts, transfers
+from megatron_dppo.plan.arithmetic import Rollouts, Transfers, gradient_bytes, rollouts, transfers
 from megatron_dppo.plan.batch import Batch, batch_of
 from megatron_dppo.plan.child import Question
 from megatron_dppo.plan.machine import Machine
@@ -60,6 +60,8 @@ class RankPlan:
     """one optimizer update, all its micro-batches"""
     communication_seconds: float
     """of these in collectives, as if nothing overlapped"""
+    host_seconds: float
+    """of these on the host and on the way there and back, for the optimizer that is offloaded"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ def make_plan(
         model=model,
         batch=batch,
         ranks={
-            name: _rank_plan(role, measured, batch, layout, machine, moved)
+            name: _rank_plan(role, measured, batch, layout, machine, moved, gradient_bytes(config))
             for (name, role), measured in zip(chosen.items(), found, strict=True)
         },
         rollouts=rollouts(config, model.hf_config, model.parameters, machine),
@@ -157,7 +159,7 @@ def once_an_update(phase: str, collective: str) -> bool:
 
 
 def _rank_plan(
-    role: Role, measured: Measured, batch: Batch, layout: Layout, machine: Machine, moved: Transfers
+    role: Role, measured: Measured, batch: Batch, layout: Layout, machine: Machine, moved: Transfers, gradient: int
 ) -> RankPlan:
     times = batch.micro_batches / measured.micro_batches
     compute = sum(work.seconds * (1 if phase in _ONCE else times) for phase, work in measured.work.items())
@@ -167,6 +169,7 @@ def _rank_plan(
     )
     # The pipeline fills and drains: pp - 1 micro-batches' time in which a stage waits.
     bubble = 1 + (layout.pp - 1) / (layout.vpp * batch.micro_batches)
+    host = machine.seconds_on_host(measured.offloaded, gradient)
     # Buffers of the weight sync are there between updates, when activations are not.
     between = sum(measured.static.values()) + (moved.sync_buffer if role.rank == 0 else 0)
     peak = max(measured.peak.total, measured.start_peak.total, between)
@@ -174,6 +177,7 @@ def _rank_plan(
         role=role,
         measured=measured,
         total=peak + machine.reserved,
-        update_seconds=(compute + communication) * bubble,
+        update_seconds=(compute + communication) * bubble + host,
         communication_seconds=communication,
+        host_seconds=host,
     )

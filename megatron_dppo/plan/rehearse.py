@@ -50,15 +50,31 @@ def rehearse(config: Config, hf_config: Any, layout: Layout, role: Role, time_of
     from megatron_dppo.losses import policy_objective
     from megatron_dppo.mcore.rehearsal import Assumptions
     from megatron_dppo.plan.answers import Answers
+    from megatron_dppo.plan.arithmetic import optimizer_bytes
     from megatron_dppo.plan.measure import measured_update, trainer_builder
+    from megatron_dppo.plan.measured import with_smaller_optimizer
     from megatron_dppo.plan.meter import Meter
     from megatron_dppo.plan.replacements import replace_for_rehearsal
     from megatron_dppo.plan.sample import rows
 
+    config, kept = _without_transformer_engine(config)
     batches = rows(config, hf_config, layout, role.micro_batches)
     local = len(batches[0].tokens) // (layout.cp * (layout.tp if layout.sequence_parallel else 1))
     assumed = Assumptions(row=(local, 1, hf_config.hidden_size), expert_load=role.expert_load)
     replace_for_rehearsal(assumed, as_gpu=role.as_gpu)
     build = trainer_builder(config, hf_config, layout, platform, DictWeights(()))
     with FakeTensorMode(allow_non_fake_inputs=True), Answers():
-        return measured_update(build, batches, policy_objective(config.loss), Meter(time_of))
+        measured = measured_update(build, batches, policy_objective(config.loss), Meter(time_of))
+    return measured if kept is None else with_smaller_optimizer(measured, kept / optimizer_bytes(config))
+
+
+def _without_transformer_engine(config: Config) -> tuple[Config, float | None]:
+    """With the optimizer that can be rehearsed, and the bytes of each parameter that the real one keeps, if fewer."""
+    from megatron_dppo.plan.arithmetic import optimizer_bytes_on_device
+
+    chosen = config.optimizer
+    if not chosen.use_precision_aware_optimizer or chosen.optimizer_cpu_offload:
+        return config, None
+    full = dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "fp32")
+    plain = chosen.model_copy(update={"use_precision_aware_optimizer": False, **full})
+    return config.model_copy(update={"optimizer": plain}), optimizer_bytes_on_device(config)

@@ -21,6 +21,7 @@ from megatron_dppo.mcore.bridge import Bridge
 from megatron_dppo.mcore.head import Row
 from megatron_dppo.mcore.rehearsal import REPLACEMENTS as MEGATRON
 from megatron_dppo.mcore.rehearsal import Assumptions, Replacement
+from megatron_dppo.mcore.torch_proxy import is_on_device
 
 
 def replace_for_rehearsal(assumed: Assumptions, *, as_gpu: bool) -> None:
@@ -59,7 +60,8 @@ def _contents(_: Assumptions) -> None:
 def _is_cuda(_: Assumptions) -> None:
     def is_cuda(self: FakeTensor) -> bool:
         del self
-        return "/torch/" not in sys._getframe(1).f_code.co_filename
+        asking = sys._getframe(1)
+        return "/torch/" not in asking.f_code.co_filename and is_on_device(asking)
 
     FakeTensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, PlanError, UserError
-from megatron_dppo.plan.arithmetic import buffers, optimizer_bytes
+from megatron_dppo.plan.arithmetic import buffers, gradient_bytes, optimizer_bytes_on_device
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.plan import TIGHT, Model, Plan, make_plan
 from megatron_dppo.plan.rehearsals import Rehearsals
@@ -32,6 +33,14 @@ RECOMPUTE: Mapping[str, Flags] = {
 }
 """What ``recompute`` stands for in a search."""
 
+OFFLOAD: Mapping[str, Flags] = {
+    "optimizer": ("--optimizer-cpu-offload", "--use-precision-aware-optimizer"),
+    "none": ("--no-optimizer-cpu-offload", "--no-use-precision-aware-optimizer"),
+}
+"""What ``offload`` stands for."""
+
+_GROUPS = {"recompute": RECOMPUTE, "offload": OFFLOAD}
+
 _SIZES = ("1", "2", "4", "8", "16", "32", "64")
 AXES: Mapping[str, Sequence[str]] = {
     "tensor-model-parallel-size": _SIZES[:4],
@@ -40,7 +49,7 @@ AXES: Mapping[str, Sequence[str]] = {
     "expert-model-parallel-size": _SIZES,
     "recompute": tuple(RECOMPUTE),
 }
-"""What a search tries when it is not told."""
+"""What a search tries when it is not told; what does not fit may be offloaded, too."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +86,8 @@ def axes_of(texts: Sequence[str]) -> Mapping[str, Sequence[str]]:
         if not name or not equals or not values:
             raise PlanError(f"--search {text}: expected KEY=VALUE,VALUE such as tensor-model-parallel-size=1,2")
         found[name.replace("_", "-") if "." not in name else name] = values.split(",")
-        if name == "recompute" and (unknown := set(found[name]) - set(RECOMPUTE)):
-            raise PlanError(f"--search {text}: {unknown.pop()!r} is none of {', '.join(RECOMPUTE)}")
+        if name in _GROUPS and (unknown := set(found[name]) - set(_GROUPS[name])):
+            raise PlanError(f"--search {text}: {unknown.pop()!r} is none of {', '.join(_GROUPS[name])}")
     return found or AXES
 
 
@@ -120,7 +129,9 @@ class Search:
         Raises:
             PlanError: no combination has room for what it keeps.
         """
-        possible = sorted(self._possible(AXES, round((1 - TIGHT) * self._machine.memory)), key=len)
+        possible = sorted(
+            self._possible({**AXES, "offload": tuple(OFFLOAD)}, round((1 - TIGHT) * self._machine.memory)), key=len
+        )
         fitting = (one for one in map(self._candidate, possible) if not any(one.order[:3]))
         return itertools.islice(fitting, count)
 
@@ -166,13 +177,14 @@ class Search:
         whole, kept = self._load(flags), list(flags)
         for flag in flags:
             rest = [other for other in kept if other != flag]
-            if self._load(rest) == whole:
-                kept = rest
+            with contextlib.suppress(ConfigError):  # flags that need each other
+                if self._load(rest) == whole:
+                    kept = rest
         return tuple(kept)
 
 
 def _flags(key: str, value: str) -> Flags:
-    return RECOMPUTE[value] if key == "recompute" else (f"--{key}={value}",)
+    return _GROUPS[key][value] if key in _GROUPS else (f"--{key}={value}",)
 
 
 def least_bytes(config: Config, model: Model, layout: Layout) -> int:
@@ -182,6 +194,6 @@ def least_bytes(config: Config, model: Model, layout: Layout) -> int:
         Qwen3-30B-A3B on one GPU: 30.5 G parameters of 2 bytes with gradients of 4 and an optimizer of 12.
     """
     size = DTYPES[config.model.dtype].itemsize
-    gradient = 4 if config.optimizer.grad_reduce_in_fp32 else size
     held = sum(count for count, _ in buffers(model.parameters, model.expert_parameters, layout))
-    return (size + gradient) * held + optimizer_bytes(config) * model.parameters // layout.world_size
+    kept = optimizer_bytes_on_device(config) * model.parameters / layout.world_size
+    return (size + gradient_bytes(config)) * held + round(kept)

@@ -72,7 +72,18 @@ def _memory(plan: Plan) -> str:
         f"update, and {gib(plan.machine.reserved)} for the CUDA context and NCCL (an estimate); {plan.machine.name} "
         f"has {gib(plan.machine.memory)}."
     )
-    return table(head, lines) + after
+    return table(head, lines) + after + _on_host(plan)
+
+
+def _on_host(plan: Plan) -> str:
+    host = max((rank.measured.host for rank in plan.ranks.values()), default=0)
+    if not host:
+        return ""
+    node = host * min(plan.machine.gpus_per_node, plan.layout.world_size)
+    return (
+        f"\nOn the host for the offloaded optimizer: {gib(host)} a rank, {gib(node)} a node. The gradients, a quarter of "
+        "it, are page-locked, and torch rounds each up to a power of two."
+    )
 
 
 def _fits(plan: Plan, room: int) -> str:
@@ -125,11 +136,19 @@ def _time(plan: Plan) -> str:
     machine = plan.machine
     head = ["rank", "TFLOP a micro-batch", "s an update", "of it links", "s the updates of a step"]
     after = (
-        f"\nRoofline of {machine.name}: every operation at {machine.reached_flops:.0%} of the FLOP/s or "
+        _host_time(plan)
+        + f"\nRoofline of {machine.name}: every operation at {machine.reached_flops:.0%} of the FLOP/s or "
         f"{machine.reached_bandwidth:.0%} of the bandwidth of the data sheet, nothing fused, nothing overlapped: "
         "+- 30 %, until it was measured."
     )
     return table(head, lines) + after
+
+
+def _host_time(plan: Plan) -> str:
+    seconds = max((rank.host_seconds for rank in plan.ranks.values()), default=0.0)
+    if not seconds:
+        return ""
+    return f"\nOf an update, {_short(seconds)} s are those of the optimizer on the host, with the way there and back."
 
 
 def _rollouts(plan: Plan) -> str:
