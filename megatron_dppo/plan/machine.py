@@ -25,10 +25,10 @@ class Machine:
     """bytes a second that a GPU sends to other nodes, and receives at the same time"""
     gpus_per_node: int = 8
     host_link_bandwidth: float = 64e9
-    """bytes a second between a GPU and its host, in each direction; H100 SXM data sheet: PCIe Gen5, 128 GB/s both ways"""
+    """bytes a second between a GPU and its host, each way; H100 SXM data sheet: PCIe Gen5, 128 GB/s in all"""
     host_memory_bandwidth: float = 2 * 307.2e9 / 8
-    """bytes a second of the host's memory, for each of its GPUs; DGX H100 and H200: two Xeon Platinum 8480C, each with 8
-    channels of DDR5-4800, 307.2 GB/s (Intel's specifications)"""
+    """bytes a second of the host's memory, for each of its GPUs; DGX H100 and H200: two Xeon Platinum 8480C, each with
+    8 channels of DDR5-4800, 307.2 GB/s (Intel's specifications)"""
     reserved: int = 4 * 2**30
     """bytes of the CUDA context, NCCL's buffers and library workspaces: an estimate, to be replaced by a measurement"""
     reached_flops: float = 0.5

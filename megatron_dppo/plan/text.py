@@ -81,8 +81,8 @@ def _on_host(plan: Plan) -> str:
         return ""
     node = host * min(plan.machine.gpus_per_node, plan.layout.world_size)
     return (
-        f"\nOn the host for the offloaded optimizer: {gib(host)} a rank, {gib(node)} a node. The gradients, a quarter of "
-        "it, are page-locked, and torch rounds each up to a power of two."
+        f"\nOn the host for the offloaded optimizer: {gib(host)} a rank, {gib(node)} a node. The gradients, a quarter "
+        "of it, are page-locked, and torch rounds each up to a power of two."
     )
 
 
