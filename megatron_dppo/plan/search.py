@@ -49,7 +49,7 @@ AXES: Mapping[str, Sequence[str]] = {
     "expert-model-parallel-size": _SIZES,
     "recompute": tuple(RECOMPUTE),
 }
-"""What a search tries when it is not told; what does not fit may be offloaded, too."""
+"""What a search tries when it is not told; the nearest settings that fit may offload, too."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,25 @@ def big(*flags: str) -> Any:
     return load_config(FILE, flags)
 
 
-def test_the_30b_example_fits_8_h100_with_its_optimizer_on_the_host() -> None:
+RECIPES = [(8, OFFLOAD["optimizer"], 38.2), (16, (), 59.5), (32, (), 48.9), (64, (), 43.5)]
+"""Trainer GPUs of 1, 2, 4, 8 and 16 nodes, flags, and GiB of the fullest rank as the documents say."""
+CHOSEN = RECIPES if os.environ.get("EVERYTHING") else RECIPES[:1]
+
+
+@pytest.mark.parametrize(("gpus", "flags", "size"), CHOSEN)
+def test_the_recipes_of_the_30b_example_fit(gpus: int, flags: tuple[str, ...], size: float) -> None:
     with Rehearsals(1) as rehearsals:
-        plan = make_plan(big(*OFFLOAD["optimizer"]), 8, H100, rehearsals, kinds=["hot"], few_layers=True)
+        plan = make_plan(big(*flags), gpus, H100, rehearsals, kinds=["hot"], few_layers=True)
     rank = plan.ranks["hot"]
-    assert not plan.too_large and not plan.is_tight and plan.room > 30 * GIB
-    assert rank.measured.static["optimizer"] == 0
-    assert rank.measured.host == pytest.approx(16 * PARAMETERS / 8, rel=2e-3)  # and the padding of the vocabulary
-    assert rank.host_seconds == pytest.approx((6 / 64e9 + 38 / 76.8e9) / 0.7 * PARAMETERS / 8, rel=2e-3)
-    assert "On the host for the offloaded optimizer: 56.9" in as_text(plan)
+    assert not plan.too_large and not plan.is_tight and rank.total / GIB == pytest.approx(size, abs=0.1)
+    if flags:
+        assert rank.measured.static["optimizer"] == 0
+        assert rank.measured.host == pytest.approx(16 * PARAMETERS / gpus, rel=2e-3)  # and padding
+        assert rank.host_seconds == pytest.approx((6 / 64e9 + 38 / 76.8e9) / 0.7 * PARAMETERS / gpus, rel=2e-3)
+        assert "On the host for the offloaded optimizer: 56.9" in as_text(plan)
+        assert plan.step_seconds == pytest.approx(1389, rel=0.01)
+    else:
+        assert rank.measured.host == 0 == rank.host_seconds and "On the host" not in as_text(plan)
 
 
 def test_what_is_allocated_on_the_host_is_counted_apart() -> None:
