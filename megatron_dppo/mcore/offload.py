@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
 from megatron_dppo.mcore.torch_proxy import host_copies
@@ -82,13 +81,9 @@ def _state_dict(optimizer: DistributedOptimizer) -> dict[str, Any]:
 
 
 def _load_state_dict(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
-    """Take settings and the number of updates from a checkpoint, and what it holds of the parameters in place."""
+    """Take the number of updates from a checkpoint, and what it holds of the parameters, in place."""
     hybrid: HybridDeviceOptimizer = optimizer.optimizer
-    loaded = {_identity(group): group for group in state["optimizer"]["param_groups"]}
-    for group in hybrid.param_groups:
-        found = loaded[_identity(group)]
-        group.update({name: found[name] for name in group.keys() & found.keys() - {"params"}})
-    step = max(group.get("step") or 0 for group in loaded.values())
+    step = max(group.get("step") or 0 for group in state["optimizer"]["param_groups"])
     for part in hybrid.sub_optimizers:
         if part is hybrid.gpu_optimizer:
             for group in part.param_groups:
@@ -98,10 +93,6 @@ def _load_state_dict(optimizer: DistributedOptimizer, state: dict[str, Any]) -> 
                 values["step"].fill_(step)
     if "param_state" in state:
         optimizer.load_parameter_state_from_fully_reshardable(state["param_state"])
-
-
-def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(group.get(key) for key in param_group_identifier_keys)
 
 
 def copy_without_cuda() -> None:
