@@ -36,6 +36,7 @@ CLASSES: dict[str, Class] = {
     "train.*": "results",
     "optimizer.use_precision_aware_optimizer": "free",  # its dtypes are not
     "optimizer.*offload*": "free",
+    "optimizer.overlap_cpu_optimizer_d2h_h2d": "free",
     "optimizer.pin_cpu_grads": "free",
     "optimizer.*": "results",
     "warmup.*": "results",

@@ -22,6 +22,11 @@ FREE = {
         "run.hang_minutes",
     ),
     *("reward.timeout_seconds", "reward.num_workers", "reward.async_concurrency"),
+    "optimizer.use_precision_aware_optimizer",
+    "optimizer.optimizer_cpu_offload",
+    "optimizer.optimizer_offload_fraction",
+    "optimizer.overlap_cpu_optimizer_d2h_h2d",
+    "optimizer.pin_cpu_grads",
 }
 """What does not change results, of the sections that have both kinds."""
 
@@ -46,10 +51,10 @@ def test_every_key_has_a_class_and_every_pattern_a_key() -> None:
 
 
 def test_in_sections_with_both_kinds_each_key_was_looked_at() -> None:
-    """A new key of ``run`` or ``reward`` has to be put into one class here."""
-    mixed = [key for key in keys() if key.split(".")[0] in ("run", "reward")]
+    """A new key of ``run``, ``reward`` or ``optimizer`` has to be put into one class here."""
+    mixed = [key for key in keys() if key.split(".")[0] in ("run", "reward", "optimizer")]
     assert {key for key in mixed if class_of(key) == "free"} == FREE
-    for section in ("model", "data", "loss", "train", "optimizer", "warmup", "eval"):
+    for section in ("model", "data", "loss", "train", "warmup", "eval"):
         assert {class_of(key) for key in keys() if key.startswith(f"{section}.")} <= {"results", "fixed"}
     for section in ("parallel", "checkpoint", "log", "rollout.servers", "rollout.weight_sync"):
         assert {class_of(key) for key in keys() if key.startswith(f"{section}.")} == {"free"}
