@@ -77,7 +77,7 @@ print(*applied)
         return done.stdout.splitlines()
 
     package(tmp_path, "")
-    assert run() == ["_load_optimizer", "_offload_once"]
+    assert run() == ["_load_optimizer _offload_once"]
     (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise ImportError")
     assert run() == ["refused", ""]
 
