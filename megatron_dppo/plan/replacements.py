@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_dppo.head import loss, row_kernels, row_plan, stats
-from megatron_dppo.mcore import forward
+from megatron_dppo.mcore import forward, grouped_gemm
 from megatron_dppo.mcore.bridge import Bridge
 from megatron_dppo.mcore.head import Row
 from megatron_dppo.mcore.rehearsal import REPLACEMENTS as MEGATRON
@@ -91,6 +91,10 @@ def _row_kernels(_: Assumptions) -> None:
     row_kernels._triton_kernels = lambda logits: kernels  # type: ignore[assignment, return-value]
 
 
+def _experts(_: Assumptions) -> None:
+    grouped_gemm.has_grouped_gemm = lambda x, weight: False
+
+
 REPLACEMENTS: Sequence[Replacement] = (
     Replacement(_weights, "the initial weights are not read: one tensor at a time passes, and nothing of it stays"),
     Replacement(_rows_on_the_host, "row plans and sequence starts are found on the host, from real tensors"),
@@ -98,6 +102,11 @@ REPLACEMENTS: Sequence[Replacement] = (
     Replacement(
         _is_cuda,
         "fake CUDA tensors cannot be sliced where torch has no CUDA: these are the CPU's and say otherwise",
+        True,
+    ),
+    Replacement(
+        _experts,
+        "one GEMM an expert, which keeps what Transformer Engine's does; torch's grouped one is asked of a device",
         True,
     ),
     Replacement(_chunks, "the head cuts its chunks by the kind of device", True),
