@@ -223,7 +223,7 @@ def load_checkpoint(
     loaded = _load(template, checkpoint)
     for key, model in zip(_model_keys(models), models, strict=True):
         model.load_state_dict(loaded[key])
-    optimizer.megatron.load_state_dict(loaded["optimizer"])
+    optimizer.load_state_dict(loaded["optimizer"])
     if same_layout:
         restore_random_states(loaded["random_states"])
 

@@ -148,6 +148,19 @@ class Optimizer:
         """Megatron's sharded optimizer state for dist_checkpointing."""
         return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
 
+    def load_state_dict(self, state: Any) -> None:
+        """Take the state of a checkpoint. Rates, betas and weight decay stay those of this run's configuration."""
+        parts = [part.optimizer for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
+        own = [[{k: v for k, v in g.items() if k not in _OF_STATE} for g in part.param_groups] for part in parts]
+        self.megatron.load_state_dict(state)
+        for part, groups in zip(parts, own, strict=True):
+            for group, settings in zip(part.param_groups, groups, strict=True):
+                group.update(settings)
+
+
+_OF_STATE = ("params", "step")
+"""What of a parameter group is no setting: Megatron keeps the number of updates there."""
+
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
     """What the optimizer holds on this rank: its parameters (the fp32 copies, where it has some) and their state."""

@@ -109,16 +109,18 @@ def test_killed_in_mid_save_and_resumed_equals_uninterrupted(
     assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {"step_000004", "step_000005"}
 
 
-def test_a_run_continues_on_another_layout(run_flags: list[str], tmp_path: Path) -> None:
+def test_a_run_continues_on_another_layout_and_with_another_learning_rate(run_flags: list[str], tmp_path: Path) -> None:
     """Tensor parallel 2 to one process, same data-parallel size: same prompts, and rewards that differ by rounding."""
     arguments = [*run_flags, *flags(run__output_dir=tmp_path / "run", parallel__expert_model_parallel_size=1)]
     first = train([*arguments, *flags(run__num_steps=2, parallel__tensor_model_parallel_size=2)], processes=2)
     assert first.returncode == 0, first.stderr
-    second = train([*arguments, *flags(run__num_steps=3, checkpoint__accept_changes="true")])
+    rate = flags(optimizer__lr=0.001, optimizer__lr_decay_style="constant", optimizer__lr_warmup_steps=0)
+    second = train([*arguments, *rate, *flags(run__num_steps=3, checkpoint__accept_changes="true")])
     assert second.returncode == 0, second.stderr
     assert "on another layout" in second.stdout and "run.num_steps: 2 -> 3" in second.stdout
-    steps = [r["step"] for r in without_timings(tmp_path / "run")]
-    assert steps == [0, 1, 2, 3]
+    written = without_timings(tmp_path / "run")
+    assert [r["step"] for r in written] == [0, 1, 2, 3]
+    assert written[3]["train/learning_rate"] == 0.001 > 2 * written[2]["train/learning_rate"]
 
 
 def test_sigterm_saves_and_the_next_run_continues(run_flags: list[str], uninterrupted: Path, tmp_path: Path) -> None:
