@@ -127,6 +127,16 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_reach_the_servers(self) -> RolloutConfig:
+        if self.servers.colocated and self.weight_sync.method == "distributed":
+            raise ValueError(
+                "servers.colocated = true with weight_sync.method = 'distributed': NCCL refuses two processes on one "
+                "GPU. Set it to 'disk' (weight_sync.folder in /dev/shm keeps it in memory) or, for small models, to "
+                "'tensor'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sections_belong_to_the_engine(self) -> RolloutConfig:
         for section, engines in _ENGINES_OF_SECTIONS.items():
             default = type(self).model_fields[section].get_default(call_default_factory=True)

@@ -1,4 +1,4 @@
-"""The section [run]."""
+"""The sections ``[run]`` and ``[log]``."""
 
 from __future__ import annotations
 
@@ -37,3 +37,13 @@ class RunConfig(Section):
         if wait < timeout:
             raise ValueError(f"wait_minutes = {wait} must not be below timeout_minutes = {timeout}")
         return self
+
+
+class LogConfig(Section):
+    """Sinks besides ``metrics.jsonl``."""
+
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    """Weights & Biases project; needs the extra ``[wandb]``."""
+    progress: bool = True
+    """Progress bar and one line a step on rank 0."""

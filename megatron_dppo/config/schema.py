@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from megatron_dppo.config.data import DataConfig, RewardConfig, RolloutConfig
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.optimizer import OptimizerConfig, WarmupOptimizerConfig
-from megatron_dppo.config.run import RunConfig
+from megatron_dppo.config.run import LogConfig, RunConfig
 from megatron_dppo.config.section import DType
 from megatron_dppo.config.section import Section as _Section
 
@@ -161,16 +161,6 @@ class CheckpointConfig(_Section):
     """Write the final weights as a Hugging Face folder."""
 
 
-class LogConfig(_Section):
-    """Sinks besides ``metrics.jsonl``."""
-
-    tensorboard: bool = True
-    wandb_project: str | None = None
-    """Weights & Biases project; needs the extra ``[wandb]``."""
-    progress: bool = True
-    """Progress bar and one line a step on rank 0."""
-
-
 class Config(_Section):
     """A whole run."""
 
@@ -196,8 +186,10 @@ class Config(_Section):
     @property
     def evaluates_beside_training(self) -> bool:
         """``eval.beside_training`` with its default."""
-        beside = self.eval.beside_training
-        return self.rollout.engine != "local" and not self.checkpoint.keep_best if beside is None else beside
+        if self.eval.beside_training is not None:
+            return self.eval.beside_training
+        alone = self.rollout.engine == "local" or self.rollout.servers.colocated
+        return not alone and not self.checkpoint.keep_best
 
     @model_validator(mode="after")
     def _optimizers_fit(self) -> Config:
@@ -234,6 +226,11 @@ class Config(_Section):
             raise ValueError(
                 "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation is "
                 "there, its weights are gone. Choose one of them"
+            )
+        if self.rollout.servers.colocated and (self.train.max_staleness or self.eval.beside_training):
+            raise ValueError(
+                "rollout.servers.colocated = true: servers have no memory while the policy trains, so that they cannot "
+                "sample then. Set train.max_staleness = 0 and leave eval.beside_training out, or give them other GPUs"
             )
         if self.train.router_replay == "recorded" and self.train.mini_batches * self.train.epochs == 1:
             raise ValueError(

@@ -26,6 +26,9 @@ class ServersConfig(Section):
     """Environment variable with the servers' API key."""
     admin_api_key_env: str | None = None
     """Environment variable with the key of their control calls, where it is another one."""
+    colocated: bool = False
+    """The servers are on the trainer's GPUs: they release their memory before each update, and the trainer moves its
+    weights and optimizer state to the host while they sample (``docs/engines.md``)."""
     max_in_flight: int = Field(256, gt=0)
     """Requests that one data-parallel rank has under way at a time."""
     answer_processes: int = Field(1, ge=0)

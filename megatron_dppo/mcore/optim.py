@@ -116,6 +116,10 @@ class Optimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
+    def drop_gradients(self) -> None:
+        """Forget what the last update left beside the gradient buffers, such as fp32 copies of bf16 gradients."""
+        self.megatron.zero_grad()
+
     def set_step(self, step: int) -> float:
         """Set the learning rate of ``step`` (from 0; the first step already has a non-zero rate) and return it.
 

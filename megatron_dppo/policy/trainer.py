@@ -20,6 +20,7 @@ from megatron_dppo.hf import model_shape, routing_shape
 from megatron_dppo.losses import BatchTotals, Objective
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint import Save, load_checkpoint, read_state, save_checkpoint
+from megatron_dppo.mcore.device_state import DeviceState
 from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
 from megatron_dppo.mcore.head import Head, TokenReadings
 from megatron_dppo.mcore.model import build_model, transformer_config
@@ -63,6 +64,7 @@ class PolicyTrainer:
         policy_version: optimizer updates applied so far.
         dp_rank: this rank's index among ranks with different samples.
         optimizer: the optimizer; ``optimizer.set_step`` sets the learning rate.
+        device_state: moves what it keeps on the device to the host and back, between updates.
         row_shape: what packed rows have to be padded to.
         attention_length: what attention costs, see ``policy.costs``.
         routing_shape: the sizes of ``routed_experts``; None for a dense model.
@@ -96,6 +98,7 @@ class PolicyTrainer:
             self.models, megatron_config, config.parallel, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32
         )
         self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, config.parallel, total_steps)
+        self.device_state = DeviceState(self.models, self.optimizer)
         temperature, fused = config.rollout.temperature, config.model.fused_head
         self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, temperature, fused=fused)
         self.attention_length = attention_length(hf_config)

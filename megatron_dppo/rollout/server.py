@@ -103,8 +103,8 @@ def transfer_group_name(host: str, port: int) -> str:
 class InferenceServer(Protocol):
     """Every call has a deadline and raises ``ServerError`` (unreachable, too slow, refused) with the URL in it.
 
-    One update of the weights, by the caller: ``pause``; ``begin_update``; ``receive_tensors`` or ``receive_broadcast``
-    for each bucket; ``end_update``; ``resume``. From ``begin_update`` to ``end_update`` the server reports version -1,
+    One update of the weights, by the caller: ``pause``; ``wake_weights``; ``begin_update``; ``receive_tensors`` or
+    ``receive_broadcast`` for each bucket; ``end_update``; ``resume``. From ``begin_update`` to ``end_update`` the server reports version -1,
     so that a caller which dies in between never leaves half-updated weights under a good version.
     """
 
@@ -143,6 +143,16 @@ class InferenceServer(Protocol):
 
     async def resume(self) -> None:
         """Generate again."""
+
+    async def release_memory(self) -> None:
+        """End all requests, and give up the memory of weights and key-value cache; again, it does nothing.
+
+        From here on the server reports version -1 and generates nothing, until an update of the weights has ended: it
+        begins with ``wake_weights``, and ``end_update`` or ``update_from_disk`` take the memory of the cache.
+        """
+
+    async def wake_weights(self) -> None:
+        """Take memory for weights that are to be sent now, where it was released, by whatever client."""
 
     async def update_from_disk(self, folder: str, version: int) -> None:
         """Load a Hugging Face folder that the server can read; no stale KV or prefix cache is left.

@@ -96,8 +96,9 @@ class ServerEngine:
         return self._thread.run(coroutine)
 
     def pause(self) -> None:
-        """See ``ServerPool.pause``; ``use_version`` ends it."""
-        self.run(self._pool.pause())
+        """See ``ServerPool.pause``; ``use_version`` ends it. Again, it does nothing."""
+        if not self._paused:
+            self.run(self._pool.pause())
         self._paused = True
 
     def use_version(self, version: int, urls: Iterable[str]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.errors import CheckpointError, ServerError
-from megatron_dppo.rollout.replies import INCOMPLETE
+from megatron_dppo.rollout.memory import ReleasedMemory
 
 
 def check_weights(folder: Path) -> None:
@@ -36,11 +36,9 @@ def check_weights(folder: Path) -> None:
             raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
 
 
-class FolderUpdates(ABC):
+class FolderUpdates(ReleasedMemory):
     """``update_from_disk`` of a server; an engine adds its own calls."""
 
-    url: str
-    _paused = False
     _untouched: str
     """stands in the server's message when it changed no weight"""
 
@@ -51,12 +49,6 @@ class FolderUpdates(ABC):
     @abstractmethod
     async def resume(self) -> None:
         """See ``InferenceServer``."""
-
-    @abstractmethod
-    async def _weight_version(self) -> str: ...
-
-    @abstractmethod
-    async def _set_version(self, name: str) -> None: ...
 
     @abstractmethod
     async def _read_folder(self, folder: str) -> None: ...
@@ -86,11 +78,11 @@ class FolderUpdates(ABC):
 
     async def _load_folder(self, folder: str, version: int) -> None:
         before = await self._weight_version()
-        await self._set_version(INCOMPLETE)
+        await self._set_version(self._unfinished)
         try:
             await self._read_folder(folder)
         except ServerError as error:
-            untouched = self._untouched in error.detail
+            untouched = self._untouched in error.detail and not self._cache_released
             if untouched:
                 await self._set_version(before)
             state = (

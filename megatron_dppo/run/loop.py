@@ -53,17 +53,25 @@ def _train(session: Session, stop: StopSignal) -> None:
     while session.step < config.run.num_steps:
         PROGRESS.enter("loop", session.step)
         clock = Clock()
+        if config.rollout.servers.colocated:
+            with clock.part("publish"):
+                publish(session)
         collected = session.stream.collect(session.step, session.trainer.policy_version, clock)
         samples = make_samples(collected.groups, config)
+        with clock.part("publish"):
+            session.take_gpus()
         results = update_policy(session, collected, samples, clock)
         session.stream.settle(clock)
         if late := finish_evaluation(session):  # of the weights that the engine still has
             log(session, *late)
-        with clock.part("publish"):
-            publish(session)
         session.step += 1
+        evaluating = session.step % config.eval.every == 0 or session.step == config.run.num_steps
+        # Servers on the trainer's GPUs would have to release their memory again before a save.
+        if evaluating or not config.rollout.servers.colocated:
+            with clock.part("publish"):
+                publish(session)
         values = step_metrics(session, collected, samples, results, clock)
-        if session.step % config.eval.every == 0 or session.step == config.run.num_steps:
+        if evaluating:
             values |= evaluate(session)
         log(session, session.step, values)
         stopping = stop.requested()
@@ -76,6 +84,7 @@ def _train(session: Session, stop: StopSignal) -> None:
             raise Stopped(f"by {stop.name} after step {session.step}; the same command continues the run")
     finish_save(session, wait=True)
     with PROGRESS.part("export"):
+        session.take_gpus()
         finish(session)
 
 
@@ -123,8 +132,8 @@ def first_update_guard(session: Session, collected: Collected) -> FirstUpdateGua
 
 
 def publish(session: Session) -> None:
-    """Give the current weights to the engine; every rank takes part in gathering them."""
-    for note in session.publisher.publish():
+    """Give the current weights to the engine, which has the GPUs then; every rank takes part in gathering them."""
+    for note in session.gpus.for_sampling():
         session.console.say(f"servers  {note}")
 
 

@@ -57,4 +57,5 @@ def needs_of(config: Config, inputs: Inputs | None) -> Needs:
         topk=config.loss.topk if config.loss.is_topk else 0,
         routed_experts=config.needs_engine_routing,
         weight_sync=config.rollout.weight_sync.method,
+        colocated=config.rollout.servers.colocated,
     )

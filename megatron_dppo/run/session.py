@@ -29,6 +29,7 @@ from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers, generate_function
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.folder import open_folder
+from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
@@ -57,6 +58,8 @@ class Session:
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
     publisher: Publisher
     scorer: RewardScorer
+    gpus: Gpus
+    """the publisher's and the trainer's turns on them"""
     stream: Stream
     """where the rollouts come from"""
     console: Console
@@ -80,6 +83,11 @@ class Session:
     """all ranks over the CPU, for saves in the background; None = they are not"""
     resume_point: ResumePoint | None = None
     """where ``session_state.begin`` takes the run up again"""
+
+    def take_gpus(self) -> None:
+        """The trainer's turn on the GPUs."""
+        for note in self.gpus.for_training():
+            self.console.say(f"servers  {note}")
 
     @property
     def folder(self) -> Path:
@@ -139,11 +147,16 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             wait_minutes=config.run.wait_minutes,
             world=world,
         )
+        for note in free_gpus(config, world):
+            console.say(note)
         trainer = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform)
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
-        session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
+        gpus = gpus_of(config, trainer, publisher)
+        session = Session(
+            config, inputs, trainer, groups, engine, publisher, scorer, gpus, stream, console, None, started
+        )
         session.resume_point = point
         if config.checkpoint.async_save:
             session.save_group = setup.host_world(config.run.wait_minutes)

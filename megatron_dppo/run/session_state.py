@@ -108,6 +108,7 @@ def save_session(session: Session) -> None:
     With ``checkpoint.async_save`` it is complete when ``finish_save`` has said so.
     """
     finish_save(session, wait=True)
+    session.take_gpus()
     groups, stream = session.groups, session.stream
     # One rank writes for each data-parallel rank: the one whose engine sampled.
     contents = stream.contents() if session.engine is not None else []

@@ -28,6 +28,8 @@ class Needs:
     """0 = no Top-K"""
     routed_experts: bool
     weight_sync: Literal["distributed", "disk", "tensor"]
+    colocated: bool = False
+    """whether it has to release its memory"""
 
 
 def server_problems(
@@ -63,6 +65,8 @@ def _sglang(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator
     # What an older version does not tell is no reason to complain.
     if needs.routed_experts and info.get("enable_return_routed_experts") is False:
         yield "train.router_replay needs the experts of each token; start it with --enable-return-routed-experts"
+    if needs.colocated and info.get("enable_memory_saver") is False and info.get("device") != "cpu":
+        yield _keeps_memory("--enable-memory-saver")
     if needs.weight_sync != "disk":
         for name, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
             if int(info.get(name) or 1) > 1:
@@ -86,6 +90,9 @@ def _vllm(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator[s
     yield from _short(model.get("max_model_len"), needs.context, "--max-model-len")
     if (mode := model.get("logprobs_mode")) not in (None, "processed_logprobs"):
         yield f"--logprobs-mode is {mode!r}; start it with --logprobs-mode processed_logprobs"
+    device = (config.get("device_config") or {}).get("device_type")
+    if needs.colocated and model.get("enable_sleep_mode") is False and device != "cpu":
+        yield _keeps_memory("--enable-sleep-mode")
     most = model.get("max_logprobs")
     if needs.topk and isinstance(most, int) and 0 <= most < needs.topk + 1:
         yield f"--max-logprobs is {most}; loss.topk = {needs.topk} needs --max-logprobs {needs.topk + 1}"
@@ -94,6 +101,10 @@ def _vllm(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator[s
             f"runs without our worker extension, which rollout.weight_sync.method = {needs.weight_sync!r} needs; start "
             "it with megatron-dppo serve, or as docs/engines.md says"
         )
+
+
+def _keeps_memory(flag: str) -> str:
+    return f"cannot release its memory, as rollout.servers.colocated = true needs; start it with {flag}"
 
 
 def _old(engine: str, version: Any) -> Iterator[str]:

@@ -32,6 +32,12 @@ _WORLD = (
 )
 """Names of the sizes whose product is the number of GPUs of one server."""
 
+_RELEASING: Mapping[str, dict[str, Any]] = {
+    "sglang": {"enable-memory-saver": True},
+    "vllm": {"enable-sleep-mode": True},
+}
+"""What a server needs to release its memory."""
+
 _VLLM_EXTENSION = Path(__file__).parent / "vllm_extension"
 """What vLLM's workers load. Not a part of this package: nothing here imports it, and it imports vLLM."""
 
@@ -59,14 +65,17 @@ def plan_servers(
         config: a run with ``rollout.engine`` ``sglang`` or ``vllm``.
         environ: where the API keys are.
         gpus: devices that this process may use, as in CUDA_VISIBLE_DEVICES; empty = a machine without.
-        skip_gpus: the first ones are left to the trainer.
+        skip_gpus: the first ones are left to the trainer; colocated servers get the first ones, too.
 
     Raises:
         ConfigError: ``engine = "local"``, an argument that belongs elsewhere, a missing key, too few GPUs.
     """
     check_engine(config)
+    servers = config.rollout.servers
     options = _options(config)
-    shares = _split_gpus(config, options, gpus, skip_gpus)
+    if servers.colocated and gpus:  # without GPUs nothing can be released, and the flags are refused
+        options = _RELEASING[config.rollout.engine] | options
+    shares = _split_gpus(config, options, gpus, 0 if servers.colocated else skip_gpus)
     env, config_file, secrets = _keys(config, environ)
     if config_file and "config" in options:
         raise ConfigError(
@@ -75,7 +84,6 @@ def plan_servers(
         )
     if config.rollout.engine == "vllm":
         env |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _with_extension(environ)}
-    servers = config.rollout.servers
     command = servers.command or [sys.executable, "-m", _MODULES[config.rollout.engine]]
     return [
         ServerPlan(

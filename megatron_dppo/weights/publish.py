@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import NoServerLeft, PublishError
 from megatron_dppo.hf import drain
-from megatron_dppo.parallel.objects import from_each, from_leader
+from megatron_dppo.parallel.objects import agreed, from_each, from_leader
 from megatron_dppo.rollout.attempt import SyncResult, wait_for_one
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.weights.memory import release_all
 from megatron_dppo.weights.probe import Findings, Probe
 from megatron_dppo.weights.sync import WeightSync
 
@@ -134,6 +135,25 @@ class ServerPublisher:
         # Once, not at each sync.
         told, self._told = self._told, self._told | set(_named(unproved))
         return [*notes, *sorted(self._told - told)]
+
+    def release(self) -> list[str]:
+        """Until the servers have given up their GPUs' memory; nothing is asked of them before the next ``publish``.
+
+        A collective. Returns what the user should know.
+
+        Raises:
+            PublishError: a server refuses.
+            ConfigError: one was started without what this takes.
+        """
+        world, attempts = self._trainer.groups.world, self._config.rollout.weight_sync.attempts
+        if self._engine is not None:
+            self._engine.pause()
+        from_each(None, world)  # until no rank has a request under way
+
+        def release() -> list[str]:
+            return [] if self._sync is None else self._sync.run(lambda servers: release_all(servers, attempts))
+
+        return agreed(release, world)
 
     def _wait_for_one(self, urls: Iterable[str]) -> None:
         """Until one of the servers answers, as long as the patience lasts; rank 0 asks, the others wait."""

@@ -103,9 +103,11 @@ class WeightSync:
         self._proofs.done(list(result.good), version, proof)
         return result
 
-    def run(self, work: Callable[[list[InferenceServer]], Coroutine[Any, Any, T]], urls: Iterable[str]) -> T:
-        """What the work with the servers at these URLs gives: their clients live on this sync's event loop."""
-        wanted = set(urls)
+    def run(
+        self, work: Callable[[list[InferenceServer]], Coroutine[Any, Any, T]], urls: Iterable[str] | None = None
+    ) -> T:
+        """What the work with all servers, or those at these URLs, gives: their clients live on this event loop."""
+        wanted = {server.url for server in self._servers} if urls is None else set(urls)
         return self._runner.run(work([server for server in self._servers if server.url in wanted]))
 
     def close(self) -> None:
@@ -125,6 +127,7 @@ class WeightSync:
         await self._find(attempt, again)
         # A server whose trainer died in a sync is paused: it answers, but its health check fails.
         await attempt.each(attempt.left(self._servers), lambda server: server.pause())
+        await attempt.each(attempt.left(self._servers), lambda server: server.wake_weights())
         every = self._config.checksum_every
         proof = None
         # Another attempt at the same weights is checked as the one before.

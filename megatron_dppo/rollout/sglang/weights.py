@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.fields import part
 from megatron_dppo.rollout.http import Deadlines, HttpClient
-from megatron_dppo.rollout.replies import INCOMPLETE, checked_success, version_name
+from megatron_dppo.rollout.memory import Part
+from megatron_dppo.rollout.replies import checked_success, version_name
 from megatron_dppo.rollout.server import transfer_group_name
 from megatron_dppo.rollout.sglang.wire import version_parts
 from megatron_dppo.rollout.weight_folder import FolderUpdates
@@ -62,6 +63,7 @@ class WeightUpdates(FolderUpdates):
 
     async def resume(self) -> None:
         """Generate again."""
+        await self._wake_cache()
         await self._control("/continue_generation", {}, repeat=True)
         self._paused = False
 
@@ -82,7 +84,7 @@ class WeightUpdates(FolderUpdates):
         """
         if not self._paused:
             raise RuntimeError(f"{self.url}: begin_update without pause")
-        await self._set_version(INCOMPLETE)
+        await self._set_version(self._unfinished)
         if await self._version() < _SESSIONS:
             return
         try:
@@ -173,12 +175,30 @@ class WeightUpdates(FolderUpdates):
 
     async def _finish(self, version: int) -> None:
         """Drop what the old weights cached, then, and only then, carry the new version."""
+        await self._wake_cache()
         await self._control("/flush_cache", {}, repeat=True)
         await self._set_version(version_name(version))
 
     async def _set_version(self, name: str) -> None:
         # By default this call aborts all requests.
         await self._control("/update_weight_version", {"new_version": name, "abort_all_requests": False}, repeat=True)
+
+    async def _missing_flag(self) -> str | None:
+        """On a CPU SGLang has no memory saver: it answers the calls, and releases nothing."""
+        info = await self._server_info()
+        can = info.get("enable_memory_saver") is not False or info.get("device") == "cpu"
+        return None if can else "--enable-memory-saver"
+
+    async def _stop(self) -> None:
+        """SGLang's scheduler ends when memory is to be released while it has a request or the result of one."""
+        await self._control("/pause_generation", {"mode": "abort"}, repeat=True)
+        await self._control("/flush_cache?timeout=60", {}, repeat=True)  # waits until it has none
+
+    async def _release_all(self) -> None:
+        await self._update("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    async def _take_part(self, part: Part) -> None:
+        await self._update("/resume_memory_occupation", {"tags": [part]})
 
     async def _ranks(self) -> int:
         info = await self._server_info()

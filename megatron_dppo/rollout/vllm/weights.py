@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.http import Deadlines, HttpClient
+from megatron_dppo.rollout.memory import Part
 from megatron_dppo.rollout.replies import INCOMPLETE, checked_success, version_name
 from megatron_dppo.rollout.server import transfer_group_name
 from megatron_dppo.rollout.weight_folder import FolderUpdates
@@ -71,6 +72,7 @@ class WeightUpdates(FolderUpdates):
 
     async def resume(self) -> None:
         """Generate again. An update that was left open is closed: vLLM would die of the first request."""
+        await self._wake_cache()
         if await self._weight_version() == INCOMPLETE and await self._extended():
             await self._close_update()
         await self._control("/resume", {}, repeat=True)
@@ -92,7 +94,7 @@ class WeightUpdates(FolderUpdates):
         if not self._paused:
             raise RuntimeError(f"{self.url}: begin_update without pause")
         await self._require_transfer()
-        await self._set_version(INCOMPLETE)
+        await self._set_version(self._unfinished)
         await self._close_update()
         await self._update("/start_weight_update", {})
 
@@ -182,8 +184,26 @@ class WeightUpdates(FolderUpdates):
 
     async def _finish(self, version: int) -> None:
         """Drop what the old weights cached, then, and only then, carry the new version."""
+        await self._wake_cache()
         await self._control("/reset_prefix_cache?reset_running_requests=true&reset_external=true", {}, repeat=True)
         await self._set_version(version_name(version))
+
+    async def _missing_flag(self) -> str | None:
+        """On a CPU vLLM refuses the flag; it answers the calls, and releases nothing."""
+        config = await self._config()
+        on_cpu = (config.get("device_config") or {}).get("device_type") == "cpu"
+        can = on_cpu or config["model_config"].get("enable_sleep_mode") is not False
+        return None if can else "--enable-sleep-mode"
+
+    async def _stop(self) -> None:
+        await self._control("/pause?mode=abort&clear_cache=true", {}, repeat=True)
+
+    async def _release_all(self) -> None:
+        """Level 2: the next weights come from the trainer, so that the server keeps no copy of the old ones."""
+        await self._update("/sleep?level=2&mode=abort", {})
+
+    async def _take_part(self, part: Part) -> None:
+        await self._update(f"/wake_up?tags={part}", {})
 
     async def _close_update(self) -> None:
         """End an update that was left open, by this client or one that died."""

@@ -1,0 +1,44 @@
+"""The memory of servers that are on the trainer's GPUs: released before the trainer uses it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from megatron_dppo.errors import PublishError, ServerError
+from megatron_dppo.rollout.attempt import ask_each
+from megatron_dppo.rollout.server import InferenceServer
+
+_AGAIN_SECONDS = 0.5
+
+
+async def release_all(servers: Sequence[InferenceServer], attempts: int) -> list[str]:
+    """Until every server that answers has released its memory; returns what the user should know.
+
+    One that does not answer has most likely ended, and has no memory then.
+
+    Raises:
+        PublishError: a server refuses: training beside it would run out of memory.
+        ConfigError: one was started without what this takes.
+    """
+    left, failed = list(servers), dict[str, ServerError]()
+    for attempt in range(attempts):
+        if attempt:
+            await asyncio.sleep(_AGAIN_SECONDS)
+        answers = await ask_each(left, _release)
+        failed = {url: answer for url, answer in answers.items() if isinstance(answer, ServerError)}
+        left = [server for server in left if server.url in failed]
+        if not left:
+            break
+    if refusals := [str(error) for error in failed.values() if error.status is not None]:
+        raise PublishError(
+            "the trainer cannot use its GPUs, since servers on them keep their memory (rollout.servers.colocated):\n"
+            + "\n".join(f"  - {refusal}" for refusal in refusals)
+        )
+    return [f"did not release its memory, and training may lack it: {error}" for error in failed.values()]
+
+
+async def _release(server: InferenceServer) -> None:
+    if not await server.alive():  # soon known of one that was silent before
+        raise ServerError(server.url, "no answer")
+    await server.release_memory()
