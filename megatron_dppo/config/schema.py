@@ -227,11 +227,6 @@ class Config(_Section):
                 "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation is "
                 "there, its weights are gone. Choose one of them"
             )
-        if self.rollout.servers.colocated and (self.train.max_staleness or self.eval.beside_training):
-            raise ValueError(
-                "rollout.servers.colocated = true: servers have no memory while the policy trains, so that they cannot "
-                "sample then. Set train.max_staleness = 0 and leave eval.beside_training out, or give them other GPUs"
-            )
         if self.train.router_replay == "recorded" and self.train.mini_batches * self.train.epochs == 1:
             raise ValueError(
                 "train.router_replay = 'recorded' has no effect with one update a step: it replays the routing of the "
@@ -261,5 +256,14 @@ class Config(_Section):
             raise ValueError(
                 "model.random_init = true starts RL from noise, where no reward is ever found; set warmup.num_steps "
                 "above 0, or point model.path to a folder with weights"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_sample_before_training(self) -> Config:
+        if self.rollout.servers.colocated and (self.train.max_staleness or self.eval.beside_training):
+            raise ValueError(
+                "rollout.servers.colocated = true: servers have no memory while the policy trains and cannot sample. Set "
+                "train.max_staleness = 0 and leave eval.beside_training out, or give the servers GPUs of their own"
             )
         return self
