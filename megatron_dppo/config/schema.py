@@ -263,7 +263,7 @@ class Config(_Section):
     def _servers_sample_before_training(self) -> Config:
         if self.rollout.servers.colocated and (self.train.max_staleness or self.eval.beside_training):
             raise ValueError(
-                "rollout.servers.colocated = true: servers have no memory while the policy trains and cannot sample. Set "
+                "rollout.servers.colocated = true: servers have no memory while the policy trains. Set "
                 "train.max_staleness = 0 and leave eval.beside_training out, or give the servers GPUs of their own"
             )
         return self

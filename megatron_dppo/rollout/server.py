@@ -104,8 +104,8 @@ class InferenceServer(Protocol):
     """Every call has a deadline and raises ``ServerError`` (unreachable, too slow, refused) with the URL in it.
 
     One update of the weights, by the caller: ``pause``; ``wake_weights``; ``begin_update``; ``receive_tensors`` or
-    ``receive_broadcast`` for each bucket; ``end_update``; ``resume``. From ``begin_update`` to ``end_update`` the server
-    reports version -1, so that a caller which dies in between never leaves half-updated weights under a good version.
+    ``receive_broadcast`` for each bucket; ``end_update``; ``resume``. From ``begin_update`` to ``end_update`` the
+    server reports version -1, so that a caller which dies in between never leaves half of the weights under a version.
     """
 
     url: str

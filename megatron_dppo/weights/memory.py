@@ -15,7 +15,8 @@ _AGAIN_SECONDS = 0.5
 async def release_all(servers: Sequence[InferenceServer], attempts: int) -> list[str]:
     """Until every server that answers has released its memory; returns what the user should know.
 
-    One that does not answer has most likely ended, and has no memory then.
+    One that does not answer has most likely ended, and has no memory then. One that did not say whether it has released
+    it is not asked again: its next answer would be the name that the call before was sent under.
 
     Raises:
         PublishError: a server refuses: training beside it would run out of memory.
@@ -23,14 +24,14 @@ async def release_all(servers: Sequence[InferenceServer], attempts: int) -> list
     """
     left, failed = list(servers), dict[str, ServerError]()
     for attempt in range(attempts):
-        if attempt:
+        if attempt and left:
             await asyncio.sleep(_AGAIN_SECONDS)
-        answers = await ask_each(left, _release)
-        failed = {url: answer for url, answer in answers.items() if isinstance(answer, ServerError)}
-        left = [server for server in left if server.url in failed]
-        if not left:
-            break
-    if refusals := [str(error) for error in failed.values() if error.status is not None]:
+        for url, answer in (await ask_each(left, _release)).items():
+            failed.pop(url, None)
+            if isinstance(answer, ServerError):
+                failed[url] = answer
+        left = [server for server in left if server.url in failed and failed[server.url].status is not None]
+    if refusals := [str(failed[server.url]) for server in left]:
         raise PublishError(
             "the trainer cannot use its GPUs, since servers on them keep their memory (rollout.servers.colocated):\n"
             + "\n".join(f"  - {refusal}" for refusal in refusals)

@@ -117,7 +117,9 @@ def with_and_without(rank: int, world_size: int, path: str) -> None:
             dist.barrier()
             parallel_state.destroy_model_parallel()
         compare(results[1], results[0], f"{dtype} {parallel} {optimizer}")
-        assert not torch.equal(results[0][-1][0], results[0][0][0]["model.embed_tokens.weight"][: len(results[0][-1][0])])
+        assert not torch.equal(
+            results[0][-1][0], results[0][0][0]["model.embed_tokens.weight"][: len(results[0][-1][0])]
+        )
 
 
 def test_state_that_leaves_the_device_changes_no_number(tmp_path: Path) -> None:

@@ -71,6 +71,12 @@ class Chaos:
         self._broadcasts.gone(node)
         self._later(fault, partial(self._restart, fault, node))
 
+    def dies(self, node: Node, reason: str) -> None:
+        """The process ends by itself, and is started again."""
+        if self._note is not None:
+            self._note(f"s{node.place} DIES: {reason}")
+        self._loop.call_soon(self._crash, Fault("crash", node.place, self._loop.time(), 5.0, 0), node)
+
     def _restart(self, fault: Fault, node: Node) -> None:
         past, label, which = node.server.past, node.server.label, fault.choice % 8
         weights = past[0]

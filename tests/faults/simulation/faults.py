@@ -23,6 +23,8 @@ CALLS = (
     "/abort_request",
     "/tokenize",
 )
+MEMORY_CALLS = ("/release_memory_occupation", "/resume_memory_occupation")
+"""of servers on the trainer's GPUs"""
 
 PROCESS = ("crash", "freeze", "slow", "partition")
 """of a whole server"""
@@ -100,6 +102,8 @@ class Plan:
     oversample: float = 1.0
     dynamic: bool = False
     staleness: int = 0
+    colocated: bool = False
+    """servers and trainer take turns on the same GPUs"""
     order: str = "stream"
     max_in_flight: int = 64
     health_seconds: float = 5.0
@@ -113,6 +117,7 @@ class Plan:
 
     def __str__(self) -> str:
         mode = ("stopping, " if self.stopping else "") + f"staleness {self.staleness}"
+        mode += ", colocated" if self.colocated else ""
         return (
             f"seed {self.seed}: {self.servers} servers ({self.engine_version}, {self.method}), {self.steps} steps of "
             f"{self.prompts} x {self.siblings}, {mode}, topk {self.topk}, routing {self.routing}, "
@@ -156,7 +161,18 @@ def draw(seed: int) -> Plan:
     way, answer = 20 * 2 * plan.latency, plan.new_tokens * plan.token_seconds
     seconds = (steps + 1) * (way + answer) + steps * (answer + plan.train_seconds)
     count = rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5))
-    return replace(plan, faults=tuple(_fault(rng, servers, seconds) for _ in range(count)))
+    plan = replace(plan, faults=tuple(_fault(rng, servers, seconds) for _ in range(count)))
+    apart = plan.staleness > 0 or plan.method == "distributed" or seed % 2
+    return plan if apart else _colocated(plan, random.Random(seed))
+
+
+def _colocated(plan: Plan, rng: random.Random) -> Plan:
+    """The same on shared GPUs; some faults wait for the calls that only these make."""
+    faults = (
+        replace(fault, on=rng.choice(MEMORY_CALLS), nth=rng.choice((1, 2, 3))) if rng.random() < 0.3 else fault
+        for fault in plan.faults
+    )
+    return replace(plan, colocated=True, faults=tuple(faults))
 
 
 def _fault(rng: random.Random, servers: int, seconds: float) -> Fault:

@@ -137,9 +137,15 @@ _HARMLESS = {"crash", "freeze", "slow", "partition", "lose_request", "lose_answe
 """Faults that a run has to survive as long as one server is untouched: answers do not come, and none is wrong."""
 
 
-def must_finish(plan: Any, happened: Sequence[Any]) -> str:
-    """Why this run had to finish all its steps; empty when it need not."""
-    touched = {fault.server for fault in happened if fault.kind != "kill_trainer"}
+def must_finish(plan: Any, happened: Sequence[Any], died: Iterable[int] = ()) -> str:
+    """Why this run had to finish all its steps; empty when it need not.
+
+    Args:
+        plan: of the run.
+        happened: faults.
+        died: servers that ended by what a trainer asked of them that was killed while it did.
+    """
+    touched = {fault.server for fault in happened if fault.kind != "kill_trainer"} | set(died)
     refused = any(fault.kind == "status" and fault.choice % 8 == 0 for fault in happened)
     if len(touched) == plan.servers or refused or any(fault.kind not in _HARMLESS for fault in happened):
         return ""

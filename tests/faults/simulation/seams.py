@@ -23,7 +23,7 @@ from megatron_dppo.rollout.probe import Reading, RouteCounts
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.sglang import client
 from megatron_dppo.rollout.sglang import wire as client_wire
-from megatron_dppo.run import engines
+from megatron_dppo.run import engines, gpus
 from megatron_dppo.run.stream import draw as stream_draw
 from megatron_dppo.run.stream import stream
 from megatron_dppo.weights import probe as trainer_probe
@@ -220,6 +220,8 @@ def installed() -> Iterator[None]:
         *(mock.patch.object(module, "Future", _Future) for module in (server_engine, stream_draw, stream)),
         mock.patch.object(http.HttpClient, "_open", _open),
         mock.patch.object(engines, "dist", alone),
+        mock.patch.object(gpus, "dist", alone),
+        mock.patch.object(gpus.asyncio, "run", lambda coroutine: NOW.loop.run(coroutine)),
         mock.patch.object(client, "decode_generation", _decode),
         mock.patch.object(GrowingResponse, "append_sampled", _append),
         mock.patch.object(trainer_probe, "read_answers", _read_answers),

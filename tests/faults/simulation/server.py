@@ -46,6 +46,8 @@ class SimServer:
         self.past: list[dict[str, bytes]] = [dict(initial)]
         """weights that it had, the initial ones first"""
         self.finished: list[Columns] = []
+        self.die: Callable[[str], None] = lambda reason: None
+        """called when the process ends of what it was asked for"""
         self._loop, self._seconds, self._initial, self._disk = loop, token_seconds, dict(initial), disk
         self._sessions = version >= "0.5.21"
         self.start(dict(initial), "default")
@@ -54,6 +56,8 @@ class SimServer:
         """A fresh process with these weights under this name."""
         self.weights, self.label = weights, label
         self.paused = self.open = False
+        self.released: set[str] = set()
+        """parts without memory"""
         self.group: Any = None
         self.running: dict[str, Running] = {}
         self.waiting: list[Running] = []
@@ -84,6 +88,8 @@ class SimServer:
     # what it says of itself
 
     def _on_health(self, _: Any) -> Any:
+        if self.released and not self.paused:
+            self.die("a health check, which generates a token, of a server without memory")
         return (503, "") if self.paused else {}
 
     def _on_server_info(self, _: Any) -> Any:
@@ -96,6 +102,8 @@ class SimServer:
         return {"tokens": [int(token) for token in body["prompt"].split()]}
 
     def _on_weights_checker(self, body: Any) -> Any:
+        if "weights" in self.released:
+            self.die("a checksum of weights without memory")
         sums = {name: hashlib.sha256(data).hexdigest()[:32] for name, data in self.weights.items()}
         place = {"rank": 0, "tp_rank": 0}
         place_of_version: Any = [place] if self._sessions else place
@@ -145,6 +153,8 @@ class SimServer:
         self._take(tensors)
 
     def _take(self, tensors: Mapping[str, bytes]) -> None:
+        if "weights" in self.released:
+            return self.die("new weights where there is no memory for them")
         if self.skip_update:
             return
         self._interrupt()
@@ -160,6 +170,23 @@ class SimServer:
 
     def _on_flush_cache(self, _: Any) -> Any:
         return {}
+
+    # memory
+
+    def _on_release_memory_occupation(self, body: Any) -> Any:
+        if self.running or self.waiting or self.released & set(body["tags"]):
+            self.die(f"{body['tags']} are to be released: {len(self.running)} requests run, {self.released} are away")
+            return DONE
+        self.released |= set(body["tags"])
+        if "weights" in self.released:
+            self.weights = {name: bytes(len(data)) for name, data in self.weights.items()}
+        return None
+
+    def _on_resume_memory_occupation(self, body: Any) -> Any:
+        if not self.released >= set(body["tags"]):
+            self.die(f"{body['tags']} are to be resumed, {self.released} are away")
+        self.released -= set(body["tags"])
+        return None
 
     # requests
 
@@ -204,6 +231,8 @@ class SimServer:
             self._begin(request)
 
     def _begin(self, request: Running) -> None:
+        if self.released:
+            return self.die(f"a request without the memory of {self.released}")
         self.running[request.rid] = request
         self._plan(request)
 

@@ -91,6 +91,19 @@ class Saved:
     contents: dict[int, Stored] = field(default_factory=dict)
 
 
+class SimDeviceState:
+    """What the trainer has on the device."""
+
+    def __init__(self) -> None:
+        self.has_weights = self.has_all = True
+
+    def leave(self, *, weights: bool) -> None:
+        self.has_all, self.has_weights = False, self.has_weights and not weights
+
+    def come_back(self) -> None:
+        self.has_weights = self.has_all = True
+
+
 class SimTrainer:
     """As much of a ``PolicyTrainer`` as rollouts, sync and probe see.
 
@@ -105,17 +118,20 @@ class SimTrainer:
     def __init__(self, weights: dict[str, bytes], policy_version: int) -> None:
         self.weights, self.policy_version = weights, policy_version
         self.routing_shape = ROUTING
+        self.device_state = SimDeviceState()
 
     @property
     def digest(self) -> int:
         return model.digest_of(self.weights)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self.device_state.has_weights, "weights are sent that are not on the device"
         for name, data in self.weights.items():
             yield name, torch.frombuffer(bytearray(data), dtype=torch.float32)
 
     def learn(self, trained: object) -> None:
         """New weights, a function of the old ones and of what was trained on."""
+        assert self.device_state.has_all, "an update without what it needs on the device"
         self.weights = fresh_weights(self.digest, trained)
         self.policy_version += 1
 
@@ -170,6 +186,7 @@ def _configure(plan: Plan) -> Config:
                 "max_in_flight": plan.max_in_flight,
                 "health_seconds": plan.health_seconds,
                 "answer_processes": 0,  # in virtual time there is this process alone
+                "colocated": plan.colocated,
             },
             "weight_sync": {"method": plan.method, "attempts": plan.attempts, "probe_every": plan.probe_every},
         },

@@ -15,7 +15,9 @@ import torch
 
 from megatron_dppo.errors import TrainingStopped, UserError
 from megatron_dppo.report.clock import Clock
+from megatron_dppo.rollout.memory import RELEASED
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers
+from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.run.stream.stream import Stream
@@ -85,6 +87,10 @@ class _Run:
             apply=self.chaos.apply,
         )
         self.broadcasts = broadcasts
+        self.died: set[int] = set()
+        """servers that ended by what they were asked for"""
+        for node in self.nodes:
+            node.server.die = lambda reason, node=node: self._dies(node, reason)
         self.config = configure(plan)
         self.digests: dict[int, int] = {}
         self.trained: dict[int, list[int]] = {}
@@ -144,8 +150,15 @@ class _Run:
         if self.outcome.end == "done":
             assert self.saved.stream is not None
             yield from invariants.check_prompts(self.trained, self.saved.stream, sum(self.left_out.values()))
-        elif reason := invariants.must_finish(self.plan, self.outcome.happened):
+        elif reason := invariants.must_finish(self.plan, self.outcome.happened, self.died):
             yield f"the run stopped, {reason}: {self.outcome.end}"
+
+    def _dies(self, node: Node, reason: str) -> None:
+        """Only the messages of a dead trainer, and those that the network spoils, may make it do that."""
+        if self.outcome.lives == 1 and all(fault.server != node.place for fault in self.chaos.happened):
+            self.outcome.violations.append(f"server {node.place} ended: {reason}")
+        self.died.add(node.place)
+        self.chaos.dies(node, reason)
 
     def _bury(self) -> None:
         seams.NOW.life.dead = True
@@ -173,6 +186,7 @@ class _Run:
         for record in (self.trained, self.left_out):
             for step in [s for s in record if s >= saved.step]:
                 del record[step]
+        self._released(lambda: free_gpus(config, None))
         engine = build_engine(config, _INPUTS, trainer, _PLATFORM, connect_servers(config), None)
         publisher = build_publisher(config, _INPUTS, trainer, engine, _PLATFORM)
         publisher._sync._buckets._transport = self.broadcasts
@@ -180,28 +194,43 @@ class _Run:
         stream = Stream(config, _INPUTS.train_prompts, SimTrainer.groups, 0, 1, engine, Scorer())
         if saved.stream is not None:
             stream.restore(saved.stream, saved.contents)
-        self._publish(publisher)
+        gpus = gpus_of(config, trainer, publisher)
+        self._publish(gpus)
         for step in range(saved.step, plan.steps):
-            self._step(stream, step, trainer, publisher)
+            self._step(stream, step, trainer, gpus)
 
-    def _publish(self, publisher: Any) -> None:
-        for text in publisher.publish():
+    def _publish(self, gpus: Gpus) -> None:
+        for text in gpus.for_sampling():
             self.say(f"published: {text}")
 
-    def _step(self, stream: Stream, step: int, trainer: SimTrainer, publisher: Any) -> None:
+    def _released(self, release: Callable[[], list[str]]) -> None:
+        """Afterwards each colocated server has released its memory, or is named, or is another process, or has the name
+        of one that has: a trainer was killed between the name and the call."""
+        births = [node.births for node in self.nodes]
+        notes = release()
+        for text in notes:
+            self.say(f"released: {text}")
+        for node, born in zip(self.nodes, births, strict=True):
+            server = node.server
+            excused = any(server.url in note for note in notes) or (self.outcome.lives > 1 and server.label == RELEASED)
+            if self.plan.colocated and node.up and node.births == born and not excused and len(server.released) < 2:
+                self.outcome.violations.append(f"the trainer has the GPUs, and server {node.place} its memory")
+
+    def _step(self, stream: Stream, step: int, trainer: SimTrainer, gpus: Gpus) -> None:
         collected = stream.collect(step, trainer.policy_version, Clock())
         wrong = self._examine(collected, step)
         self._guard(collected, trainer, wrong)
         self.trained[step] = [int(group.prompt.prompt_id) for group in collected.groups]
         self.left_out[step] = sum(collected.left_out.values())
         self.say(f"step {step} trains on {self.trained[step]}")
+        self._released(gpus.for_training)
         self.loop.run(asyncio.sleep(self.plan.train_seconds))
         # Another life learns something else from the same prompts.
         tokens = ([tuple(r.completion.token_ids.tolist()) for r in g.rollouts] for g in collected.groups)
         trainer.learn([self.outcome.lives, *tokens])
         stream.settle(Clock())
         self.digests[trainer.policy_version] = trainer.digest
-        self._publish(publisher)
+        self._publish(gpus)
         if (step + 1) % self.plan.save_every and step + 1 < self.plan.steps:
             return
         contents = {stored.position: stored for stored in stream.contents()}
