@@ -191,7 +191,7 @@ class WeightUpdates(FolderUpdates):
     async def _missing_flag(self) -> str | None:
         """On a CPU vLLM refuses the flag; it answers the calls, and releases nothing."""
         config = await self._config()
-        on_cpu = (config.get("device_config") or {}).get("device_type") == "cpu"
+        on_cpu = (config.get("device_config") or {}).get("device") == "cpu"
         can = on_cpu or config["model_config"].get("enable_sleep_mode") is not False
         return None if can else "--enable-sleep-mode"
 
@@ -203,6 +203,7 @@ class WeightUpdates(FolderUpdates):
         await self._update("/sleep?level=2&mode=abort", {})
 
     async def _take_part(self, part: Part) -> None:
+        """With the last part vLLM generates again by itself: that of the cache, when the weights are complete."""
         await self._update(f"/wake_up?tags={part}", {})
 
     async def _close_update(self) -> None:

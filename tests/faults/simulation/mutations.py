@@ -10,13 +10,16 @@ from unittest import mock
 
 from megatron_dppo.rollout import contract, pool
 from megatron_dppo.rollout.member import Member
+from megatron_dppo.rollout.memory import ReleasedMemory
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.sglang import client
+from megatron_dppo.rollout.sglang.weights import WeightUpdates
 from megatron_dppo.run.stream import stream
 from megatron_dppo.run.stream.draw import Place
 from megatron_dppo.run.stream.stream import Stream
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.proof import SyncProof
+from megatron_dppo.weights.publish import ServerPublisher
 from tests.faults.simulation.faults import WEIGHTS, Fault, Plan
 from tests.faults.simulation.seams import NOW
 
@@ -115,6 +118,29 @@ def _never_paused() -> AbstractContextManager[Any]:
     return mock.patch.object(pool.ServerPool, "pause", pause)
 
 
+def _keep_memory() -> AbstractContextManager[Any]:
+    """Servers on the trainer's GPUs are not asked for their memory."""
+    return mock.patch.object(ServerPublisher, "release", lambda self: [])
+
+
+def _without_cache() -> AbstractContextManager[Any]:
+    """The memory of the weights is taken again, and not that of the cache."""
+
+    async def wake(self: Any) -> None:
+        pass
+
+    return mock.patch.object(ReleasedMemory, "_wake_cache", wake)
+
+
+def _one_call() -> AbstractContextManager[Any]:
+    """Memory is released while requests may run."""
+
+    async def stop(self: Any) -> None:
+        pass
+
+    return mock.patch.object(WeightUpdates, "_stop", stop)
+
+
 @contextmanager
 def _takes_names() -> Iterator[None]:
     """A server that a sync left out is taken back when its weights have the right name."""
@@ -187,5 +213,10 @@ MUTATIONS = {
     ),
     "servers sample across a sync": Mutation(_never_paused, lambda p: p.staleness > 0 and p.routing and p.steps > 1),
     "a server is taken back by the name of its weights": Mutation(_takes_names, lambda p: False),
+    "servers keep their memory in training": Mutation(_keep_memory, lambda p: p.colocated),
+    "the cache is not taken again": Mutation(_without_cache, lambda p: p.colocated),
+    "memory is released under requests": Mutation(
+        _one_call, lambda p: p.colocated and "kill_trainer" not in _kinds(p) and not p.faults
+    ),
     "a slot is never given back": Mutation(_never_lets_go, lambda p: p.max_in_flight == 2),
 }
