@@ -186,10 +186,9 @@ class Config(_Section):
     @property
     def evaluates_beside_training(self) -> bool:
         """``eval.beside_training`` with its default."""
-        if self.eval.beside_training is not None:
-            return self.eval.beside_training
-        alone = self.rollout.engine == "local" or self.rollout.servers.colocated
-        return not alone and not self.checkpoint.keep_best
+        beside = self.eval.beside_training
+        apart = self.rollout.engine != "local" and not self.rollout.servers.colocated
+        return apart and not self.checkpoint.keep_best if beside is None else beside
 
     @model_validator(mode="after")
     def _optimizers_fit(self) -> Config:

@@ -32,21 +32,16 @@ class Rollouts:
 
 
 def rollouts(config: Config, hf_config: Any, parameters: int, machine: Machine) -> Rollouts:
-    """One server holds the weights in ``rollout.dtype``, split over its GPUs, and fills the rest with the cache.
-
-    The share of the memory that it may take is its own key (SGLang ``mem-fraction-static``, vLLM
-    ``gpu-memory-utilization``); without one, 0.85.
-    """
+    """One server holds the weights in ``rollout.dtype``, split over its GPUs, and fills the rest with the cache."""
     size = DTYPES[config.rollout.dtype or config.model.dtype].itemsize
     heads, dim = hf_config.num_key_value_heads, _head_dim(hf_config)
     per_token = 2 * hf_config.num_hidden_layers * heads * dim * size
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if config.rollout.engine == "local":
         return Rollouts(bytes_per_token=per_token, gpus_per_server=1, room=None, tokens_in_flight=None, longest=longest)
-    options = config.rollout.sglang if config.rollout.engine == "sglang" else config.rollout.vllm
+    options = _options(config)
     gpus = int(options.get("tp-size", options.get("tensor-parallel-size", 1)))
-    share = float(options.get("mem-fraction-static", options.get("gpu-memory-utilization", 0.85)))
-    room = round(machine.memory * share - parameters * size / gpus)
+    room = round(server_bytes(config, machine) - parameters * size / gpus)
     copies = max(1, gpus // heads)  # fewer heads than GPUs: some hold the same ones
     return Rollouts(
         bytes_per_token=per_token,
@@ -55,6 +50,17 @@ def rollouts(config: Config, hf_config: Any, parameters: int, machine: Machine) 
         tokens_in_flight=max(0, room * gpus // (per_token * copies)),
         longest=longest,
     )
+
+
+def server_bytes(config: Config, machine: Machine) -> float:
+    """Of one GPU for weights and cache: the server's own key (SGLang ``mem-fraction-static``, vLLM
+    ``gpu-memory-utilization``), without it 0.85 of the memory."""
+    options = _options(config)
+    return machine.memory * float(options.get("mem-fraction-static", options.get("gpu-memory-utilization", 0.85)))
+
+
+def _options(config: Config) -> dict[str, Any]:
+    return config.rollout.sglang if config.rollout.engine == "sglang" else config.rollout.vllm
 
 
 def _head_dim(hf_config: Any) -> int:

@@ -31,6 +31,9 @@ class Machine:
     8 channels of DDR5-4800, 307.2 GB/s (Intel's specifications)"""
     reserved: int = 4 * 2**30
     """bytes of the CUDA context, NCCL's buffers and library workspaces: an estimate, to be replaced by a measurement"""
+    asleep: int = 3 * 2**30
+    """bytes that an inference server keeps on its GPU when it has released weights and cache, in its CUDA context, CUDA
+    graphs and NCCL's buffers: an estimate, to be replaced by a measurement"""
     reached_flops: float = 0.5
     """part of ``flops`` that large products reach in training: an estimate, margin +- 30 %"""
     reached_bandwidth: float = 0.7

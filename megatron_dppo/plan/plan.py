@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf import model_shape
-from megatron_dppo.plan.arithmetic import Rollouts, Transfers, gradient_bytes, rollouts, transfers
+from megatron_dppo.plan.arithmetic import Rollouts, Transfers, gradient_bytes, rollouts, server_bytes, transfers
 from megatron_dppo.plan.batch import Batch, batch_of
 from megatron_dppo.plan.child import Question
 from megatron_dppo.plan.machine import Machine
@@ -55,7 +55,9 @@ class RankPlan:
     role: Role
     measured: Measured
     total: int
-    """bytes at the peak with everything that torch does not allocate"""
+    """bytes at the peak with everything that torch does not allocate, and what colocated servers have at that time"""
+    sampling: int | None
+    """of these, bytes while colocated servers sample; None = they have GPUs of their own"""
     update_seconds: float
     """one optimizer update, all its micro-batches"""
     communication_seconds: float
@@ -141,7 +143,7 @@ def make_plan(
         model=model,
         batch=batch,
         ranks={
-            name: _rank_plan(role, measured, batch, layout, machine, moved, gradient_bytes(config))
+            name: _rank_plan(config, role, measured, batch, layout, machine, moved)
             for (name, role), measured in zip(chosen.items(), found, strict=True)
         },
         rollouts=rollouts(config, model.hf_config, model.parameters, machine),
@@ -159,7 +161,7 @@ def once_an_update(phase: str, collective: str) -> bool:
 
 
 def _rank_plan(
-    role: Role, measured: Measured, batch: Batch, layout: Layout, machine: Machine, moved: Transfers, gradient: int
+    config: Config, role: Role, measured: Measured, batch: Batch, layout: Layout, machine: Machine, moved: Transfers
 ) -> RankPlan:
     times = batch.micro_batches / measured.micro_batches
     compute = sum(work.seconds * (1 if phase in _ONCE else times) for phase, work in measured.work.items())
@@ -169,14 +171,22 @@ def _rank_plan(
     )
     # The pipeline fills and drains: pp - 1 micro-batches' time in which a stage waits.
     bubble = 1 + (layout.pp - 1) / (layout.vpp * batch.micro_batches)
-    host = machine.seconds_on_host(measured.offloaded, gradient)
+    host = machine.seconds_on_host(measured.offloaded, gradient_bytes(config))
     # Buffers of the weight sync are there between updates, when activations are not.
-    between = sum(measured.static.values()) + (moved.sync_buffer if role.rank == 0 else 0)
-    peak = max(measured.peak.total, measured.start_peak.total, between)
+    buffer = moved.sync_buffer if role.rank == 0 else 0
+    between = sum(measured.static.values()) + buffer
+    total, sampling = max(measured.peak.total, measured.start_peak.total, between) + machine.reserved, None
+    if config.rollout.servers.colocated:
+        # The weights are gathered and read by the probe when the servers have all of their memory.
+        sampling = round(server_bytes(config, machine)) + measured.static["weights"] + buffer
+        sampling += machine.asleep + machine.reserved
+        total = max(sampling, total + machine.asleep)
     return RankPlan(
         role=role,
         measured=measured,
-        total=peak + machine.reserved,
+        total=total,
+        sampling=sampling,
+        update_seconds=(compute + communication) * bubble,
         update_seconds=(compute + communication) * bubble + host,
         communication_seconds=communication,
         host_seconds=host,

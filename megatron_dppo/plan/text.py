@@ -22,7 +22,7 @@ def as_text(plan: Plan) -> str:
     """The whole plan."""
     note = [] if plan.model.note is None else [plan.model.note]
     parts = [*note, describe(plan.layout, plan.config), _batch(plan), "", _memory(plan), "", _collectives(plan)]
-    parts += ["", _time(plan), "", _rollouts(plan), _transfers(plan), "", _verdict(plan)]
+    parts += ["", _time(plan), "", _rollouts(plan), *_colocated(plan), _transfers(plan), "", _verdict(plan)]
     return "\n".join(parts)
 
 
@@ -162,6 +162,20 @@ def _rollouts(plan: Plan) -> str:
         f"{per_token}; a server of {found.gpus_per_server} {plan.machine.name} has {gib(found.room)} GiB a GPU for "
         f"them: {found.tokens_in_flight} tokens in flight = {found.sequences} sequences of {found.longest} tokens"
     )
+
+
+def _colocated(plan: Plan) -> list[str]:
+    """What trainer and servers have in each other's turn."""
+    turns = [rank.sampling for rank in plan.ranks.values() if rank.sampling is not None]
+    if not turns:
+        return []
+    host = max(rank.measured.static["weights"] + rank.measured.static["optimizer"] for rank in plan.ranks.values())
+    asleep, given = gib(plan.machine.asleep), gib(max(turns))
+    return [
+        f"turns    {asleep} GiB of a GPU stay with a server that sleeps (an estimate); {given} GiB are in use when it "
+        "has weights and cache again, and the probe reads the trainer's weights. Both are in 'with all'. "
+        f"Up to {gib(host)} GiB of host memory a rank take the trainer's state"
+    ]
 
 
 def _transfers(plan: Plan) -> str:

@@ -103,6 +103,7 @@ def test_a_colocated_run_takes_turns_with_its_server_and_the_next_one_wakes_it(
                 "model__path": old_model.folder,
                 "model__random_init": "false",
                 "warmup__num_steps": 0,
+                "parallel__expert_model_parallel_size": 1,
                 "train__router_replay": "off",
                 "train__mini_batches": 1,
                 "run__num_steps": steps,

@@ -42,7 +42,7 @@ class FakeServer:
         self.url = f"http://{name}"
         self.engine_version = engine_version
         self.version, self.weights, self.calls = -1, dict[str, Tensor](), list[str]()
-        self.paused = self.updating = False
+        self.paused = self.updating = self.released = False
         self.fails: dict[str, int] = {}
         self.ignores, self.corrupts, self.packs = set[str](), set[str](), set[str]()
         self.plain, self.frozen = True, False
@@ -74,6 +74,18 @@ class FakeServer:
         self._called("resume")
         self.paused = False
 
+    async def alive(self) -> bool:
+        return not self.frozen
+
+    async def release_memory(self) -> None:
+        self._called("release_memory")
+        self.version, self.released = -1, True
+
+    async def wake_weights(self) -> None:
+        self._called("wake_weights")
+        assert self.paused
+        self.released = False
+
     async def begin_update(self) -> None:
         self._called("begin_update")
         assert self.paused
@@ -96,6 +108,7 @@ class FakeServer:
         self.version = version
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
+        assert not self.released
         for name, tensor in tensors.items():
             if name not in self.ignores:
                 self.weights[name] = tensor.clone()
@@ -108,6 +121,7 @@ class FakeServer:
 
     async def weight_sums(self) -> tuple[RankSums, ...]:
         self._called("weight_sums")
+        assert not self.released
         kept = {name: w.flip(0).clone() if name in self.packs else w for name, w in self.weights.items()}
         return (RankSums(tp_rank=0, sums={k: tensor_digest(w).partition(":")[2] for k, w in kept.items()}),)
 
