@@ -109,6 +109,7 @@ def test_a_colocated_run_takes_turns_with_its_server_and_the_next_one_wakes_it(
                 "run__num_steps": steps,
                 "eval__every": 2,
                 "checkpoint__save_every": 1,
+                "checkpoint__accept_changes": "true",  # of run.num_steps
             }
             result = train(arguments([proxy], tmp_path / "run", **more), processes=1)
             assert result.returncode == 0, result.stdout + result.stderr
