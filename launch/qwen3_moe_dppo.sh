@@ -4,7 +4,8 @@
 #   sbatch --nodes=6 --gpus-per-node=8 launch/qwen3_moe_dppo.sh [OPTIONS] CONFIG.toml [--section.key VALUE ...]
 #
 #   --server-nodes N      the first N nodes run servers and no trainer (default 1); 0 = servers beside the trainer on
-#                         the job's only node (the default there), on the GPUs after the trainer's
+#                         the job's only node (the default there), on the GPUs after the trainer's. Not with
+#                         rollout.servers.colocated = true: then every node trains, and has servers on the same GPUs
 #   --nproc-per-node N    trainer ranks on each of the other nodes (default: the GPUs of a node, or 1 without any)
 #   --max-restarts N      times in a row that the job is queued again after a crash without a newer checkpoint
 #                         (default 3; 0 = never)
@@ -113,7 +114,10 @@ preempted() { job_has 'PreemptTime=[0-9]'; }
 
 # Who does what.
 mode=$(ask mode serve "${given[@]}" --print-mode)
-if [ "$mode" != start ]; then
+if [ "$mode" = colocated ]; then
+    [ "${server_nodes:-0}" = 0 ] || fail "--server-nodes $server_nodes, but with rollout.servers.colocated = true every node trains; leave it out"
+    server_nodes=0
+elif [ "$mode" != start ]; then
     [ "${server_nodes:-0}" = 0 ] || fail "--server-nodes $server_nodes, but this configuration starts no servers; leave it out"
     server_nodes=0
 fi
@@ -128,6 +132,7 @@ if [ "$mode" = start ] && [ "$server_nodes" = 0 ]; then
     serving_nodes=("${nodes[0]}")
     serve_options+=(--skip-gpus "$nproc")
 fi
+if [ "$mode" = colocated ]; then serving_nodes=("${nodes[@]}") mode=start; fi
 
 declare -A servers=() starts=()
 trainer="" stopping="" last_call=""

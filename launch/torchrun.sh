@@ -5,8 +5,8 @@
 #
 # Starts the servers (megatron-dppo serve), waits until they are healthy, trains with torchrun, ends the servers. The
 # exit code is the training's. With rollout.engine = "local" there are no servers; those named in rollout.servers.urls
-# are only checked. The trainer's N ranks get the first N GPUs, the servers those after them. A server that dies is started
-# again (docs/launch.md).
+# are only checked. The trainer's N ranks get the first N GPUs, the servers those after them, or with
+# rollout.servers.colocated = true the same ones. A server that dies is started again (docs/launch.md).
 #
 #   --nproc-per-node N    trainer ranks (default 1)
 #   PYTHON                the interpreter to use (default python3)
@@ -83,7 +83,7 @@ trap 'exit 130' INT
 mode=$("$python" -m megatron_dppo.cli.main serve "${arguments[@]}" --print-mode 9>&-)
 case $mode in
 attach) "$python" -m megatron_dppo.cli.main serve "${arguments[@]}" 9>&- ;;
-start)
+start | colocated)
     "$python" -m megatron_dppo.cli.main serve "${arguments[@]}" --skip-gpus "$nproc" --urls-file "$work/urls" 9>&- &
     server=$!
     tell_guard "server $server"

@@ -29,8 +29,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-mode",
         action="store_true",
-        help="print what this command is for with this file, for scripts: start (starts servers), attach (checks those "
-        "of rollout.servers.urls) or none (rollout.engine = local)",
+        help="print what this command is for with this file, for scripts: start (starts servers), colocated (starts "
+        "servers on the trainer's GPUs), attach (checks those of rollout.servers.urls) or none (rollout.engine = local)",
     )
 
 
@@ -88,7 +88,9 @@ def _attach(config: Config, urls_file: Path | None) -> int:
 def _mode(config: Config) -> str:
     if config.rollout.engine == "local":
         return "none"
-    return "attach" if config.rollout.servers.urls else "start"
+    if config.rollout.servers.urls:
+        return "attach"
+    return "colocated" if config.rollout.servers.colocated else "start"
 
 
 def _write_urls(file: Path | None, urls: Sequence[str]) -> None:

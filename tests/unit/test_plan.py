@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,23 @@ def test_the_30b_example_fits_32_h100(plan_of_30b: Plan) -> None:
     text = as_text(plan)
     assert "Fits 32 x h100." in text and "sizes are those that the package knows" in text
     assert (plan.model.parameters, plan.model.expert_parameters) == (PARAMETERS, 48 * 128 * 3 * 2048 * 768)
+
+
+def test_servers_on_the_trainers_gpus_need_room_in_both_turns(plan_of_30b: Plan) -> None:
+    measured = plan_of_30b.ranks["all"].measured
+    rehearsed: Any = SimpleNamespace(ask=lambda questions, few_layers: [measured for _ in questions])
+    shared = ("--rollout.servers.colocated", "true", "--rollout.weight_sync.method", "disk")
+    for share, in_training in ((0.4, True), (0.85, False)):
+        config = big(*shared, "--rollout.sglang.mem-fraction-static", str(share))
+        plan = make_plan(config, 32, H100, rehearsed, kinds=["all"])
+        rank, asleep = plan.ranks["all"], H100.asleep
+        sampling = round(H100.memory * share) + measured.static["weights"] + 2 * GIB + H100.reserved + asleep
+        training = plan_of_30b.ranks["all"].total + asleep
+        assert (rank.sampling, rank.total) == (sampling, max(sampling, training))
+        assert (training > sampling) == in_training == (not plan.too_large)
+        host = (measured.static["weights"] + measured.static["optimizer"]) / GIB
+        assert f"Up to {host:.2f} GiB of host memory" in as_text(plan)
+    assert plan_of_30b.ranks["all"].sampling is None and "turns " not in as_text(plan_of_30b)
 
 
 def test_what_48_layers_need_follows_from_a_few(plan_of_30b: Plan, rehearsals: Rehearsals) -> None:

@@ -13,7 +13,6 @@ from megatron_dppo.rollout.member import Member
 from megatron_dppo.rollout.memory import ReleasedMemory
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.sglang import client
-from megatron_dppo.rollout.sglang.weights import WeightUpdates
 from megatron_dppo.run.stream import stream
 from megatron_dppo.run.stream.draw import Place
 from megatron_dppo.run.stream.stream import Stream
@@ -132,15 +131,6 @@ def _without_cache() -> AbstractContextManager[Any]:
     return mock.patch.object(ReleasedMemory, "_wake_cache", wake)
 
 
-def _one_call() -> AbstractContextManager[Any]:
-    """Memory is released while requests may run."""
-
-    async def stop(self: Any) -> None:
-        pass
-
-    return mock.patch.object(WeightUpdates, "_stop", stop)
-
-
 @contextmanager
 def _takes_names() -> Iterator[None]:
     """A server that a sync left out is taken back when its weights have the right name."""
@@ -215,8 +205,5 @@ MUTATIONS = {
     "a server is taken back by the name of its weights": Mutation(_takes_names, lambda p: False),
     "servers keep their memory in training": Mutation(_keep_memory, lambda p: p.colocated),
     "the cache is not taken again": Mutation(_without_cache, lambda p: p.colocated),
-    "memory is released under requests": Mutation(
-        _one_call, lambda p: p.colocated and "kill_trainer" not in _kinds(p) and not p.faults
-    ),
     "a slot is never given back": Mutation(_never_lets_go, lambda p: p.max_in_flight == 2),
 }
