@@ -29,8 +29,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-mode",
         action="store_true",
-        help="print what this command is for with this file, for scripts: start (starts servers), colocated (starts "
-        "servers on the trainer's GPUs), attach (checks those of rollout.servers.urls) or none (rollout.engine = local)",
+        help="print what this command is for with this file, for scripts: start (starts servers), colocated (on "
+        "the trainer's GPUs), attach (checks those of rollout.servers.urls) or none (rollout.engine = local)",
     )
 
 

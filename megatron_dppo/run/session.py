@@ -147,15 +147,23 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             wait_minutes=config.run.wait_minutes,
             world=world,
         )
-        for note in free_gpus(config, world):
-            console.say(note)
         trainer = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform)
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
-        gpus = gpus_of(config, trainer, publisher)
         session = Session(
-            config, inputs, trainer, groups, engine, publisher, scorer, gpus, stream, console, None, started
+            config,
+            inputs,
+            trainer,
+            groups,
+            engine,
+            publisher,
+            scorer,
+            gpus_of(config, trainer, publisher),
+            stream,
+            console,
+            None,
+            started,
         )
         session.resume_point = point
         if config.checkpoint.async_save:
@@ -230,6 +238,8 @@ def _build_policy(
 ) -> PolicyTrainer:
     from megatron_dppo.mcore.setup import seed_random_states
 
+    for note in free_gpus(config, groups.world):
+        console.say(f"servers  {note}")
     base = _base_folder(config)
     if inputs.warmup_data is not None and not is_warm(base, config):
         steps = config.warmup.num_steps

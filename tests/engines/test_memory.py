@@ -73,6 +73,18 @@ def test_a_vllm_server_goes_through_its_turns_whoever_dies(vllm: Engine, new_mod
     check_turns(vllm, new_model)
 
 
+def give_back(engine: Engine, model: Reference) -> None:
+    """Awake, with the weights that the tests of other files begin with."""
+
+    async def wake(server: InferenceServer) -> None:
+        await server.pause()
+        await server.wake_weights()
+        await server.update_from_disk(str(model.folder), -1)
+        await server.resume()
+
+    call(engine, wake)
+
+
 _NAMES = {
     "/sleep": "release",
     "/wake_up": "wake",
@@ -87,6 +99,7 @@ def test_a_colocated_run_takes_turns_with_its_server_and_the_next_one_wakes_it(
     vllm: Engine, old_model: Reference, tmp_path: Path
 ) -> None:
     calls: list[str] = []
+    give_back(vllm, old_model)
 
     async def note(exchange: Exchange) -> bool:
         name = _NAMES.get(exchange.path)
@@ -113,6 +126,7 @@ def test_a_colocated_run_takes_turns_with_its_server_and_the_next_one_wakes_it(
             }
             result = train(arguments([proxy], tmp_path / "run", **more), processes=1)
             assert result.returncode == 0, result.stdout + result.stderr
+    give_back(vllm, old_model)
     records = step_records(tmp_path / "run")
     assert len(records) == 3 and all(record["train/abs_prob_diff"] < 1e-5 for record in records)
     # Three turns with the evaluation after the last step, whose save ends it; the server stays asleep, and is woken for

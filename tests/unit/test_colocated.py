@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.cli.main import main
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, PublishError, ServerError
 from megatron_dppo.rollout.memory import CACHE_RELEASED, RELEASED
@@ -18,6 +19,8 @@ from megatron_dppo.weights.memory import release_all
 from tests.unit.configs import config
 from tests.unit.http_stub import Call, Stub, with_stub
 from tests.unit.weight_server import FakeServer, make, weights
+
+EXAMPLE = Path(__file__).parents[2] / "examples/chain_sum/dppo.toml"
 
 
 def colocated(*, servers: Any = (), rollout: Any = (), method: str = "disk", **sections: dict[str, Any]) -> Config:
@@ -49,6 +52,17 @@ def test_they_are_started_on_the_trainers_gpus_with_what_releases_memory(engine:
     assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["4", "5"]
     assert all(flag in plan.argv for plan in plans)
     assert flag not in plan_servers(found, {})[0].argv  # without a GPU the engines refuse it
+
+
+def test_scripts_are_told_who_has_which_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["serve", str(EXAMPLE), "--rollout.engine", "sglang", "--rollout.weight_sync.method", "disk", "--print-mode"]
+    for extra, mode in (
+        ([], "start"),
+        (["--rollout.servers.colocated", "true"], "colocated"),
+        (["--rollout.servers.colocated", "true", "--rollout.servers.urls", '["http://127.0.0.1:9"]'], "attach"),
+    ):
+        assert main([*line, *extra]) == 0
+        assert capsys.readouterr().out.strip() == mode
 
 
 _OTHERS = (
