@@ -58,8 +58,6 @@ class Session:
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
     publisher: Publisher
     scorer: RewardScorer
-    gpus: Gpus
-    """the publisher's and the trainer's turns on them"""
     stream: Stream
     """where the rollouts come from"""
     console: Console
@@ -83,6 +81,11 @@ class Session:
     """all ranks over the CPU, for saves in the background; None = they are not"""
     resume_point: ResumePoint | None = None
     """where ``session_state.begin`` takes the run up again"""
+    gpus: Gpus = field(init=False)
+    """the publisher's and the trainer's turns on them"""
+
+    def __post_init__(self) -> None:
+        self.gpus = gpus_of(self.config, self.trainer, self.publisher)
 
     def take_gpus(self) -> None:
         """The trainer's turn on the GPUs."""
@@ -151,20 +154,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform)
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
-        session = Session(
-            config,
-            inputs,
-            trainer,
-            groups,
-            engine,
-            publisher,
-            scorer,
-            gpus_of(config, trainer, publisher),
-            stream,
-            console,
-            None,
-            started,
-        )
+        session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
         session.resume_point = point
         if config.checkpoint.async_save:
             session.save_group = setup.host_world(config.run.wait_minutes)
