@@ -60,7 +60,8 @@ def server_bytes(config: Config, machine: Machine) -> float:
 
 
 def _options(config: Config) -> dict[str, Any]:
-    return config.rollout.sglang if config.rollout.engine == "sglang" else config.rollout.vllm
+    options = config.rollout.sglang if config.rollout.engine == "sglang" else config.rollout.vllm
+    return {key.replace("_", "-"): value for key, value in options.items()}  # as ``serve`` reads them
 
 
 def _head_dim(hf_config: Any) -> int:
