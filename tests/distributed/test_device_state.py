@@ -39,9 +39,10 @@ def held(tensors: list[Tensor]) -> int:
     return sum({id(s): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
-def lend_device(trainer: Any) -> dict[str, Tensor]:
+def lend_device(trainer: Any, batches: Any) -> dict[str, Tensor]:
     """Everything leaves and comes back, as in a step with colocated servers; the weights that were exported."""
     trainer.optimizer.finish_overlapped_gather()
+    readings, _ = trainer.readings(batches, None)
     weights, gradients, optimizer = state_of(trainer)
     shared = {id(tensor.untyped_storage()) for tensor in weights}
     own = [tensor for tensor in optimizer if id(tensor.untyped_storage()) not in shared]
@@ -50,6 +51,8 @@ def lend_device(trainer: Any) -> dict[str, Tensor]:
     trainer.device_state.leave(weights=False)
     assert held(gradients) == held(own) == 0 < held(weights)
     exported = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    for found, expected in zip(trainer.readings(batches, None)[0], readings, strict=True):  # as the probe does
+        assert torch.equal(found.logprobs, expected.logprobs)
     trainer.device_state.leave(weights=True)
     assert held(weights) == held(optimizer) == 0
     trainer.device_state.come_back()
@@ -68,7 +71,7 @@ def train(trainer: Any, dtype: str, folder: Path | None) -> list[Any]:
     numbers: list[Any] = []
     for step in range(STEPS):
         if folder is not None:
-            exported = lend_device(trainer)
+            exported = lend_device(trainer, batches)
         else:
             exported = {name: tensor.clone() for name, tensor in trainer.export_weights()}
         trainer.optimizer.set_step(step)
@@ -77,7 +80,7 @@ def train(trainer: Any, dtype: str, folder: Path | None) -> list[Any]:
         if folder is not None and step == 1:
             path = trainer.save(folder, step, {}, keep=1).path
             trainer.update(batches, policy_objective(LOSS))  # to be undone
-            lend_device(trainer)
+            lend_device(trainer, batches)
             trainer.load(path)
     trainer.optimizer.finish_overlapped_gather()
     return [*numbers, [tensor.detach().clone() for part in state_of(trainer)[::2] for tensor in part]]

@@ -131,4 +131,4 @@ def test_a_colocated_run_takes_turns_with_its_server_and_the_next_one_wakes_it(
     assert len(records) == 3 and all(record["train/abs_prob_diff"] < 1e-5 for record in records)
     # Three turns with the evaluation after the last step, whose save ends it; the server stays asleep, and is woken for
     # the next run's publish and for its evaluation.
-    assert calls == ["release"] + 5 * _TURN
+    assert calls == ["release"] + 5 * _TURN, calls
