@@ -103,7 +103,7 @@ def test_servers_on_the_trainers_gpus_need_room_in_both_turns(plan_of_30b: Plan)
     measured = plan_of_30b.ranks["all"].measured
     rehearsed: Any = SimpleNamespace(ask=lambda questions, few_layers: [measured for _ in questions])
     shared = ("--rollout.servers.colocated", "true", "--rollout.weight_sync.method", "disk")
-    for share, in_training in ((0.4, True), (0.85, False)):
+    for share, in_training in ((0.3, True), (0.85, False)):
         config = big(*shared, "--rollout.sglang.mem-fraction-static", str(share))
         plan = make_plan(config, 32, H100, rehearsed, kinds=["all"])
         rank, asleep = plan.ranks["all"], H100.asleep
