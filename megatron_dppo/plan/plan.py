@@ -186,7 +186,6 @@ def _rank_plan(
         measured=measured,
         total=total,
         sampling=sampling,
-        update_seconds=(compute + communication) * bubble,
         update_seconds=(compute + communication) * bubble + host,
         communication_seconds=communication,
         host_seconds=host,
