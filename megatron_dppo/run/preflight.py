@@ -93,7 +93,6 @@ def _megatron(start: Start) -> Iterable[UserError]:
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     apply_shims(platform)
     from megatron_dppo.mcore import model, overrides
-    from megatron_dppo.mcore.transformer_engine import has_transformer_engine, refuse_what_needs_its_adam
 
     config, replay = start.config, start.config.train.router_replay != "off"
     overrides.checked_overrides(config.model.transformer, router_replay=replay)
@@ -102,8 +101,15 @@ def _megatron(start: Start) -> Iterable[UserError]:
         found = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
         if platform.is_cuda:
             start.notes.append(model.kernels_note(found, config.model))
+    return ()
+
+
+def _adam(start: Start) -> Iterable[UserError]:
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine, refuse_what_needs_its_adam
+
+    config, on_gpu = start.config, Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))).is_cuda
     # On a CPU a dry run may be for a machine with GPUs.
-    if not has_transformer_engine() if platform.is_cuda else not start.dry_run:
+    if not has_transformer_engine() if on_gpu else not start.dry_run:
         warmup = {"warmup.optimizer": config.warmup.optimizer} if config.warmup.num_steps else {}
         refuse_what_needs_its_adam({"optimizer": config.optimizer, **warmup})
     return ()
@@ -141,7 +147,8 @@ CHECKS: Sequence[Check] = (
     Check("devices", frozenset(), _device),
     Check("generate function", frozenset({"rollout"}), _functions),
     Check("reward function", frozenset({"reward", "rollout"}), _reward),
-    Check("Megatron's configuration", frozenset({"model", "parallel", "train", "optimizer", "warmup"}), _megatron),
+    Check("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),
+    Check("Adam", frozenset({"optimizer", "warmup"}), _adam),
     Check("log", frozenset({"log"}), _sinks, on_rank_0=True),
     Check("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),
     Check("free space", frozenset({"run", "checkpoint", "model", "warmup"}), _space, on_rank_0=True),
