@@ -53,10 +53,10 @@ class Job:
         shown = self._slurm.run("scontrol", "-o", "show", "job", self.id)
         return dict(part.partition("=")[::2] for part in shown.split())[name]
 
-    def until(self, text: str, timeout: float = 120) -> None:
-        """Wait until the job has printed a text."""
+    def until(self, text: str, timeout: float = 120, *, times: int = 1) -> None:
+        """Wait until the job has printed a text so many times."""
         end = time.monotonic() + timeout
-        while text not in self.output:
+        while self.output.count(text) < times:
             assert self.state in ("PENDING", "CONFIGURING", "RUNNING"), f"{self.state} without {text!r}:\n{self.output}"
             assert time.monotonic() < end, f"no {text!r}:\n{self.output}"
             time.sleep(0.2)

@@ -126,12 +126,16 @@ class Slurm:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
         return done.stdout
 
-    def stop(self) -> None:
-        """Cancel what runs and end the daemons, the newest first."""
+    def cancel_all(self) -> None:
+        """End all jobs."""
         self.run("scancel", "--user=root", check=False)
         end = time.monotonic() + 30
         while self.run("squeue", "-h", check=False).strip() and time.monotonic() < end:
             time.sleep(0.5)
+
+    def stop(self) -> None:
+        """Cancel what runs and end the daemons, the newest first."""
+        self.cancel_all()
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
             try:
