@@ -6,21 +6,17 @@ entry per expert), whatever a transformers version keeps in memory.
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.files.atomic import fsync
 from megatron_dppo.types import RoutingShape
 
 WeightStream = Iterable[tuple[str, Tensor]]
@@ -228,62 +224,3 @@ class FolderWeights:
     def names(self) -> set[str]:
         """All weight names in the folder."""
         return set(self._files)
-
-
-def save_hf_folder(
-    target: str | Path, source: str | Path, weights: WeightStream, dtype: torch.dtype, max_shard_bytes: int = 5 * 2**30
-) -> None:
-    """Write a Hugging Face folder: config and tokenizer files of ``source``, weights from the stream.
-
-    The folder appears at once, complete and on the disk, by a rename; an older one of that name is replaced.
-    """
-    target, source = Path(target), Path(source)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix in {".json", ".txt", ".model", ".jinja"} and "safetensors" not in file.name:
-            shutil.copyfile(file, partial / file.name)
-    config = json.loads((partial / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_shards(partial, weights, dtype, max_shard_bytes)
-    for file in partial.iterdir():
-        fsync(file)
-    fsync(partial)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
-    fsync(target.parent)
-
-
-def _write_shards(folder: Path, weights: WeightStream, dtype: torch.dtype, max_bytes: int) -> None:
-    shards: list[Path] = []
-    index: dict[str, Path] = {}
-    buffer: dict[str, Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        shards.append(folder / f"part-{len(shards)}.safetensors")
-        save_file(buffer, shards[-1], metadata={"format": "pt"})
-        index.update(dict.fromkeys(buffer, shards[-1]))
-        buffer.clear()
-
-    for name, tensor in weights:
-        tensor = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        if buffer and size + tensor.nbytes > max_bytes:
-            flush()
-            size = 0
-        buffer[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    final = {old: f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i, old in enumerate(shards)}
-    if len(shards) == 1:
-        final = {shards[0]: "model.safetensors"}
-    for old, new in final.items():
-        old.rename(folder / new)
-    if len(shards) > 1:
-        weight_map = {name: final[shard] for name, shard in index.items()}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        (folder / "model.safetensors.index.json").write_text(text + "\n")

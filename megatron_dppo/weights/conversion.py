@@ -20,8 +20,9 @@ from megatron_dppo.config.schema import ModelConfig, ParallelConfig
 from megatron_dppo.data.packing import RowShape, pack
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import FolderWeights, drain, model_shape, read_hf_config, save_hf_folder
+from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config
 from megatron_dppo.platform import DTYPES, Platform
+from megatron_dppo.weights.hf_folder import save_hf_folder
 
 _LAYOUT_FILE = "conversion.json"
 _CHECK_TOKENS = 48
@@ -64,13 +65,8 @@ class Converter:
             print(f"note: {note}", file=sys.stderr)
 
     def save_hf(self, target: Path, dtype: torch.dtype) -> None:
-        """Stream the weights to a Hugging Face folder; rank 0 writes."""
-        weights = self.bridge.export()
-        if dist.get_rank() == 0:
-            save_hf_folder(target, self.hf_folder, weights, dtype)
-        else:
-            drain(weights)
-        dist.barrier()
+        """Stream the weights to a Hugging Face folder; each rank writes some of its files."""
+        save_hf_folder(target, self.hf_folder, self.bridge.export(), dtype, group=dist.group.WORLD)
 
     def problems(self) -> list[str]:
         """Differences between the model's weights and the Hugging Face folder: names, shapes, dtypes, every bit."""

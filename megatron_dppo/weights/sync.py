@@ -17,9 +17,10 @@ import torch
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import DiskError, ServerError
 from megatron_dppo.files.disk import disk_errors
-from megatron_dppo.hf import drain, save_hf_folder
+from megatron_dppo.hf import drain
 from megatron_dppo.rollout.attempt import Attempt, SyncResult
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
+from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, kv_heads
 from megatron_dppo.weights.transfer import BucketTransfer, Weights
 from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport

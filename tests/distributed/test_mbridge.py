@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.hf import FolderWeights, model_shape, save_hf_folder, stream_model
+from megatron_dppo.hf import FolderWeights, model_shape, stream_model
 from megatron_dppo.mcore import mapping
 from megatron_dppo.platform import Platform
+from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.parity import hf_config, hf_reference
 from tests.distributed.spawn import run_distributed
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.hf import FolderWeights, save_hf_folder, stream_model
+from megatron_dppo.hf import FolderWeights, stream_model
+from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.parity import hf_config, hf_reference
 from tests.e2e.runs import ROOT, environment
 

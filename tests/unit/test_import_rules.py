@@ -75,7 +75,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "weights": (
         {"config", "data", "errors", "files", "hf", "mcore", "parallel", "platform", "policy", "rollout", "serving"}
         | {"types"},
-        {"torch", "transformers"},
+        {"safetensors", "torch", "transformers"},
     ),
     "run": (
         {"config", "data", "errors", "files", "hf", "losses", "mcore", "parallel", "platform", "policy", "report"}

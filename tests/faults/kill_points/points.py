@@ -34,6 +34,7 @@ PHASES = {
     ("logbook.py", "log"): "metrics",
     ("evaluation.py", "evaluate"): "evaluate",
     ("logbook.py", "finish"): "export",
+    ("hf_folder.py", "_write_beside"): "export",
     ("sampling.py", "collect_rollouts"): "rollout",
     ("folder.py", "open_folder"): "start",
 }
