@@ -11,32 +11,34 @@ from pathlib import Path
 import psutil
 
 
-def peak_growth(work: Callable[[], None], *, children: bool = False) -> tuple[float, float]:
+def peak_growth(work: Callable[[], None], *, children: bool = False, own: bool = False) -> tuple[float, float]:
     """Seconds, and bytes by which the resident memory of this process was larger than before at its peak.
 
     Args:
         work: what is measured.
         children: whether to add what processes that it starts hold for themselves (looked at every 10 ms).
+        own: whether to leave pages of files out, which the kernel may drop (looked at every 10 ms).
     """
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # what an earlier way has freed would serve this one unseen
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before, most, ended = _status("VmRSS"), 0.0, threading.Event()
+    field = "RssAnon" if own else "VmRSS"
+    before, most, ended = _status(field), 0.0, threading.Event()
 
     def look() -> None:
         nonlocal most
         while not ended.wait(0.01):
-            most = max(most, _status("VmRSS") + _private_of_children())
+            most = max(most, _status(field) + (_private_of_children() if children else 0.0))
 
-    watcher = threading.Thread(target=look)
-    if children:
+    watcher, watched = threading.Thread(target=look), children or own
+    if watched:
         watcher.start()
     start = time.perf_counter()
     work()
     seconds = time.perf_counter() - start
     ended.set()
-    if children:
+    if watched:
         watcher.join()
-    return seconds, max(most, _status("VmHWM")) - before
+    return seconds, max(most, _status(field) if own else _status("VmHWM")) - before
 
 
 def _status(field: str) -> float:
