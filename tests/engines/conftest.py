@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engines.calls import call
-from tests.engines.servers import Engine, start_sglang, start_vllm, stop_engine, wait_ready
+from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
 from tests.engines.tiny import Reference, make_tiny
 
 _HERE = Path(__file__).parent
@@ -41,17 +41,39 @@ def with_weights_of(engine: Engine, model: Reference) -> Engine:
     return engine
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note which tests failed, for the fixtures that come down after them."""
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
+
+
+def lent(shared: SharedEngine, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The server for one test; nobody knows in what state a failed one left it, so that the next gets another."""
+    yield shared.engine()
+    if request.node.stash.get(_FAILED, False):
+        shared.stop()
+
+
 @pytest.fixture(scope="session", params=SGLANG_VERSIONS)
-def sglang_server(
+def shared_sglang(
     request: pytest.FixtureRequest, old_model: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
+) -> Iterator[SharedEngine]:
     """One of each supported version."""
     log = tmp_path_factory.mktemp("sglang") / "log"
-    engine = start_sglang(old_model.folder, log, "--enable-return-routed-experts", version=request.param)
-    try:
-        yield wait_ready(engine)
-    finally:
-        stop_engine(engine)
+    options = ("--enable-return-routed-experts",)
+    with SharedEngine(lambda: start_sglang(old_model.folder, log, *options, version=request.param)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def sglang_server(shared_sglang: SharedEngine, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """A server of each supported version of SGLang, with whatever weights it has."""
+    yield from lent(shared_sglang, request)
 
 
 @pytest.fixture
@@ -61,13 +83,17 @@ def sglang(sglang_server: Engine, old_model: Reference) -> Engine:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def shared_vllm(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
     """One as it should be started."""
-    engine = start_vllm(old_model.folder, tmp_path_factory.mktemp("vllm") / "log")
-    try:
-        yield wait_ready(engine)
-    finally:
-        stop_engine(engine)
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with SharedEngine(lambda: start_vllm(old_model.folder, log)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def vllm_server(shared_vllm: SharedEngine, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """A server as it should be started, with whatever weights it has."""
+    yield from lent(shared_vllm, request)
 
 
 @pytest.fixture
@@ -77,15 +103,16 @@ def vllm(vllm_server: Engine, old_model: Reference) -> Engine:
 
 
 @pytest.fixture(scope="session")
-def plain_vllm(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def shared_plain_vllm(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
     """Without our extension, and with vLLM's own kind of log-probabilities."""
-    engine = start_vllm(
-        old_model.folder,
-        tmp_path_factory.mktemp("vllm") / "plain",
-        *("--worker-extension-cls", "", "--weight-transfer-config", '{"backend": "nccl"}'),
-        *("--logprobs-mode", "raw_logprobs", "--max-logprobs", "20"),
-    )
-    try:
-        yield wait_ready(engine)
-    finally:
-        stop_engine(engine)
+    log = tmp_path_factory.mktemp("vllm") / "plain"
+    options = ("--worker-extension-cls", "", "--weight-transfer-config", '{"backend": "nccl"}')
+    options += ("--logprobs-mode", "raw_logprobs", "--max-logprobs", "20")
+    with SharedEngine(lambda: start_vllm(old_model.folder, log, *options)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def plain_vllm(shared_plain_vllm: SharedEngine, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """A server without our extension."""
+    yield from lent(shared_plain_vllm, request)

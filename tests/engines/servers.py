@@ -10,9 +10,10 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 TOOLS = Path(__file__).parents[2] / "tools" / "engines"
 _START_SECONDS = 300
@@ -44,7 +45,7 @@ def start_engine(
     kind: str, command: Sequence[str], port: int, log: Path, env: Mapping[str, str] | None = None
 ) -> Engine:
     """Start a server and return at once; ``wait_ready`` waits."""
-    with log.open("w") as output:
+    with log.open("a") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True
         )
@@ -76,6 +77,36 @@ def stop_engine(engine: Engine) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(engine.process.pid, signal.SIGKILL)
     engine.process.wait()
+
+
+class SharedEngine:
+    """A server that tests share; it is started by the first of them that asks, and again after a ``stop``.
+
+    Args:
+        start: one that may not be ready yet.
+    """
+
+    def __init__(self, start: Callable[[], Engine]) -> None:
+        self._start = start
+        self._running: Engine | None = None
+
+    def engine(self) -> Engine:
+        """The server, ready."""
+        if self._running is None:
+            self._running = wait_ready(self._start())
+        return self._running
+
+    def stop(self) -> None:
+        """Stop it, if it runs."""
+        running, self._running = self._running, None
+        if running is not None:
+            stop_engine(running)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def start_sglang(

@@ -23,7 +23,7 @@ def check_turns(engine: Engine, new_model: Reference) -> None:
 
     async def lend(server: InferenceServer) -> None:
         await server.info()
-        running = asyncio.create_task(server.generate(ask(SHORT, 1500)))
+        running = asyncio.create_task(server.generate(ask(SHORT, 2000, temperature=0)))  # which does not end by itself
         await asyncio.sleep(1)
         await server.release_memory()
         assert (await running).finish_reason == "abort"
