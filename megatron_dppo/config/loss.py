@@ -16,6 +16,8 @@ LossName = Literal[
     "dppo_topk_kl",
     "dppo_recompute_binary_tv",
     "dppo_recompute_binary_kl",
+    "drpo",
+    "ipo",
     "grpo",
     "minirl",
     "pg_is",
@@ -32,6 +34,7 @@ Mismatch = Literal["none", "truncate", "mask_token", "mask_sequence", "mask_geom
 
 _VERL = {"divergence_threshold_low": 0.2, "divergence_threshold_high": 0.2, "ratio_cap": 3.0}
 _TRL = {"divergence_threshold_low": 0.15, "divergence_threshold_high": 0.15, "ratio_cap": 20.0}
+_PRIME_RL_KL = {"form": "ratio", "kl_coef": 0.002, "kl_estimator": "k2", "kl_anchor": "rollout"}
 _CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 LOSS_ALIASES: Mapping[str, Mapping[str, Any]] = {
     "verl/dppo_tv": {"name": "dppo_binary_tv", **_VERL},
@@ -52,14 +55,29 @@ LOSS_ALIASES: Mapping[str, Mapping[str, Any]] = {
     "trl/binary_kl": {"name": "dppo_binary_kl", **_TRL},
     "trl/topk_tv": {"name": "dppo_topk_tv", "topk_eviction": True, **_TRL},
     "trl/topk_kl": {"name": "dppo_topk_kl", "topk_eviction": True, **_TRL},
-    "prime_rl/default": {
+    "prime_rl/2026-04": {
         "name": "dppo_binary_tv",
         "divergence_threshold_low": 0.2,
         "divergence_threshold_high": 0.2,
+        **_PRIME_RL_KL,
+    },
+    "prime_rl/2026-08-11": {
+        "name": "dppo_binary_tv",
+        "divergence_threshold_low": 0.1,
+        "divergence_threshold_high": 0.1,
+        **_PRIME_RL_KL,
+    },
+    "prime_rl/2026-08-27": {
+        "name": "ipo",
+        "divergence_threshold_low": 0.1,
+        "divergence_threshold_high": 0.1,
+        **_PRIME_RL_KL,
+    },
+    "prime_rl/2026-09-18": {
+        "name": "ipo",
+        "divergence_threshold_low": 0.3,
+        "divergence_threshold_high": 0.3,
         "form": "ratio",
-        "kl_coef": 0.002,
-        "kl_estimator": "k2",
-        "kl_anchor": "rollout",
     },
 }
 """``framework/its name`` -> the keys of LossConfig that give its gradient, with the defaults that are in force there.
@@ -84,11 +102,11 @@ class LossConfig(Section):
 
     name: LossName = "dppo_binary_tv"
     divergence_threshold_low: float | None = Field(None, gt=0)
-    """Trust region for negative advantages; None = 0.15 (TV) or 0.05 (KL)."""
+    """Trust region for negative advantages (``ipo``: for pi < mu); None = 0.15 (TV) or 0.05 (KL), 0.3 for ``ipo``."""
     divergence_threshold_high: float | None = Field(None, gt=0)
-    """Trust region for positive advantages; None = 0.15 (TV) or 0.05 (KL)."""
+    """Trust region for positive advantages (``ipo``: for pi > mu); None = 0.15 (TV) or 0.05 (KL), 0.3 for ``ipo``."""
     ratio_cap: float | None = Field(None, gt=0)
-    """C in min(r, C); None = no cap, but 5 for ``cispo``."""
+    """C in min(r, C) (``drpo``: of the whole weight); None = no cap, but 5 for ``cispo``."""
     ratio_floor: float | None = Field(None, gt=0)
     """Only ``cispo``: r is raised to this value (the two-sided form); None = no floor."""
     clip_ratio_low: float | None = Field(None, gt=0, lt=1)
@@ -103,7 +121,7 @@ class LossConfig(Section):
     """Only ``dppo_topk_*``: a sampled token outside the Top-K replaces the K-th instead of joining the set."""
     form: Form | None = None
     """Reported value, ``-A min(r, C) log pi`` or ``-A min(r, C)`` (no gradient above C, nor below ``ratio_floor``);
-    None = reinforce where there is a choice. ``ppo_*`` and ``gspo`` are always ``ratio``."""
+    None = reinforce where there is a choice. ``ppo_*`` and ``gspo`` are always ``ratio``, ``drpo`` never."""
     mismatch: Mismatch = "none"
     """Weights against the mismatch of trainer and engine: truncate them, or drop the tokens or sequences outside."""
     mismatch_low: float | None = Field(None, ge=0)
@@ -146,7 +164,7 @@ class LossConfig(Section):
     @property
     def thresholds(self) -> tuple[float, float]:
         """Divergence thresholds (low, high) with the defaults of the variant filled in."""
-        default = 0.05 if self.name.endswith("_kl") else 0.15
+        default = 0.3 if self.name == "ipo" else 0.05 if self.name.endswith("_kl") else 0.15
         low, high = self.divergence_threshold_low, self.divergence_threshold_high
         return (default if low is None else low, default if high is None else high)
 
@@ -159,9 +177,10 @@ class LossConfig(Section):
 
     @property
     def ratio_limits(self) -> tuple[float, float]:
-        """(floor, cap) of the weight; 0 and infinity where there is none."""
+        """(floor, cap) of the weight; 0 and infinity where there is none. Only ``drpo`` has negative weights."""
         cap = 5.0 if self.ratio_cap is None and self.name == "cispo" else self.ratio_cap
-        return (self.ratio_floor or 0.0, float("inf") if cap is None else cap)
+        floor = float("-inf") if self.name == "drpo" else self.ratio_floor or 0.0
+        return (floor, float("inf") if cap is None else cap)
 
     @property
     def mismatch_limits(self) -> tuple[float, float]:
@@ -226,7 +245,7 @@ class LossConfig(Section):
     def _values_fit(self) -> LossConfig:
         for key in ("divergence_threshold_low", "divergence_threshold_high"):
             value = getattr(self, key)
-            if value is not None and self.name.endswith("_tv") and value > 1:
+            if value is not None and (self.name.endswith("_tv") or self.name == "ipo") and value > 1:
                 raise ValueError(f"{key} = {value}: a total variation never exceeds 1; the paper uses 0.15 to 0.2")
         for key, (low, high) in {"ratio_floor": self.ratio_limits, "mismatch_low": self.mismatch_limits}.items():
             if low > high:
@@ -238,6 +257,8 @@ class LossConfig(Section):
             )
         if self.form == "reinforce" and self.is_surrogate:
             raise ValueError(f"form = 'reinforce' does not exist for {self.name!r}, a clipped surrogate; remove it")
+        if self.form == "ratio" and self.name == "drpo":
+            raise ValueError("form = 'ratio' does not exist for 'drpo', whose weight is no clipped ratio; remove it")
         if self.name == "gspo" and self.resolved_aggregation != "seq_mean_token_mean":
             raise ValueError(f"aggregation = {self.aggregation!r}: gspo is defined by seq_mean_token_mean; remove it")
         if (self.horizon is None) == self.resolved_aggregation.endswith("_norm"):
@@ -248,8 +269,8 @@ class LossConfig(Section):
         return self
 
 
-def _is_dppo(config: LossConfig) -> bool:
-    return config.is_dppo
+def _has_thresholds(config: LossConfig) -> bool:
+    return config.is_dppo or config.name in ("drpo", "ipo")
 
 
 def _clips_ratios(config: LossConfig) -> bool:
@@ -257,8 +278,8 @@ def _clips_ratios(config: LossConfig) -> bool:
 
 
 _APPLIES: Mapping[str, tuple[Callable[[LossConfig], bool], str]] = {
-    "divergence_threshold_low": (_is_dppo, "a dppo_* loss"),
-    "divergence_threshold_high": (_is_dppo, "a dppo_* loss"),
+    "divergence_threshold_low": (_has_thresholds, "a dppo_* loss, drpo or ipo"),
+    "divergence_threshold_high": (_has_thresholds, "a dppo_* loss, drpo or ipo"),
     "clip_ratio_low": (_clips_ratios, "grpo, minirl, gspo or ppo_*"),
     "clip_ratio_high": (_clips_ratios, "grpo, minirl, gspo or ppo_*"),
     "ratio_cap": (lambda c: not c.is_surrogate, "a loss without a clipped surrogate"),

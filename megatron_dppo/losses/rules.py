@@ -97,6 +97,21 @@ def _recompute_region(tokens: Tokens, config: LossConfig, divergence: Tensor) ->
     return _plain(tokens, keep, divergence)
 
 
+def _drpo(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    """The gradient of ``-A r + abs(A) mu (r - 1)^2 / (2 delta)`` (arXiv 2606.09821): nothing is dropped."""
+    low, high = config.thresholds
+    moved = tokens.logprobs.detach().exp() - tokens.rollout_logprobs.exp()
+    outward = torch.where(tokens.advantages > 0, moved / high, -moved / low)
+    ratio = tokens.log_ratio.exp()
+    return Decision(torch.ones_like(tokens.mask), ratio * (1 - outward), torch.zeros_like(ratio), divergence)
+
+
+def _ipo(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    """The mask of prime-rl's IPO: both ways of a move are dropped, whatever the sign of the advantage."""
+    low, high = config.thresholds
+    return _plain(tokens, divergence <= torch.where(tokens.log_ratio > 0, high, low), divergence)
+
+
 def _ratio_region(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
     return _plain(tokens, ratio_keep_mask(tokens.log_ratio, tokens.advantages, *config.clip_ratios), divergence)
 
@@ -146,6 +161,8 @@ _RULES: Mapping[LossName, tuple[_Divergence, _Rule]] = {
     "dppo_topk_kl": (_topk_kl, _divergence_region),
     "dppo_recompute_binary_tv": (_recompute_tv, _recompute_region),
     "dppo_recompute_binary_kl": (_recompute_kl, _recompute_region),
+    "drpo": (_binary_tv, _drpo),
+    "ipo": (_binary_tv, _ipo),
     "grpo": (_binary_tv, _ratio_region),
     "minirl": (_binary_tv, _minirl),
     "pg_is": (_binary_tv, _everything),

@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dppo_topk_kl/seq_mean": _DPPO | {"topk": TOPK, "aggregation": "seq_mean_token_mean"},
     "dppo_recompute_binary_tv": _DPPO,
     "dppo_recompute_binary_kl": _DPPO,
+    "drpo": {"divergence_threshold_low": 0.15, "divergence_threshold_high": 0.25, "ratio_cap": 1.2},
+    "ipo": _DPPO | {"form": "ratio"},
     "dppo_binary_tv/kl+entropy": _DPPO | {"kl_coef": 0.2, "entropy_coef": 0.1},
     "dppo_binary_tv/norm": _DPPO | {"aggregation": "seq_mean_token_sum_norm", "horizon": HORIZON},
     "dppo_binary_tv/mask_sequence": _DPPO | {"mismatch": "mask_sequence"},

@@ -91,8 +91,12 @@ def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple
     if c.name in ("grpo", "minirl"):
         low, high = c.clip_ratio_low or CLIP[0], c.clip_ratio_high or CLIP[1]
         outside = pi / old > 1 + high if advantage > 0 else pi / old < 1 - low
-    elif c.name in ("pg_is", "cispo"):
+    elif c.name in ("pg_is", "cispo", "drpo"):
         outside = False
+    elif c.name == "ipo":
+        limit = c.divergence_threshold_high if pi > mu else c.divergence_threshold_low
+        assert limit is not None
+        outside = abs(pi - mu) > limit
     else:
         limit = c.divergence_threshold_high if advantage > 0 else c.divergence_threshold_low
         assert limit is not None
@@ -106,7 +110,12 @@ def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple
     if c.form == "ratio":
         assert x.rollout_logprobs is not None
         return True, -advantage * (x.logprobs[t] - x.rollout_logprobs[t].double()).exp().clamp(max=cap)
-    return True, -advantage * min(pi / mu, cap) * x.logprobs[t]
+    weight = pi / mu
+    if c.name == "drpo" and advantage:
+        limit = c.divergence_threshold_high if advantage > 0 else c.divergence_threshold_low
+        assert limit is not None
+        weight -= weight * (pi - mu) / limit * math.copysign(1, advantage)
+    return True, -advantage * min(weight, cap) * x.logprobs[t]
 
 
 def sequence_log_ratios(x: LossInputs, t: int) -> list[float]:

@@ -244,7 +244,7 @@ def test_a_reference_policy_without_its_penalty_is_refused() -> None:
         {"mismatch": "mask_sequence"},
         {"kl_coef": 0.001, "kl_anchor": "rollout"},
         {"name": "verl/dppo_kl"},
-        {"name": "prime_rl/default"},
+        {"name": "prime_rl/2026-09-18"},
     ],
 )
 def test_a_loss_that_the_trainer_can_feed_is_accepted(loss: dict[str, Any]) -> None:
@@ -267,7 +267,8 @@ def test_clip_ratios_default_by_the_loss(loss: dict[str, Any], expected: tuple[f
 
 def test_only_cispo_caps_the_ratio_by_default() -> None:
     for name in get_args(LossName):
-        assert LossConfig(name=name).ratio_limits == (0.0, 5.0 if name == "cispo" else math.inf)
+        floor = -math.inf if name == "drpo" else 0.0
+        assert LossConfig(name=name).ratio_limits == (floor, 5.0 if name == "cispo" else math.inf)
 
 
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_grpo_gradient_is_that_of_the_clipped_surrogate(seed: int) -> None:
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "gspo"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gspo", "drpo")])
 def test_gradient_is_the_finite_difference_of_the_loss_with_frozen_weight_and_mask(name: str) -> None:
     # The mask and the weight are constants of the gradient, so the ratio form -A r M, with M frozen, must have the
     # same derivative as long as there is no cap.
@@ -118,6 +118,44 @@ def test_a_token_with_advantage_zero_has_no_gradient_whatever_its_rollout_log_pr
 
 
 UNKNOWN = [NAN, -INF, INF]
+
+
+DRPO = LossConfig(name="drpo", divergence_threshold_low=0.05, divergence_threshold_high=0.2)
+
+
+@pytest.mark.parametrize("advantage", [2.0, -0.5])
+@pytest.mark.parametrize("pi", [0.01, 0.3, 0.39, 0.4, 0.41, 0.6, 0.99])
+def test_drpo_has_the_gradient_of_its_quadratic_regulariser(pi: float, advantage: float) -> None:
+    """-A r + abs(A) mu (r - 1)^2 / (2 delta), differentiated through r by autograd."""
+    mu, delta = 0.4, 0.2 if advantage > 0 else 0.05
+    inputs, logprobs = make_inputs([pi], [mu], [advantage])
+    output = policy_loss(inputs, DRPO)
+    output.loss_sum.backward()
+    log_pi = torch.tensor(pi, dtype=torch.float64).log().requires_grad_()
+    ratio = log_pi.exp() / mu
+    (-advantage * ratio + abs(advantage) * mu * (ratio - 1) ** 2 / (2 * delta)).backward()
+    assert output.keep_mask.tolist() == [True]
+    assert float(logprobs.grad[0]) == pytest.approx(float(log_pi.grad), rel=1e-12)
+
+
+def test_the_weight_of_drpo_vanishes_at_its_limit_and_pulls_back_beyond() -> None:
+    inputs, logprobs = make_inputs([0.5, 0.6, 0.7, 0.35, 0.3], [0.4] * 5, [1.0, 1.0, 1.0, -1.0, -1.0])
+    policy_loss(inputs, DRPO).loss_sum.backward()
+    want = [-1.25 / 2, 0.0, 1.75 / 2, 0.0, -0.75]
+    assert logprobs.grad.tolist() == pytest.approx(want, abs=1e-12)
+
+
+def test_ipo_drops_both_ways_of_a_move_whatever_the_advantage() -> None:
+    pi, mu = [0.71, 0.69, 0.29, 0.31, 0.5], [0.4, 0.4, 0.4, 0.4, 0.5]
+    config = LossConfig(name="ipo", divergence_threshold_low=0.1, divergence_threshold_high=0.3)
+    for advantage in (1.0, -1.0):
+        inputs, logprobs = make_inputs(pi, mu, [advantage] * 5)
+        output = policy_loss(inputs, config)
+        output.loss_sum.backward()
+        assert output.keep_mask.tolist() == [False, True, False, True, True]
+        want = [0.0, -advantage * 0.69 / 0.4, 0.0, -advantage * 0.31 / 0.4, -advantage]
+        assert logprobs.grad.tolist() == pytest.approx(want, abs=1e-12)
+    assert LossConfig(name="ipo").thresholds == (0.3, 0.3)
 
 
 @pytest.mark.parametrize("name", NAMES)
