@@ -38,7 +38,7 @@ def sources(revision: str | None) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def room_graph(revision: str | None) -> tuple[dict[str, set[str]], Counter[str]]:
     """What each room imports of the others, and its number of modules."""
-    modules = {parts: text for parts, text in sources(revision) if "vllm_extension" not in parts}
+    modules = {parts: text for parts, text in sources(revision) if not parts[-2:][0].endswith("_extension")}
     known = {parts[0].removesuffix(".py") for parts in modules} - {"__init__"}
     graph: dict[str, set[str]] = {room: set() for room in known}
     sizes: Counter[str] = Counter()

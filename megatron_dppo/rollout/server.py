@@ -103,9 +103,10 @@ def transfer_group_name(host: str, port: int) -> str:
 class InferenceServer(Protocol):
     """Every call has a deadline and raises ``ServerError`` (unreachable, too slow, refused) with the URL in it.
 
-    One update of the weights, by the caller: ``pause``; ``wake_weights``; ``begin_update``; ``receive_tensors`` or
-    ``receive_broadcast`` for each bucket; ``end_update``; ``resume``. From ``begin_update`` to ``end_update`` the
-    server reports version -1, so that a caller which dies in between never leaves half of the weights under a version.
+    One update of the weights, by the caller: ``pause``; ``wake_weights``; ``begin_update``; for each bucket
+    ``receive_tensors``, ``receive_patches`` or ``receive_broadcast``; ``end_update``; ``resume``. From ``begin_update``
+    to ``end_update`` the server reports version -1, so that a caller which dies in between never leaves half of the
+    weights under a version.
     """
 
     url: str
@@ -166,6 +167,9 @@ class InferenceServer(Protocol):
 
     async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Take some weights by value, full tensors by Hugging Face name (same host)."""
+
+    async def receive_patches(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Change some weights in part, by value: what ``packed`` made of patches, and whole tensors."""
 
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
         """Join the trainer's broadcast group as ranks from ``rank_offset``; returns when all have joined.

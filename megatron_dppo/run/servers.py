@@ -57,5 +57,6 @@ def needs_of(config: Config, inputs: Inputs | None) -> Needs:
         topk=config.loss.topk if config.loss.is_topk else 0,
         routed_experts=config.needs_engine_routing,
         weight_sync=config.rollout.weight_sync.method,
+        delta=config.rollout.weight_sync.delta,
         colocated=config.rollout.servers.colocated,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_dppo.errors import ServerError
+from megatron_dppo.serving.command import LOADER
 from megatron_dppo.serving.health import IDLE, fetch_json, identify_server, is_healthy
 
 _OLDEST = {"sglang": (0, 5, 19), "vllm": (0, 32)}
@@ -28,6 +29,8 @@ class Needs:
     """0 = no Top-K"""
     routed_experts: bool
     weight_sync: Literal["distributed", "disk", "tensor"]
+    delta: bool = False
+    """whether it has to take only what changed of its weights"""
     colocated: bool = False
     """whether it has to release its memory"""
 
@@ -67,6 +70,12 @@ def _sglang(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator
         yield "train.router_replay needs the experts of each token; start it with --enable-return-routed-experts"
     if needs.colocated and info.get("enable_memory_saver") is False and info.get("device") != "cpu":
         yield _keeps_memory("--enable-memory-saver")
+    if needs.delta and LOADER not in (info.get("custom_weight_loader") or []):
+        yield (
+            "cannot take only what changed of its weights, as rollout.weight_sync.delta = true needs; start it with "
+            "megatron-dppo serve, or with megatron_dppo/serving/sglang_extension in PYTHONPATH and "
+            f"--custom-weight-loader {LOADER}"
+        )
     if needs.weight_sync != "disk":
         for name, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
             if int(info.get(name) or 1) > 1:

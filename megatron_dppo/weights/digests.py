@@ -148,6 +148,13 @@ class StreamDigests:
             if target.complete and (layout.algorithm, layout.tp_size, name) not in self._impossible
         }
 
+    def foretells_all(self, layout: WeightLayout) -> bool:
+        """Whether ``expected`` leaves out nothing that came."""
+        kind = (layout.algorithm, layout.tp_size)
+        targets = [t for rank in range(layout.tp_size) for t in self._targets.get((*kind, rank), {}).values()]
+        every = bool(targets) and all(target.complete for target in targets)
+        return layout.plain and every and not any(found[:2] == kind for found in self._impossible)
+
     def _part(self, tensor: Tensor, cut: _Cut, rank: int, size: int) -> Tensor | None:
         """A rank's part of a tensor; None = it cannot be cut so."""
         if cut == "vocabulary":

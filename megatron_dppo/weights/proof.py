@@ -78,6 +78,8 @@ class SyncProof:
         self._records, self._layouts, self._stream = records, layouts, stream
         self.sums = dict(kept)
         """by URL: of the servers that were judged, and of those that have these weights by an attempt before"""
+        self.exact = set[str]()
+        """URLs of the servers that hold all tensors as sent, byte by byte"""
 
     def watch(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The stream that is sent, in the type that it is sent in; nothing may write into its tensors later."""
@@ -99,6 +101,8 @@ class SyncProof:
                 attempt.failed[url] = complaint
             elif note_text := proof.note():
                 attempt.notes[url] = note_text
+            elif self._stream.foretells_all(layout):
+                self.exact.add(url)
         self.sums |= sums
         _compare(self.sums, attempt)
 

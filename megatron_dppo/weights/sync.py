@@ -20,9 +20,10 @@ from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.hf import drain
 from megatron_dppo.rollout.attempt import Attempt, SyncResult
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
+from megatron_dppo.weights.delta import Deltas
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, kv_heads
-from megatron_dppo.weights.transfer import BucketTransfer, Weights
+from megatron_dppo.weights.transfer import BucketTransfer, Weights, whole
 from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
 
 T = TypeVar("T")
@@ -64,7 +65,9 @@ class WeightSync:
         self._servers, self._config, self._tied = list(servers), config, tied
         self._model_folder, self._folder, self._dtype = model_folder, weights_folder, dtype
         self._runner = asyncio.Runner()
-        self._buckets = BucketTransfer(self._servers, config, device, transport or TorchTransport())
+        self._deltas = Deltas() if config.delta else None
+        giving = whole if self._deltas is None else self._deltas.giving
+        self._buckets = BucketTransfer(self._servers, config, device, transport or TorchTransport(), giving)
         self._proofs = WeightProofs(kv_heads(model_folder))
         self._versions: list[int] = []
         self._absent: set[str] = set()
@@ -136,12 +139,17 @@ class WeightSync:
             proof = await self._proofs.begin(attempt.left(self._servers), attempt, again=again)
         sent = ((name, tensor.detach().to(self._dtype, copy=True)) for name, tensor in weights)
         watched = proof.watch(sent) if proof is not None else sent
+        if self._deltas is not None:
+            self._deltas.choose(attempt.left(self._servers), attempt, again=again)
+            watched = self._deltas.watch(watched, attempt.version)
         if self._config.method == "disk":
             await self._through_disk(watched, attempt)
         else:
             await self._buckets.send(watched, attempt, self._given)
         if proof is not None:
             await proof.judge(attempt.left(self._servers), attempt)
+            if self._deltas is not None:
+                self._deltas.judged(proof, attempt.left(self._servers), attempt)
         await attempt.each(attempt.left(self._servers), lambda server: server.resume())
         if attempt.failed.keys() & set(self._buckets.members):
             await self._buckets.leave()

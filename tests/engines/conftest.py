@@ -83,6 +83,20 @@ def sglang(sglang_server: Engine, old_model: Reference) -> Engine:
 
 
 @pytest.fixture(scope="session")
+def shared_sglang_bf16(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
+    """One in bf16."""
+    log = tmp_path_factory.mktemp("bf16") / "log"
+    with SharedEngine(lambda: start_sglang(old_model.folder, log, "--dtype", "bfloat16")) as shared:
+        yield shared
+
+
+@pytest.fixture
+def sglang_bf16(shared_sglang_bf16: SharedEngine, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """SGLang in bf16, with whatever weights it has."""
+    yield from lent(shared_sglang_bf16, request)
+
+
+@pytest.fixture(scope="session")
 def shared_vllm(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
     """One as it should be started."""
     log = tmp_path_factory.mktemp("vllm") / "log"

@@ -18,21 +18,12 @@ from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.weights.sync import WeightSync
 from tests.engines.proxy import Exchange, Proxy
-from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+from tests.engines.servers import Engine
 from tests.engines.tiny import Reference
 
 Lie = Callable[[Exchange], Awaitable[bool]]
 K_PROJ, GATE = "model.layers.1.self_attn.k_proj.weight", "model.layers.{}.mlp.gate.weight"
 EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def sglang_bf16(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = start_sglang(old_model.folder, tmp_path_factory.mktemp("bf16") / "log", "--dtype", "bfloat16")
-    try:
-        yield wait_ready(engine)
-    finally:
-        stop_engine(engine)
 
 
 def swallow(path: str) -> Lie:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
-# vLLM's workers load what is in that folder, as modules of their own; the package imports the digests alone.
-FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.parent.name != "vllm_extension")
+# Servers load what is in those folders, as modules of their own; the package imports digests and patches alone.
+FILES = sorted(file for file in PACKAGE.rglob("*.py") if not file.parent.name.endswith("_extension"))
 
 _TORCH_DISTRIBUTED = {
     "doctor",

@@ -50,7 +50,7 @@ serve)
     install
     # One thread: the kernels are tiny, more threads make a token ten times slower.
     export OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
-    export PYTHONPATH=$here/sglang_shim:$package
+    export PYTHONPATH=$here/sglang_shim:$package:$here/../../megatron_dppo/serving/sglang_extension
     exec "$base/bin/python" -m sglang.launch_server --device cpu --attention-backend torch_native \
         --mem-fraction-static 0.1 --max-total-tokens 32768 --sleep-on-idle "${@:3}"
     ;;

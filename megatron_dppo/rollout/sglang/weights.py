@@ -27,6 +27,8 @@ _SESSIONS = (0, 5, 21)
 """The first version with begin_weight_update, and that flushes its caches while retracted requests wait."""
 _DIGESTS = ((0, 5, 19), (0, 6))
 """Versions whose digests are those that ``megatron_dppo_digest`` computes: from, and below."""
+_LOADER = "megatron_dppo_delta.load"
+"""of ``serving/sglang_extension``"""
 _UNTOUCHED = "weights iterator"
 """Stands in SGLang's message when it could not even list the folder's weights, so that it changed none."""
 
@@ -97,8 +99,23 @@ class WeightUpdates(FolderUpdates):
 
     async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Take weights by value. The server reads a pickle of plain CPU tensors; nothing is ever unpickled here."""
+        await self._take_tensors(tensors, None)
+
+    async def receive_patches(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """See ``InferenceServer``: through ``serving/sglang_extension``, which must be in the server."""
+        loaders = (await self._server_info()).get("custom_weight_loader") or []
+        if _LOADER not in loaders:
+            # SGLang would end of a loader that it does not know.
+            raise ServerError(
+                self.url,
+                "cannot take only what changed (rollout.weight_sync.delta): start it with "
+                f"megatron_dppo/serving/sglang_extension in PYTHONPATH and --custom-weight-loader {_LOADER}",
+            )
+        await self._take_tensors(tensors, _LOADER)
+
+    async def _take_tensors(self, tensors: Sequence[tuple[str, Tensor]], loader: str | None) -> None:
         payload = base64.b64encode(pickle.dumps([(name, _owned(tensor)) for name, tensor in tensors])).decode()
-        body = {"serialized_named_tensors": [payload] * await self._ranks(), "load_format": None}
+        body = {"serialized_named_tensors": [payload] * await self._ranks(), "load_format": loader}
         await self._update("/update_weights_from_tensor", body | {"flush_cache": False, "abort_all_requests": False})
 
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:

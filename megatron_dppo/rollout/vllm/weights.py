@@ -105,6 +105,14 @@ class WeightUpdates(FolderUpdates):
         body = {"update_info": {"safetensors": base64.b64encode(save(owned)).decode()}}
         await self._update("/update_weights", body)
 
+    async def receive_patches(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """See ``InferenceServer``.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{self.url}: vLLM loads each layer into fresh memory; set rollout.weight_sync.delta = false")
+
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
         """See ``InferenceServer``.
 
