@@ -104,16 +104,16 @@ class SyncProof:
             elif self._stream.foretells_all(layout):
                 self.exact.add(url)
         self.sums |= sums
-        _compare(self.sums, attempt)
+        _compare(self.sums, attempt, self.exact)
 
 
-def _compare(sums: dict[str, tuple[RankSums, ...]], attempt: Attempt) -> None:
-    """Servers of one kind and layout must have the same bytes."""
+def _compare(sums: dict[str, tuple[RankSums, ...]], attempt: Attempt, exact: set[str]) -> None:
+    """Servers of one kind and layout must have the same bytes; those that are ``exact`` have them, whoever has not."""
     for kind in {_kind(attempt.infos[url]) for url in sums}:
         alike = {url: ranks for url, ranks in sums.items() if _kind(attempt.infos[url]) == kind}
         (common, _), *others = Counter(map(_fingerprint, alike.values())).most_common()
         for url, ranks in alike.items():
-            if others and (_fingerprint(ranks) != common or len(alike) == 2):
+            if others and url not in exact and (_fingerprint(ranks) != common or len(alike) == 2):
                 attempt.failed.setdefault(url, f"its weights differ from those of the other servers: {_names(alike)}")
 
 

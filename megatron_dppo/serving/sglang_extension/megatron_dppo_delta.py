@@ -5,7 +5,7 @@
 A patch says of one tensor which elements are new, and which bytes they have: new values, not differences, so that a
 patch may come twice. The server keeps fusions of our tensors, cut by tensor parallelism, that only its own weight
 loaders know. So a patch becomes a full tensor in which every element that did not change is NaN, the server's loaders
-load that one, and in all that they copy into the model's parameters a NaN leaves what is there. A value that is NaN
+load that one, and in all that they copy into the model a NaN leaves what is there. A value that is NaN
 itself can therefore not be in a patch. This file imports only torch: it is loaded inside SGLang too. 0.5.19 to 0.5.23.
 """
 
@@ -96,11 +96,11 @@ def marked(patch: Patch) -> Tensor:
 
 
 class KeepMarked(TorchDispatchMode):
-    """While it is active, NaN that is copied into a parameter of the model leaves what is there."""
+    """While it is active, NaN that is copied into a parameter or buffer of the model leaves what is there."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._storages = {w.untyped_storage().data_ptr() for w in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._storages:
