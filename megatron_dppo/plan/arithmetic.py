@@ -78,6 +78,8 @@ class Transfers:
     """over its network link; None = nothing is sent"""
     sync_buffer: int
     """bytes of the two buckets on the sending GPU: one is sent while the next is gathered"""
+    sync_host: int
+    """bytes of the copy in rank 0's host memory from which only changes are sent; 0 = everything is"""
     checkpoint: int
     """bytes of one checkpoint: weights, fp32 copies and both moments"""
     export: int
@@ -103,6 +105,7 @@ def transfers(config: Config, parameters: int, expert_parameters: int, layout: L
         sync=sent,
         sync_seconds=sent / link if served else None,
         sync_buffer=2 * sync.bucket_megabytes * 2**20 if served else 0,
+        sync_host=parameters * DTYPES[config.rollout.dtype or config.model.dtype].itemsize if sync.delta else 0,
         checkpoint=checkpoint,
         export=sent,
         save_host=checkpoint // layout.world_size if config.checkpoint.async_save else _SAVE_HOST * held,

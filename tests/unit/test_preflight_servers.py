@@ -88,6 +88,10 @@ def test_a_server_that_cannot_serve_the_run_is_told_with_the_flag_that_mends_it(
     assert len(problems_of("sglang", servers(sglang(context_length=242)), **replay)) == 0
     assert "--enable-return-routed-experts" in routes and "--dp-size 2" in dp
     assert len(problems_of("sglang", servers(sglang(dp_size=2)), **replay, rollout__weight_sync__method="disk")) == 0
+    delta = without | {"rollout__weight_sync__method": "tensor", "rollout__weight_sync__delta": "true"}
+    assert problems_of("sglang", servers(sglang(custom_weight_loader=["megatron_dppo_delta.load"])), **delta) == []
+    (loader,) = problems_of("sglang", servers(sglang(custom_weight_loader=[])), **delta)
+    assert "--custom-weight-loader megatron_dppo_delta.load" in loader
     topk = {"loss__name": "dppo_topk_tv", "data__max_prompt_tokens": "200"}
     assert problems_of("vllm", servers(vllm()), **topk) == []
     bad = servers(vllm(model={"logprobs_mode": "raw_logprobs", "max_logprobs": 20}, parallel_config={}))
