@@ -68,6 +68,10 @@ def test_after_the_first_sync_each_server_gets_what_changed_and_nothing_where_no
     sync.send(iter(weights(2).items()), 3)
     for server in pair:
         assert server.holds(weights(2)) and server.version == 3 and forms(server) == []
+    everywhere = weights(2) | {"w2": weights(3)["w2"]}
+    assert len(sync.send(iter(everywhere.items()), 4).good) == 2
+    for server in pair:
+        assert server.holds(everywhere) and forms(server) == ["patches"]
 
 
 def test_one_that_restarted_gets_everything_and_the_others_what_changed(
@@ -111,6 +115,17 @@ def test_a_patch_that_is_confirmed_and_not_taken_is_found(model_folder: Path) ->
     assert send(sync, 1).good and good(server, 1) and forms(server) == ["tensors"]
 
 
+def test_one_that_was_proved_and_then_broken_by_another_attempt_gets_everything(model_folder: Path) -> None:
+    server = FakeServer("a:1")
+    sync = make([server], model_folder, delta=True)
+    send(sync, 0)
+    server.corrupts = {"w0"}
+    assert not send(sync, 0).good and server.version == 0
+    server.corrupts = set()
+    forms(server)
+    assert send(sync, 1).good and good(server, 1) and forms(server) == ["tensors"]
+
+
 @pytest.mark.parametrize("call", ["pause", "begin_update", "receive_patches", "end_update", "weight_sums", "resume"])
 def test_one_that_fails_anywhere_gets_everything_next_in_another_attempt_or_version(
     pair: list[FakeServer], model_folder: Path, call: str
@@ -138,9 +153,11 @@ def test_after_a_stream_that_broke_off_everybody_gets_everything(pair: list[Fake
 
     sync = make(pair, model_folder, delta=True)
     send(sync, 0)
+    pair[1].fails = {"info": 1}  # it was not there, and is as it was
     with pytest.raises(RuntimeError, match="a rank died"):
         sync.send(broken(), 1)
-    for server in pair:
+    for server in pair:  # as if it had not begun
+        server.version, server.weights = 0, weights(0)
         server.calls.clear()
     assert len(send(sync, 2).good) == 2
     assert all(good(server, 2) and forms(server) == ["tensors"] for server in pair)
@@ -149,7 +166,7 @@ def test_after_a_stream_that_broke_off_everybody_gets_everything(pair: list[Fake
 def test_when_all_servers_failed_the_version_before_is_none_to_build_on(
     pair: list[FakeServer], model_folder: Path
 ) -> None:
-    sync = make(pair, model_folder, delta=True, bucket_megabytes=1)
+    sync = make(pair, model_folder, delta=True)
     send(sync, 0)
     for server in pair:
         server.fails = {"receive_patches": 1}

@@ -85,6 +85,18 @@ def test_what_a_patch_would_not_make_smaller_goes_whole() -> None:
     assert patch_of("w", torch.arange(9), torch.arange(9)) is None
 
 
+def test_tensors_of_several_types_travel_together() -> None:
+    old = {str(dtype): torch.zeros(20, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)}
+    new = {name: w.index_fill(0, torch.tensor([1]), 2.0) for name, w in old.items()}
+    patches = [patch for name in old if (patch := patch_of(name, old[name], new[name]))]
+    assert len(patches) == 3 and patches[0].values.nbytes % 4 == 0
+    patches[0] = patches[0]._replace(gaps=patches[0].gaps[:3], values=patches[0].values[:3])  # six bytes
+    new["torch.bfloat16"][1, 2] = 0.0
+    model = Plain({name.replace(".", "_"): w for name, w in old.items()})
+    load(model, packed([patch._replace(name=patch.name.replace(".", "_")) for patch in patches]))
+    assert all(as_bytes(model.weights[name.replace(".", "_")]) == as_bytes(new[name]) for name in new)
+
+
 class Engine(nn.Module):
     """One of two ranks that loads as SGLang's loaders do: fused q, k, v and gate, up; its half of rows or columns;
     experts in one tensor by assignment; padded rows through a buffer; a router in float32."""
