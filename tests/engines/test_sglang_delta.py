@@ -14,6 +14,7 @@ from megatron_dppo.rollout.attempt import SyncResult
 from megatron_dppo.rollout.server import Generation, InferenceServer
 from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.rollout.weight_sums import RankSums
+from megatron_dppo.serving.sglang_extension.megatron_dppo_delta import packed, patch_of
 from megatron_dppo.weights.sync import WeightSync
 from tests.engines.calls import LONG, ask
 from tests.engines.proxy import Exchange, Proxy
@@ -21,6 +22,7 @@ from tests.engines.servers import Engine
 from tests.engines.tiny import Reference
 from tests.engines.updates import off
 
+ONE = torch.tensor([1])
 PATCH = "megatron_dppo_delta.load"
 WHOLE, PARTS = {None}, {PATCH}
 
@@ -29,7 +31,7 @@ class Sent:
     """What goes by value to a server: by which loader, and how many bytes."""
 
     def __init__(self) -> None:
-        self.loaders, self.bytes, self.swallow, self.twice = set[str | None](), 0, False, False
+        self.loaders, self.bytes, self.swallow = set[str | None](), 0, False
 
     async def __call__(self, exchange: Exchange) -> bool:
         if exchange.path == "/update_weights_from_tensor":
@@ -147,14 +149,33 @@ def check_lost(run: Run, model: Reference) -> None:
     assert off(model, run.answer(), LONG) < 1e-5
 
 
+async def begun_and_never_ended(servers: list[InferenceServer]) -> None:
+    """A trainer that is killed in mid-update."""
+    await servers[0].pause()
+    await servers[0].begin_update()
+    patch = patch_of(
+        "model.norm.weight", torch.zeros(64).bfloat16(), torch.zeros(64).bfloat16().index_fill(0, ONE, 9.0)
+    )
+    assert patch is not None
+    await servers[0].receive_patches(packed([patch]))
+    assert (await servers[0].info()).policy_version == -1
+
+
 def test_sglang_in_bf16_takes_patches_and_another_life_of_the_trainer_sends_everything(
     sglang_bf16: Engine, steps: Reference, tmp_path: Path
 ) -> None:
     with Proxy(sglang_bf16.url) as proxy:
         run = Run(proxy, steps, tmp_path, torch.bfloat16)
         check_life(run, steps, exact=False)
+        run.sync.run(begun_and_never_ended)
         run.sync.close()
         again = Run(proxy, steps, tmp_path, torch.bfloat16)
-        again.version = run.version - 1  # it says the version that the server has
+        again.version = run.version - 1
+        before = again.sums()
         assert again.send(steps).good and again.sent.taken()[0] == WHOLE
+        assert again.sums() != before
         again.sync.close()
+        third = Run(proxy, steps, tmp_path, torch.bfloat16)
+        third.version = run.version  # the server says that it has the version before the one that comes
+        assert third.send(steps).good and third.sent.taken()[0] == WHOLE
+        third.sync.close()
