@@ -104,8 +104,8 @@ class KeepMarked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._storages:
-            target, source = args[0], args[1]
-            args = (target, torch.where(source.isnan(), target, source.to(target)), *args[2:])
+            target, source = args[0], args[1].to(args[0])
+            args = (target, torch.where(source.isnan(), target, source), *args[2:])
         return func(*args, **(kwargs or {}))
 
 
