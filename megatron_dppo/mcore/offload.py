@@ -42,6 +42,14 @@ def offloaded_tensors(optimizer: DistributedOptimizer) -> Iterator[Tensor]:
         yield from (tensor for name, tensor in state.items() if name != "step")
 
 
+def drop_gradient_copies(optimizer: DistributedOptimizer) -> None:
+    """Forget the fp32 copies of bf16 gradients that the GPU's part of an update has left on the GPU."""
+    part = optimizer.optimizer.gpu_optimizer
+    for group in part.param_groups if part is not None else ():
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 def _start(hybrid: HybridDeviceOptimizer) -> None:
     for part in hybrid.sub_optimizers:
         for group in part.param_groups:

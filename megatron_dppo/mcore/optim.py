@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import ParallelConfig
-from megatron_dppo.mcore.offload import is_offloaded, offloaded_tensors, start_offloaded
+from megatron_dppo.mcore.offload import drop_gradient_copies, is_offloaded, offloaded_tensors, start_offloaded
 from megatron_dppo.mcore.optimizer_shards import use_boxes
 from megatron_dppo.platform import DTYPES
 
@@ -114,11 +114,14 @@ class Optimizer:
         """Clear the gradient buffers."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self.megatron.zero_grad()
+        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Forget what the last update left beside the gradient buffers, such as fp32 copies of bf16 gradients."""
         self.megatron.zero_grad()
+        for part in self.megatron.chained_optimizers:
+            if is_offloaded(part):
+                drop_gradient_copies(part)
 
     def set_step(self, step: int) -> float:
         """Set the learning rate of ``step`` (from 0; the first step already has a non-zero rate) and return it.

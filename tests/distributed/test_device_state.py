@@ -41,6 +41,8 @@ def held(tensors: list[Tensor]) -> int:
 
 def lend_device(trainer: Any, batches: Any) -> dict[str, Tensor]:
     """Everything leaves and comes back, as in a step with colocated servers; the weights that were exported."""
+    from megatron_dppo.mcore.offload import tensors_on_device
+
     trainer.optimizer.finish_overlapped_gather()
     readings, _ = trainer.readings(batches, None)
     weights, gradients, optimizer = state_of(trainer)
@@ -54,7 +56,9 @@ def lend_device(trainer: Any, batches: Any) -> dict[str, Tensor]:
     for found, expected in zip(trainer.readings(batches, None)[0], readings, strict=True):  # as the probe does
         assert torch.equal(found.logprobs, expected.logprobs)
     trainer.device_state.leave(weights=True)
-    assert held(weights) == held(optimizer) == 0
+    parts = [part.optimizer for part in trainer.optimizer.megatron.chained_optimizers]
+    of_offloaded = [tensor for part in parts for tensor in tensors_on_device(part)]
+    assert held(weights) == held(optimizer) == held(of_offloaded) == 0
     trainer.device_state.come_back()
     after = state_of(trainer)
     for found, expected in zip((*after[0], *after[2]), before, strict=True):

@@ -1,4 +1,5 @@
-"""The optimizer's state on the host: the same bits as without offloading, before and after a resume, either way."""
+"""The optimizer's state on the host: the same bits as without offloading, before and after a resume, either way, and
+also when all that is left on the device is lent to servers before each update."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from megatron_dppo.platform import Platform
 from megatron_dppo.policy.update import Updater
 from tests.distributed.parity import LOSS, Case, HFSide, build_trainer, config_for, samples
 from tests.distributed.spawn import run_distributed
+from tests.distributed.test_device_state import lend_device
 
 pytestmark = pytest.mark.distributed
 
@@ -25,6 +27,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "host": HOST,
     "half": HOST | {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True},
 }
+ROUNDED = SETTINGS["half"] | {"grad_reduce_in_fp32": False}
+"""The part on the device makes fp32 copies of its bf16 gradients; without offloading they are clipped otherwise."""
 CONTINUED = [("plain", "half"), ("half", "host"), ("host", "plain")]
 
 
@@ -41,16 +45,24 @@ def state_of(trainer: Any) -> dict[tuple[str, str], Tensor]:
     return found
 
 
-def update(trainer: Any, steps: range) -> dict[tuple[str, str], Tensor]:
+def update(trainer: Any, steps: range, *, lends: bool = False) -> tuple[list[Any], dict[tuple[str, str], Tensor]]:
+    """Metrics and gradient norms, and the state after the updates."""
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
     batches = Updater(trainer, config_for(CASE).train, LOSS).plan(mine)
+    numbers = []
     for step in steps:
+        if lends:
+            lend_device(trainer, batches)
         trainer.optimizer.set_step(step)
-        assert not trainer.update(batches, policy_objective(LOSS)).skipped
-    return state_of(trainer)
+        result = trainer.update(batches, policy_objective(LOSS))
+        assert not result.skipped
+        numbers.append((result.metrics, result.grad_norm))
+    return numbers, state_of(trainer)
 
 
-def compare(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor], what: str) -> None:
+def compare(trained: Any, reference: Any, what: str) -> None:
+    (numbers, found), (expected_numbers, expected) = trained, reference
+    assert numbers == expected_numbers, what
     assert found.keys() == expected.keys() and len(found) > 100
     for key, tensor in found.items():
         assert torch.equal(tensor, expected[key]), f"{what}: {key} differs"
@@ -78,29 +90,36 @@ def offload(rank: int, world_size: int, path: str) -> None:
 
     from megatron_dppo.mcore.checkpoint import checkpoints
 
-    def build(name: str) -> Any:
-        return build_trainer(CASE, HFSide(CASE).model, here, "bf16", optimizer=SETTINGS[name])
+    def build(settings: dict[str, Any]) -> Any:
+        return build_trainer(CASE, HFSide(CASE).model, here, "bf16", optimizer=settings)
 
     def leave() -> None:
         dist.barrier()
         parallel_state.destroy_model_parallel()
 
-    expected: dict[tuple[str, str], Tensor] = {}
-    for name in SETTINGS:
-        trainer = build(name)
+    expected: Any = None
+    for name, settings in SETTINGS.items():
+        trainer = build(settings)
         check_place(trainer, name)
         update(trainer, range(2))
         trainer.save(Path(path) / name, 2, {}, keep=1)
-        found = update(trainer, range(2, 4))
+        found = update(trainer, range(2, 4), lends=name != "plain")
         expected = expected or found
         compare(found, expected, name)
         leave()
     for source, name in CONTINUED:
-        trainer = build(name)
+        trainer = build(SETTINGS[name])
         trainer.load(checkpoints(Path(path) / source)[0])
-        compare(update(trainer, range(2, 4)), expected, f"{source} continued by {name}")
+        compare(update(trainer, range(2, 4), lends=True), expected, f"{source} continued by {name}")
         leave()
+    rounded = []
+    for lends in (False, True):
+        rounded.append(update(build(ROUNDED), range(2), lends=lends))
+        leave()
+    compare(rounded[1], rounded[0], "bf16 gradients")
 
 
-def test_state_on_the_host_is_that_of_the_device_and_each_continues_the_other(tmp_path: Path) -> None:
+def test_state_on_the_host_is_that_of_the_device_and_each_continues_the_other_also_with_colocated_servers(
+    tmp_path: Path,
+) -> None:
     run_distributed(offload, 2, str(tmp_path))
