@@ -206,7 +206,9 @@ def fused(weights: dict[str, Any]) -> dict[str, Any]:
     return held
 
 
-def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
+def handler(server: Server) -> type[BaseHTTPRequestHandler]:
+    """What speaks HTTP for a server."""
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -236,7 +238,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
 @contextlib.contextmanager
 def stub_server(folder: Path) -> Iterator[int]:
     """A server of ``folder / "model"``, as long as the block runs; gives its port."""
-    http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(Server(folder / "model")), bind_and_activate=True)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), handler(Server(folder / "model")), bind_and_activate=True)
     http.daemon_threads = True
 
     def serve() -> int:
