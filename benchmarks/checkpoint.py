@@ -47,11 +47,14 @@ class Way(NamedTuple):
     """whether replicas share the writing (``FullyParallelSaveStrategyWrapper``)"""
     background: bool = False
     """whether training goes on when what is written was copied to host memory"""
+    shared_load: bool = False
+    """whether of ranks that hold the same one reads, and the others get it (``FullyParallelLoadStrategyWrapper``)"""
 
 
 GATHERED = {"distrib_optim_sharding_type": "fully_reshardable"}
 WAYS = {
     "boxes": Way(GATHERED, boxes=True),
+    "boxes, replicas share the reading": Way(GATHERED, boxes=True, shared_load=True),
     "boxes, in the background": Way(GATHERED, boxes=True, background=True),
     "fully_reshardable": Way(GATHERED, parallel=False),
     "fully_reshardable, parallel": Way(GATHERED),
@@ -70,6 +73,8 @@ class Measured(NamedTuple):
     load_bytes: float
     written: int
     """bytes of the rank's own files"""
+    read: int
+    """bytes that the load asked the file system for"""
 
 
 def build(folder: Path, ranks: int) -> tuple[list[Any], Any]:
@@ -120,7 +125,11 @@ def measure(models: list[Any], optimizer: Any, way: Way, folder: Path) -> Measur
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+        FullyParallelSaveStrategyWrapper,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     from megatron_dppo.mcore.checkpoint_writer import StreamedSave
 
@@ -140,7 +149,8 @@ def measure(models: list[Any], optimizer: Any, way: Way, folder: Path) -> Measur
             blocked = blocked if way.background else time.perf_counter() - start
 
     def load() -> None:
-        loaded = dist_checkpointing.load(state_of(models, optimizer, way, True), str(folder))
+        strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()) if way.shared_load else None
+        loaded = dist_checkpointing.load(state_of(models, optimizer, way, True), str(folder), strategy)
         models[0].load_state_dict(loaded["model"])
         optimizer.megatron.load_state_dict(loaded["optimizer"])
 
@@ -148,10 +158,17 @@ def measure(models: list[Any], optimizer: Any, way: Way, folder: Path) -> Measur
     _, save_bytes = peak_growth(save, children=True)
     dist.barrier()
     written = sum(file.stat().st_size for file in folder.glob(f"__{dist.get_rank()}_*"))
+    before = bytes_read()
     loaded = peak_growth(load, children=True)
+    read = bytes_read() - before
     dist.barrier()
     on_all_ranks(lambda: shutil.rmtree(folder), first_only=True)
-    return Measured(blocked, save_bytes, *loaded, written)
+    return Measured(blocked, save_bytes, *loaded, written, read)
+
+
+def bytes_read() -> int:
+    """What this process has read so far, from the page cache too."""
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
 
 
 def on_all_ranks(work: Callable[[], None], *, first_only: bool) -> None:

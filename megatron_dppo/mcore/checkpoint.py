@@ -18,18 +18,17 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files.atomic import write_synced
-from megatron_dppo.files.disk import disk_errors, in_one_line
+from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.mcore import checkpoint_folder, manifest
 from megatron_dppo.mcore.checkpoint_folder import STATE, checkpoint_name, checkpoints, read_state
+from megatron_dppo.mcore.checkpoint_reader import read_sharded
 from megatron_dppo.mcore.checkpoint_writer import StreamedSave, shared_save
 from megatron_dppo.mcore.finite import all_finite
 from megatron_dppo.mcore.optim import Optimizer
 from megatron_dppo.mcore.setup import random_states, restore_random_states
-from megatron_dppo.mcore.unpickling import check_metadata, restricted_loading
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import agreed, from_each
 
@@ -208,11 +207,16 @@ def _look_at(checkpoint: Path) -> tuple[str, dict[str, manifest.FileRecord]]:
 
 
 def load_checkpoint(
-    checkpoint: Path, models: Sequence[GPTModel], optimizer: Optimizer, *, same_layout: bool = True
+    checkpoint: Path,
+    models: Sequence[GPTModel],
+    optimizer: Optimizer,
+    *,
+    groups: ParallelGroups,
+    same_layout: bool = True,
 ) -> None:
     """Restore model and optimizer and, on the same layout, random states (a collective of all ranks).
 
-    ``find_damage`` is the caller's.
+    Ranks that hold the same weights share their reading. ``find_damage`` is the caller's.
 
     Raises:
         CheckpointError: Megatron cannot load it into this model.
@@ -220,7 +224,7 @@ def load_checkpoint(
     template = _sharded_state(models, optimizer, is_loading=True)
     if not same_layout:
         del template["random_states"]  # one a rank, and the ranks are others now
-    loaded = _load(template, checkpoint)
+    loaded = read_sharded(template, checkpoint, groups.edp)
     for key, model in zip(_model_keys(models), models, strict=True):
         model.load_state_dict(loaded[key])
     optimizer.load_state_dict(loaded["optimizer"])
@@ -245,7 +249,7 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
         agreed(lambda: checkpoint_folder.complete(partial, folder), dist.group.WORLD)
 
 
-def load_model(checkpoint: Path, models: Sequence[GPTModel]) -> str:
+def load_model(checkpoint: Path, models: Sequence[GPTModel], *, groups: ParallelGroups) -> str:
     """Restore the weights alone, from a checkpoint of any layout (a collective of all ranks).
 
     Returns:
@@ -257,22 +261,10 @@ def load_model(checkpoint: Path, models: Sequence[GPTModel]) -> str:
     damage = find_damage(checkpoint)
     if damage and damage != NO_MANIFEST:
         raise CheckpointError(f"{checkpoint} is damaged: {damage}. Take a copy, or an older checkpoint")
-    loaded = _load(_sharded_model(models), checkpoint)
+    loaded = read_sharded(_sharded_model(models), checkpoint, groups.edp)
     for key, model in zip(_model_keys(models), models, strict=True):
         model.load_state_dict(loaded[key])
     return f"{checkpoint}: {damage}" if damage else ""
-
-
-def _load(template: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    try:
-        agreed(lambda: check_metadata(checkpoint), dist.group.WORLD)
-        with restricted_loading():
-            return dist_checkpointing.load(template, str(checkpoint))
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"{checkpoint} cannot be loaded: {in_one_line(error)}. Its files are not those of a checkpoint of this "
-            "model; choose another run.output_dir, or set it aside (rename it) to continue from an older one"
-        ) from error
 
 
 def _sharded_model(models: Sequence[GPTModel]) -> dict[str, Any]:

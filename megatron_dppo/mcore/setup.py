@@ -56,6 +56,7 @@ def initialize_megatron(
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_group(),
         etp=parallel_state.get_expert_tensor_parallel_group(),
+        edp=parallel_state.get_expert_data_parallel_group(),
         dp=_on_the_host(tuple(dist.get_process_group_ranks(data_parallel)), wait),
         replica=_on_the_host(_replica(), wait),
         world=world or host_world(wait_minutes),

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 class ParallelGroups:
     """One group per kind of parallelism that this rank takes part in; None = not sharded.
 
-    The first six are Megatron's, for tensors of the model. The last three are for what ranks tell each other: they go
+    The first seven are Megatron's, for tensors of the model. The last three are for what ranks tell each other: they go
     over the CPU, never through NCCL, and wait longer.
     """
 
@@ -27,6 +27,8 @@ class ParallelGroups:
     """expert parallel"""
     etp: ProcessGroup | None = None
     """expert tensor parallel"""
+    edp: ProcessGroup | None = None
+    """expert data parallel: ranks that hold the same experts, and of the dense weights as a rule the same part"""
     dp: ProcessGroup | None = None
     """data parallel without context parallel: ranks with different samples"""
     replica: ProcessGroup | None = None

@@ -293,6 +293,6 @@ class PolicyTrainer:
     def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
         """Restore a checkpoint, also one of another layout, and return the caller's state."""
         state = read_state(checkpoint)
-        load_checkpoint(checkpoint, self.models, self.optimizer, same_layout=same_layout)
+        load_checkpoint(checkpoint, self.models, self.optimizer, groups=self.groups, same_layout=same_layout)
         self.policy_version = state["policy_version"]
         return state

@@ -60,7 +60,7 @@ class Converter:
         """
         from megatron_dppo.mcore.checkpoint import load_model
 
-        note = load_model(checkpoint, self.models)
+        note = load_model(checkpoint, self.models, groups=self.groups)
         if note and dist.get_rank() == 0:
             print(f"note: {note}", file=sys.stderr)
 

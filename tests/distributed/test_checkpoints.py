@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -112,6 +113,49 @@ def check_loads_without_manifest(trainer: Any, folder: Path) -> None:
     put(newest / "manifest.json", manifest)
 
 
+def check_reading_is_shared(trainer: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What both ranks hold one of them reads, and both have it; when one cannot read, both end with the same words."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.planner import LoadItemType
+
+    newest, read_data, read = folder / "step_000002", FileSystemReader.read_data, list[str]()
+
+    def note(self: Any, plan: Any, planner: Any) -> Any:
+        read.extend(
+            f"{i.storage_index.fqn} {i.storage_index.offset}" for i in plan.items if i.type != LoadItemType.BYTE_IO
+        )
+        return read_data(self, plan, planner)
+
+    def fail(*given: Any, **_: Any) -> Any:
+        if len(given) == 3 and len(given[1].items) == 1:  # what is the same for all, in a file of 0.19.2
+            return read_data(*given)
+        raise OSError(errno.EIO, "Input/output error")
+
+    weights = [weight for weight in trainer.models[0].parameters()]
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.data.fill_(dist.get_rank())
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemReader, "read_data", note)
+        trainer.load(newest)
+    assert all(map(torch.equal, weights, before))
+    by_rank: list[Any] = [None, None]
+    dist.all_gather_object(by_rank, read)
+    for mine in by_rank:
+        assert len(mine) > 50 and sum(not name.startswith("optimizer.") for name in mine) > 5
+        assert len(set(mine)) == len(mine)
+    assert not {*by_rank[0]} & {*by_rank[1]}
+    for owner, name in ((FileSystemReader, "read_data"), (torch, "load")):
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError) as caught:
+            if dist.get_rank() == 1:
+                patch.setattr(owner, name, fail)
+            trainer.load(newest)
+        assert "cannot be loaded: OSError: [Errno 5] Input/output error" in str(caught.value)
+        words: list[Any] = [None, None]
+        dist.all_gather_object(words, str(caught.value))
+        assert words[0] == words[1]
+
+
 def check_nothing_is_run(trainer: Any, folder: Path) -> None:
     from megatron_dppo.mcore.manifest import hash_files, list_files, write_manifest
     from megatron_dppo.run.resume import newest_usable
@@ -190,14 +234,17 @@ def check_weights_alone(trainer: Any, folder: Path) -> None:
     from megatron_dppo.mcore.checkpoint import load_model, save_model
 
     save_model(folder, trainer.models, {"note.json": "{}"})
-    assert load_model(folder, trainer.models) == "" and not folder.with_name("alone.partial").exists()
+    assert (
+        load_model(folder, trainer.models, groups=trainer.groups) == ""
+        and not folder.with_name("alone.partial").exists()
+    )
     whole = (folder / "common.pt").read_bytes()
     put(folder / "common.pt", whole[:-1])
     with pytest.raises(CheckpointError, match=r"alone is damaged: common\.pt has"):
-        load_model(folder, trainer.models)
+        load_model(folder, trainer.models, groups=trainer.groups)
     put(folder / "common.pt", whole)
     put(folder / "manifest.json", None)
-    assert "it has no manifest.json" in load_model(folder, trainer.models)
+    assert "it has no manifest.json" in load_model(folder, trainer.models, groups=trainer.groups)
 
 
 def all_checks(rank: int, world_size: int, path: str) -> None:
@@ -206,6 +253,7 @@ def all_checks(rank: int, world_size: int, path: str) -> None:
         trainer.save(folder, step, {**STATE, "step": step}, keep=2)
     check_every_damage(trainer, folder)
     check_loads_without_manifest(trainer, folder)
+    check_reading_is_shared(trainer, folder, pytest.MonkeyPatch())
     check_nothing_is_run(trainer, folder)
     check_finite_weights_are_kept(trainer, folder)
     check_no_good_one(trainer, folder)
