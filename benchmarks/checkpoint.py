@@ -1,13 +1,14 @@
 """Checkpoints of the distributed optimizer: host memory a parameter, seconds, and who writes how much, by format.
 
-    python benchmarks/checkpoint.py [--ranks 2] [--rounds 3] [--json FILE]
+    python benchmarks/checkpoint.py [--ranks 2] [--rounds 3] [--only boxes] [--json FILE]
 
 A model with the shape of Qwen3-30B-A3B in bf16, at two sizes, on ``--ranks`` data-parallel processes. Each round saves
 and loads it once in each way, in a new random order; the medians are of the rounds. *boxes* is this package's
 (``mcore/optimizer_shards.py``); the others are Megatron's own formats, with its own options. *memory* is by how much a
-rank's resident memory grew at its peak, with what its writer processes hold for themselves. All ways write to the same
-disk and none of them hashes its files; *seconds* are those in which training waits. The weights are on the CPU: from a
-GPU Megatron's ways, and *in the background*, copy all that a rank writes (*own share*) to the host first.
+rank's resident memory grew at its peak, with what its writer processes hold for themselves. *read* is what the load has
+asked the file system for, of all ranks together, also a parameter. All ways write to the same disk and none of them
+hashes its files; *seconds* are those in which training waits. The weights are on the CPU: from a GPU Megatron's ways,
+and *in the background*, copy all that a rank writes (*own share*) to the host first.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class Way(NamedTuple):
 
 GATHERED = {"distrib_optim_sharding_type": "fully_reshardable"}
 WAYS = {
-    "boxes": Way(GATHERED, boxes=True),
-    "boxes, replicas share the reading": Way(GATHERED, boxes=True, shared_load=True),
-    "boxes, in the background": Way(GATHERED, boxes=True, background=True),
+    "boxes": Way(GATHERED, boxes=True, shared_load=True),
+    "boxes, every replica reads all": Way(GATHERED, boxes=True),
+    "boxes, in the background": Way(GATHERED, boxes=True, background=True, shared_load=True),
     "fully_reshardable": Way(GATHERED, parallel=False),
     "fully_reshardable, parallel": Way(GATHERED),
     "fully_reshardable, mem_efficient": Way({**GATHERED, "distrib_optim_fully_reshardable_mem_efficient": True}),
@@ -178,13 +179,13 @@ def on_all_ranks(work: Callable[[], None], *, first_only: bool) -> None:
     dist.barrier()
 
 
-def worker(folder: Path, rounds: int) -> None:
+def worker(folder: Path, rounds: int, ways: list[str]) -> None:
     """One rank: all ways, in the same order on all ranks."""
     models, optimizer = build(folder, int(os.environ["WORLD_SIZE"]))
-    found: dict[str, list[Measured]] = {name: [] for name in WAYS}
+    found: dict[str, list[Measured]] = {name: [] for name in ways}
     order = random.Random(0)
     for number in range(rounds + 1):
-        for name in order.sample(list(WAYS), len(WAYS)):
+        for name in order.sample(ways, len(ways)):
             result = measure(models, optimizer, WAYS[name], folder / "checkpoint")
             if number:  # the first round warms up
                 found[name].append(result)
@@ -195,14 +196,14 @@ def worker(folder: Path, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def run(size: dict[str, int], ranks: int, rounds: int) -> list[dict[str, Any]]:
+def run(size: dict[str, int], ranks: int, rounds: int, only: str) -> list[dict[str, Any]]:
     """What each rank measured at one size."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "config.json").write_text(json.dumps({**SHAPE, **size}))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        command += [__file__, "--rounds", str(rounds), "--worker", place]
+        command += [__file__, "--rounds", str(rounds), "--only", only, "--worker", place]
         subprocess.run(command, check=True, env=environment)
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -211,10 +212,10 @@ def report(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Print the table of one size; its rows."""
     parameters = by_rank[0]["parameters"]
     print(f"\n{parameters / 1e6:.1f} M parameters on each of {len(by_rank)} data-parallel ranks")
-    print(f"{'way':<34} {'host bytes a parameter, by rank':<36} {'own share':<14} {'seconds':<14} of boxes")
-    print(f"{'':<34} {'save':<18}{'load':<18} {'by rank':<14} {'save':<7}{'load':<7} {'save':<6}load")
+    print(f"{'way':<34} {'host bytes a parameter, by rank':<36} {'own share':<14} {'read':<6} {'seconds':<14} of boxes")
+    print(f"{'':<34} {'save':<18}{'load':<18} {'by rank':<14} {'by all':<6} {'save':<7}{'load':<7} {'save':<6}load")
     rows: list[dict[str, Any]] = []
-    for name in WAYS:
+    for name in by_rank[0]["ways"]:
         medians = [[statistics.median(column) for column in zip(*rank["ways"][name], strict=True)] for rank in by_rank]
         row = {
             "way": name,
@@ -222,6 +223,7 @@ def report(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "save_bytes": [m[1] / parameters for m in medians],
             "load_bytes": [m[3] / parameters for m in medians],
             "written": [m[4] / parameters for m in medians],
+            "read_by_all": sum(m[5] for m in medians) / parameters,
             "save_seconds": max(m[0] for m in medians),
             "load_seconds": max(m[2] for m in medians),
         }
@@ -229,7 +231,8 @@ def report(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
         first = rows[0]
         print(
             f"{name:<34} {_by_rank(row['save_bytes']):<18}{_by_rank(row['load_bytes']):<18} "
-            f"{_by_rank(row['written']):<14} {row['save_seconds']:<7.2f}{row['load_seconds']:<7.2f} "
+            f"{_by_rank(row['written']):<14} {row['read_by_all']:<6.1f} "
+            f"{row['save_seconds']:<7.2f}{row['load_seconds']:<7.2f} "
             f"{row['save_seconds'] / first['save_seconds']:<6.2f}{row['load_seconds'] / first['load_seconds']:.2f}"
         )
     return rows
@@ -244,13 +247,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="ways whose names begin so")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(Path(options.worker), options.rounds)
+        worker(Path(options.worker), options.rounds, [name for name in WAYS if name.startswith(options.only)])
         return 0
-    rows = [row for size in SIZES for row in report(run(size, options.ranks, options.rounds))]
+    rows = [row for size in SIZES for row in report(run(size, options.ranks, options.rounds, options.only))]
     if options.json:
         options.json.write_text(json.dumps({"ranks": options.ranks, "rows": rows}, indent=2) + "\n")
     return 0
