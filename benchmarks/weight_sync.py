@@ -63,8 +63,9 @@ SHAPE: dict[str, Any] = {
 """Qwen3-30B-A3B is 48 layers, 128 experts, hidden size 2048, vocabulary 151,936."""
 FULL_BYTES = 30.53e9 * 2
 """Qwen3-30B-A3B in bf16"""
-SIZES = [("disk", 512), ("tensor", 16), ("tensor", 128), ("distributed", 16), ("distributed", 64), ("distributed", 512)]
-PROVED = [("disk", 512), ("tensor", 128), ("distributed", 64), ("distributed", 512)]
+SIZES = [("disk", 512), ("tensor", 16), ("tensor", 128), ("ipc", 16), ("ipc", 128)]
+SIZES += [("distributed", 16), ("distributed", 64), ("distributed", 512)]
+PROVED = [("disk", 512), ("tensor", 128), ("ipc", 128), ("distributed", 64), ("distributed", 512)]
 SERIAL = [("serial", 16), ("serial", 64)]
 """``distributed`` as it would be without overlap"""
 WAYS = [(*way, False) for way in [*SIZES, *SERIAL]] + [(*way, True) for way in PROVED]
@@ -111,12 +112,18 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     from megatron_dppo.config.servers import WeightSyncConfig
     from megatron_dppo.hf import drain
     from megatron_dppo.rollout.sglang import SGLangServer
+    from megatron_dppo.weights.handles import Sharing
     from megatron_dppo.weights.sync import WeightSync
 
     ranks = int(os.environ["WORLD_SIZE"])
     bridge = build_bridge(folder, ranks)
     sender = dist.get_rank() == 0
     syncs: dict[tuple[str, int, bool], Any] = {}
+    sharing = {
+        way: Sharing({url: [0]}, way[1] * 2**20, torch.bfloat16, tied=False, group=dist.group.WORLD)
+        for way in WAYS
+        if way[0] == "ipc"
+    }
     for method, megabytes, proved in WAYS if sender else []:
         sizes: dict[str, Any] = {"bucket_megabytes": megabytes, "checksum_every": int(proved)}
         config = WeightSyncConfig(method="distributed" if method == "serial" else method, **sizes)  # type: ignore[arg-type]
@@ -127,6 +134,7 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
             weights_folder=out.parent / "weights",
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
+            sharing=sharing.get((method, megabytes, proved)),
         )
     found: dict[str, list[tuple[float, float]]] = {}
     order = random.Random(0)
@@ -134,6 +142,8 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
         for way in order.sample([*WAYS, GATHER], len(WAYS) + 1):
 
             def send(way: tuple[str, int, bool] = way, version: int = version) -> None:
+                if not sender and way in sharing:
+                    return sharing[way].open(bridge.export()).run()
                 if not sender or way == GATHER:
                     return drain(bridge.export())
                 with mock.patch.object(

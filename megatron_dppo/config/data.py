@@ -131,8 +131,8 @@ class RolloutConfig(Section):
         if self.servers.colocated and self.weight_sync.method == "distributed":
             raise ValueError(
                 "servers.colocated = true with weight_sync.method = 'distributed': NCCL refuses two processes on one "
-                "GPU. Set it to 'disk' (weight_sync.folder in /dev/shm keeps it in memory) or, for small models, to "
-                "'tensor'"
+                "GPU. Set it to 'ipc' (the servers open the trainer's memory), or to 'disk' (weight_sync.folder in "
+                "/dev/shm keeps it in memory)"
             )
         if self.weight_sync.delta and self.engine != "sglang":
             raise ValueError(

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
 
+WeightSyncMethod = Literal["distributed", "ipc", "disk", "tensor"]
+
 
 class ServersConfig(Section):
     """Where the servers of ``rollout.engine`` are, and how they are asked."""
@@ -58,11 +60,13 @@ class ServersConfig(Section):
 class WeightSyncConfig(Section):
     """How the servers get each new version of the weights (``docs/engines.md``)."""
 
-    method: Literal["distributed", "disk", "tensor"] = "distributed"
-    """``distributed``: broadcast over NCCL, or gloo without GPUs; ``disk``: a folder that trainer and servers share;
-    ``tensor``: by value over HTTP, for small models on one machine."""
+    method: WeightSyncMethod = "distributed"
+    """``distributed``: broadcast over NCCL, or gloo without GPUs; ``ipc``: servers open the trainer's memory, on its
+    GPUs (``servers.colocated``) or its CPU; ``disk``: a folder that trainer and servers share; ``tensor``: by value
+    over HTTP, for small models on one machine."""
     bucket_megabytes: int = Field(512, gt=0)
-    """Weights that are sent together; a tensor that is larger goes alone. Rank 0 holds two of them."""
+    """Weights that are sent together; a tensor that is larger goes alone. Rank 0 holds two of them, with ``ipc`` each
+    rank on a server's GPU."""
     host: str = "127.0.0.1"
     """Address of rank 0 as the servers reach it (``distributed``)."""
     delta: bool = False

@@ -75,11 +75,13 @@ class Transfers:
     sync: int
     """bytes of one weight sync through the sending GPU"""
     sync_seconds: float | None
-    """over its network link; None = nothing is sent"""
+    """over its network link, or within each GPU's memory; None = nothing is sent"""
     sync_buffer: int
-    """bytes of the two buckets on the sending GPU: one is sent while the next is gathered"""
+    """bytes of the two buckets on a sending GPU: one is sent while the next is gathered"""
     sync_host: int
     """bytes of the copy in rank 0's host memory from which only changes are sent; 0 = everything is"""
+    sync_by_handle: bool
+    """whether each rank has such buckets, and its server reads them where they are"""
     checkpoint: int
     """bytes of one checkpoint: weights, fp32 copies and both moments"""
     export: int
@@ -88,24 +90,29 @@ class Transfers:
     """bytes of host memory for each rank while a checkpoint is written: at most, or what ``async_save`` copies"""
 
 
+_HANDED_OVER = 4
+"""Times that a byte passes the memory of a GPU when a server reads it there: read and laid into a bucket, read by the
+server and laid into its weights."""
 _SAVE_HOST = 4
 """Bytes of host memory a parameter of a rank: 3.5 with 74 M parameters on two data-parallel ranks, 2.3 with 114 M
 (``benchmarks/checkpoint.py``)."""
 
 
 def transfers(config: Config, parameters: int, expert_parameters: int, layout: Layout, machine: Machine) -> Transfers:
-    """By the number of parameters; the time is that of the link alone, without gathering and loading."""
+    """By the number of parameters; the time is that of the link or memory alone, without gathering."""
     size = DTYPES[config.model.dtype].itemsize
     sent = parameters * size
     checkpoint = parameters * (size + optimizer_bytes(config))
     held = sum(count for count, _ in buffers(parameters, expert_parameters, layout))
     served, sync = config.rollout.engine != "local", config.rollout.weight_sync
-    link = machine.network_bandwidth * machine.reached_bandwidth
+    by_handle = served and sync.method == "ipc"
+    link = machine.memory_bandwidth / _HANDED_OVER if by_handle else machine.network_bandwidth
     return Transfers(
         sync=sent,
-        sync_seconds=sent / link if served else None,
+        sync_seconds=sent / (link * machine.reached_bandwidth) if served else None,
         sync_buffer=2 * sync.bucket_megabytes * 2**20 if served else 0,
         sync_host=parameters * DTYPES[config.rollout.dtype or config.model.dtype].itemsize if sync.delta else 0,
+        sync_by_handle=by_handle,
         checkpoint=checkpoint,
         export=sent,
         save_host=checkpoint // layout.world_size if config.checkpoint.async_save else _SAVE_HOST * held,

@@ -173,7 +173,7 @@ def _rank_plan(
     bubble = 1 + (layout.pp - 1) / (layout.vpp * batch.micro_batches)
     host = machine.seconds_on_host(measured.offloaded, gradient_bytes(config))
     # Buffers of the weight sync are there between updates, when activations are not.
-    buffer = moved.sync_buffer if role.rank == 0 else 0
+    buffer = moved.sync_buffer if role.rank == 0 or moved.sync_by_handle else 0
     between = sum(measured.static.values()) + buffer
     total, sampling = max(measured.peak.total, measured.start_peak.total, between) + machine.reserved, None
     if config.rollout.servers.colocated:

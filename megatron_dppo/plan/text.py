@@ -182,9 +182,10 @@ def _transfers(plan: Plan) -> str:
     moved = plan.transfers
     sync = "sync     none: the engine has the trainer's weights"
     if moved.sync_seconds is not None:
+        where, who = ("in the memory of each GPU", "each rank") if moved.sync_by_handle else ("on one link", "rank 0")
         sync = (
-            f"sync     {gib(moved.sync)} GiB a publish, {moved.sync_seconds:.1f} s on one link, "
-            f"{gib(moved.sync_buffer)} GiB of buckets on rank 0"
+            f"sync     {gib(moved.sync)} GiB a publish, {moved.sync_seconds:.1f} s {where}, "
+            f"{gib(moved.sync_buffer)} GiB of buckets on {who}"
         )
     if moved.sync_host:
         sync += f", {gib(moved.sync_host)} GiB of its host memory for what was sent last (delta sends less than all)"

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_dppo.rollout.handles import Handle
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
 
@@ -104,9 +105,9 @@ class InferenceServer(Protocol):
     """Every call has a deadline and raises ``ServerError`` (unreachable, too slow, refused) with the URL in it.
 
     One update of the weights, by the caller: ``pause``; ``wake_weights``; ``begin_update``; for each bucket
-    ``receive_tensors``, ``receive_patches`` or ``receive_broadcast``; ``end_update``; ``resume``. From ``begin_update``
-    to ``end_update`` the server reports version -1, so that a caller which dies in between never leaves half of the
-    weights under a version.
+    ``receive_tensors``, ``receive_patches``, ``receive_handles`` or ``receive_broadcast``; ``end_update``; ``resume``.
+    From ``begin_update`` to ``end_update`` the server reports version -1, so that a caller which dies in between never
+    leaves half of the weights under a version.
     """
 
     url: str
@@ -170,6 +171,15 @@ class InferenceServer(Protocol):
 
     async def receive_patches(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Change some weights in part, by value: what ``packed`` made of patches, and whole tensors."""
+
+    async def receive_handles(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]
+    ) -> None:
+        """Read one flattened bucket from memory of other processes on the same device (same host).
+
+        A handle for each rank of the server, which none but this rank reads. When the call returns, nothing of the
+        memory is in use.
+        """
 
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
         """Join the trainer's broadcast group as ranks from ``rank_offset``; returns when all have joined.

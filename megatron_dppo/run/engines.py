@@ -27,6 +27,7 @@ from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.weights.handles import Sharing
     from megatron_dppo.weights.publish import Publisher
 
 
@@ -115,9 +116,14 @@ def build_engine(
 
 
 def build_publisher(
-    config: Config, inputs: Inputs, trainer: PolicyTrainer, engine: RolloutEngine | None, platform: Platform
+    config: Config,
+    inputs: Inputs,
+    trainer: PolicyTrainer,
+    engine: RolloutEngine | None,
+    platform: Platform,
+    sharing: Sharing | None = None,
 ) -> Publisher:
-    """What gives new weights to the engines of all ranks."""
+    """What gives new weights to the engines of all ranks; ``sharing`` is what ``find_sharing`` gave."""
     from megatron_dppo.weights.probe import Probe
     from megatron_dppo.weights.publish import LocalPublisher, ServerPublisher
 
@@ -136,6 +142,7 @@ def build_publisher(
             dtype=DTYPES[config.rollout.dtype],
             device=platform.device,
             tied=inputs.hf_config.tie_word_embeddings,
+            sharing=sharing,
         )
     probe = Probe(trainer, config, inputs.hf_config, inputs.tokenizer, inputs.train_prompts)
-    return ServerPublisher(trainer, engine, sync, config, probe)
+    return ServerPublisher(trainer, engine, sync, config, probe, sharing)

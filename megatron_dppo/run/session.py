@@ -33,6 +33,7 @@ from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
+from megatron_dppo.run.sharing import find_sharing
 from megatron_dppo.run.stream.needed import Needed
 from megatron_dppo.run.stream.stream import Stream
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
@@ -136,6 +137,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     try:
         world = setup.host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
+        sharing = find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
         servers, function, scorer = connect_servers(config), generate_function(config), build_scorer(config)
         for note in open_parts.enter_context(open_folder(config)):
             console.say(note)
@@ -152,7 +154,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         )
         trainer = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
-        publisher = build_publisher(config, inputs, trainer, engine, platform)
+        publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
         session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
         session.resume_point = point

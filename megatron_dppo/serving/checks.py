@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_dppo.config.servers import WeightSyncMethod
 from megatron_dppo.errors import ServerError
 from megatron_dppo.serving.command import LOADER
 from megatron_dppo.serving.health import IDLE, fetch_json, identify_server, is_healthy
@@ -28,7 +29,7 @@ class Needs:
     topk: int
     """0 = no Top-K"""
     routed_experts: bool
-    weight_sync: Literal["distributed", "disk", "tensor"]
+    weight_sync: WeightSyncMethod
     delta: bool = False
     """whether it has to take only what changed of its weights"""
     colocated: bool = False
@@ -80,8 +81,8 @@ def _sglang(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator
         for name, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
             if int(info.get(name) or 1) > 1:
                 yield (
-                    f"{flag} {info[name]}: SGLang takes weights by broadcast or by value only without it; start one "
-                    "server a replica, or set rollout.weight_sync.method = 'disk'"
+                    f"{flag} {info[name]}: SGLang takes weights otherwise than from disk only without it; start "
+                    "one server a replica, or set rollout.weight_sync.method = 'disk'"
                 )
 
 

@@ -226,7 +226,7 @@ def _split_gpus(config: Config, options: Mapping[str, Any], gpus: Sequence[str],
     """The GPUs of each server; an empty list on a machine without."""
     if not gpus:
         return []
-    each, count = _gpus_of_one(config.rollout.engine, options), config.rollout.servers.count
+    each, count = _product(config.rollout.engine, options), config.rollout.servers.count
     if len(gpus) < skip + each * count:
         trainer = f" + {skip} for the trainer" if skip else ""
         raise ConfigError(
@@ -236,7 +236,16 @@ def _split_gpus(config: Config, options: Mapping[str, Any], gpus: Sequence[str],
     return [list(gpus[skip + i * each : skip + (i + 1) * each]) for i in range(count)]
 
 
-def _gpus_of_one(engine: str, options: Mapping[str, Any]) -> int:
+def gpus_of_one(config: Config) -> int:
+    """GPUs of one server.
+
+    Raises:
+        ConfigError: a size that is none.
+    """
+    return _product(config.rollout.engine, _options(config))
+
+
+def _product(engine: str, options: Mapping[str, Any]) -> int:
     sizes = []
     for names in _WORLD:
         value = next((options[name] for name in names if name in options), 1)

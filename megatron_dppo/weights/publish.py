@@ -14,6 +14,7 @@ from megatron_dppo.rollout.attempt import SyncResult, wait_for_one
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.weights.handles import Sharing
 from megatron_dppo.weights.memory import release_all
 from megatron_dppo.weights.probe import Findings, Probe
 from megatron_dppo.weights.sync import WeightSync
@@ -86,6 +87,7 @@ class ServerPublisher:
         sync: rank 0's; None on all others.
         config: the whole configuration.
         probe: what looks at servers after a sync.
+        sharing: of the method ``ipc``, the same on all ranks; None with the other methods.
     """
 
     def __init__(
@@ -95,9 +97,10 @@ class ServerPublisher:
         sync: WeightSync | None,
         config: Config,
         probe: Probe,
+        sharing: Sharing | None = None,
     ) -> None:
         self._trainer, self._engine, self._sync, self._config = trainer, engine, sync, config
-        self._probe = probe
+        self._probe, self._sharing = probe, sharing
         self._published = 0
         self._told: set[str] = set()
 
@@ -169,6 +172,8 @@ class ServerPublisher:
         weights, result = self._trainer.export_weights(), SyncResult(version, {})
         if self._sync is not None:
             result = self._sync.send(weights, version, kept)
+        elif self._sharing is not None:
+            self._sharing.open(weights).run()
         else:
             drain(weights)
         result = from_leader(lambda: result, self._trainer.groups.world)

@@ -21,6 +21,7 @@ from megatron_dppo.hf import drain
 from megatron_dppo.rollout.attempt import Attempt, SyncResult
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.delta import Deltas
+from megatron_dppo.weights.handles import HandleTransfer, SharedStream, Sharing, as_sent
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, kv_heads
 from megatron_dppo.weights.transfer import BucketTransfer, Weights, whole
@@ -48,6 +49,7 @@ class WeightSync:
         tied: the output layer is the embedding. It is sent under both names: SGLang has an output layer of its own for
             a tied Qwen3-MoE, which a tied model's weights alone never fill.
         transport: how a bucket reaches the members of a group; None = a process group of torch.
+        sharing: of the method ``ipc``, for which the other ranks take part; None with the other methods.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class WeightSync:
         device: torch.device,
         tied: bool = False,
         transport: GroupTransport | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._servers, self._config, self._tied = list(servers), config, tied
         self._model_folder, self._folder, self._dtype = model_folder, weights_folder, dtype
@@ -68,6 +71,8 @@ class WeightSync:
         self._deltas = Deltas() if config.delta else None
         giving = whole if self._deltas is None else self._deltas.giving
         self._buckets = BucketTransfer(self._servers, config, device, transport or TorchTransport(), giving)
+        self._sharing = sharing
+        self._handles = None if sharing is None else HandleTransfer(self._servers, sharing)
         self._proofs = WeightProofs(kv_heads(model_folder))
         self._versions: list[int] = []
         self._absent: set[str] = set()
@@ -96,9 +101,12 @@ class WeightSync:
             self._versions.append(version)
             self._broke = set()
         proof = None
+        sent = as_sent(weights, self._dtype, tied=self._tied) if self._sharing is None else self._sharing.open(weights)
         try:
-            proof = await self._send(_with_output_layer(weights) if self._tied else weights, attempt, again)
+            proof = await self._send(sent, attempt, again)
         finally:
+            if isinstance(sent, SharedStream):
+                sent.end()
             drain(weights)
         result = attempt.result()
         self._absent = set(result.absent)
@@ -137,13 +145,14 @@ class WeightSync:
         # Another attempt at the same weights is checked as the one before.
         if every and (len(self._versions) - 1) % every == 0:
             proof = await self._proofs.begin(attempt.left(self._servers), attempt, again=again)
-        sent = ((name, tensor.detach().to(self._dtype, copy=True)) for name, tensor in weights)
-        watched = proof.watch(sent) if proof is not None else sent
+        watched = proof.watch(weights) if proof is not None else weights
         if self._deltas is not None:
             self._deltas.choose(attempt.left(self._servers), attempt, again=again)
             watched = self._deltas.watch(watched, attempt.version)
         if self._config.method == "disk":
             await self._through_disk(watched, attempt)
+        elif self._handles is not None and isinstance(weights, SharedStream):
+            await self._handles.send(watched, weights, attempt)
         else:
             await self._buckets.send(watched, attempt, self._given)
         if proof is not None:
@@ -196,10 +205,3 @@ async def _info(server: InferenceServer, seconds: float) -> ServerInfo:
             return await server.info()
     except TimeoutError:
         raise ServerError(server.url, f"no answer within {seconds:g} seconds") from None
-
-
-def _with_output_layer(weights: Weights) -> Weights:
-    for name, tensor in weights:
-        yield name, tensor
-        if name == "model.embed_tokens.weight":
-            yield "lm_head.weight", tensor

@@ -112,7 +112,7 @@ def test_a_colocated_run_takes_turns_with_its_server_and_the_next_one_wakes_it(
             more = {
                 "rollout__engine": "vllm",
                 "rollout__servers__colocated": "true",
-                "rollout__weight_sync__method": "tensor",
+                "rollout__weight_sync__method": "ipc",
                 "model__path": old_model.folder,
                 "model__random_init": "false",
                 "warmup__num_steps": 0,

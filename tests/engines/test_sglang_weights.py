@@ -13,7 +13,7 @@ from megatron_dppo.types import VersionSpan
 from tests.engines.calls import LONG, SHORT, ask, call
 from tests.engines.servers import Engine, free_port
 from tests.engines.tiny import Reference, difference
-from tests.engines.updates import Update, by_broadcast, by_value, from_disk, off, vanishing_trainer
+from tests.engines.updates import Update, by_broadcast, by_handle, by_value, from_disk, off, vanishing_trainer
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def sglang(sglang_server: Engine, old_model: Reference) -> Engine:
     return sglang_server
 
 
-@pytest.mark.parametrize("update", [from_disk, by_value, by_broadcast])
+@pytest.mark.parametrize("update", [from_disk, by_value, by_handle, by_broadcast])
 def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_cached(
     sglang: Engine, old_model: Reference, new_model: Reference, update: Update
 ) -> None:

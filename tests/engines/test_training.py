@@ -157,7 +157,8 @@ def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_
     pair: list[Engine], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    more = {"run__num_steps": 30, "checkpoint__save_every": 1, "rollout__weight_sync__method": "tensor"}
+    more = {"run__num_steps": 30, "checkpoint__save_every": 1, "rollout__weight_sync__method": "ipc"}
+    memory = shared_memory()
     run = subprocess.Popen(
         command(arguments(pair, folder, **more), processes=2),
         env=environment(),
@@ -167,6 +168,8 @@ def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_
     wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(records(folder)) > 3, run, tmp_path / "out")
     killed_in_sync(run, pair)
     assert -1 in {ask(engine)[0].policy_version for engine in pair}
+    time.sleep(1)
+    assert shared_memory() <= memory
     done = len(step_records(folder))
     longer = {**more, "run__num_steps": done + 2, "checkpoint__accept_changes": "true"}
     again = train(arguments(pair, folder, **longer), processes=2)
@@ -176,6 +179,7 @@ def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_
     assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in step_records(folder))
     (first, one), (second, other) = map(ask, pair)
     assert first.policy_version == second.policy_version > 0 and one == other
+    assert shared_memory() <= memory
 
 
 def test_a_server_that_is_killed_in_mid_broadcast_holds_up_nobody(pair: list[Engine], tmp_path: Path) -> None:
@@ -262,11 +266,18 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def signal_all(process: subprocess.Popen, number: signal.Signals) -> None:
-    """A signal to a process and all below it."""
+    """A signal to a process and all below it, but for what torch puts into a session of its own: its manager of shared
+    memory, which outlives the others to remove theirs."""
     program = psutil.Process(process.pid)
     for member in [program, *program.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            member.send_signal(number)
+            if not member.name().startswith("torch_shm_man"):
+                member.send_signal(number)
+
+
+def shared_memory() -> set[str]:
+    """What torch's processes have shared on this machine."""
+    return {file.name for file in Path("/dev/shm").glob("torch_*")}
 
 
 def version(engine: Engine) -> int:

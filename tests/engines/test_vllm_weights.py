@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from megatron_dppo.errors import CheckpointError, ServerError
+from megatron_dppo.rollout.handles import DeviceHandle, SharedBucket
 from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
 from megatron_dppo.types import VersionSpan
+from megatron_dppo.weights.transfer_group import flatten_bucket
 from tests.engines.calls import LONG, SHORT, ask, call
 from tests.engines.servers import Engine, free_port
 from tests.engines.tiny import Reference, difference
-from tests.engines.updates import Update, by_broadcast, by_value, from_disk, off, vanishing_trainer
+from tests.engines.updates import Update, by_broadcast, by_handle, by_value, from_disk, off, vanishing_trainer
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def vllm(vllm_server: Engine, old_model: Reference) -> Engine:
     return vllm_server
 
 
-@pytest.mark.parametrize("update", [from_disk, by_value, by_broadcast])
+@pytest.mark.parametrize("update", [from_disk, by_value, by_handle, by_broadcast])
 def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_cached(
     vllm: Engine, old_model: Reference, new_model: Reference, update: Update
 ) -> None:
@@ -171,6 +173,32 @@ def test_a_tensor_that_does_not_fit_is_an_error_after_which_the_server_lives_and
         assert (await server.generate(ask(SHORT, 20))).versions[0].policy_version == -1
         await server.pause()
         await by_value(server, new_model, 6)
+        await server.resume()
+        answer = await server.generate(ask(SHORT, 20))
+        assert answer.versions[0].policy_version == 6 and off(new_model, answer, SHORT) < 1e-5
+
+    call(vllm, use)
+
+
+def test_memory_that_is_gone_or_of_another_device_is_an_error_after_which_the_server_can_be_updated_again(
+    vllm: Engine, new_model: Reference
+) -> None:
+    bucket = flatten_bucket(list(new_model.weights())[:9])
+    gone = SharedBucket(bucket.data, readers=1)
+    gone.free(taken=False)
+    elsewhere = DeviceHandle("GPU-0a1b", b"", bucket.data.nbytes, 0, b"", 0, b"", True)
+
+    async def use(server: InferenceServer) -> None:
+        await server.pause()
+        for handle, words in (
+            (gone.handle, "No such file or directory"),
+            (elsewhere, "on the GPU GPU-0a1b, this worker"),
+        ):
+            await server.begin_update()
+            with pytest.raises(ServerError, match=rf"update_weights: HTTP 500.*{words}"):
+                await server.receive_handles(bucket.names, bucket.dtypes, bucket.shapes, [handle])
+            assert (await server.info()).policy_version == -1
+        await by_handle(server, new_model, 6)
         await server.resume()
         answer = await server.generate(ask(SHORT, 20))
         assert answer.versions[0].policy_version == 6 and off(new_model, answer, SHORT) < 1e-5

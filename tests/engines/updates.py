@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 
+from megatron_dppo.rollout.handles import SharedBucket
 from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
 from megatron_dppo.weights.transfer_group import (
     broadcast_bucket,
@@ -29,6 +30,18 @@ async def by_value(server: InferenceServer, model: Reference, version: int) -> N
     await server.begin_update()
     for start in range(0, len(weights), 7):
         await server.receive_tensors(weights[start : start + 7])
+    await server.end_update(version)
+
+
+async def by_handle(server: InferenceServer, model: Reference, version: int) -> None:
+    weights = list(model.weights())
+    await server.begin_update()
+    for start in range(0, len(weights), 11):
+        bucket = flatten_bucket(weights[start : start + 11])
+        shared = SharedBucket(bucket.data, readers=1)
+        await server.receive_handles(bucket.names, bucket.dtypes, bucket.shapes, [shared.handle])
+        bucket.data.fill_(0xFF)  # the server is done with it
+        shared.free(taken=True)
     await server.end_update(version)
 
 

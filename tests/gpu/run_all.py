@@ -28,6 +28,7 @@ GROUPS = {
     "model": ("tests.gpu.check_model", (*CONFIG, *MODEL)),
     "kernels": ("tests.gpu.check_kernels", (*CONFIG, *MODEL)),
     "devices": ("tests.gpu.check_devices", (*CONFIG, *MODEL)),
+    "sharing": ("tests.gpu.check_sharing", RUN),
     "runs": ("tests.gpu.check_runs", RUN),
     "waits": ("tests.gpu.check_waits", (*CONFIG, *MODEL)),
     "vocab": ("tests.gpu.check_vocab", CONFIG),

@@ -102,7 +102,7 @@ def test_the_30b_example_fits_32_h100(plan_of_30b: Plan) -> None:
 def test_servers_on_the_trainers_gpus_need_room_in_both_turns(plan_of_30b: Plan) -> None:
     measured = plan_of_30b.ranks["all"].measured
     rehearsed: Any = SimpleNamespace(ask=lambda questions, few_layers: [measured for _ in questions])
-    shared = ("--rollout.servers.colocated", "true", "--rollout.weight_sync.method", "disk")
+    shared = ("--rollout.servers.colocated", "true", "--rollout.weight_sync.method", "ipc")
     for share, in_training in ((0.3, True), (0.85, False)):
         config = big(*shared, "--rollout.sglang.mem-fraction-static", str(share))
         plan = make_plan(config, 32, H100, rehearsed, kinds=["all"])
@@ -244,6 +244,10 @@ def test_sync_and_checkpoint_bytes() -> None:
     delta = big("--rollout.weight_sync.method", "tensor", "--rollout.weight_sync.delta", "true")
     assert transfers(delta, PARAMETERS, experts, layout, H100).sync_host == 2 * PARAMETERS
     assert found.save_host == 14 * PARAMETERS // 32  # copied, to be written in the background
+    assert found.sync_seconds == pytest.approx(2 * PARAMETERS / (0.7 * 50e9)) and not found.sync_by_handle
+    shared = big("--rollout.servers.colocated", "true", "--rollout.weight_sync.method", "ipc")
+    handed = transfers(shared, PARAMETERS, experts, layout, H100)
+    assert handed.sync_seconds == pytest.approx(4 * 2 * PARAMETERS / (0.7 * 3.35e12)) and handed.sync_by_handle
     at_once = big("--checkpoint.async_save", "false")
     assert transfers(at_once, PARAMETERS, experts, layout, H100).save_host == 4 * (
         (PARAMETERS - experts) // 2 + experts // 8

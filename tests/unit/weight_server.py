@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.handles import Handle, as_flattened_bucket
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 from megatron_dppo.serving.sglang_extension.megatron_dppo_delta import places_of, unpacked
 from megatron_dppo.serving.vllm_extension.megatron_dppo_digest import tensor_digest
+from megatron_dppo.weights.handles import Sharing
 from megatron_dppo.weights.sync import WeightSync
 
 CPU = torch.device("cpu")
@@ -26,10 +29,31 @@ def weights(seed: int) -> dict[str, Tensor]:
     return {f"w{i}": torch.randn(300, 1000, generator=generator) for i in range(5)}
 
 
-def make(servers: list[FakeServer], folder: Path, dtype: torch.dtype = torch.float32, **keys: object) -> WeightSync:
-    config = WeightSyncConfig(**{"method": "tensor", "bucket_megabytes": 2, **keys})  # type: ignore[arg-type]
+def make(
+    servers: list[FakeServer],
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    sharing: Sharing | None = None,
+    **keys: object,
+) -> WeightSync:
+    method = "tensor" if sharing is None else "ipc"
+    config = WeightSyncConfig(**{"method": method, "bucket_megabytes": 2, **keys})  # type: ignore[arg-type]
     place = folder.parent / "weights"
-    return WeightSync(servers, config, model_folder=folder, weights_folder=place, dtype=dtype, device=CPU)  # type: ignore[arg-type]
+    return WeightSync(
+        servers,  # type: ignore[arg-type]
+        config,
+        model_folder=folder,
+        weights_folder=place,
+        dtype=dtype,
+        device=CPU,
+        sharing=sharing,
+    )
+
+
+def files_of(*processes: int) -> list[str]:
+    """The shared memory that these processes have made for others."""
+    names = [file.name for file in Path("/dev/shm").glob("torch_*")]
+    return [name for name in names if int(name.split("_")[1]) in processes]
 
 
 class FakeServer:
@@ -106,6 +130,17 @@ class FakeServer:
             whole[patch.name] = self.weights[patch.name].clone()
             whole[patch.name].view(-1)[places_of(patch)] = patch.values
         self._load(whole)
+
+    async def receive_handles(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]
+    ) -> None:
+        self._called("receive_handles")
+        assert self.updating
+        (handle,) = handles
+        # As SGLang takes it.
+        bucket = pickle.loads(as_flattened_bucket(handle, names, dtypes, shapes))
+        data, places = bucket["flattened_tensor"], bucket["metadata"]
+        self._load({p.name: data[p.start_idx : p.end_idx].view(p.dtype).view(p.shape) for p in places})
 
     async def end_update(self, version: int) -> None:
         self._called("end_update")

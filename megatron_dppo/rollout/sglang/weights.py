@@ -1,4 +1,4 @@
-"""New weights for an SGLang server: from disk, by value, by broadcast; both generations of its update protocol.
+"""New weights for an SGLang server: from disk, by value, reference or broadcast; both generations of its protocol.
 
 Since 0.5.21 tensors are only taken between ``/begin_weight_update`` and ``/end_weight_update``; before, those do not
 exist. No call here lets the server flush its caches or set its version on the way: both happen once, at the end.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.fields import part
+from megatron_dppo.rollout.handles import DeviceHandle, Handle, as_flattened_bucket
 from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.memory import Part
 from megatron_dppo.rollout.replies import checked_success, version_name
@@ -99,7 +100,7 @@ class WeightUpdates(FolderUpdates):
 
     async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Take weights by value. The server reads a pickle of plain CPU tensors; nothing is ever unpickled here."""
-        await self._take_tensors(tensors, None)
+        await self._receive_values(tensors, None)
 
     async def receive_patches(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """See ``InferenceServer``: through ``serving/sglang_extension``, which must be in the server."""
@@ -111,11 +112,32 @@ class WeightUpdates(FolderUpdates):
                 "cannot take only what changed (rollout.weight_sync.delta): start it with "
                 f"megatron_dppo/serving/sglang_extension in PYTHONPATH and --custom-weight-loader {_LOADER}",
             )
-        await self._take_tensors(tensors, _LOADER)
+        await self._receive_values(tensors, _LOADER)
 
-    async def _take_tensors(self, tensors: Sequence[tuple[str, Tensor]], loader: str | None) -> None:
-        payload = base64.b64encode(pickle.dumps([(name, _owned(tensor)) for name, tensor in tensors])).decode()
-        body = {"serialized_named_tensors": [payload] * await self._ranks(), "load_format": loader}
+    async def _receive_values(self, tensors: Sequence[tuple[str, Tensor]], load_format: str | None) -> None:
+        payload = pickle.dumps([(name, _owned(tensor)) for name, tensor in tensors])
+        await self._receive([payload] * await self._ranks(), load_format)
+
+    async def receive_handles(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]
+    ) -> None:
+        """See ``InferenceServer``. SGLang ends when it cannot open one."""
+        await self._ranks()
+        try:
+            buckets = [as_flattened_bucket(handle, names, dtypes, shapes) for handle in handles]
+            await self._receive(buckets, "flattened_bucket")
+        except ServerError as error:
+            if error.status is not None:
+                raise
+            gpus = ", ".join(handle.device for handle in handles if isinstance(handle, DeviceHandle))
+            why = f"one of the GPUs {gpus} is not the one of its rank" if gpus else "it was gone"
+            hint = f"if it has ended, it could not open the trainer's memory, as when {why} (its log has the reason)"
+            raise ServerError(error.url, f"{error.detail}; {hint}") from error
+
+    async def _receive(self, payloads: Sequence[bytes], load_format: str | None) -> None:
+        """A pickle for each rank of the server."""
+        encoded = [base64.b64encode(payload).decode() for payload in payloads]
+        body = {"serialized_named_tensors": encoded, "load_format": load_format}
         await self._update("/update_weights_from_tensor", body | {"flush_cache": False, "abort_all_requests": False})
 
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
@@ -222,7 +244,7 @@ class WeightUpdates(FolderUpdates):
         for key, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
             if info.get(key, 1) > 1:
                 raise ConfigError(
-                    f"{self.url} runs with {flag} {info[key]}: SGLang takes weights by broadcast or by value only "
+                    f"{self.url} runs with {flag} {info[key]}: SGLang takes weights otherwise than from disk only "
                     f"without it. Start one server a replica, or use the weight sync method disk"
                 )
         return int(info.get("tp_size", 1))

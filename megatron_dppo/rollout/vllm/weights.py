@@ -1,6 +1,6 @@
-"""New weights for a vLLM server: from disk, by value, by broadcast.
+"""New weights for a vLLM server: from disk, by value, reference or broadcast.
 
-The last two need ``megatron_dppo/serving/vllm_extension`` in the server. vLLM's own NCCL backend waits at
+All but the first need ``megatron_dppo/serving/vllm_extension`` in the server. vLLM's own NCCL backend waits at
 ``host:port`` for a pickled object of a vLLM class, or is given an NCCL id, which torch keeps to itself; then calls NCCL
 outside of torch. A trainer's torch group cannot be its peer.
 """
@@ -16,6 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.rollout.handles import Handle, as_json
 from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.memory import Part
 from megatron_dppo.rollout.replies import INCOMPLETE, checked_success, version_name
@@ -112,6 +113,14 @@ class WeightUpdates(FolderUpdates):
             ConfigError: always.
         """
         raise ConfigError(f"{self.url}: vLLM loads each layer into fresh memory; set rollout.weight_sync.delta = false")
+
+    async def receive_handles(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]
+    ) -> None:
+        """See ``InferenceServer``."""
+        bucket = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
+        # vLLM gives each worker its entry of a list.
+        await self._update("/update_weights", {"update_info": [bucket | {"memory": as_json(h)} for h in handles]})
 
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
         """See ``InferenceServer``.

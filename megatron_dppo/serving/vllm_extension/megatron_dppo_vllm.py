@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron_dppo_memory import copied
 from megatron_dppo_sums import note_what_is_loaded, stop_noting, sums_as_loaded, sums_in_use
 from safetensors import safe_open
 from safetensors.torch import load
@@ -53,12 +54,14 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class Weights(WeightTransferUpdateInfo):
-    """Some tensors: a broadcast bucket (names, dtypes, shapes), or base64 of a safetensors file."""
+    """Some tensors: a bucket (names, dtypes, shapes), broadcast or in the trainer's memory; or base64 of a safetensors
+    file."""
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     safetensors: str | None = None
+    memory: dict[str, Any] | None = None
 
 
 class Arriving(NamedTuple):
@@ -72,9 +75,14 @@ class Arriving(NamedTuple):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """By Hugging Face name, when they are here."""
         self.received.wait()
-        parts = self.data.split(byte_sizes(self.info))
-        for name, part, dtype, shape in zip(self.info.names, parts, self.info.dtypes, self.info.shapes, strict=True):
-            yield name, part.view(getattr(torch, dtype)).view(shape)
+        yield from tensors_of(self.info, self.data)
+
+
+def tensors_of(info: Weights, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Parts of a bucket's bytes, by Hugging Face name."""
+    parts = data.split(byte_sizes(info))
+    for name, part, dtype, shape in zip(info.names, parts, info.dtypes, info.shapes, strict=True):
+        yield name, part.view(getattr(torch, dtype)).view(shape)
 
 
 def byte_sizes(info: Weights) -> list[int]:
@@ -84,7 +92,7 @@ def byte_sizes(info: Weights) -> list[int]:
 
 
 class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
-    """Weights by Hugging Face name, over a torch process group or by value.
+    """Weights by Hugging Face name, over a torch process group, by value or by reference.
 
     A broadcast bucket is loaded by the call after the one that announces it, so that the next one arrives meanwhile; an
     error in it is that call's.
@@ -140,6 +148,8 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
         if update_info.safetensors is not None:
             tensors = load(base64.b64decode(update_info.safetensors)).items()
             self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+        elif update_info.memory is not None:
+            self.model.load_weights(tensors_of(update_info, copied(update_info.memory, self.device)))
         else:
             before, self._arriving = self._arriving, self._receive(update_info)
             self._load(before)
