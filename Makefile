@@ -42,7 +42,7 @@ demo-vllm:
 		--run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
 
 test:
-	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit tests/distributed tests/e2e $(ARGS)
+	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit tests/distributed tests/e2e --durations 25 $(ARGS)
 
 test-long:
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/e2e -m long $(ARGS)

@@ -116,6 +116,8 @@ def start_sglang(
     port = free_port()
     command = [str(TOOLS / "sglang.sh"), "serve", version, "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--context-length", "2048"]
+    # By itself it takes a port that the kernel may give to a connection before it is bound.
+    command += ["--nccl-port", str(free_port())]
     command += ["--max-running-requests", "64", "--log-level", "warning"]
     command += ["--custom-weight-loader", "megatron_dppo_delta.load", *options]
     return start_engine("sglang", command, port, log, env)
