@@ -5,7 +5,7 @@ from __future__ import annotations
 from head_peers.task import Statistics, Task, token_loss
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.stats import vocab_parallel_head_stats
-from megatron_dppo.types import LossOutput
+from megatron_dppo.types import LossNeeds, LossOutput
 
 
 def mode_a(task: Task, topk: int = 0) -> Statistics:
@@ -20,7 +20,7 @@ def mode_a(task: Task, topk: int = 0) -> Statistics:
         ids=task.ids,
         ids_valid=task.ids >= 0,
         topk=topk,
-        entropy_gradient=task.entropy_gradient,
+        needs=LossNeeds(entropy_gradient=task.entropy_gradient),
         plan=task.plan,
         chunk_tokens=task.chunk_tokens,
     )
@@ -37,7 +37,7 @@ def mode_b(task: Task) -> LossOutput:
         group=task.group,
         vocab_size=task.vocab_size,
         temperature=task.temperature,
-        entropy_gradient=task.entropy_gradient,
+        needs=LossNeeds(entropy_gradient=task.entropy_gradient),
         plan=task.plan,
         chunk_tokens=task.chunk_tokens,
     )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_dppo.config.loss_aliases import LOSS_ALIASES
 from megatron_dppo.config.section import Section
 
 LossName = Literal[
@@ -22,6 +23,7 @@ LossName = Literal[
     "minirl",
     "pg_is",
     "cispo",
+    "score_centering",
     "gspo",
     "ppo_clip",
     "ppo_decoupled",
@@ -31,60 +33,6 @@ Aggregation = Literal[
 ]
 Form = Literal["reinforce", "ratio"]
 Mismatch = Literal["none", "truncate", "mask_token", "mask_sequence", "mask_geometric"]
-
-_VERL = {"divergence_threshold_low": 0.2, "divergence_threshold_high": 0.2, "ratio_cap": 3.0}
-_TRL = {"divergence_threshold_low": 0.15, "divergence_threshold_high": 0.15, "ratio_cap": 20.0}
-_PRIME_RL_KL = {"form": "ratio", "kl_coef": 0.002, "kl_estimator": "k2", "kl_anchor": "rollout"}
-_CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
-LOSS_ALIASES: Mapping[str, Mapping[str, Any]] = {
-    "verl/dppo_tv": {"name": "dppo_binary_tv", **_VERL},
-    "verl/dppo_kl": {"name": "dppo_binary_kl", **_VERL},
-    "verl/vanilla": {"name": "ppo_clip", **_CLIP, "dual_clip": 3.0},
-    "verl/gspo": {"name": "gspo", **_CLIP},
-    "verl/cispo": {"name": "cispo", "ratio_floor": 0.8, "ratio_cap": 1.2},
-    "stable_rl/dppo_binary_tv": {"name": "dppo_binary_tv", **_VERL},
-    "stable_rl/dppo_binary_kl": {"name": "dppo_binary_kl", **_VERL},
-    "stable_rl/dppo_topk_tv": {"name": "dppo_topk_tv", "topk_eviction": True, **_VERL},
-    "stable_rl/dppo_topk_kl": {"name": "dppo_topk_kl", "topk_eviction": True, **_VERL},
-    "stable_rl/dppo_binary_tv_recompute": {"name": "dppo_recompute_binary_tv", **_VERL},
-    "stable_rl/dppo_binary_kl_recompute": {"name": "dppo_recompute_binary_kl", **_VERL},
-    "stable_rl/ppo": {"name": "grpo", **_CLIP, "ratio_cap": 3.0},
-    "stable_rl/ppo_recompute": {"name": "minirl", **_CLIP, "ratio_cap": 3.0},
-    "stable_rl/pg_no_mask": {"name": "pg_is", "ratio_cap": 3.0},
-    "trl/binary_tv": {"name": "dppo_binary_tv", **_TRL},
-    "trl/binary_kl": {"name": "dppo_binary_kl", **_TRL},
-    "trl/topk_tv": {"name": "dppo_topk_tv", "topk_eviction": True, **_TRL},
-    "trl/topk_kl": {"name": "dppo_topk_kl", "topk_eviction": True, **_TRL},
-    "prime_rl/2026-04": {
-        "name": "dppo_binary_tv",
-        "divergence_threshold_low": 0.2,
-        "divergence_threshold_high": 0.2,
-        **_PRIME_RL_KL,
-    },
-    "prime_rl/2026-08-11": {
-        "name": "dppo_binary_tv",
-        "divergence_threshold_low": 0.1,
-        "divergence_threshold_high": 0.1,
-        **_PRIME_RL_KL,
-    },
-    "prime_rl/2026-08-27": {
-        "name": "ipo",
-        "divergence_threshold_low": 0.1,
-        "divergence_threshold_high": 0.1,
-        **_PRIME_RL_KL,
-    },
-    "prime_rl/2026-09-18": {
-        "name": "ipo",
-        "divergence_threshold_low": 0.3,
-        "divergence_threshold_high": 0.3,
-        "form": "ratio",
-    },
-}
-"""``framework/its name`` -> the keys of LossConfig that give its gradient, with the defaults that are in force there.
-
-Read in the versions that docs/loss.md names. Explicit keys next to the alias win. The anchor is always ours, the
-rollout's own log-probabilities.
-"""
 
 
 class LossConfig(Section):
@@ -106,7 +54,8 @@ class LossConfig(Section):
     divergence_threshold_high: float | None = Field(None, gt=0)
     """Trust region for positive advantages (``ipo``: for pi > mu); None = 0.15 (TV) or 0.05 (KL), 0.3 for ``ipo``."""
     ratio_cap: float | None = Field(None, gt=0)
-    """C in min(r, C) (``drpo``: of the whole weight); None = no cap, but 5 for ``cispo``."""
+    """C in min(r, C) (``drpo``: of the whole weight); None = no cap, but 5 for ``cispo`` and 2 for
+    ``score_centering``."""
     ratio_floor: float | None = Field(None, gt=0)
     """Only ``cispo``: r is raised to this value (the two-sided form); None = no floor."""
     clip_ratio_low: float | None = Field(None, gt=0, lt=1)
@@ -116,12 +65,21 @@ class LossConfig(Section):
     dual_clip: float | None = Field(None, gt=1)
     """Only ``ppo_*``: tokens with negative advantage and r above this are dropped; None = no such limit."""
     topk: int = Field(20, ge=1)
-    """Only ``dppo_topk_*``: K, the rollout's most probable tokens per position."""
+    """Only ``dppo_topk_*`` and ``score_centering``: K, the rollout's most probable tokens per position."""
     topk_eviction: bool = False
     """Only ``dppo_topk_*``: a sampled token outside the Top-K replaces the K-th instead of joining the set."""
+    direction: Literal["sampled", "predictive"] = "sampled"
+    """Only ``dppo_topk_*``: what tells whether an update leads outward: the sampled token's log pi - log mu, or the
+    derivative of the divergence along the update."""
+    tail: Literal["proportional", "aggregated", "uniform"] = "proportional"
+    """Only with ``direction = "predictive"``: the sum of pi^2 outside the Top-K set, exact or estimated."""
+    centering: Literal["none", "truncate", "mask"] = "truncate"
+    """Only ``score_centering``: the weight, 1, min(r, ``ratio_cap``), or r inside [``mismatch_low``, ``mismatch_high``]
+    and 0 outside."""
     form: Form | None = None
     """Reported value, ``-A min(r, C) log pi`` or ``-A min(r, C)`` (no gradient above C, nor below ``ratio_floor``);
-    None = reinforce where there is a choice. ``ppo_*`` and ``gspo`` are always ``ratio``, ``drpo`` never."""
+    None = reinforce where there is a choice. ``ppo_*`` and ``gspo`` are always ``ratio``, ``drpo`` and
+    ``score_centering`` never."""
     mismatch: Mismatch = "none"
     """Weights against the mismatch of trainer and engine: truncate them, or drop the tokens or sequences outside."""
     mismatch_low: float | None = Field(None, ge=0)
@@ -148,8 +106,13 @@ class LossConfig(Section):
 
     @property
     def is_topk(self) -> bool:
-        """Whether the divergence is measured on a Top-K set."""
-        return self.name.startswith("dppo_topk_")
+        """Whether the loss needs the rollout's Top-K."""
+        return self.name.startswith("dppo_topk_") or self.centers_score
+
+    @property
+    def centers_score(self) -> bool:
+        """Whether the sampler's expected score is subtracted."""
+        return self.name == "score_centering"
 
     @property
     def uses_anchor(self) -> bool:
@@ -178,7 +141,9 @@ class LossConfig(Section):
     @property
     def ratio_limits(self) -> tuple[float, float]:
         """(floor, cap) of the weight; 0 and infinity where there is none. Only ``drpo`` has negative weights."""
-        cap = 5.0 if self.ratio_cap is None and self.name == "cispo" else self.ratio_cap
+        cap = {"cispo": 5.0, "score_centering": 2.0}.get(self.name) if self.ratio_cap is None else self.ratio_cap
+        if self.centers_score and self.centering != "truncate":
+            cap = None
         floor = float("-inf") if self.name == "drpo" else self.ratio_floor or 0.0
         return (floor, float("inf") if cap is None else cap)
 
@@ -211,6 +176,8 @@ class LossConfig(Section):
         why = {"rollout_logprobs": "loss.name"}
         if self.is_topk:
             why |= dict.fromkeys(("topk_logprobs", "rollout_topk_logprobs", "topk_valid"), "loss.name")
+        if self.direction == "predictive" and self.tail != "aggregated":
+            why["topk_other_square" if self.tail == "proportional" else "vocab_size"] = "loss.tail"
         if self.uses_anchor:
             why["anchor_logprobs"] = "loss.name"
         if self.name == "gspo":
@@ -257,8 +224,10 @@ class LossConfig(Section):
             )
         if self.form == "reinforce" and self.is_surrogate:
             raise ValueError(f"form = 'reinforce' does not exist for {self.name!r}, a clipped surrogate; remove it")
-        if self.form == "ratio" and self.name == "drpo":
-            raise ValueError("form = 'ratio' does not exist for 'drpo', whose weight is no clipped ratio; remove it")
+        if self.form == "ratio" and self.name in ("drpo", "score_centering"):
+            raise ValueError(
+                f"form = 'ratio' does not exist for {self.name!r}, whose weight is no clipped ratio; remove it"
+            )
         if self.name == "gspo" and self.resolved_aggregation != "seq_mean_token_mean":
             raise ValueError(f"aggregation = {self.aggregation!r}: gspo is defined by seq_mean_token_mean; remove it")
         if (self.horizon is None) == self.resolved_aggregation.endswith("_norm"):
@@ -273,6 +242,18 @@ def _has_thresholds(config: LossConfig) -> bool:
     return config.is_dppo or config.name in ("drpo", "ipo")
 
 
+def _is_topk_dppo(config: LossConfig) -> bool:
+    return config.is_dppo and config.is_topk
+
+
+def _has_cap(config: LossConfig) -> bool:
+    return not config.is_surrogate and not (config.centers_score and config.centering != "truncate")
+
+
+def _limits_mismatch(config: LossConfig) -> bool:
+    return config.mismatch != "none" or (config.centers_score and config.centering == "mask")
+
+
 def _clips_ratios(config: LossConfig) -> bool:
     return config.is_surrogate or config.name in ("grpo", "minirl")
 
@@ -282,12 +263,15 @@ _APPLIES: Mapping[str, tuple[Callable[[LossConfig], bool], str]] = {
     "divergence_threshold_high": (_has_thresholds, "a dppo_* loss, drpo or ipo"),
     "clip_ratio_low": (_clips_ratios, "grpo, minirl, gspo or ppo_*"),
     "clip_ratio_high": (_clips_ratios, "grpo, minirl, gspo or ppo_*"),
-    "ratio_cap": (lambda c: not c.is_surrogate, "a loss without a clipped surrogate"),
+    "ratio_cap": (_has_cap, "a loss without a clipped surrogate (score_centering: with centering = 'truncate')"),
     "ratio_floor": (lambda c: c.name == "cispo", "cispo"),
     "dual_clip": (lambda c: c.name.startswith("ppo_"), "ppo_clip or ppo_decoupled"),
-    "topk": (lambda c: c.is_topk, "dppo_topk_tv or dppo_topk_kl"),
-    "topk_eviction": (lambda c: c.is_topk, "dppo_topk_tv or dppo_topk_kl"),
-    "mismatch_low": (lambda c: c.mismatch != "none", "mismatch other than 'none'"),
-    "mismatch_high": (lambda c: c.mismatch != "none", "mismatch other than 'none'"),
+    "topk": (lambda c: c.is_topk, "dppo_topk_tv, dppo_topk_kl or score_centering"),
+    "topk_eviction": (_is_topk_dppo, "dppo_topk_tv or dppo_topk_kl"),
+    "direction": (_is_topk_dppo, "dppo_topk_tv or dppo_topk_kl (a Binary divergence predicts what it has)"),
+    "tail": (lambda c: c.direction == "predictive", "direction = 'predictive'"),
+    "centering": (lambda c: c.centers_score, "score_centering"),
+    "mismatch_low": (_limits_mismatch, "mismatch other than 'none', or centering = 'mask'"),
+    "mismatch_high": (_limits_mismatch, "mismatch other than 'none', or centering = 'mask'"),
 }
 """Key -> whether it does something, and with what it would. A key that does nothing is a mistake worth an error."""

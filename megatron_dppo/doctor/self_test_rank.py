@@ -23,6 +23,7 @@ from megatron_dppo.doctor.self_test import Check
 from megatron_dppo.head import row_kernels
 from megatron_dppo.head.stats import vocab_parallel_head_stats
 from megatron_dppo.platform import Platform
+from megatron_dppo.types import LossNeeds
 
 TOKENS, HIDDEN, VOCABULARY, K, TEMPERATURE = 96, 64, 1003, 8, 0.7
 _LARGE = 64 * 2**20
@@ -152,7 +153,7 @@ def _head(platform: Platform, dtype: torch.dtype, name: str, bound: float, gradi
         vocab_size=VOCABULARY,
         temperature=TEMPERATURE,
         topk=K,
-        entropy_gradient=True,
+        needs=LossNeeds(entropy_gradient=True),
         chunk_tokens=32,
     )
     assert found.topk_logprobs is not None

@@ -19,11 +19,13 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.columns import Columns, looked_up_ids
 from megatron_dppo.head.gradient import HeadGradient, attach_gradient, checked_main_grad
+from megatron_dppo.head.outputs import joined
 from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size, chunks_in_flight
 from megatron_dppo.head.rows import Head, RowTotals, check_ids, gather_shards, merge
+from megatron_dppo.head.slots import SlotGradient
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs
-from megatron_dppo.head.sums import SlotSums, merge_narrow, narrow, reduce_slots
-from megatron_dppo.types import LossInputs, LossOutput, Metric, TokenTargets
+from megatron_dppo.head.sums import merge_narrow, narrow, reduce_slots
+from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, TokenTargets
 
 LossFunction = Callable[[LossInputs], LossOutput]
 
@@ -38,11 +40,10 @@ def dppo_head_loss(
     vocab_size: int,
     temperature: float = 1.0,
     bias: Tensor | None = None,
-    entropy_gradient: bool = False,
+    needs: LossNeeds = NO_NEEDS,
     plan: RowPlan | None = None,
     chunk_tokens: int | None = None,
     accumulate_main_grad: bool = False,
-    slot_sums: SlotSums | None = None,
 ) -> LossOutput:
     """``loss`` of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group, with its gradients.
 
@@ -59,35 +60,36 @@ def dppo_head_loss(
         targets: of the T rows, the same on all ranks, and without ``sequence_ids``.
         loss: a sum over tokens in which each token's term depends on that token alone. It is called on some rows at a
             time, with the same inputs on all ranks.
-        entropy_gradient: whether the entropy that the loss gets carries a gradient.
+        needs: what the loss gets beside the statistics of every loss. With ``topk_sums`` several shards exchange those
+            instead of the Top-K slots (``head.sums``), and the loss gets them in place of ``topk_logprobs``.
         plan: the rows with loss; None = all. A row that it leaves out has no loss, whatever the mask says.
         chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
         accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward (Megatron's gradient
             accumulation fusion does so in backward). ``weight.grad`` gets zeros; ``loss_sum`` must get a gradient of 1.
-        slot_sums: ``losses.topk_sums``: several shards exchange these sums instead of the Top-K slots (``head.sums``),
-            and the loss gets ``topk_sums`` in place of ``topk_logprobs``.
 
     Returns:
         The loss of all rows: sums over the chunks, ``keep_mask [T]`` (False in rows outside the plan), and metrics
         added up. Its ``loss_sum`` can be differentiated once.
 
     Raises:
-        ValueError: before any collective: ``targets.sequence_ids`` is given; shapes, dtypes or devices do not fit, the
-            shards cannot hold the vocabulary, the temperature is not positive, a label or a valid id is outside the
-            vocabulary (on CUDA a device-side assertion, as for the next), a valid id stands twice in its row, or
-            ``main_grad`` does not fit. After them, on every rank alike: the loss has a gradient in a row that the plan
-            says has none. In backward: the gradient of ``loss_sum`` is not 1 with ``accumulate_main_grad``.
+        ValueError: before any collective: ``targets.sequence_ids`` is given, ``needs`` contradict each other, shapes,
+            dtypes or devices do not fit, the shards cannot hold the vocabulary, the temperature is not positive, a
+            label or a valid id is outside the vocabulary (on CUDA a device-side assertion, as for the next), a valid id
+            stands twice in its row, or ``main_grad`` does not fit. After them, on every rank alike: the loss has a
+            gradient in a row that the plan says has none. In backward: the gradient of ``loss_sum`` is not 1 with
+            ``accumulate_main_grad``.
     """
+    if needs.topk_sums is not None and needs.slot_gradient:
+        raise ValueError("needs.slot_gradient needs the Top-K slots, needs.topk_sums exchanges their sums; choose one")
     head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
     check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
     columns = Columns.of(head, targets, plan)
     rows, main_grad = Rows.of(hidden, plan), checked_main_grad(weight, accumulate_main_grad)
     gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad)
-    run = _Run(head, rows, hidden.detach(), columns, loss, entropy_gradient, in_flight, gradient, slot_sums)
-    output = _join([_finish(run, pending) for pending in _pending(run)], rows)
-    if not run.differentiates:
-        return output
-    return replace(output, loss_sum=attach_gradient(output.loss_sum, hidden, weight, bias, gradient))
+    run = _Run(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient)
+    output = joined([_finish(run, pending) for pending in _pending(run)], rows)
+    total = attach_gradient(output.loss_sum, hidden, weight, bias, gradient) if run.differentiates else output.loss_sum
+    return replace(output, loss_sum=total)
 
 
 def _gradient(
@@ -120,11 +122,11 @@ class _Run:
     columns: Columns
     """of the rows of the plan"""
     loss: LossFunction
-    entropy_gradient: bool
+    needs: LossNeeds
+    vocab_size: int
     in_flight: int
     """chunks whose logits are in memory at the same time"""
     gradient: HeadGradient
-    slot_sums: SlotSums | None
 
     @property
     def differentiates(self) -> bool:
@@ -134,12 +136,12 @@ class _Run:
     @property
     def exchanges_sums(self) -> bool:
         """One shard has all slots anyway."""
-        return self.slot_sums is not None and self.head.group is not None and self.columns.ids is not None
+        return self.needs.topk_sums is not None and self.head.group is not None and self.columns.ids is not None
 
     @property
     def overwrites(self) -> bool:
         """On the CPU exponentials cost more than memory, and without an entropy term the gradient needs no more."""
-        return self.differentiates and not self.entropy_gradient and not self.hidden.is_cuda
+        return self.differentiates and not self.needs.entropy_gradient and not self.hidden.is_cuda
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
     hidden = run.rows.take(run.hidden, chunk.start, chunk.stop)
     columns = run.columns.select(slice(chunk.start, chunk.stop))
     logits = head.logits(hidden, buffer)
-    mine = head.statistics(logits, columns.labels, columns.local_ids, overwrite=run.overwrites)
+    squares = run.needs.other_square
+    mine = head.statistics(logits, columns.labels, columns.local_ids, squares=squares, overwrite=run.overwrites)
     sent = mine
     if run.exchanges_sums and columns.ids is not None and columns.valid is not None:
         sent = narrow(mine, columns.targets.labels, columns.ids, columns.valid)
@@ -189,10 +192,10 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
         pending.work.wait()
     head, columns = run.head, pending.columns
     totals, sums = _totals(run, pending)
-    output, of_logprobs, of_entropy = _differentiate(run, columns.targets, totals, sums)
+    output, of_logprobs, of_entropy, of_ids = _differentiate(run, columns.targets, totals, sums)
     stop = pending.chunk.num_gradient if run.differentiates else 0
     if run.differentiates:
-        _check_rest(stop, of_logprobs, of_entropy)
+        _check_rest(stop, of_logprobs, of_entropy, of_ids)
     if stop:
         part = slice(0, stop)
         dlogits = head.gradient(
@@ -203,9 +206,16 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
             None if of_entropy is None else of_entropy[part],
             run.gradient.place(pending.logits[part]),
             pending.mine[part, 0] if run.overwrites else None,
+            _slots(columns, of_ids, part),
         )
         run.gradient.add(dlogits)
     return output
+
+
+def _slots(columns: Columns, of_ids: Tensor | None, part: slice) -> SlotGradient | None:
+    if of_ids is None or columns.local_ids is None:
+        return None
+    return SlotGradient(columns.local_ids[part], of_ids[part])
 
 
 def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
@@ -215,31 +225,39 @@ def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
         return merge(pending.parts, targets.labels, ids, valid, head.temperature), None
     slots, of_rollout = targets.rollout_topk_ids, targets.rollout_topk_logprobs
     assert local_ids is not None and slots is not None and of_rollout is not None
-    assert head.group is not None and run.slot_sums is not None
+    slot_sums = run.needs.topk_sums
+    assert head.group is not None and slot_sums is not None
     totals = merge_narrow(pending.parts, head.temperature)
-    sums, other = reduce_slots(
-        pending.mine, local_ids >= 0, of_rollout[:, :-1], totals, head.temperature, head.group, run.slot_sums
+    sums, other, square = reduce_slots(
+        pending.mine, local_ids >= 0, of_rollout[:, :-1], totals, head.temperature, head.group, slot_sums
     )
-    last = run.slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], slots[:, -1:] >= 0)
-    return totals._replace(other_logprob=other), sums + last.to(sums.dtype)
+    last = slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], slots[:, -1:] >= 0)
+    return totals._replace(other_logprob=other, other_square=square), sums + last.to(sums.dtype)
 
 
 def _differentiate(
     run: _Run, targets: TokenTargets, totals: RowTotals, sums: Tensor | None
-) -> tuple[LossOutput, Tensor, Tensor | None]:
-    """The loss on some rows, and its derivatives in their log-probabilities and entropies ``[n]``."""
+) -> tuple[LossOutput, Tensor, Tensor | None, Tensor | None]:
+    """The loss on some rows, and its derivatives in their log-probabilities and entropies ``[n]``, and in the
+    log-probabilities of the ids ``[n, K]``."""
+    needs = run.needs
     logprobs = totals.logprobs.detach().requires_grad_(run.differentiates)
-    entropy = totals.entropy.detach().requires_grad_(run.differentiates and run.entropy_gradient)
-    statistics = HeadStatistics(logprobs, entropy, totals.id_logprobs, totals.other_logprob, None, None)
+    entropy = totals.entropy.detach().requires_grad_(run.differentiates and needs.entropy_gradient)
+    ids = None if totals.id_logprobs is None else totals.id_logprobs.detach()
+    if ids is not None:
+        ids.requires_grad_(run.differentiates and needs.slot_gradient)
+    statistics = HeadStatistics(logprobs, entropy, ids, totals.other_logprob, totals.other_square, None, None)
     with torch.set_grad_enabled(run.differentiates):
-        output = run.loss(replace(loss_inputs(targets, statistics), topk_sums=sums))
+        output = run.loss(replace(loss_inputs(targets, statistics, run.vocab_size), topk_sums=sums))
+    leaves = (logprobs, entropy, ids)
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     zeros = torch.zeros_like(totals.logprobs)
-    leaves = [leaf for leaf in (logprobs, entropy) if leaf.requires_grad]
-    if not leaves or not output.loss_sum.requires_grad:
-        return output, zeros, None
-    found = torch.autograd.grad(output.loss_sum, leaves, allow_unused=True)
+    if not wanted or not output.loss_sum.requires_grad:
+        return output, zeros, None, None
+    found = iter(torch.autograd.grad(output.loss_sum, wanted, allow_unused=True))
+    by_leaf = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
     detached = replace(output, loss_sum=output.loss_sum.detach())
-    return detached, zeros if found[0] is None else found[0], found[1] if len(found) > 1 else None
+    return detached, zeros if by_leaf[0] is None else by_leaf[0], by_leaf[1], by_leaf[2]
 
 
 def _check_rest(stop: int, *gradients: Tensor | None) -> None:
@@ -254,23 +272,3 @@ def _check_rest(stop: int, *gradients: Tensor | None) -> None:
                 "the loss has a gradient in a row that plan says has none (an entropy bonus or a KL penalty?); "
                 "make the plan without advantages"
             )
-
-
-def _join(outputs: list[LossOutput], rows: Rows) -> LossOutput:
-    """The outputs of the chunks as that of all T rows."""
-    first, *rest = outputs
-    metrics = dict(first.metrics)
-    for output in rest:
-        metrics = {name: _add(metric, output.metrics[name]) for name, metric in metrics.items()}
-    return LossOutput(
-        loss_sum=torch.stack([output.loss_sum for output in outputs]).sum(),
-        num_tokens=torch.stack([output.num_tokens for output in outputs]).sum(),
-        keep_mask=rows.spread(torch.cat([output.keep_mask for output in outputs])),
-        metrics=metrics,
-    )
-
-
-def _add(a: Metric, b: Metric) -> Metric:
-    if a.kind == "max":
-        return Metric(torch.maximum(torch.as_tensor(a.numerator), torch.as_tensor(b.numerator)), kind="max")
-    return Metric(a.numerator + b.numerator, a.denominator + b.denominator)

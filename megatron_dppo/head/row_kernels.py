@@ -23,7 +23,9 @@ _BLOCK_BYTES = 1 << 20
 a core, and large enough that the number of calls does not count."""
 
 
-def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float) -> Tensor:
+def row_statistics(
+    logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool = False
+) -> Tensor:
     """What one shard knows about each row, in one read of the logits.
 
     With ``z = (logit - m) / temperature``, over the first ``own`` entries of the row:
@@ -33,6 +35,7 @@ def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None,
     - column 2, o: sum of exp(z) over the entries that are neither the label nor one of the ids
     - column 3, y: z of the label, -inf if it is not of this shard
     - columns 4 to 3 + K: z of each id, -inf in the same way
+    - with ``squares`` one more, q: sum of exp(2 z) over the entries of o
 
     A shard without entries, and a row of -inf, has m = y = -inf and t = o = 0. A NaN among the logits gives NaN.
 
@@ -42,13 +45,14 @@ def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None,
         labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
         ids: ``[n, K]`` int64 index in this shard, -1 = not of this shard or an unused slot; None = none.
         temperature: divides the logits.
+        squares: whether q is wanted.
 
     Returns:
-        ``[n, 4 + K]`` float32, or float64 for float64 logits.
+        ``[n, 4 + K]``, or ``[n, 5 + K]`` with q; float32, or float64 for float64 logits.
     """
     triton = _triton_kernels(logits)
     function = row_statistics_torch if triton is None else triton.row_statistics
-    return function(logits, own, labels, ids, temperature)
+    return function(logits, own, labels, ids, temperature, squares)
 
 
 def row_gradient(
@@ -89,7 +93,14 @@ def row_gradient(
 
 
 def row_statistics_torch(
-    logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float, *, overwrite: bool = False
+    logits: Tensor,
+    own: int,
+    labels: Tensor,
+    ids: Tensor | None,
+    temperature: float,
+    squares: bool = False,
+    *,
+    overwrite: bool = False,
 ) -> Tensor:
     """``row_statistics`` in plain torch.
 
@@ -98,8 +109,9 @@ def row_statistics_torch(
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     chosen = labels[:, None] if ids is None else torch.cat([labels[:, None], ids], 1)
-    out = torch.zeros(len(logits), 3 + chosen.shape[1], dtype=dtype, device=logits.device)
-    maximum, weighted, others, values = out[:, 0], out[:, 1], out[:, 2], out[:, 3:]
+    slots = chosen.shape[1]
+    out = torch.zeros(len(logits), 3 + slots + squares, dtype=dtype, device=logits.device)
+    maximum, weighted, others, values, square = *out[:, :3].unbind(1), out[:, 3 : 3 + slots], out[:, 3 + slots :]
     if own == 0 or len(logits) == 0:
         maximum.fill_(-torch.inf)
         values.fill_(-torch.inf)
@@ -110,8 +122,8 @@ def row_statistics_torch(
     values.copy_(logits.gather(1, struck))
     scale, difference = _bits_per_logit(temperature), _scratch(logits, own, dtype)
     exponential = None if overwrite else torch.empty_like(difference)
-    columns = (maximum, weighted, others, struck)
-    for block, *(highest, moment, total, places) in _row_blocks(own, logits[:, :own], *columns):
+    columns = (maximum, weighted, others, struck, square)
+    for block, *(highest, moment, total, places, of_squares) in _row_blocks(own, logits[:, :own], *columns):
         z, exp = difference[: len(block)], block if exponential is None else exponential[: len(block)]
         highest.copy_(block.amax(1))
         torch.sub(block, _finite(highest)[:, None], out=z).mul_(scale)
@@ -119,10 +131,15 @@ def row_statistics_torch(
         # A -inf has to give 0 times something finite.
         torch.sum(z.clamp_(min=_UNDERFLOW).mul_(exp), 1, out=moment)
         torch.sum(exp.scatter_(1, places, 0.0), 1, out=total)
+        if squares:
+            of_squares.copy_(torch.mul(exp, exp, out=z).sum(1, keepdim=True))
     weighted *= math.log(2)
     below = values - _finite(maximum)[:, None]
     exponentials = torch.exp2(below * scale)
-    others += torch.where(of_shard.any(1), 0.0, exponentials[:, 0])
+    unstruck = torch.where(of_shard.any(1), 0.0, exponentials[:, 0])
+    others += unstruck
+    if squares:
+        square += unstruck.square()[:, None]
     if overwrite:
         logits.scatter_(1, struck, exponentials)
     values.copy_(torch.where(of_shard, below / temperature, -torch.inf))

@@ -42,7 +42,9 @@ def id_slots(num_ids: int) -> int:
     return max(_LEAST_IDS, 1 << (num_ids - 1).bit_length()) if num_ids else 0
 
 
-def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float) -> Tensor:
+def row_statistics(
+    logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool = False
+) -> Tensor:
     """What each row of this shard contributes to the statistics of the whole vocabulary.
 
     Args:
@@ -51,12 +53,13 @@ def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None,
         labels: ``[n]`` int64, the label's column, -1 = not of this shard.
         ids: ``[n, K]`` int64 columns in any order, -1 = not of this shard or an unused slot; or None.
         temperature: divides the logits.
+        squares: one more column, the sum of exp(2 z) over the entries that are neither the label nor an id.
 
     Returns:
-        ``[n, 4 + K]`` fp32: m, the largest logit of the row; the sum of exp(z) z with z = (logit - m) / temperature;
-        the sum of exp(z) over the entries that are neither the label nor an id, added up and not subtracted; z at the
-        label; z at each id; -inf for what is not of this shard. A row without entries or of -inf alone: -inf, 0, 0,
-        -inf. A row with a NaN: NaN, but for the -inf of what is not of this shard.
+        ``[n, 4 + K]`` (or one more) fp32: m, the largest logit of the row; the sum of exp(z) z with z = (logit - m) /
+        temperature; the sum of exp(z) over the entries that are neither the label nor an id, added up and not
+        subtracted; z at the label; z at each id; -inf for what is not of this shard. A row without entries or of -inf
+        alone: -inf, 0, 0, -inf. A row with a NaN: NaN, but for the -inf of what is not of this shard.
 
     Raises:
         ValueError: a shape, a dtype or a memory layout is not as above.
@@ -67,7 +70,7 @@ def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None,
         if ids.dim() != 2 or len(ids) != len(logits) or ids.dtype != torch.int64:
             raise ValueError(f"row_statistics: expected int64 ids [{len(logits)}, K], got {ids.dtype} {[*ids.shape]}")
         num_ids = ids.shape[1]
-    out = logits.new_empty(len(logits), 4 + num_ids, dtype=torch.float32)
+    out = logits.new_empty(len(logits), 4 + num_ids + squares, dtype=torch.float32)
     if len(logits):
         with torch.cuda.device_of(logits):
             statistics_kernel[(len(logits),)](
@@ -81,6 +84,7 @@ def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None,
                 math.log2(math.e) / temperature,
                 float(temperature),
                 IDS=id_slots(num_ids),
+                SQUARES=squares,
                 **constants(logits.dtype),
                 num_warps=NUM_WARPS,
             )

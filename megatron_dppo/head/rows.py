@@ -1,11 +1,11 @@
 """From the shards' row statistics to those of the whole vocabulary, and the checks of what a head is given.
 
-Each shard sends m, t, o, y and y_i of ``row_kernels.row_statistics``: 4 (4 + K) bytes a row in fp32. With M the largest
-m, d = (m - M) / temperature and S the sum over shards:
+Each shard sends m, t, o, y and y_i of ``row_kernels.row_statistics``: 4 (4 + K) bytes a row in fp32, and q if asked.
+With M the largest m, d = (m - M) / temperature and S the sum over shards:
 
     o = S exp(d) o_r        y = max over shards of y_r + d        s = o + exp(y) + sum exp(y_i)      (no id twice)
     t = S exp(d) (t_r + d s_r)      log p(id) = y_i - log s
-    log p(other) = log o - log s        entropy = log s - t / s
+    log p(other) = log o - log s        entropy = log s - t / s        sum of p^2 over other = S exp(2 d) q_r / s^2
 
 Every sum has positive terms only, so ``other`` keeps its relative precision where the ids hold almost all of the mass.
 """
@@ -27,6 +27,7 @@ from megatron_dppo.head.row_kernels import (
     row_statistics,
     row_statistics_torch,
 )
+from megatron_dppo.head.slots import SlotGradient, chosen_entries, write_entries
 
 
 class RowTotals(NamedTuple):
@@ -44,19 +45,12 @@ class RowTotals(NamedTuple):
     """[n, K], -inf in unused slots"""
     other_logprob: Tensor | None
     """[n]"""
+    other_square: Tensor | None = None
+    """[n] sum of p^2 over the entries outside the label and the ids"""
 
     def select(self, rows: slice) -> RowTotals:
         """Some of the rows."""
-        ids, other = self.id_logprobs, self.other_logprob
-        maximum, total, logprobs, entropy = (column[rows] for column in self[:4])
-        return RowTotals(
-            maximum,
-            total,
-            logprobs,
-            entropy,
-            None if ids is None else ids[rows],
-            None if other is None else other[rows],
-        )
+        return RowTotals(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -117,11 +111,14 @@ class Head:
         """``[n, W]`` logits before the temperature, in the first n rows of ``out``."""
         return logits_into(hidden, self.weight, self.bias, out[: len(hidden)])
 
-    def statistics(self, logits: Tensor, labels: Tensor, ids: Tensor | None, *, overwrite: bool = False) -> Tensor:
-        """``[n, 4 + K]`` of ``row_kernels.row_statistics``; with ``overwrite``, exponentials replace the logits."""
+    def statistics(
+        self, logits: Tensor, labels: Tensor, ids: Tensor | None, *, squares: bool = False, overwrite: bool = False
+    ) -> Tensor:
+        """``[n, 4 + K]`` of ``row_kernels.row_statistics``, ``[n, 5 + K]`` with squares; with ``overwrite``,
+        exponentials replace the logits."""
         if overwrite:
-            return row_statistics_torch(logits, self.own, labels, ids, self.temperature, overwrite=True)
-        return row_statistics(logits, self.own, labels, ids, self.temperature)
+            return row_statistics_torch(logits, self.own, labels, ids, self.temperature, squares, overwrite=True)
+        return row_statistics(logits, self.own, labels, ids, self.temperature, squares)
 
     def gradient(
         self,
@@ -132,11 +129,19 @@ class Head:
         grad_entropy: Tensor | None,
         out: Tensor,
         overwritten: Tensor | None = None,
+        slots: SlotGradient | None = None,
     ) -> Tensor:
         """``[n, W]`` gradient of the logits, written to ``out``.
 
-        ``overwritten`` is the shard's maximum ``[n]`` if ``statistics`` has replaced the logits.
+        ``overwritten`` is the shard's maximum ``[n]`` if ``statistics`` has replaced the logits; ``slots`` the gradient
+        at the Top-K ids.
         """
+        if slots is not None:
+            # The values at label and ids come first: the gradient may be written over the logits.
+            places, values = self._at_slots(logits, labels, totals, grad_logprobs, grad_entropy, overwritten, slots)
+            together = slots.total(grad_logprobs)
+            self.gradient(logits, labels, totals, together, grad_entropy, out, overwritten)
+            return write_entries(out, places, values) if self.own else out
         maximum, total, entropy = totals.maximum, totals.total, totals.entropy
         if overwritten is not None:
             return gradient_of_exponentials(
@@ -145,6 +150,32 @@ class Head:
         return row_gradient(
             logits, self.own, labels, maximum, total, grad_logprobs, grad_entropy, entropy, self.temperature, out
         )
+
+    def _at_slots(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        totals: RowTotals,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor | None,
+        overwritten: Tensor | None,
+        slots: SlotGradient,
+    ) -> tuple[Tensor, Tensor]:
+        """Where label and ids are in this shard ``[n, 1 + K]``, and the gradient of their logits."""
+        places, derivative = chosen_entries(labels, slots, grad_logprobs)
+        if not self.own:
+            return places, derivative
+        found, maximum = logits.gather(1, places.clamp(min=0)).to(totals.total.dtype), totals.maximum[:, None]
+        factor = slots.total(grad_logprobs)[:, None]
+        if overwritten is not None:
+            p = found * (((overwritten[:, None] - maximum) / self.temperature).exp() / totals.total[:, None])
+        else:
+            z = (found - maximum) / self.temperature
+            p = z.exp() / totals.total[:, None]
+            if grad_entropy is not None:
+                log_p = z.clamp(min=-1e4) - totals.total.log()[:, None]
+                factor = factor + grad_entropy[:, None] * (log_p + totals.entropy[:, None])
+        return places, (derivative - p * factor) / self.temperature
 
 
 def gather_shards(mine: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
@@ -156,11 +187,13 @@ def gather_shards(mine: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dis
 
 
 def merge(parts: Tensor, labels: Tensor, ids: Tensor | None, valid: Tensor | None, temperature: float) -> RowTotals:
-    """The shards' statistics ``[ranks, n, 4 + K]`` to those of the whole rows; see the formulas above.
+    """The shards' statistics ``[ranks, n, 4 + K]``, or one column more, to those of the whole rows; see above.
 
     ``labels [n]``, ``ids [n, K]`` and ``valid [n, K]`` are global. A row whose entries are all -inf gives NaN.
     """
-    maxima, weighted, others, values = parts[..., 0], parts[..., 1], parts[..., 2], parts[..., 3:]
+    slots = 4 + (0 if ids is None else ids.shape[1])
+    maxima, weighted, others, values = parts[..., 0], parts[..., 1], parts[..., 2], parts[..., 3:slots]
+    squares = parts[..., slots] if parts.shape[-1] > slots else None
     if ids is not None and valid is not None:
         # The label counts once: where it is one of the ids too, only there.
         repeated = ((ids == labels[:, None]) & valid).any(1)
@@ -185,6 +218,7 @@ def merge(parts: Tensor, labels: Tensor, ids: Tensor | None, valid: Tensor | Non
         entropy=log_total - weighted / total,
         id_logprobs=None if valid is None else torch.where(valid, logprobs[:, 1:], -torch.inf),
         other_logprob=None if valid is None else other.log() - log_total,
+        other_square=None if squares is None else (scale.square() * squares).sum(0) / total.square(),
     )
 
 

@@ -22,8 +22,9 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.head.gradient import HeadGradient, checked_main_grad, mark_added
 from megatron_dppo.head.row_plan import RowPlan, Rows, chunk_size
 from megatron_dppo.head.rows import Head, RowTotals, check_ids, gather_shards, merge
+from megatron_dppo.head.slots import SlotGradient
 from megatron_dppo.head.topk import candidates, merge_candidates
-from megatron_dppo.types import LossInputs, TokenTargets
+from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, TokenTargets
 
 
 class HeadStatistics(NamedTuple):
@@ -37,9 +38,12 @@ class HeadStatistics(NamedTuple):
     entropy: Tensor
     """[T] with gradient where that was asked for"""
     id_logprobs: Tensor | None
-    """[T, K] log p(id), without gradient; -inf in unused slots, and where the probability is 0. None without ids."""
+    """[T, K] log p(id), with gradient where that was asked for; -inf in unused slots, and where the probability is 0.
+    None without ids."""
     other_logprob: Tensor | None
     """[T] log of the mass outside the label and the valid ids, without gradient. None without ids."""
+    other_square: Tensor | None
+    """[T] sum of p^2 outside the label and the valid ids, without gradient, where that was asked for"""
     topk_logprobs: Tensor | None
     """[T, k] the policy's own Top-k by rank, without gradient. None with ``topk = 0``."""
     topk_ids: Tensor | None
@@ -58,7 +62,7 @@ def vocab_parallel_head_stats(
     ids: Tensor | None = None,
     ids_valid: Tensor | None = None,
     topk: int = 0,
-    entropy_gradient: bool = False,
+    needs: LossNeeds = NO_NEEDS,
     plan: RowPlan | None = None,
     chunk_tokens: int | None = None,
     accumulate_main_grad: bool = False,
@@ -77,7 +81,7 @@ def vocab_parallel_head_stats(
         ids: ``[T, K]`` int64 global ids; the valid ones of a row are distinct, and the label may be one of them.
         ids_valid: ``[T, K]`` bool, False = an unused slot; whatever stands there is ignored. Goes with ``ids``.
         topk: k, how many of the most probable ids to find, from 0 to V; ties go to the lower id.
-        entropy_gradient: whether the entropy carries a gradient.
+        needs: which of the statistics a loss needs, and which with a gradient.
         plan: the rows that matter; None = all. The gradient of rows that it says have none is not computed.
         chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
         accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in backward, as Megatron's
@@ -98,12 +102,13 @@ def vocab_parallel_head_stats(
     if not 0 <= topk <= vocab_size:
         raise ValueError(f"topk must be from 0 to vocab_size = {vocab_size}, got {topk}")
     main_grad = checked_main_grad(weight, accumulate_main_grad)
-    call = _Call(head, rows, weight, main_grad, topk, entropy_gradient, chunk_size(chunk_tokens, rows, weight))
+    chunk = chunk_size(chunk_tokens, rows, weight)
+    call = _Call(head, rows, weight, main_grad, topk, needs, chunk)
     apply: Callable[..., tuple[Any, ...]] = _HeadStatistics.apply
     return HeadStatistics(*apply(hidden, weight, bias, labels, ids, ids_valid, call))
 
 
-def loss_inputs(targets: TokenTargets, statistics: HeadStatistics) -> LossInputs:
+def loss_inputs(targets: TokenTargets, statistics: HeadStatistics, vocab_size: int) -> LossInputs:
     """What a loss takes, from the statistics at ``targets.rollout_topk_ids[:, :K]`` (all slots but the label's).
 
     The last slot is the label, so its log-probability is that of the label, without gradient.
@@ -121,6 +126,8 @@ def loss_inputs(targets: TokenTargets, statistics: HeadStatistics) -> LossInputs
         rollout_topk_logprobs=targets.rollout_topk_logprobs,
         topk_valid=None if targets.rollout_topk_ids is None else targets.rollout_topk_ids >= 0,
         topk_other_logprob=statistics.other_logprob,
+        topk_other_square=statistics.other_square,
+        vocab_size=vocab_size,
         anchor_logprobs=targets.anchor_logprobs,
         reference_logprobs=targets.reference_logprobs,
         sequence_ids=targets.sequence_ids,
@@ -138,8 +145,12 @@ class _Call:
     """the parameter itself, for its attributes"""
     main_grad: Tensor | None
     topk: int
-    entropy_gradient: bool
+    needs: LossNeeds
     chunk: int
+
+    def statistics_columns(self, ids: Tensor | None) -> int:
+        """Numbers of a row that ``Head.statistics`` gives for ``ids [n, K]``."""
+        return 4 + self.needs.other_square + (0 if ids is None else ids.shape[1])
 
 
 class _HeadStatistics(torch.autograd.Function):
@@ -162,37 +173,43 @@ class _HeadStatistics(torch.autograd.Function):
         parts, work = gather_shards(_shard_rows(hidden, labels, ids, ids_valid, call), head.group)
         if work is not None:
             work.wait()
-        slots = 0 if ids is None else ids.shape[1]
-        totals = merge(parts[..., : 4 + slots], labels, ids, ids_valid, head.temperature)
-        top = (
-            merge_candidates(parts[..., 4 + slots :], call.topk, totals, head.temperature) if call.topk else (None,) * 2
-        )
-        ctx.save_for_backward(hidden, weight, labels, totals.maximum, totals.total, totals.entropy)
+        columns = call.statistics_columns(ids)
+        totals = merge(parts[..., :columns], labels, ids, ids_valid, head.temperature)
+        top = merge_candidates(parts[..., columns:], call.topk, totals, head.temperature) if call.topk else (None,) * 2
+        kept_ids = (ids, ids_valid) if call.needs.slot_gradient else (None, None)
+        ctx.save_for_backward(hidden, weight, labels, totals.maximum, totals.total, totals.entropy, *kept_ids)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        found = (totals.logprobs, totals.entropy, totals.id_logprobs, totals.other_logprob, *top)
+        found = (totals.logprobs, totals.entropy, totals.id_logprobs, totals.other_logprob, totals.other_square, *top)
         outputs = tuple(None if x is None else rows.spread(x) for x in found)
-        ctx.mark_non_differentiable(*(x for x in outputs[1 + call.entropy_gradient :] if x is not None))
+        differentiable = (True, call.needs.entropy_gradient, call.needs.slot_gradient, False, False, False, False)
+        constants = (x for x, moves in zip(outputs, differentiable, strict=True) if not moves)
+        ctx.mark_non_differentiable(*(x for x in constants if x is not None))
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_ids: Tensor | None,
+        *_: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        hidden, _weight, labels, maximum, total, entropy = ctx.saved_tensors
+        hidden, _weight, labels, maximum, total, entropy, ids, ids_valid = ctx.saved_tensors
         call: _Call = ctx.call
-        if grad_logprobs is None and grad_entropy is None:
+        given = (grad_logprobs, grad_entropy, grad_ids)
+        if all(x is None for x in given):
             return (None,) * 7
         rows, head, stop = call.rows, call.head, call.rows.num_gradient
-        of_logprobs, of_entropy = (None if x is None else rows.take(x, 0, stop) for x in (grad_logprobs, grad_entropy))
+        of_logprobs, of_entropy, of_ids = (None if x is None else rows.take(x, 0, stop) for x in given)
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(total[:stop])
         needed = ctx.needs_input_grad[:3]
         gradient = HeadGradient(head, rows, hidden, needed, call.chunk, call.main_grad)
         buffer = head.new_logits(min(call.chunk, stop))
         totals = RowTotals(maximum, total, total, entropy, None, None)
-        local = head.local(labels)
+        local, local_ids = head.local(labels), None if of_ids is None else head.local(ids, ids_valid)
         for chunk in rows.chunks(call.chunk, stop):
             part = slice(chunk.start, chunk.stop)
             logits = head.logits(rows.take(hidden, chunk.start, chunk.stop), buffer)
@@ -203,6 +220,7 @@ class _HeadStatistics(torch.autograd.Function):
                 of_logprobs[part],
                 None if of_entropy is None else of_entropy[part],
                 gradient.place(logits),
+                slots=None if of_ids is None or local_ids is None else SlotGradient(local_ids[part], of_ids[part]),
             )
             gradient.add(dlogits)
         of_hidden, of_weight, of_bias = gradient.result()
@@ -214,15 +232,15 @@ class _HeadStatistics(torch.autograd.Function):
 def _shard_rows(hidden: Tensor, labels: Tensor, ids: Tensor | None, valid: Tensor | None, call: _Call) -> Tensor:
     """``[R, 4 + K + 2 k]`` what this shard sends of each row."""
     head, width = call.head, min(call.topk, len(call.head.weight))
-    slots = 4 + (0 if ids is None else ids.shape[1])
-    mine = torch.empty(call.rows.count, slots + 2 * width, dtype=head.dtype, device=hidden.device)
+    columns = call.statistics_columns(ids)
+    mine = torch.empty(call.rows.count, columns + 2 * width, dtype=head.dtype, device=hidden.device)
     local_labels, local_ids = head.local(labels), None if ids is None else head.local(ids, valid)
     buffer = head.new_logits(min(call.chunk, call.rows.count))
     for chunk in call.rows.chunks(call.chunk):
         part = slice(chunk.start, chunk.stop)
         logits = head.logits(call.rows.take(hidden, chunk.start, chunk.stop), buffer)
         some_ids = None if local_ids is None else local_ids[part]
-        mine[part, :slots] = head.statistics(logits, local_labels[part], some_ids)
+        mine[part, :columns] = head.statistics(logits, local_labels[part], some_ids, squares=call.needs.other_square)
         if width:
-            mine[part, slots:] = candidates(logits[:, : head.own], width, head.first)
+            mine[part, columns:] = candidates(logits[:, : head.own], width, head.first)
     return mine

@@ -1,4 +1,5 @@
-"""A Top-K set over shards by its sums instead of its slots: 28 bytes a row whatever K, in two collectives.
+"""A Top-K set over shards by its sums instead of its slots: 28 bytes a row whatever K, in two collectives (44 with the
+sums of predictive masks, 48 with their exact tail).
 
 A divergence of the Top-K family is a sum over slots, and each slot is an entry of one shard. So the shards gather
 
@@ -25,10 +26,13 @@ SlotSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def narrow(mine: Tensor, labels: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
-    """A shard's ``[n, 4 + K]`` row statistics to the ``[n, 4]`` that it sends; ``labels`` and ``ids`` are global."""
+    """A shard's row statistics, ``[n, 4 + K]`` or one column more, to the ``[n, 4]`` that it sends.
+
+    ``labels`` and ``ids`` are global.
+    """
     once = ~((ids == labels[:, None]) & valid).any(1, keepdim=True)  # a label that is an id too counts once
     counted = torch.cat([once, valid], 1)
-    total = mine[:, 2] + torch.where(counted, mine[:, 3:].exp(), 0.0).sum(1)
+    total = mine[:, 2] + torch.where(counted, mine[:, 3 : 4 + ids.shape[1]].exp(), 0.0).sum(1)
     return torch.stack([mine[:, 0], mine[:, 1], total, mine[:, 3]], 1)
 
 
@@ -54,11 +58,13 @@ def reduce_slots(
     temperature: float,
     group: ProcessGroup,
     slot_sums: SlotSums,
-) -> tuple[Tensor, Tensor]:
-    """The sums over all slots but the label's, and log of the mass outside the set; one all-reduce.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The sums over all slots but the label's, log of the mass outside the set and the sum of p^2 there.
+
+    One all-reduce.
 
     Args:
-        mine: ``[n, 4 + K]`` this shard's row statistics.
+        mine: ``[n, 4 + K]`` this shard's row statistics, or ``[n, 5 + K]`` with q.
         owned: ``[n, K]`` bool, the valid slots whose entry is of this shard.
         rollout_logprobs: ``[n, K]`` log mu.
         totals: of the rows.
@@ -67,11 +73,15 @@ def reduce_slots(
         slot_sums: see ``SlotSums``.
 
     Returns:
-        ``([n, C], [n])`` in the dtype of ``mine``, equal on all ranks of the group.
+        ``([n, C], [n], [n])`` in the dtype of ``mine``, equal on all ranks of the group; the last is None without q.
     """
+    slots = 4 + owned.shape[1]
     shift = (mine[:, 0] - totals.maximum) / temperature
-    logprobs = mine[:, 4:] + (shift - totals.total.log())[:, None]
+    logprobs = mine[:, 4:slots] + (shift - totals.total.log())[:, None]
     sums = slot_sums(logprobs, rollout_logprobs, owned).to(mine.dtype)
-    together = torch.cat([sums, (mine[:, 2] * shift.exp())[:, None]], 1)
+    scale = shift.exp()[:, None]
+    together = torch.cat([sums, mine[:, 2:3] * scale, mine[:, slots:] * scale.square()], 1)
     dist.all_reduce(together, group=group)
-    return together[:, :-1], together[:, -1].log() - totals.total.log()
+    sums, other, squares = together.tensor_split([sums.shape[1], sums.shape[1] + 1], dim=1)
+    square = squares.squeeze(1) / totals.total.square() if squares.shape[1] else None
+    return sums, other.squeeze(1).log() - totals.total.log(), square

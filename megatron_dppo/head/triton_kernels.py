@@ -59,15 +59,18 @@ def _add_block(
     total: tl.tensor,
     moment: tl.tensor,
     other: tl.tensor,
+    square: tl.tensor,
     following: tl.tensor,
     places: tl.tensor,
     label: tl.tensor,
     log2_scale: tl.tensor,
+    SQUARES: tl.constexpr,
     ROWS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> tl.tensor:
-    """Take the block ``x`` into the threads' sums of exp(z), exp(z) z, and exp(z) outside the set; return all of them.
+    """Take the block ``x`` into the threads' sums of exp(z), exp(z) z, and exp(z) outside the set (with ``SQUARES`` of
+    exp(2 z) there too); return all of them.
 
     ``following`` is the first place of the set that no earlier block held; -inf stands where there is no entry.
     """
@@ -84,14 +87,25 @@ def _add_block(
         exp = tl.where(_is_at(following - start, ROWS, THREADS, VECTOR), 0.0, exp)
         following = _next_in_set(places, label, following)
     other = rescale * other + tl.sum(tl.sum(exp, 2), 0)
-    return larger, total, moment, other, following
+    if SQUARES:
+        square = rescale * rescale * square + tl.sum(tl.sum(exp * exp, 2), 0)
+    return larger, total, moment, other, square, following
 
 
 @triton.jit
 def _store_sums(
-    out: tl.tensor, maxima: tl.tensor, totals: tl.tensor, moments: tl.tensor, others: tl.tensor, log2_scale: tl.tensor
+    out: tl.tensor,
+    maxima: tl.tensor,
+    totals: tl.tensor,
+    moments: tl.tensor,
+    others: tl.tensor,
+    squares: tl.tensor,
+    at_squares: tl.tensor,
+    log2_scale: tl.tensor,
+    SQUARES: tl.constexpr,
 ) -> tl.tensor:
-    """Merge the threads' sums into the first three numbers of the row; return what its logits are to be less."""
+    """Merge the threads' sums into the first three numbers of the row, and with ``SQUARES`` into the one at
+    ``at_squares``; return what its logits are to be less."""
     maximum = tl.max(maxima, 0)
     shift = tl.where(maximum == -float("inf"), 0.0, maximum)
     step = tl.maximum((maxima - shift) * log2_scale, _UNDERFLOW)
@@ -102,6 +116,8 @@ def _store_sums(
     tl.store(out, maximum + poison)
     tl.store(out + 1, tl.sum(rescale * (moments + step * totals), 0) * _LN2 + poison)
     tl.store(out + 2, tl.sum(rescale * others, 0) + poison)
+    if SQUARES:
+        tl.store(out + at_squares, tl.sum(rescale * rescale * squares, 0) + poison)
     return shift + poison
 
 
@@ -117,41 +133,44 @@ def statistics_kernel(
     log2_scale: tl.tensor,
     temperature: tl.tensor,
     IDS: tl.constexpr,
+    SQUARES: tl.constexpr,
     ROWS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """One row of ``out [n, 4 + num_ids]``; ``IDS`` is a power of 2 that is not below ``num_ids``."""
+    """One row of ``out [n, 4 + num_ids]``, with ``SQUARES`` one number more; ``IDS`` is a power of 2 that is not below
+    ``num_ids``."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
-    out += row * (4 + num_ids)
+    out += row * (4 + num_ids + SQUARES)
     label = _own_place(tl.load(labels + row), own)
     places = None
     if ids is not None:
         slots = tl.arange(0, IDS)
         places = _own_place(tl.load(ids + row * num_ids + slots, mask=slots < num_ids, other=-1), own)
-    following = _next_in_set(places, label, -1)
+    ahead = _next_in_set(places, label, -1)
 
     SIZE: tl.constexpr = ROWS * THREADS * VECTOR
     block = _block_offsets(ROWS, THREADS, VECTOR)
-    maxima = tl.full([THREADS], -float("inf"), tl.float32)
-    totals = tl.zeros([THREADS], tl.float32)
-    moments = totals
-    others = totals
+    tops = tl.full([THREADS], -float("inf"), tl.float32)
+    total = tl.zeros([THREADS], tl.float32)
+    slope = total
+    rest = total
+    square = total
     whole = own // SIZE * SIZE
     for start in range(0, whole, SIZE):
         x = tl.load(logits + start + block).to(tl.float32)
-        maxima, totals, moments, others, following = _add_block(
-            x, start, maxima, totals, moments, others, following, places, label, log2_scale, ROWS, THREADS, VECTOR
+        tops, total, slope, rest, square, ahead = _add_block(
+            x, start, tops, total, slope, rest, square, ahead, places, label, log2_scale, SQUARES, ROWS, THREADS, VECTOR
         )
     if whole < own:
         # Apart from the loop, because a mask that ends at an uneven place splits the loads into single entries.
         x = tl.load(logits + whole + block, mask=whole + block < own, other=-float("inf")).to(tl.float32)
-        maxima, totals, moments, others, following = _add_block(
-            x, whole, maxima, totals, moments, others, following, places, label, log2_scale, ROWS, THREADS, VECTOR
+        tops, total, slope, rest, square, ahead = _add_block(
+            x, whole, tops, total, slope, rest, square, ahead, places, label, log2_scale, SQUARES, ROWS, THREADS, VECTOR
         )
 
-    shift = _store_sums(out, maxima, totals, moments, others, log2_scale)
+    shift = _store_sums(out, tops, total, slope, rest, square, 4 + num_ids, log2_scale, SQUARES)
     at_label = tl.load(logits + label, mask=label != _NONE, other=0.0).to(tl.float32)
     tl.store(out + 3, tl.where(label != _NONE, tl.div_rn(at_label - shift, temperature), -float("inf")))
     if ids is not None:

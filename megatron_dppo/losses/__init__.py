@@ -4,6 +4,7 @@ from megatron_dppo.losses.advantages import group_relative_advantages
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.objective import SUPERVISED, Objective, policy_objective
 from megatron_dppo.losses.policy_loss import dppo_loss, policy_loss, supervised_loss
+from megatron_dppo.losses.predictive import divergence_rate, predictive_sums
 from megatron_dppo.losses.reduce import BatchTotals, sequence_weight, token_weights
 from megatron_dppo.losses.topk import topk_kl, topk_sums, topk_tv
 from megatron_dppo.losses.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
@@ -15,11 +16,13 @@ __all__ = [
     "binary_kl",
     "binary_tv",
     "divergence_keep_mask",
+    "divergence_rate",
     "dppo_loss",
     "group_relative_advantages",
     "mismatch_keep_mask",
     "policy_loss",
     "policy_objective",
+    "predictive_sums",
     "ratio_keep_mask",
     "sequence_weight",
     "supervised_loss",

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.policy_loss import policy_loss, supervised_loss
+from megatron_dppo.losses.predictive import predictive_sums
 from megatron_dppo.losses.topk import topk_sums
-from megatron_dppo.types import LossInputs, LossOutput
+from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,8 @@ class Objective:
     """each token's term depends on that token alone: any part of a row has a loss of its own"""
     skips_zero_advantage: bool
     """a token whose advantage is zero has no gradient"""
-    entropy_gradient: bool = False
-    """the gradient goes through the entropy too"""
-    topk_sums: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """what is all that it needs of the Top-K slots (``losses.topk_sums``); None = it needs the slots, or has none"""
+    needs: LossNeeds = NO_NEEDS
+    """what a head has to give it"""
 
 
 def policy_objective(config: LossConfig) -> Objective:
@@ -36,9 +35,19 @@ def policy_objective(config: LossConfig) -> Objective:
         loss=partial(policy_loss, config=config),
         by_token=by_token,
         skips_zero_advantage=by_token and not config.kl_coef and not config.entropy_coef,
-        entropy_gradient=config.entropy_coef > 0,
-        topk_sums=topk_sums if config.is_topk and not config.topk_eviction else None,
+        needs=LossNeeds(
+            entropy_gradient=config.entropy_coef > 0,
+            other_square="topk_other_square" in config.required_inputs,
+            slot_gradient=config.centers_score,
+            topk_sums=_sums(config),
+        ),
     )
+
+
+def _sums(config: LossConfig) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    if not config.is_topk or config.topk_eviction or config.centers_score:
+        return None
+    return predictive_sums if config.direction == "predictive" else topk_sums
 
 
 SUPERVISED = Objective(supervised_loss, by_token=True, skips_zero_advantage=False)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.losses.centering import residuals
 from megatron_dppo.losses.loss_metrics import common_metrics, policy_metrics
 from megatron_dppo.losses.reduce import masked_sum, statistics_dtype
 from megatron_dppo.losses.rules import Decision, decide
@@ -82,7 +83,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
 
     Raises:
         ValueError: a required input is missing, shapes differ, a mask is not bool, or ``entropy`` has no gradient
-            although there is an entropy bonus.
+            although there is an entropy bonus, or ``topk_logprobs`` although the score is centered.
     """
     tokens = prepare(inputs, config)
     unknown = Metric((inputs.loss_mask & ~tokens.mask).sum(), inputs.loss_mask.sum())
@@ -90,6 +91,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     decision = decide(tokens, config)
     keep = decision.keep & tokens.mask
     token_loss = _policy_term(tokens, decision, keep, config)
+    if config.centers_score:
+        token_loss = token_loss + _centering_term(inputs, tokens, keep, config)
     extra = {"unknown_rollout_fraction": unknown}
     if config.kl_coef:
         penalty = _kl_term(inputs, tokens, config)
@@ -138,6 +141,21 @@ def _policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossC
     direction = torch.where(moves, logprobs - logprobs.detach(), 0.0)
     value = torch.where(keep, weight * (1 + direction), decision.clipped_weight)
     return torch.where(acts, -tokens.advantages * value, 0.0)
+
+
+def _centering_term(inputs: LossInputs, tokens: Tokens, keep: Tensor, config: LossConfig) -> Tensor:
+    """``[T]`` ``A`` times the sampler's expected score, with the gradient of log pi at the ids of the head."""
+    assert inputs.topk_logprobs is not None
+    if torch.is_grad_enabled() and inputs.logprobs.requires_grad and not inputs.topk_logprobs.requires_grad:
+        raise ValueError(
+            "topk_logprobs carries no gradient, so score_centering would subtract nothing; pass log pi at the ids of "
+            "the head without detaching it"
+        )
+    residual = residuals(tokens, config)
+    head = inputs.topk_logprobs[:, :-1]
+    acts = (keep & tokens.mask & (tokens.advantages != 0))[:, None] & (residual != 0) & head.isfinite()
+    scores = torch.where(acts, residual.to(head.dtype) * torch.where(acts, head, 0.0), 0.0)
+    return tokens.advantages * scores.sum(-1)
 
 
 def _kl_term(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig, LossName
+from megatron_dppo.losses.centering import centering_weight
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.reduce import per_sequence
 from megatron_dppo.losses.tokens import Tokens
@@ -88,7 +89,12 @@ def _plain(tokens: Tokens, keep: Tensor, divergence: Tensor) -> Decision:
 
 
 def _divergence_region(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
-    keep = divergence_keep_mask(divergence, tokens.log_ratio, tokens.advantages, *config.thresholds)
+    direction = tokens.log_ratio
+    if config.direction == "predictive":
+        assert tokens.topk is not None
+        kind: Literal["tv", "kl"] = "tv" if config.name.endswith("_tv") else "kl"
+        direction = tokens.topk.rate(kind, config.tail, tokens.logprobs, tokens.rollout_logprobs)
+    keep = divergence_keep_mask(divergence, direction, tokens.advantages, *config.thresholds)
     return _plain(tokens, keep, divergence)
 
 
@@ -119,6 +125,11 @@ def _ratio_region(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Dec
 def _minirl(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
     keep = ratio_keep_mask(tokens.anchor_log_ratio, tokens.advantages, *config.clip_ratios)
     return _plain(tokens, keep, divergence)
+
+
+def _score_centering(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    decision = _plain(tokens, torch.ones_like(tokens.mask), divergence)
+    return decision._replace(weight=centering_weight(decision.weight, config))
 
 
 def _everything(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
@@ -167,6 +178,7 @@ _RULES: Mapping[LossName, tuple[_Divergence, _Rule]] = {
     "minirl": (_binary_tv, _minirl),
     "pg_is": (_binary_tv, _everything),
     "cispo": (_binary_tv, _everything),
+    "score_centering": (_binary_tv, _score_centering),
     "gspo": (_binary_tv, _gspo),
     "ppo_clip": (_binary_tv, _ppo_clip),
     "ppo_decoupled": (_binary_tv, _ppo_decoupled),

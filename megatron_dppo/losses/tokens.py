@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.losses.predictive import Tail, divergence_rate, predictive_sums, tail_square
 from megatron_dppo.losses.reduce import statistics_dtype
-from megatron_dppo.losses.topk import divergence_from_sums, evict, topk_kl, topk_tv
+from megatron_dppo.losses.topk import divergence_from_sums, evict, other_masses, topk_kl, topk_tv, valid_slots
 from megatron_dppo.types import LossInputs
 
 _MAX_LOG_RATIO = 80.0
@@ -22,6 +23,8 @@ _ADVICE = {
     "topk_logprobs": "gather log pi at the rollout's Top-K ids and the sampled id, over the whole vocabulary",
     "rollout_topk_logprobs": "ask the rollout engine for its Top-K log-probabilities",
     "topk_valid": "mark the slots in use; slot K only where the sampled token is outside the Top-K",
+    "topk_other_square": "sum pi^2 over the ids outside the slots, or set tail to 'aggregated'",
+    "vocab_size": "give V, or set tail to 'aggregated'",
     "anchor_logprobs": "recompute them in the trainer at the rollout's weights, before the first update",
     "sequence_ids": "give each token the index of its sequence",
     "reference_logprobs": "compute them with the reference policy, or set kl_coef to 0",
@@ -36,15 +39,18 @@ class TopK:
     """The Top-K set after eviction."""
 
     logprobs: Tensor | None
-    """[T, K+1] log pi; None where only the sums are known"""
+    """[T, K+1] log pi, with a gradient where the inputs have one; None where only the sums are known"""
     sums: Tensor | None
-    """[T, 2] ``topk_sums`` of all slots"""
+    """[T, 2 or 6] sums of all slots"""
     rollout_logprobs: Tensor
     """[T, K+1] log mu"""
     valid: Tensor
     """[T, K+1] bool"""
     other_logprob: Tensor | None
     """[T]"""
+    other_square: Tensor | None
+    """[T] sum of pi^2 outside the slots"""
+    vocab_size: int | None
 
     def divergence(self, kind: Literal["tv", "kl"]) -> Tensor:
         """``[T]`` total variation or KL on the set."""
@@ -54,6 +60,25 @@ class TopK:
             )
         assert self.sums is not None and self.other_logprob is not None
         return divergence_from_sums(kind, self.sums, self.rollout_logprobs, self.valid, self.other_logprob)
+
+    def masses(self) -> tuple[Tensor, Tensor]:
+        """The mass outside the set under pi and mu, ``[T]`` float64 each."""
+        log_p, log_m = valid_slots(
+            self.rollout_logprobs if self.logprobs is None else self.logprobs, self.rollout_logprobs, self.valid
+        )
+        return other_masses(log_p, log_m, self.other_logprob)
+
+    def rate(self, kind: Literal["tv", "kl"], tail: Tail, logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
+        """``[T]`` ``divergence_rate`` of the sampled tokens."""
+        sums = self.sums
+        if self.logprobs is not None:
+            sums = predictive_sums(self.logprobs, self.rollout_logprobs, self.valid)
+        assert sums is not None
+        other = self.masses()
+        others = None if self.vocab_size is None else self.vocab_size - self.valid.sum(-1)
+        square = tail_square(tail, other[0], self.other_square, others)
+        sampled = (logprobs.detach().double().exp(), rollout_logprobs.double().exp())
+        return divergence_rate(kind, sums, sampled, other, square)
 
 
 @dataclass(frozen=True)
@@ -132,16 +157,19 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
     valid = inputs.topk_valid & mask[:, None]
     other = inputs.topk_other_logprob
     rollout_logprobs = inputs.rollout_topk_logprobs.detach()
+    square = inputs.topk_other_square
     if inputs.topk_logprobs is None:
-        if config.topk_eviction or other is None:
+        if config.topk_eviction or config.centers_score or other is None:
             raise ValueError(
                 "topk_sums without topk_logprobs needs topk_other_logprob, and cannot serve topk_eviction = true, "
-                "which takes a single slot out again; give topk_logprobs"
+                "which takes a single slot out again, nor score_centering; give topk_logprobs"
             )
-        return TopK(None, inputs.topk_sums, rollout_logprobs, valid, other)
+        if config.direction == "predictive" and inputs.topk_sums is not None and inputs.topk_sums.shape[-1] != 6:
+            raise ValueError("direction = 'predictive' needs [T, 6] losses.predictive_sums as topk_sums, got [T, 2]")
+        return TopK(None, inputs.topk_sums, rollout_logprobs, valid, other, square, inputs.vocab_size)
     if config.topk_eviction:
-        valid, other = evict(inputs.topk_logprobs, valid, other)
-    return TopK(inputs.topk_logprobs.detach(), None, rollout_logprobs, valid, other)
+        valid, other, square = evict(inputs.topk_logprobs, valid, other, square)
+    return TopK(inputs.topk_logprobs, None, rollout_logprobs, valid, other, square, inputs.vocab_size)
 
 
 def check_shapes(inputs: LossInputs) -> None:
@@ -151,9 +179,10 @@ def check_shapes(inputs: LossInputs) -> None:
         ValueError: naming the field.
     """
     expected = tuple(inputs.logprobs.shape)
-    if inputs.topk_sums is not None and tuple(inputs.topk_sums.shape) != (*expected, 2):
-        raise ValueError(f"topk_sums has shape {tuple(inputs.topk_sums.shape)}, expected [T, 2] with T = {expected}")
-    for name in (field.name for field in fields(inputs) if field.name not in (*_TOPK, "topk_sums")):
+    if inputs.topk_sums is not None and tuple(inputs.topk_sums.shape) not in ((*expected, 2), (*expected, 6)):
+        shape = tuple(inputs.topk_sums.shape)
+        raise ValueError(f"topk_sums has shape {shape}, expected [T, 2] or [T, 6] with T = {expected}")
+    for name in (field.name for field in fields(inputs) if field.name not in (*_TOPK, "topk_sums", "vocab_size")):
         value = getattr(inputs, name)
         if value is not None and tuple(value.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected that of logprobs, {expected}")

@@ -31,7 +31,7 @@ def topk_tv(
     Returns:
         ``[T]``, float32, or float64 if an input is; carries no gradient.
     """
-    log_p, log_m = _valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
+    log_p, log_m = valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
     slots, (p_other, m_other) = _absolute_differences(log_p, log_m), other_masses(log_p, log_m, other_logprob)
     return _tv(slots, p_other, m_other).to(statistics_dtype(topk_logprobs, rollout_topk_logprobs))
 
@@ -44,7 +44,7 @@ def topk_kl(
     The mass of ``other`` is at least 1e-12 on both sides, as in sail-sg/Stable-RL. Infinite where an id of the set has
     pi = 0 < mu. Arguments and result are those of ``topk_tv``, the result in nats and at least 0.
     """
-    log_p, log_m = _valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
+    log_p, log_m = valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
     slots, (p_other, m_other) = _relative_entropies(log_p, log_m), other_masses(log_p, log_m, other_logprob)
     return _kl(slots, p_other, m_other).to(statistics_dtype(topk_logprobs, rollout_topk_logprobs))
 
@@ -54,7 +54,7 @@ def topk_sums(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tenso
 
     Of disjoint parts of the slots these sums add up, so that each shard of a vocabulary can take those that it owns.
     """
-    log_p, log_m = _valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
+    log_p, log_m = valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
     return torch.stack([_absolute_differences(log_p, log_m), _relative_entropies(log_p, log_m)], -1)
 
 
@@ -65,7 +65,7 @@ def divergence_from_sums(
 
     Args:
         kind: which of the two.
-        sums: ``[T, 2]``
+        sums: ``[T, 2]``, or more columns, which do not count.
         rollout_topk_logprobs: ``[T, K+1]``
         valid: ``[T, K+1]``
         other_logprob: ``[T]``
@@ -104,7 +104,9 @@ def other_masses(
     return other_logprob.detach().to(m_other.dtype).exp(), m_other
 
 
-def evict(topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def evict(
+    topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None, other_square: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """At most K ids, as Stable-RL and TRL take them: a sampled token outside the Top-K replaces the K-th.
 
     The evicted id's mass goes back to ``other``, so the divergence never grows. Where the engine filled fewer than K
@@ -114,20 +116,23 @@ def evict(topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None) ->
         topk_logprobs: ``[T, K+1]`` log pi.
         valid: ``[T, K+1]`` bool; slot K is valid exactly where the sampled token is outside the Top-K.
         other_logprob: ``[T]`` or None, as in ``topk_tv``.
+        other_square: ``[T]`` sum of pi^2 over ``other``, or None.
 
     Returns:
-        The new ``valid`` and the new ``other_logprob``.
+        The new ``valid``, ``other_logprob`` and ``other_square``.
     """
     evicted = valid.all(-1)
     kept = valid.clone()
     kept[:, -2] &= ~evicted
-    if other_logprob is None:
-        return kept, None
     returned = torch.where(evicted, topk_logprobs[:, -2].detach(), -torch.inf)
-    return kept, torch.logaddexp(other_logprob.detach(), returned)
+    return (
+        kept,
+        None if other_logprob is None else torch.logaddexp(other_logprob.detach(), returned),
+        None if other_square is None else other_square.detach() + (2 * returned).exp(),
+    )
 
 
-def _valid_slots(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+def valid_slots(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Both sides in float64, because ``other`` is a difference of near-equal numbers; invalid slots are -inf."""
     sides = (topk_logprobs, rollout_topk_logprobs)
     log_p, log_m = (torch.where(valid, side.detach().double(), -torch.inf) for side in sides)

@@ -16,7 +16,7 @@ from megatron_dppo.losses.reduce import per_sequence
 
 
 def divergence_keep_mask(
-    divergence: Tensor, log_ratio: Tensor, advantages: Tensor, threshold_low: float, threshold_high: float
+    divergence: Tensor, direction: Tensor, advantages: Tensor, threshold_low: float, threshold_high: float
 ) -> Tensor:
     """The DPPO mask: dropped iff the divergence is strictly above the threshold on the side of the advantage.
 
@@ -24,7 +24,8 @@ def divergence_keep_mask(
 
     Args:
         divergence: ``[T]`` D_t, for example from ``binary_tv``.
-        log_ratio: ``[T]`` log pi(a_t) - log mu(a_t); its sign is the direction that pi has gone so far.
+        direction: ``[T]``; only its sign counts, above 0 = an update with a positive advantage leads outward:
+            log pi(a_t) - log mu(a_t), the direction that pi has gone so far, or a ``divergence_rate``.
         advantages: ``[T]``; the sign is the direction that the update goes.
         threshold_low: limit for negative advantages (probability going down).
         threshold_high: limit for positive advantages (probability going up).
@@ -32,8 +33,8 @@ def divergence_keep_mask(
     Returns:
         ``[T]`` bool.
     """
-    too_high = (advantages > 0) & (log_ratio > 0) & ~(divergence <= threshold_high)
-    too_low = (advantages < 0) & (log_ratio < 0) & ~(divergence <= threshold_low)
+    too_high = (advantages > 0) & (direction > 0) & ~(divergence <= threshold_high)
+    too_low = (advantages < 0) & (direction < 0) & ~(divergence <= threshold_low)
     return ~(too_high | too_low)
 
 

@@ -23,11 +23,11 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
-from megatron_dppo.losses import Objective
+from megatron_dppo.losses import SUPERVISED, Objective
 from megatron_dppo.mcore.attention import PackedRow
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
-from megatron_dppo.types import LossInputs, LossOutput, MicroBatch, TokenTargets
+from megatron_dppo.types import LossInputs, LossNeeds, LossOutput, MicroBatch, TokenTargets
 
 _SUMS_PAY_FROM = 512
 """Top-K slots times shards from which their sums are exchanged instead: the gather of a chunk of 4096 rows is 8 MB
@@ -134,25 +134,26 @@ class Head:
                 self._weight(),
                 replace(row.own, sequence_ids=None),
                 objective.loss,
-                entropy_gradient=objective.entropy_gradient,
+                needs=self._needs(objective, row.own),
                 plan=row.plan,
                 accumulate_main_grad=self._accumulates(),
-                slot_sums=objective.topk_sums if self._exchanges_sums(row.own) else None,
                 **self._common,
             )
-        output = objective.loss(self.statistics(hidden, row, entropy_gradient=objective.entropy_gradient))
+        output = objective.loss(self.statistics(hidden, row, objective))
         if row.shard is None or row.shard.group.rank() == 0:
             return output
         return replace(output, num_tokens=torch.zeros_like(output.num_tokens), metrics={})
 
-    def statistics(self, hidden: Tensor, row: Row, *, entropy_gradient: bool = False) -> LossInputs:
-        """The inputs of a loss over the whole row; 0 stands where the row has no loss."""
-        found = self._fused_statistics(hidden, row, entropy_gradient) if self._fused else self._plain(hidden, row)
-        if not entropy_gradient:
+    def statistics(self, hidden: Tensor, row: Row, objective: Objective = SUPERVISED) -> LossInputs:
+        """The inputs of a loss over the whole row, with the gradients that it needs; 0 where the row has no loss."""
+        found = self._fused_statistics(hidden, row, objective) if self._fused else self._plain(hidden, row)
+        if not objective.needs.entropy_gradient:
             found = found._replace(entropy=found.entropy.detach())
+        if not objective.needs.slot_gradient and found.id_logprobs is not None:
+            found = found._replace(id_logprobs=found.id_logprobs.detach())
         if row.shard is not None:
             found = _gather_row(found, row.shard)
-        return loss_inputs(row.batch, found)
+        return loss_inputs(row.batch, found, self._common["vocab_size"])
 
     def readings(self, hidden: Tensor, row: Row) -> TokenReadings:
         """What engines are compared with, over the whole row."""
@@ -179,7 +180,7 @@ class Head:
         logits, _ = ColumnParallelLinear.forward(self._model.output_layer, hidden.transpose(0, 1), weight=weight)
         return logits.squeeze(1)
 
-    def _fused_statistics(self, hidden: Tensor, row: Row, entropy_gradient: bool) -> HeadStatistics:
+    def _fused_statistics(self, hidden: Tensor, row: Row, objective: Objective) -> HeadStatistics:
         ids = _topk_ids(row.own)
         return vocab_parallel_head_stats(
             self._whole(hidden),
@@ -187,7 +188,7 @@ class Head:
             row.own.labels,
             ids=ids,
             ids_valid=None if ids is None else ids >= 0,
-            entropy_gradient=entropy_gradient,
+            needs=objective.needs,
             plan=row.plan,
             accumulate_main_grad=self._accumulates(),
             **self._common,
@@ -199,8 +200,9 @@ class Head:
             self._logits(hidden), row.own.labels, ids=ids, ids_valid=None if ids is None else ids >= 0, **self._common
         )
         if found.id_logprobs is None:
-            return HeadStatistics(found.logprobs, found.entropy, None, None, None, None)
-        return HeadStatistics(found.logprobs, found.entropy, found.id_logprobs[:, :-1], found.other_logprob, None, None)
+            return HeadStatistics(found.logprobs, found.entropy, None, None, None, None, None)
+        ids, other, square = found.id_logprobs[:, :-1], found.other_logprob, found.other_square
+        return HeadStatistics(found.logprobs, found.entropy, ids, other, square, None, None)
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """``[T, H]`` on every rank of the group; backward sums the ranks' parts of its gradient."""
@@ -214,9 +216,11 @@ class Head:
             return self._model.shared_embedding_or_output_weight()
         return self._model.output_layer.weight
 
-    def _exchanges_sums(self, targets: TokenTargets) -> bool:
+    def _needs(self, objective: Objective, targets: TokenTargets) -> LossNeeds:
         slots = 0 if targets.rollout_topk_ids is None else targets.rollout_topk_ids.shape[1]
-        return slots * self._model.config.tensor_model_parallel_size >= _SUMS_PAY_FROM
+        if slots * self._model.config.tensor_model_parallel_size >= _SUMS_PAY_FROM:
+            return objective.needs
+        return replace(objective.needs, topk_sums=None)
 
     def _accumulates(self) -> bool:
         """Straight into Megatron's gradient buffer, unless the embedding's gradient comes to the same weight.
@@ -239,11 +243,10 @@ def _gather_row(found: HeadStatistics, shard: ContextShard) -> HeadStatistics:
 
     Every rank then computes the same loss of whole sequences, and takes the gradient of its own share.
     """
-    columns = [found.logprobs[:, None], found.entropy[:, None]]
-    if found.id_logprobs is not None and found.other_logprob is not None:
-        columns += [found.other_logprob[:, None], found.id_logprobs]
-    row = shard.gather(torch.cat(columns, 1))
-    found = found._replace(logprobs=row[:, 0], entropy=row[:, 1])
-    if found.id_logprobs is None:
-        return found
-    return found._replace(other_logprob=row[:, 2].detach(), id_logprobs=row[:, 3:].detach())
+    columns = {name: column for name, column in found._asdict().items() if column is not None}
+    widths = [1 if column.dim() == 1 else column.shape[1] for column in columns.values()]
+    row = shard.gather(torch.cat([column.view(len(column), -1) for column in columns.values()], 1))
+    for (name, column), whole in zip(columns.items(), row.split(widths, 1), strict=True):
+        whole = whole.view(len(row), *column.shape[1:])
+        found = found._replace(**{name: whole if column.requires_grad else whole.detach()})
+    return found

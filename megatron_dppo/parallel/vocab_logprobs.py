@@ -8,12 +8,12 @@ global ids ``[r * V_local, (r + 1) * V_local)``. Per row, with ``z = logits / te
 
     d log p / dz_j = [j = label] - p_j          d entropy / dz_j = -p_j (log p_j + entropy)
 
-and with a set of ids, without gradient, ``o = sum of exp(z - m) outside the set`` and ``y_i = z[id_i] - m``:
+and with a set of ids ``o = sum of exp(z - m)`` and ``q = sum of exp(2 (z - m))`` outside it, ``y_i = z[id_i] - m``:
 
-    log p(other) = log o - log s                log p(id_i) = y_i - log s
+    log p(other) = log o - log s    sum of p^2 over other = q / s^2    log p(id_i) = y_i - log s
 
 Collectives: one MAX all-reduce of T numbers and one SUM all-reduce of 3 T numbers (s, u, y) in forward, 16 T bytes in
-fp32; with S ids a row the SUM has (3 + 1 + S) T numbers (s, u, y, o, y_i). None in backward, because every rank then
+fp32; with S ids a row the SUM has (3 + 2 + S) T numbers (s, u, y, o, q, y_i). None in backward, because every rank then
 knows m, s and the entropy. Without a group, or with one rank: none.
 
 Memory, with b bytes per logit and c = 4 (8 for float64 logits): forward needs 2 c T V_local bytes while it runs, with
@@ -99,14 +99,15 @@ def statistics_at(
     group: ProcessGroup | None,
     vocab_size: int,
     temperature: float,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Log p(label), entropy, log p(id) and log p(other); the caller has checked ``ids`` and ``ids_valid``.
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Log p(label), entropy, log p(id), log p(other) and sum of p^2 over other; the caller has checked the ids.
 
-    The last two are None without ids. Arguments, results and errors: ``vocab_topk.vocab_parallel_statistics``.
+    The last three are None without ids. Arguments, results and errors: ``vocab_topk.vocab_parallel_statistics``.
     """
     first, own = shard_range(logits, group, vocab_size, temperature)
     _check_labels(logits, labels, vocab_size)
-    apply: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = _VocabParallelStatistics.apply
+    apply: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]]
+    apply = _VocabParallelStatistics.apply
     return apply(logits, labels, ids, ids_valid, group, first, own, temperature)
 
 
@@ -161,8 +162,8 @@ class _VocabParallelStatistics(torch.autograd.Function):
     """Saves the logits it was given and recomputes the probabilities in backward.
 
     ``first`` is the global id of the shard's first entry, ``own`` the number of its entries that are not padding. With
-    ``ids`` and ``ids_valid [T, S]`` the third result is log p(id) ``[T, S]``, -inf in invalid slots, and the fourth
-    log p(other) ``[T]``, both without gradient; otherwise these two are None.
+    ``ids`` and ``ids_valid [T, S]`` the third result is log p(id) ``[T, S]``, -inf in invalid slots, the fourth log
+    p(other) ``[T]`` and the fifth the sum of p^2 there, these two without gradient; otherwise all three are None.
     """
 
     @staticmethod
@@ -185,33 +186,38 @@ class _VocabParallelStatistics(torch.autograd.Function):
         in_set, slots = (None, None) if ids is None else _local(ids, first, own)
         if in_set is not None and ids_valid is not None:
             in_set &= ids_valid
-        sums = maximum.new_zeros(3 if ids is None else 4 + ids.shape[1], len(labels))
+        sums = maximum.new_zeros(3 if ids is None else 5 + ids.shape[1], len(labels))
         if own:
             _sum_shard(shifted(logits, own, maximum, temperature), sums, is_local, index, in_set, slots)
         if group is not None:
             dist.all_reduce(sums, group=group)
         log_total = sums[0].log()
         entropy = log_total - sums[1] / sums[0]
-        ctx.save_for_backward(logits, maximum, sums[0], entropy, index, is_local)
+        ctx.save_for_backward(logits, maximum, sums[0], entropy, index, is_local, in_set, slots)
         ctx.own, ctx.temperature = own, temperature
         ctx.set_materialize_grads(False)
         if ids_valid is None:
-            return sums[2] - log_total, entropy, None, None
-        id_logprobs = torch.where(ids_valid, (sums[4:] - log_total).T, -torch.inf)
-        other = sums[3].log() - log_total
-        ctx.mark_non_differentiable(id_logprobs, other)
-        return sums[2] - log_total, entropy, id_logprobs, other
+            return sums[2] - log_total, entropy, None, None, None
+        id_logprobs = torch.where(ids_valid, (sums[5:] - log_total).T, -torch.inf)
+        other, square = sums[3].log() - log_total, sums[4] / sums[0].square()
+        ctx.mark_non_differentiable(other, square)
+        return sums[2] - log_total, entropy, id_logprobs, other, square
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_ids: Tensor | None,
+        *_: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        logits, maximum, total, entropy, index, is_local = ctx.saved_tensors
+        logits, maximum, total, entropy, index, is_local, in_set, slots = ctx.saved_tensors
         rest = (None,) * 7
-        if grad_logprobs is None and grad_entropy is None:
+        if grad_logprobs is None and grad_entropy is None and grad_ids is None:
             return None, *rest
-        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
+        at_label = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
+        grad_logprobs = at_label if grad_ids is None else at_label + grad_ids.sum(1)
         # p = exp(z - m) / s with the division on the row's factor: z - (m + log s) would round off where m is large.
         grad = shifted(logits, ctx.own, maximum, ctx.temperature)
         if grad_entropy is None:
@@ -223,7 +229,9 @@ class _VocabParallelStatistics(torch.autograd.Function):
             base = slope * (entropy - total.log()) - grad_logprobs / total
             grad.clamp_(min=_UNDERFLOW).mul_(slope[:, None]).add_(base[:, None]).mul_(exp)
         if ctx.own:
-            grad.scatter_add_(1, index[:, None], torch.where(is_local, grad_logprobs, 0.0)[:, None])
+            grad.scatter_add_(1, index[:, None], torch.where(is_local, at_label, 0.0)[:, None])
+            if grad_ids is not None:
+                grad.scatter_add_(1, slots, torch.where(in_set, grad_ids, 0.0))
         grad.div_(ctx.temperature)
         if ctx.own == logits.shape[1]:
             return grad.to(logits.dtype), *rest
@@ -235,10 +243,11 @@ class _VocabParallelStatistics(torch.autograd.Function):
 def _sum_shard(
     z: Tensor, sums: Tensor, is_local: Tensor, index: Tensor, in_set: Tensor | None, slots: Tensor | None
 ) -> None:
-    """Write this shard's s, u, y and, with a set of ids, o and y_i into the rows of ``sums``; overwrites ``z``."""
+    """Write this shard's s, u, y and, with a set of ids, o, the sum of squares and y_i into the rows of ``sums``;
+    overwrites ``z``."""
     sums[2] = torch.where(is_local, z.gather(1, index[:, None]).squeeze(1), 0.0)
     if in_set is not None and slots is not None:
-        sums[4:] = torch.where(in_set, z.gather(1, slots), 0.0).T
+        sums[5:] = torch.where(in_set, z.gather(1, slots), 0.0).T
     exp = z.exp()
     sums[0] = exp.sum(1)
     sums[1] = z.clamp_(min=_UNDERFLOW).mul_(exp).sum(1)
@@ -246,6 +255,7 @@ def _sum_shard(
         # Times 0 at the set and times 1 where a slot is not of this shard: no subtraction, so no cancellation.
         exp.scatter_reduce_(1, slots, (~in_set).to(exp.dtype), "prod")
         sums[3] = exp.sum(1)
+        sums[4] = exp.square_().sum(1)
 
 
 def _local(ids: Tensor, first: int, own: int) -> tuple[Tensor, Tensor]:

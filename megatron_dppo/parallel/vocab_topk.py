@@ -27,9 +27,11 @@ class VocabStatistics(NamedTuple):
     entropy: Tensor
     """[T] with gradient"""
     id_logprobs: Tensor | None
-    """[T, S] log p(id), without gradient; -inf in invalid slots, and where the probability is 0. None without ids."""
+    """[T, S] log p(id), with gradient; -inf in invalid slots, and where the probability is 0. None without ids."""
     other_logprob: Tensor | None
     """[T] log of the mass outside the valid ids, without gradient; -inf where none is left. None without ids."""
+    other_square: Tensor | None
+    """[T] sum of p^2 over the entries outside the valid ids, without gradient. None without ids."""
 
 
 def vocab_parallel_statistics(

@@ -78,10 +78,12 @@ def _chunks(_: Assumptions) -> None:
 
 
 def _row_kernels(_: Assumptions) -> None:
-    def row_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float) -> Tensor:
+    def row_statistics(
+        logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool
+    ) -> Tensor:
         del own, labels, temperature
         read = logits.sum(1)  # one pass over the logits, for the memory traffic
-        return read.new_empty(len(logits), 4 + (0 if ids is None else ids.shape[1]))
+        return read.new_empty(len(logits), 4 + (0 if ids is None else ids.shape[1]) + squares)
 
     def row_gradient(logits: Tensor, *args: Any) -> Tensor:
         del logits

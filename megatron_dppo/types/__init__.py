@@ -12,7 +12,7 @@ Conventions, fixed here and nowhere else:
 """
 
 from megatron_dppo.types.columns import as_bytes
-from megatron_dppo.types.loss import LossInputs, LossOutput, Metric, StepResult
+from megatron_dppo.types.loss import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, StepResult
 from megatron_dppo.types.rollouts import (
     MISSING_EXPERT,
     Completion,
@@ -29,10 +29,12 @@ from megatron_dppo.types.samples import MicroBatch, MicroBatches, TokenFields, T
 
 __all__ = [
     "MISSING_EXPERT",
+    "NO_NEEDS",
     "Completion",
     "FinishReason",
     "LeftOut",
     "LossInputs",
+    "LossNeeds",
     "LossOutput",
     "Metric",
     "MicroBatch",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,6 +19,24 @@ class Metric(NamedTuple):
     numerator: Tensor | float
     denominator: Tensor | float = 1.0
     kind: Literal["mean", "max"] = "mean"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossNeeds:
+    """What a loss needs of a head beside the statistics that every loss gets."""
+
+    entropy_gradient: bool = False
+    """the entropy with a gradient"""
+    other_square: bool = False
+    """``topk_other_square``"""
+    slot_gradient: bool = False
+    """log pi at the Top-K ids with a gradient; not with ``topk_sums``"""
+    topk_sums: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """(log pi, log mu, valid), each ``[n, S]``, -> ``[n, C]``, additive over disjoint parts of the slots: all that it
+    needs of them, so that several shards may exchange these sums in their place; None = the slots, or nothing"""
+
+
+NO_NEEDS = LossNeeds()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +66,22 @@ class LossInputs:
     """[T] entropy of pi(.|s_t), in nats"""
     topk_logprobs: Tensor | None = None
     """[T, K+1] log pi at the ids of the set TopK(mu, K) plus the sampled token. Slots 0 to K-1 hold the rollout's
-    Top-K by rank; slot K holds the sampled token, and is valid only where that is not among the Top-K."""
+    Top-K by rank; slot K holds the sampled token, and is valid only where that is not among the Top-K. Carries a
+    gradient for score centering only."""
     rollout_topk_logprobs: Tensor | None = None
     """[T, K+1] log mu at the same ids; -inf = the engine never samples this id (top-p), which is a valid value"""
     topk_valid: Tensor | None = None
     """[T, K+1] bool, False = an unused slot; what stands there is ignored. The ids of valid slots are distinct."""
     topk_other_logprob: Tensor | None = None
     """[T] log of pi's mass outside the valid slots, summed without cancellation; None = 1 minus the slots"""
+    topk_other_square: Tensor | None = None
+    """[T] sum of pi^2 over the ids outside the valid slots; for the predicted direction with its exact tail"""
     topk_sums: Tensor | None = None
-    """[T, 2] ``losses.topk_sums`` of all slots, in place of ``topk_logprobs``: shards of a vocabulary can add it up
-    without exchanging the slots. Needs ``topk_other_logprob``; not with eviction."""
+    """[T, 2] ``losses.topk_sums`` of all slots, or [T, 6] ``losses.predictive_sums``, in place of ``topk_logprobs``:
+    shards of a vocabulary can add it up without exchanging the slots. Needs ``topk_other_logprob``; not with
+    eviction, nor for score centering."""
+    vocab_size: int | None = None
+    """V without padding; for the predicted direction with a uniform tail"""
     anchor_logprobs: Tensor | None = None
     """[T] log-probabilities recomputed by the trainer at the rollout's weights; only for the losses named so"""
     reference_logprobs: Tensor | None = None

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs
-from megatron_dppo.types import LossInputs, TokenTargets
+from megatron_dppo.losses import policy_objective
+from megatron_dppo.types import LossInputs, LossNeeds, TokenTargets
 
 SHARDS = 4
 TOKEN_LOSSES: dict[str, LossConfig] = {
@@ -21,6 +22,12 @@ TOKEN_LOSSES: dict[str, LossConfig] = {
     "dppo_topk_kl": LossConfig(name="dppo_topk_kl", topk=5),
     "dppo_topk_tv evicting": LossConfig(name="dppo_topk_tv", topk=5, topk_eviction=True),
     "dppo_topk_kl evicting": LossConfig(name="dppo_topk_kl", topk=5, topk_eviction=True),
+    "dppo_topk_tv predictive": LossConfig(name="dppo_topk_tv", topk=5, direction="predictive"),
+    "dppo_topk_kl predictive": LossConfig(name="dppo_topk_kl", topk=5, direction="predictive"),
+    "dppo_topk_kl predictive flat": LossConfig(name="dppo_topk_kl", topk=5, direction="predictive", tail="uniform"),
+    "score centering": LossConfig(name="score_centering", topk=5),
+    "score centering, IS mask": LossConfig(name="score_centering", topk=5, centering="mask"),
+    "score centering, entropy": LossConfig(name="score_centering", topk=5, centering="none", entropy_coef=0.2),
     "grpo": LossConfig(name="grpo"),
     "pg_is": LossConfig(name="pg_is"),
     "cispo": LossConfig(name="cispo"),
@@ -30,6 +37,13 @@ TOKEN_LOSSES: dict[str, LossConfig] = {
     "entropy bonus": LossConfig(name="dppo_binary_kl", entropy_coef=0.2),
 }
 """Every kind of loss in which a token's term depends on that token alone."""
+
+
+def needs_of(config: LossConfig) -> LossNeeds:
+    """What the head has to give a loss beside the statistics of every loss."""
+    return policy_objective(config).needs
+
+
 Leaves = tuple[Tensor, Tensor, Tensor | None]
 LOGPROB_BOUND = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-5}
 GRAD_BOUND = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.5e-3}
@@ -162,8 +176,7 @@ def full_statistics(problem: HeadProblem, leaves: Leaves) -> HeadStatistics:
     logp = ((logits if bias is None else logits + bias) / problem.case.temperature).log_softmax(1)
     entropy = -(logp.exp() * logp).sum(1)
     logprobs = logp.gather(1, problem.targets.labels[:, None]).squeeze(1)
-    exact, valid = logp.detach().clone(), problem.ids >= 0
-    exact[exact < -1e4] = -math.inf
+    exact, valid = logp.masked_fill(logp < -1e4, -math.inf), problem.ids >= 0
     chosen = torch.cat([torch.where(valid, problem.ids, 0), problem.targets.labels[:, None]], 1)
     used = torch.nn.functional.pad(valid, (0, 1), value=True)
     in_set = torch.zeros(logp.shape).scatter_add(1, chosen, used.float()) > 0
@@ -171,14 +184,15 @@ def full_statistics(problem: HeadProblem, leaves: Leaves) -> HeadStatistics:
         logprobs,
         entropy,
         torch.where(valid, exact.gather(1, chosen[:, :-1]), -math.inf),
-        exact.masked_fill(in_set, -math.inf).logsumexp(1),
+        exact.detach().masked_fill(in_set, -math.inf).logsumexp(1),
+        exact.detach().masked_fill(in_set, -math.inf).exp().square().sum(1),
         None,
         None,
     )
 
 
 def full_loss_inputs(problem: HeadProblem, leaves: Leaves) -> LossInputs:
-    return loss_inputs(problem.targets, full_statistics(problem, leaves))
+    return loss_inputs(problem.targets, full_statistics(problem, leaves), problem.case.vocab_size)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -72,16 +72,49 @@ def divergence(x: LossInputs, c: LossConfig, t: int) -> float:
         old = anchor if "recompute" in c.name else mu
         pairs = [(pi, old), (1 - pi, 1 - old)]
     else:
-        assert x.topk_logprobs is not None and x.rollout_topk_logprobs is not None and x.topk_valid is not None
-        used = [slot for slot, valid in enumerate(x.topk_valid[t].tolist()) if valid]
-        if c.topk_eviction and len(used) > c.topk:
-            used.remove(c.topk - 1)
-        pairs = [(math.exp(float(x.topk_logprobs[t, s])), math.exp(float(x.rollout_topk_logprobs[t, s]))) for s in used]
+        used = used_slots(x, c, t)
+        pairs = slot_pairs(x, t, used)
         rest = [1 - sum(side) for side in zip(*pairs, strict=True)]
         pairs.append((max(rest[0], 1e-12), max(rest[1], 1e-12)))
     if kind == "tv":
         return sum(abs(p - m) for p, m in pairs) / 2
     return sum(m * math.log(m / p) for p, m in pairs if m > 0)
+
+
+def used_slots(x: LossInputs, c: LossConfig, t: int) -> list[int]:
+    """The slots of the set, after eviction."""
+    assert x.topk_valid is not None
+    used = [slot for slot, valid in enumerate(x.topk_valid[t].tolist()) if valid]
+    if c.topk_eviction and len(used) > c.topk:
+        used.remove(c.topk - 1)
+    return used
+
+
+def slot_pairs(x: LossInputs, t: int, used: list[int]) -> list[tuple[float, float]]:
+    """pi and mu of each slot."""
+    assert x.topk_logprobs is not None and x.rollout_topk_logprobs is not None
+    return [(math.exp(float(x.topk_logprobs[t, s])), math.exp(float(x.rollout_topk_logprobs[t, s]))) for s in used]
+
+
+def divergence_slope(x: LossInputs, c: LossConfig, t: int) -> float:
+    """The derivative of the divergence of the buckets along e_k - pi, bucket by bucket."""
+    assert x.topk_valid is not None and x.topk_other_square is not None and x.topk_other_logprob is not None
+    used = used_slots(x, c, t)
+    outside = c.topk in used  # the sampled token's slot; otherwise it is the one with its probability
+    p_k, m_k, _ = probabilities(x, t)
+    pairs = slot_pairs(x, t, used)
+    sampled = used.index(c.topk) if outside else min(range(len(used)), key=lambda i: abs(pairs[i][1] - m_k))
+    rest_square = float(x.topk_other_square[t])
+    if c.topk_eviction and len(used) < int(x.topk_valid[t].sum()):
+        rest_square += math.exp(2 * float(x.topk_logprobs[t, c.topk - 1]))  # type: ignore[index]
+    excess = p_k - sum(p * p for p, _ in pairs) - rest_square
+    moves = [p * ((i == sampled) - p - excess) for i, (p, _) in enumerate(pairs)]
+    rest = [1 - sum(side) for side in zip(*pairs, strict=True)]
+    pairs.append((max(rest[0], 1e-12), max(rest[1], 1e-12)))
+    moves.append(-rest_square - excess * pairs[-1][0])
+    if c.name.endswith("tv"):
+        return sum(math.copysign(1, p - m) * move for (p, m), move in zip(pairs, moves, strict=True)) / 2
+    return -sum(m / p * move for (p, m), move in zip(pairs, moves, strict=True) if m > 0)
 
 
 def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
@@ -100,7 +133,8 @@ def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple
     else:
         limit = c.divergence_threshold_high if advantage > 0 else c.divergence_threshold_low
         assert limit is not None
-        outside = (pi > old if advantage > 0 else pi < old) and divergence(x, c, t) > limit
+        outward = pi - old if c.direction == "sampled" else divergence_slope(x, c, t)
+        outside = advantage * outward > 0 and divergence(x, c, t) > limit
     keep = advantage == 0 or not outside
     if c.mismatch == "mask_sequence":
         keep = keep and MISMATCH[0] <= math.exp(sum(sequence_log_ratios(x, t))) <= MISMATCH[1]
@@ -116,6 +150,26 @@ def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple
         assert limit is not None
         weight -= weight * (pi - mu) / limit * math.copysign(1, advantage)
     return True, -advantage * min(weight, cap) * x.logprobs[t]
+
+
+def centered_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
+    """``-A (f(r) log pi - sum over the head of residual_i log pi_i)`` for f = 1 or min(r, 2)."""
+    assert x.topk_logprobs is not None and x.topk_valid is not None
+    if c.mismatch == "mask_sequence" and not MISMATCH[0] <= math.exp(sum(sequence_log_ratios(x, t))) <= MISMATCH[1]:
+        return False, 0 * x.logprobs[t]
+
+    def f(r: float) -> float:
+        return 1.0 if c.centering == "none" else min(r, 2.0)
+
+    head = [slot for slot in range(c.topk) if bool(x.topk_valid[t, slot])]
+    pairs = slot_pairs(x, t, head)
+    p_rest, m_rest = (max(1 - sum(side), 1e-6) for side in zip(*pairs, strict=True))
+    alpha = m_rest / p_rest * f(p_rest / m_rest)
+    pi, mu, _ = probabilities(x, t)
+    term = f(pi / mu) * x.logprobs[t]
+    for slot, (p, m) in zip(head, pairs, strict=True):
+        term = term - ((m * f(p / m) if m > 0 else 0.0) - alpha * p) * x.topk_logprobs[t, slot]
+    return True, -advantage * term
 
 
 def sequence_log_ratios(x: LossInputs, t: int) -> list[float]:
@@ -161,4 +215,5 @@ TERMS: Mapping[str, Callable[[LossInputs, LossConfig, int, float], tuple[bool, T
     "ppo_clip": ppo_clip,
     "ppo_decoupled": ppo_decoupled,
     "gspo": gspo,
+    "score_centering": centered_term,
 }

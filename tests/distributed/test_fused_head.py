@@ -19,8 +19,8 @@ from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.stats import HeadStatistics, vocab_parallel_head_stats
 from megatron_dppo.head.sums import SlotSums
-from megatron_dppo.losses import policy_loss, topk_sums
-from megatron_dppo.types import LossOutput
+from megatron_dppo.losses import policy_loss, predictive_sums, topk_sums
+from megatron_dppo.types import LossNeeds, LossOutput
 from tests.distributed.collectives import recorded_collectives
 from tests.distributed.head_cases import (
     LOGPROB_BOUND,
@@ -35,10 +35,12 @@ from tests.distributed.head_cases import (
     full_loss_inputs,
     full_statistics,
     make_head_problem,
+    needs_of,
 )
 from tests.distributed.spawn import run_distributed
 
 WORLD = SHARDS
+ALL = LossNeeds(entropy_gradient=True, other_square=True, slot_gradient=True)
 BASE = HeadCase(tokens=23)
 BF16 = BASE.but(dtype=torch.bfloat16, tokens=80)
 CASES = [
@@ -73,7 +75,7 @@ def statistics(problem: HeadProblem, leaves: Leaves, group: dist.ProcessGroup | 
         vocab_size=problem.case.vocab_size,
         temperature=problem.case.temperature,
         bias=bias,
-        **{"ids": problem.ids, "ids_valid": problem.ids >= 0, "entropy_gradient": True, **options},
+        **{"ids": problem.ids, "ids_valid": problem.ids >= 0, "needs": ALL, **options},
     )
 
 
@@ -90,7 +92,7 @@ def loss_of(
         vocab_size=problem.case.vocab_size,
         temperature=problem.case.temperature,
         bias=bias,
-        entropy_gradient=name == "entropy bonus",
+        needs=replace(needs_of(TOKEN_LOSSES[name]), topk_sums=options.pop("topk_sums", None)),
         **options,
     )
 
@@ -106,18 +108,32 @@ def check_mode_a(problem: HeadProblem, group: dist.ProcessGroup | None, chunk: i
     leaves, full = problem.leaves(group), full_leaves(problem)
     want, upstream = full_statistics(problem, full), problem.upstream
     with recorded_collectives() as calls:
-        got = statistics(problem, leaves, group, chunk_tokens=chunk, topk=k)
+        got = statistics(
+            problem,
+            leaves,
+            group,
+            chunk_tokens=chunk,
+            topk=k,
+        )
         scale = upstream.to(got.logprobs.dtype)
-        (scale[0] @ got.logprobs + scale[1] @ got.entropy).backward()
-    sent = 2 * min(k, len(leaves[1]))
+        (scale[0] @ got.logprobs + scale[1] @ got.entropy + at_ids(scale, got)).backward()
+    sent = 2 * min(k, len(leaves[1])) + 1
     assert calls == ([("all_gather_into_tensor", payload(problem, case.tokens, sent))] if size > 1 else []), where
-    for name in ("logprobs", "entropy", "id_logprobs", "other_logprob"):
+    for name in ("logprobs", "entropy", "id_logprobs", "other_logprob", "other_square"):
         assert_close(getattr(got, name), getattr(want, name).detach(), 2 * LOGPROB_BOUND[case.dtype], f"{where} {name}")
-    (upstream[0] @ want.logprobs + upstream[1] @ want.entropy).backward()
+    (upstream[0] @ want.logprobs + upstream[1] @ want.entropy + at_ids(upstream, want)).backward()
     if case.vocab_size > 1:
         check_gradients(problem, leaves, full, group, where)
     check_topk(problem, got, k, where)
     check_equal_on_all_ranks([x for x in got if x is not None], group, where)
+
+
+def at_ids(scale: Tensor, found: HeadStatistics) -> Tensor:
+    """A scalar with another derivative by the log-probability of each id."""
+    assert found.id_logprobs is not None
+    factors = (1 + torch.arange(found.id_logprobs.shape[1], device=scale.device)) / found.id_logprobs.shape[1]
+    finite = torch.where(found.id_logprobs.isfinite(), found.id_logprobs, 0.0)
+    return scale.flip(0)[0] @ (finite * factors).sum(1)
 
 
 def check_topk(problem: HeadProblem, got: HeadStatistics, k: int, where: str) -> None:
@@ -139,14 +155,15 @@ def check_mode_b(
     leaves, full = problem.leaves(group), full_leaves(problem)
     want = policy_loss(full_loss_inputs(problem, full), TOKEN_LOSSES[name])
     with recorded_collectives() as calls:
-        got = loss_of(problem, leaves, name, group, chunk_tokens=chunk, slot_sums=slot_sums)
+        got = loss_of(problem, leaves, name, group, chunk_tokens=chunk, topk_sums=slot_sums)
         got.loss_sum.backward()
     rows = [min(chunk, case.tokens - start) for start in range(0, case.tokens, chunk)]
-    expected = [("all_gather_into_tensor", payload(problem, n)) for n in rows]
+    square = int(needs_of(TOKEN_LOSSES[name]).other_square)
+    expected = [("all_gather_into_tensor", payload(problem, n, square)) for n in rows]
     if slot_sums is not None:
-        number = 8 if case.dtype == torch.float64 else 4
+        number, columns = 8 if case.dtype == torch.float64 else 4, 2 if slot_sums is topk_sums else 6
         expected = [("all_gather_into_tensor", 4 * number * n) for n in rows]
-        expected += [("all_reduce SUM", 3 * number * n) for n in rows]
+        expected += [("all_reduce SUM", (columns + 1 + square) * number * n) for n in rows]
     assert sorted(calls) == sorted(expected if size > 1 else []), where
     want.loss_sum.backward()
     assert_close(got.loss_sum.detach(), want.loss_sum.detach().double(), 1e-4, where)
@@ -155,7 +172,7 @@ def check_mode_b(
         assert math.isclose(float(got.metrics[key].numerator), float(metric.numerator), rel_tol=1e-4, abs_tol=1e-4), key
     if case.tokens > 1:
         # Ratios put most of the gradient into a few tokens, whose roundings to bf16 do not average out.
-        check_gradients(problem, leaves, full, group, where, 2.0 if case.dtype == torch.bfloat16 else 1.0)
+        check_gradients(problem, leaves, full, group, where, 2.5 if case.dtype == torch.bfloat16 else 1.0)
     check_equal_on_all_ranks([got.loss_sum.detach(), got.keep_mask], group, where)
 
 
@@ -274,7 +291,13 @@ def check_everything(rank: int, world_size: int) -> None:
                 check_mode_b(make_head_problem(case), group, "dppo_topk_kl", chunk, topk_sums)
                 check_mode_b(make_head_problem(case), group, "dppo_topk_tv", chunk, topk_sums)
         for number, name in enumerate(TOKEN_LOSSES):
-            check_mode_b(make_head_problem((BASE, BF16)[number % 2].but(seed=number)), group, name, 9)
+            case = (BASE, BF16)[number % 2].but(seed=number)
+            check_mode_b(make_head_problem(case), group, name, 9)
+            if "predictive" in name:
+                check_mode_b(make_head_problem(case), group, name, 9, predictive_sums)
+        for case in (BASE.but(holes=True, dtype=torch.float64), BASE.but(vocab_size=33)):
+            check_mode_b(make_head_problem(case), group, "score centering", 9)
+            check_mode_b(make_head_problem(case), group, "dppo_topk_tv predictive", 9)
         with patch.object(fused_head_loss, "chunks_in_flight", return_value=2):  # as on CUDA
             check_mode_b(make_head_problem(BASE), group, "dppo_topk_tv", 4)
             check_mode_b(make_head_problem(BF16), group, "dppo_topk_kl", 9, topk_sums)

@@ -64,11 +64,18 @@ def check_statistics(problem: Problem, group: dist.ProcessGroup | None) -> None:
         got = statistics(problem, group, shard)
         weights = problem.weights.to(got.logprobs.dtype)
         (weights[0] @ got.logprobs + weights[1] @ got.entropy).backward()
-    sizes = (number * case.rows, (3 + case.slots + 1) * number * case.rows)
+    sizes = (number * case.rows, (3 + case.slots + 2) * number * case.rows)
     assert calls == ([("all_reduce MAX", sizes[0]), ("all_reduce SUM", sizes[1])] if size > 1 else []), where
 
     assert got.id_logprobs is not None and got.other_logprob is not None
-    assert not got.id_logprobs.requires_grad and not got.other_logprob.requires_grad
+    assert got.other_square is not None
+    assert not got.other_logprob.requires_grad and not got.other_square.requires_grad
+    in_set = torch.zeros_like(want.logp, dtype=torch.bool)
+    for slot in range(case.slots):
+        used = problem.valid[:, slot]
+        in_set[used, problem.ids[used, slot]] = True
+    rest = torch.where(in_set, 0.0, want.logp.exp())
+    assert_near(got.other_square, rest.square().sum(1), TOLERANCE[case.dtype], where)
     tolerance = TOLERANCE[case.dtype]
     assert_near(got.logprobs, want.logprobs, tolerance, where)
     assert_near(got.entropy, want.entropy, 2 * tolerance, where)
@@ -239,7 +246,7 @@ def test_no_slots_leave_all_the_mass_to_other() -> None:
     got = vocab_parallel_statistics(torch.randn(3, 8), labels, group=None, vocab_size=7, ids=ids, ids_valid=valid)
     assert got.id_logprobs is not None and got.id_logprobs.shape == (3, 0)
     assert got.other_logprob is not None and got.other_logprob.tolist() == [0, 0, 0]
-    assert vocab_parallel_statistics(torch.randn(3, 8), labels, group=None, vocab_size=7)[2:] == (None, None)
+    assert vocab_parallel_statistics(torch.randn(3, 8), labels, group=None, vocab_size=7)[2:] == (None, None, None)
 
 
 def test_ids_save_no_second_large_tensor_for_backward() -> None:

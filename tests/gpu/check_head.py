@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_dppo.head import row_kernels
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.stats import vocab_parallel_head_stats
-from megatron_dppo.types import LossInputs, LossOutput, TokenTargets
+from megatron_dppo.types import LossInputs, LossNeeds, LossOutput, TokenTargets
 from tests.gpu.checks import Result
 
 ROWS, OWN, TEMPERATURE = 40, 32003, 0.7
@@ -176,7 +176,7 @@ def check_whole_head(name: str, device: torch.device, dtype: torch.dtype) -> Ite
     found_leaves = [t.to(device).requires_grad_() for t in (hidden, weight)]
     valid = torch.ones_like(moved[1], dtype=torch.bool)
     found = vocab_parallel_head_stats(
-        *found_leaves, moved[0], ids=moved[1], ids_valid=valid, entropy_gradient=True, topk=K, **sizes
+        *found_leaves, moved[0], ids=moved[1], ids_valid=valid, needs=LossNeeds(entropy_gradient=True), topk=K, **sizes
     )
     assert found.id_logprobs is not None and found.other_logprob is not None and found.topk_logprobs is not None
     pairs = {
@@ -200,12 +200,14 @@ def check_whole_head(name: str, device: torch.device, dtype: torch.dtype) -> Ite
     mask = torch.ones(TOKENS, dtype=torch.bool, device=device)
     targets = TokenTargets(labels=moved[0], loss_mask=mask, advantages=moved[2][0], rollout_logprobs=moved[2][1])
     leaves_b = [t.detach().clone().requires_grad_() for t in found_leaves]
-    output = dppo_head_loss(*leaves_b, targets, loss, entropy_gradient=True, **sizes)
+    output = dppo_head_loss(*leaves_b, targets, loss, needs=LossNeeds(entropy_gradient=True), **sizes)
     yield from _gradients(f"{name} mode B", torch.autograd.grad(output.loss_sum, leaves_b), wanted, gradient_bound)
 
     with_main = [t.detach().clone().requires_grad_() for t in found_leaves]
     with_main[1].main_grad = torch.ones(PADDED, HIDDEN, device=device)  # type: ignore[attr-defined]
-    output = dppo_head_loss(*with_main, targets, loss, entropy_gradient=True, accumulate_main_grad=True, **sizes)
+    output = dppo_head_loss(
+        *with_main, targets, loss, needs=LossNeeds(entropy_gradient=True), accumulate_main_grad=True, **sizes
+    )
     output.loss_sum.backward()
     main_grad = with_main[1].main_grad - 1  # type: ignore[attr-defined]
     # 1 was added to the gradient and taken away again: 6e-8 for each entry.

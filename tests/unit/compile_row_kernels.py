@@ -40,7 +40,10 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         for count in COUNTS:
             types = {**pointers, **scalars, **sizes, "logits": f"*{dtype}", "out": "*fp32"}
             fixed: dict[str, Any] = {"IDS": id_slots(count), **constants(DTYPES[dtype])}
-            yield f"statistics {dtype} K={count}", statistics_kernel, types, fixed | ({} if count else {"ids": None})
+            fixed |= {} if count else {"ids": None}
+            for squares in (False, True) if count == 64 else (False,):
+                name = f"statistics {dtype} K={count}{' with squares' if squares else ''}"
+                yield name, statistics_kernel, types, fixed | {"SQUARES": squares}
     for dtype, out in PAIRS:
         for with_entropy in (False, True):
             types = {**pointers, **scalars, **sizes, "logits": f"*{dtype}", "out": f"*{out}"}

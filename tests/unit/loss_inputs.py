@@ -17,7 +17,8 @@ TOPK = 2
 
 def loss_config(name: str, **keys: Any) -> LossConfig:
     """The loss with its defaults, and with the K of ``make_inputs``."""
-    return LossConfig(name=name, **{**({"topk": TOPK} if "topk" in name else {}), **keys})
+    has_topk = "topk" in name or name == "score_centering"
+    return LossConfig(name=name, **{**({"topk": TOPK} if has_topk else {}), **keys})
 
 
 def topk_fields(pi: Tensor, mu: Tensor, sampled: Tensor, k: int) -> dict[str, Tensor]:
@@ -33,6 +34,7 @@ def topk_fields(pi: Tensor, mu: Tensor, sampled: Tensor, k: int) -> dict[str, Te
         "rollout_topk_logprobs": mu.gather(-1, ids).log(),
         "topk_valid": valid,
         "topk_other_logprob": torch.where(in_set, 0.0, pi).sum(-1).log(),
+        "topk_other_square": torch.where(in_set, 0.0, pi).square().sum(-1),
     }
 
 
@@ -51,12 +53,14 @@ def make_inputs(
         return torch.stack([first, 0.75 * (1 - first), 0.25 * (1 - first)], -1)
 
     sampled = torch.zeros(len(pi), dtype=torch.int64)
-    fields = {
+    fields: dict[str, Any] = {
         **topk_fields(whole(pi), whole(mu).nan_to_num(0.5), sampled, TOPK),
         "anchor_logprobs": torch.tensor(mu, dtype=torch.float64).log(),
         "sequence_ids": torch.zeros(len(pi), dtype=torch.int64),
         "token_weights": torch.ones(len(pi)),
+        "vocab_size": 3,
     }
+    fields["topk_logprobs"].requires_grad_()
     inputs = LossInputs(
         logprobs=logprobs,
         advantages=torch.tensor(advantages, dtype=torch.float64),

@@ -19,7 +19,9 @@ def statistics(*arguments: object) -> Tensor:
     return row_statistics(*arguments)  # type: ignore[arg-type]
 
 
-def reference_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float) -> Tensor:
+def reference_statistics(
+    logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool = False
+) -> Tensor:
     """Row by row in float64, the set's entries deleted before the last sum."""
     rows = []
     for r, x in enumerate(logits[:, :own].double()):
@@ -27,9 +29,10 @@ def reference_statistics(logits: Tensor, own: int, labels: Tensor, ids: Tensor |
         m = max(x.tolist(), default=-INF)
         z = (x - m) / temperature if m > -INF else torch.full_like(x, -INF)
         finite = z[z > -INF]
-        other = _outside(z, places).exp().sum()
+        other = _outside(z, places).exp()
         at = [float(z[p]) if p >= 0 else -INF for p in places]
-        rows.append([m, float((finite * finite.exp()).sum()), float(other), *at])
+        last = [float(other.square().sum())] if squares else []
+        rows.append([m, float((finite * finite.exp()).sum()), float(other.sum()), *at, *last])
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -80,6 +83,10 @@ def statistics_match_float64_for_every_width_dtype_and_number_of_ids() -> None:
             found = statistics(logits, own, labels, None, temperature)
             close(found, reference_statistics(logits, own, labels, None, temperature), 1e-6, 1e-6)
             assert torch.equal(found, statistics(logits, own, labels, ids[:, :0], temperature))
+            for some in (ids, None):
+                found = statistics(logits, own, labels, some, temperature, True)
+                assert torch.equal(found[:, :-1], statistics(logits, own, labels, some, temperature))
+                close(found, reference_statistics(logits, own, labels, some, temperature, True), 1e-6, 1e-6)
 
 
 def statistics_match_float64_for_the_largest_vocabulary() -> None:
@@ -110,6 +117,9 @@ def the_mass_outside_the_set_is_added_up_and_not_subtracted() -> None:
     expected = reference_statistics(logits, 5000, labels, ids, 1.0)
     assert float(expected[:, 2].max()) < 1e-20
     close(statistics(logits, 5000, labels, ids, 1.0), expected, 2e-5)
+    logits = logits.clamp(min=-30.0)  # squares of e^-65 are 0 in fp32
+    expected = reference_statistics(logits, 5000, labels, ids, 1.0, True)
+    close(statistics(logits, 5000, labels, ids, 1.0, True), expected, 2e-5)
 
 
 def a_set_of_everything_leaves_exactly_nothing() -> None:
@@ -136,6 +146,10 @@ def rows_of_extreme_logits_match_float64() -> None:
         logits = base.to(dtype)
         found = statistics(logits, own, labels, ids, 0.9)
         expected = reference_statistics(logits, own, labels, ids, 0.9)
+        squares = statistics(logits, own, labels, ids, 0.9, True)
+        assert torch.equal(squares[:, :-1].nan_to_num(7.0), found.nan_to_num(7.0))
+        expected_squares = reference_statistics(logits, own, labels, ids, 0.9, True)[:, -1]
+        close(squares[[0, 1, 2, 3, 4, 5, 6, 7, 9], -1], expected_squares[[0, 1, 2, 3, 4, 5, 6, 7, 9]], 3e-5, 1e-6)
         # The last place of the reference's z at 900 is beyond fp32; at 3e38 - (-3e38) z itself is.
         close(found[:8], expected[:8], 3e-5, 1e-6)
         close(found[8, :3], expected[8, :3], 1e-6)
@@ -147,6 +161,8 @@ def a_row_without_entries_has_no_mass_and_no_nan() -> None:
     logits = normal(2, 3000, BF16)
     outside = torch.full((2, 2), -1)
     assert statistics(logits, 0, torch.tensor([-1, -1]), outside, 1.0).tolist() == [nothing, nothing]
+    squares = statistics(logits, 0, torch.tensor([-1, -1]), outside, 1.0, True)
+    assert squares.tolist() == [[*nothing, 0.0]] * 2
     empty = torch.full((2, 3000), -INF)
     assert statistics(empty, 2500, torch.tensor([-1, 9]), torch.tensor([[5, -1], [9, 2400]]), 1.0).tolist() == [
         nothing,

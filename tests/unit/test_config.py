@@ -265,10 +265,12 @@ def test_clip_ratios_default_by_the_loss(loss: dict[str, Any], expected: tuple[f
     assert LossConfig(**loss).clip_ratios == expected
 
 
-def test_only_cispo_caps_the_ratio_by_default() -> None:
+def test_two_losses_cap_the_ratio_by_default() -> None:
+    caps = {"cispo": 5.0, "score_centering": 2.0}
     for name in get_args(LossName):
         floor = -math.inf if name == "drpo" else 0.0
-        assert LossConfig(name=name).ratio_limits == (floor, 5.0 if name == "cispo" else math.inf)
+        assert LossConfig(name=name).ratio_limits == (floor, caps.get(name, math.inf))
+    assert LossConfig(name="score_centering", centering="none").ratio_limits == (0.0, math.inf)
 
 
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:

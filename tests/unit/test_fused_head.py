@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_dppo.head.row_plan import RowPlan, default_chunk_tokens, gradient_rows
 from megatron_dppo.head.stats import HeadStatistics, vocab_parallel_head_stats
+from megatron_dppo.types import LossNeeds
 from tests.distributed.head_cases import (
     LOGPROB_BOUND,
     HeadCase,
@@ -53,7 +54,7 @@ def statistics(problem: HeadProblem, leaves: Leaves, **options: Any) -> HeadStat
         vocab_size=problem.case.vocab_size,
         temperature=problem.case.temperature,
         bias=bias,
-        **{"ids": problem.ids, "ids_valid": problem.ids >= 0, "entropy_gradient": True, **options},
+        **{"ids": problem.ids, "ids_valid": problem.ids >= 0, "needs": LossNeeds(entropy_gradient=True), **options},
     )
 
 
@@ -94,7 +95,7 @@ def test_fp32_logits_far_below_zero_lose_only_what_the_gemm_rounds() -> None:
 def test_without_ids_and_without_an_entropy_gradient_nothing_else_changes() -> None:
     problem = make_head_problem(BASE)
     leaves, full = problem.leaves(None), full_leaves(problem)
-    got = statistics(problem, leaves, ids=None, ids_valid=None, entropy_gradient=False)
+    got = statistics(problem, leaves, ids=None, ids_valid=None, needs=LossNeeds())
     want = full_statistics(problem, full)
     assert got.id_logprobs is got.other_logprob is got.topk_ids is got.topk_logprobs is None
     assert not got.entropy.requires_grad

@@ -16,7 +16,7 @@ from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.stats import loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.losses import policy_loss, supervised_loss
-from megatron_dppo.types import LossInputs, LossOutput, Metric
+from megatron_dppo.types import LossInputs, LossNeeds, LossOutput, Metric
 from tests.distributed.head_cases import (
     TOKEN_LOSSES,
     HeadCase,
@@ -26,6 +26,7 @@ from tests.distributed.head_cases import (
     full_leaves,
     full_loss_inputs,
     make_head_problem,
+    needs_of,
 )
 
 BASE = HeadCase(tokens=40)
@@ -45,7 +46,7 @@ def run(problem: HeadProblem, leaves: Leaves, config: LossConfig | None, **optio
         vocab_size=problem.case.vocab_size,
         temperature=problem.case.temperature,
         bias=bias,
-        entropy_gradient=config is not None and config.entropy_coef != 0,
+        needs=LossNeeds() if config is None else replace(needs_of(config), topk_sums=None),
         **options,
     )
 
@@ -62,10 +63,10 @@ def mode_a(problem: HeadProblem, leaves: Leaves, config: LossConfig, **options: 
         bias=bias,
         ids=problem.ids,
         ids_valid=problem.ids >= 0,
-        entropy_gradient=config.entropy_coef != 0,
+        needs=replace(needs_of(config), topk_sums=None),
         **options,
     )
-    return policy_loss(loss_inputs(problem.targets, found), config)
+    return policy_loss(loss_inputs(problem.targets, found, problem.case.vocab_size), config)
 
 
 def check_output(got: LossOutput, want: LossOutput, bound: float) -> None:
@@ -88,13 +89,15 @@ def test_every_token_loss_equals_float64_and_mode_a(name: str, case: HeadCase) -
     want = policy_loss(full_loss_inputs(problem, want_leaves), config)
     want.loss_sum.backward()
     mode_a(problem, other, config).loss_sum.backward()
-    check_gradients(problem, other, want_leaves, None, f"{name} A")
+    # The terms of the slots put more into few entries, whose roundings to bf16 do not average out.
+    factor = 1.5 if "centering" in name else 1.0
+    check_gradients(problem, other, want_leaves, None, f"{name} A", factor)
     for chunk in (None, 7):
         leaves = problem.leaves(None)
         got = run(problem, leaves, config, chunk_tokens=chunk)
         check_output(got, want, 1e-4)
         got.loss_sum.backward()
-        check_gradients(problem, leaves, want_leaves, None, f"{name} B {chunk}")
+        check_gradients(problem, leaves, want_leaves, None, f"{name} B {chunk}", factor)
 
 
 @pytest.mark.parametrize("case", [BASE.but(k=61), BASE.but(holes=True), BASE.but(tokens=1)], ids=str)

@@ -40,7 +40,7 @@ def test_grpo_gradient_is_that_of_the_clipped_surrogate(seed: int) -> None:
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gspo", "drpo")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gspo", "drpo", "score_centering")])
 def test_gradient_is_the_finite_difference_of_the_loss_with_frozen_weight_and_mask(name: str) -> None:
     # The mask and the weight are constants of the gradient, so the ratio form -A r M, with M frozen, must have the
     # same derivative as long as there is no cap.
@@ -88,12 +88,15 @@ def test_tokens_outside_the_loss_mask_add_exactly_nothing(name: str, junk: float
         topk_valid=clean.topk_valid | ~clean.loss_mask[:, None],
     )
     dirty.logprobs.requires_grad_()
+    dirty.topk_logprobs.requires_grad_()
     want, got = policy_loss(clean, config), policy_loss(dirty, config)
     want.loss_sum.backward()
     got.loss_sum.backward()
     assert torch.equal(got.loss_sum, want.loss_sum)
     assert torch.equal(dirty.logprobs.grad, clean_logprobs.grad)
     assert dirty.logprobs.grad[~clean.loss_mask].tolist() == [0.0, 0.0]
+    if name == "score_centering":
+        assert torch.equal(dirty.topk_logprobs.grad, clean.topk_logprobs.grad)
     assert got.keep_mask[~clean.loss_mask].tolist() == [False, False]
     assert int(got.num_tokens) == 2
     for key, metric in want.metrics.items():
@@ -248,7 +251,7 @@ def test_backward_runs_without_a_single_token_in_the_mask(name: str, tokens: int
         loss_mask=torch.zeros(tokens, dtype=torch.bool),
         rollout_logprobs=torch.zeros(tokens),
         entropy=torch.zeros(tokens),
-        topk_logprobs=torch.zeros(tokens, TOPK + 1),
+        topk_logprobs=torch.zeros(tokens, TOPK + 1, requires_grad=True),
         rollout_topk_logprobs=torch.zeros(tokens, TOPK + 1),
         topk_valid=torch.ones(tokens, TOPK + 1, dtype=torch.bool),
         anchor_logprobs=torch.zeros(tokens),

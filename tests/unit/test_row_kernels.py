@@ -54,6 +54,7 @@ def chunk(dtype: torch.dtype, offset: float = 0.0) -> tuple[Tensor, Tensor, Tens
 
 
 def expected(logits: Tensor, labels: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """With the sum of squares as the last column."""
     z = logits[:, :OWN].double()
     maximum = z.amax(1)
     z = (z - maximum.clamp(min=-1e300)[:, None]) / temperature
@@ -61,9 +62,9 @@ def expected(logits: Tensor, labels: Tensor, ids: Tensor, temperature: float) ->
     in_set = torch.zeros(ROWS, OWN + 1, dtype=torch.bool).scatter(1, torch.where(chosen >= 0, chosen, OWN), True)
     values = torch.where(chosen >= 0, z.gather(1, chosen.clamp(min=0)), -math.inf)
     weighted = (z.exp() * z.clamp(min=-1e5)).sum(1)
-    return torch.cat(
-        [maximum[:, None], weighted[:, None], z.exp().masked_fill(in_set[:, :OWN], 0.0).sum(1)[:, None], values], 1
-    )
+    outside = z.exp().masked_fill(in_set[:, :OWN], 0.0)
+    columns = (maximum, weighted, outside.sum(1), *values.unbind(1), outside.square().sum(1))
+    return torch.stack(columns, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,11 +74,15 @@ def test_the_statistics_of_a_shard_equal_float64(dtype: torch.dtype, temperature
     before = logits.clone()
     got, want = row_statistics(logits, OWN, labels, ids, temperature), expected(logits, labels, ids, temperature)
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(got.double(), want, rtol=BOUND[dtype], atol=BOUND[dtype])
+    torch.testing.assert_close(got.double(), want[:, :-1], rtol=BOUND[dtype], atol=BOUND[dtype])
+    squares = row_statistics(logits, OWN, labels, ids, temperature, True)
+    assert torch.equal(squares[:, :-1], got)
+    torch.testing.assert_close(squares[:, -1].double(), want[:, -1], rtol=BOUND[dtype], atol=BOUND[dtype])
     assert torch.equal(logits, before)
     without = row_statistics(logits, OWN, labels, None, temperature)
     torch.testing.assert_close(without[:, :2], got[:, :2])
-    want = expected(logits, labels, torch.full_like(ids, -1), temperature)[:, :4]
+    want = expected(logits, labels, torch.full_like(ids, -1), temperature)[:, [0, 1, 2, 3, -1]]
+    without = row_statistics(logits, OWN, labels, None, temperature, True)
     torch.testing.assert_close(without.double(), want, rtol=BOUND[dtype], atol=BOUND[dtype])
 
 
@@ -99,7 +104,7 @@ def test_very_negative_logits_keep_their_differences() -> None:
     logits, labels, ids = chunk(torch.float64, offset=-30000.0)
     logits = logits.float()
     got, want = row_statistics(logits, OWN, labels, ids, 0.7), expected(logits, labels, ids, 0.7)
-    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(got.double(), want[:, :-1], rtol=2e-6, atol=2e-6)
 
 
 def gradient_case(dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -55,7 +55,7 @@ def test_eviction_never_raises_the_divergence_and_with_one_slot_is_the_binary_es
         for k in (1, 3):
             slots, rollout_slots, valid, other = fields(pi, mu, sampled, k)
             union = measure(slots, rollout_slots, valid, other)
-            evicted = measure(slots, rollout_slots, *evict(slots, valid, other if given else None))
+            evicted = measure(slots, rollout_slots, *evict(slots, valid, other if given else None)[:2])
             assert (evicted <= union + 1e-9).all() and (evicted < union - 1e-6).any()
             if k == 1:
                 torch.testing.assert_close(evicted, binary(log_p, log_m), rtol=1e-6, atol=1e-9)
@@ -77,7 +77,9 @@ def test_eviction_takes_the_kth_slot_only_where_all_are_in_use(valid: str, kept:
     pi = torch.tensor([[0.3, 0.2, 0.1, 0.05]], dtype=torch.float64)
     before, want = (torch.tensor([[bit == "1" for bit in bits]]) for bits in (valid, kept))
     other = (1 - torch.where(before, pi, 0.0).sum(-1)).log() if given else None
-    found, rest = evict(torch.where(before, pi, NAN).log(), before, other)
+    found, rest, square = evict(torch.where(before, pi, NAN).log(), before, other, torch.tensor([0.25]).double())
+    assert square is not None
+    torch.testing.assert_close(square, 0.25 + torch.where(before & ~want, pi, 0.0).square().sum(-1))
     assert torch.equal(found, want)
     if rest is None:
         assert not given

@@ -1,0 +1,60 @@
+"""The names that other frameworks give to losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_VERL = {"divergence_threshold_low": 0.2, "divergence_threshold_high": 0.2, "ratio_cap": 3.0}
+_TRL = {"divergence_threshold_low": 0.15, "divergence_threshold_high": 0.15, "ratio_cap": 20.0}
+_PRIME_RL_KL = {"form": "ratio", "kl_coef": 0.002, "kl_estimator": "k2", "kl_anchor": "rollout"}
+_CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+LOSS_ALIASES: Mapping[str, Mapping[str, Any]] = {
+    "verl/dppo_tv": {"name": "dppo_binary_tv", **_VERL},
+    "verl/dppo_kl": {"name": "dppo_binary_kl", **_VERL},
+    "verl/vanilla": {"name": "ppo_clip", **_CLIP, "dual_clip": 3.0},
+    "verl/gspo": {"name": "gspo", **_CLIP},
+    "verl/cispo": {"name": "cispo", "ratio_floor": 0.8, "ratio_cap": 1.2},
+    "stable_rl/dppo_binary_tv": {"name": "dppo_binary_tv", **_VERL},
+    "stable_rl/dppo_binary_kl": {"name": "dppo_binary_kl", **_VERL},
+    "stable_rl/dppo_topk_tv": {"name": "dppo_topk_tv", "topk_eviction": True, **_VERL},
+    "stable_rl/dppo_topk_kl": {"name": "dppo_topk_kl", "topk_eviction": True, **_VERL},
+    "stable_rl/dppo_binary_tv_recompute": {"name": "dppo_recompute_binary_tv", **_VERL},
+    "stable_rl/dppo_binary_kl_recompute": {"name": "dppo_recompute_binary_kl", **_VERL},
+    "stable_rl/ppo": {"name": "grpo", **_CLIP, "ratio_cap": 3.0},
+    "stable_rl/ppo_recompute": {"name": "minirl", **_CLIP, "ratio_cap": 3.0},
+    "stable_rl/pg_no_mask": {"name": "pg_is", "ratio_cap": 3.0},
+    "trl/binary_tv": {"name": "dppo_binary_tv", **_TRL},
+    "trl/binary_kl": {"name": "dppo_binary_kl", **_TRL},
+    "trl/topk_tv": {"name": "dppo_topk_tv", "topk_eviction": True, **_TRL},
+    "trl/topk_kl": {"name": "dppo_topk_kl", "topk_eviction": True, **_TRL},
+    "prime_rl/2026-04": {
+        "name": "dppo_binary_tv",
+        "divergence_threshold_low": 0.2,
+        "divergence_threshold_high": 0.2,
+        **_PRIME_RL_KL,
+    },
+    "prime_rl/2026-08-11": {
+        "name": "dppo_binary_tv",
+        "divergence_threshold_low": 0.1,
+        "divergence_threshold_high": 0.1,
+        **_PRIME_RL_KL,
+    },
+    "prime_rl/2026-08-27": {
+        "name": "ipo",
+        "divergence_threshold_low": 0.1,
+        "divergence_threshold_high": 0.1,
+        **_PRIME_RL_KL,
+    },
+    "prime_rl/2026-09-18": {
+        "name": "ipo",
+        "divergence_threshold_low": 0.3,
+        "divergence_threshold_high": 0.3,
+        "form": "ratio",
+    },
+}
+"""``framework/its name`` -> the keys of LossConfig that give its gradient, with the defaults that are in force there.
+
+Read in the versions that docs/loss.md names. Explicit keys next to the alias win. The anchor is always ours, the
+rollout's own log-probabilities.
+"""

@@ -1,0 +1,28 @@
+"""The outputs of a loss on some rows at a time, put together."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dppo.head.row_plan import Rows
+from megatron_dppo.types import LossOutput, Metric
+
+
+def joined(outputs: list[LossOutput], rows: Rows) -> LossOutput:
+    """The outputs of the chunks as that of all T rows."""
+    first, *rest = outputs
+    metrics = dict(first.metrics)
+    for output in rest:
+        metrics = {name: _add(metric, output.metrics[name]) for name, metric in metrics.items()}
+    return LossOutput(
+        loss_sum=torch.stack([output.loss_sum for output in outputs]).sum(),
+        num_tokens=torch.stack([output.num_tokens for output in outputs]).sum(),
+        keep_mask=rows.spread(torch.cat([output.keep_mask for output in outputs])),
+        metrics=metrics,
+    )
+
+
+def _add(a: Metric, b: Metric) -> Metric:
+    if a.kind == "max":
+        return Metric(torch.maximum(torch.as_tensor(a.numerator), torch.as_tensor(b.numerator)), kind="max")
+    return Metric(a.numerator + b.numerator, a.denominator + b.denominator)
