@@ -86,8 +86,8 @@ def _dense_layers(hf_config: Any) -> tuple[int, ...]:
     return tuple(i for i in range(hf_config.num_hidden_layers) if i in named or (i + 1) % step)
 
 
-def routing_shape(hf_config: Any) -> RoutingShape | None:
-    """The sizes of the routes of a mixture-of-experts model; None for a dense one."""
+def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | None:
+    """The sizes of the routes of a mixture-of-experts model, with or without combine weights; None for a dense one."""
     shape = model_shape(hf_config)
     if shape.num_experts is None:
         return None
@@ -96,6 +96,8 @@ def routing_shape(hf_config: Any) -> RoutingShape | None:
         num_experts=shape.num_experts,
         topk=hf_config.num_experts_per_tok,
         dense_layers=frozenset(shape.dense_layers),
+        weights=weights,
+        weights_add_to_one=hf_config.norm_topk_prob,
     )
 
 

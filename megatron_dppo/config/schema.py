@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from megatron_dppo.config.data import DataConfig, RewardConfig, RolloutConfig
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.optimizer import OptimizerConfig, WarmupOptimizerConfig
+from megatron_dppo.config.router_replay import FROM_ENGINE, RouterReplay, check_router_weights
 from megatron_dppo.config.run import LogConfig, RunConfig
 from megatron_dppo.config.section import DType
 from megatron_dppo.config.section import Section as _Section
@@ -61,15 +62,6 @@ class ParallelConfig(_Section):
     """None = on exactly with an interleaved pipeline (required there)."""
 
 
-RouterReplay = Literal["off", "rollout", "recorded", "compare"]
-ROUTER_REPLAY_ALIASES = {"R3": "rollout", "R2": "recorded", "disabled": "off"}
-"""Their names in verl and the papers."""
-
-
-def _resolve_alias(value: Any) -> Any:
-    return ROUTER_REPLAY_ALIASES.get(value, value) if isinstance(value, str) else value
-
-
 class TrainConfig(_Section):
     """How rollouts become optimizer updates."""
 
@@ -87,10 +79,13 @@ class TrainConfig(_Section):
     max_staleness: int = Field(0, ge=0)
     """Rollout steps that the weights which sampled a token may be old; above 0 the next rollouts are sampled while the
     policy trains, and those of servers go on with the new weights after each publish. 0 = on-policy."""
-    router_replay: Annotated[RouterReplay, BeforeValidator(_resolve_alias)] = "off"
+    router_replay: RouterReplay = "off"
     """Which experts each token visits in training: ``off`` = the trainer's own choice; ``rollout`` = the rollout
     engine's (R3); ``recorded`` = the trainer's choice at the start of the step, in all its updates (R2); ``compare`` =
     as ``off``, and the engine's are only compared with it (``docs/router_replay.md``)."""
+    router_replay_weights: bool = False
+    """Also replay (or compare) the fp32 weights with which the experts' outputs are added up; the router's gradient
+    passes straight through to its own. Of the engines ``local`` returns them."""
     max_skipped_updates: int = Field(5, ge=1)
     """Stop after this many updates in a row with a non-finite gradient."""
     max_first_prob_diff: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
@@ -181,7 +176,7 @@ class Config(_Section):
     @property
     def needs_engine_routing(self) -> bool:
         """Whether the rollout engine has to report which experts it chose."""
-        return self.train.router_replay in ("rollout", "compare")
+        return self.train.router_replay in FROM_ENGINE
 
     @property
     def evaluates_beside_training(self) -> bool:
@@ -194,6 +189,12 @@ class Config(_Section):
     def _optimizers_fit(self) -> Config:
         for name, optimizer in (("optimizer", self.optimizer), ("warmup.optimizer", self.warmup.optimizer)):
             optimizer.check_memory(name, self.model.dtype, distributed=self.parallel.use_distributed_optimizer)
+        return self
+
+    @model_validator(mode="after")
+    def _router_weights_fit(self) -> Config:
+        if self.train.router_replay_weights:
+            check_router_weights(self.train.router_replay, self.rollout.engine, self.model.transformer)
         return self
 
     @model_validator(mode="after")

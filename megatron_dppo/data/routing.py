@@ -3,6 +3,7 @@
 Routes are ``[N, L, k]``: for each of N input tokens and L layers (dense ones included) the k experts that its router
 chose. A row, the k numbers of one token and layer, is either k different experts or wholly missing. A router's choice
 belongs to an *input* token, so the routes of a sequence of S tokens have T = S - 1 rows: the last token is never read.
+Rows with combine weights (``types.router_weights``) are wider; experts stand first in them.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import MISSING_EXPERT, RoutingShape, TrainingSample
+from megatron_dppo.types import MISSING_EXPERT, RoutingShape, TrainingSample, experts_of, weights_of
+
+_SLACK = 0.01
+"""How far the weights of a row may be from adding up to one: eight of them in bf16 are at most 0.004 off."""
 
 
 def missing_rows(count: int, shape: RoutingShape) -> Tensor:
-    """Routes ``[count, L, k]`` of tokens of which nothing is known."""
-    return torch.full((count, shape.num_layers, shape.topk), MISSING_EXPERT[shape.dtype], dtype=shape.dtype)
+    """Routes ``[count, L, k]`` of tokens of which nothing is known; with weights ``[count, L, width]``."""
+    return torch.full((count, shape.num_layers, shape.width), MISSING_EXPERT[shape.dtype], dtype=shape.dtype)
 
 
 def is_missing(routes: Tensor) -> Tensor:
@@ -35,7 +39,7 @@ def compact_routes(values: Tensor, shape: RoutingShape, *, tokens: int, request:
     Args:
         values: integers ``[tokens, L, k]``, or without the dense layers; -1 = missing. Engines write anything for
             dense layers, so what stands there is not looked at.
-        shape: of the model.
+        shape: of the model, without weights.
         tokens: rows that there must be.
         request: a name for error messages.
 
@@ -77,30 +81,61 @@ def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: s
     """Whether routes can be replayed on a model.
 
     Args:
-        routes: ``[tokens, L, k]``.
+        routes: ``[tokens, L, k]``, or with weights ``[tokens, L, width]``.
         shape: of the model.
         tokens: how many input tokens there are.
         request: a name for the error message.
 
     Raises:
         ValueError: another dtype, number of rows, layers or experts a token; an expert that does not exist; an expert
-            that stands twice in a row; a row that is missing in part; with the place and the value.
+            that stands twice in a row; a row that is missing in part; with the place and the value. Weights that
+            cannot be those of a router (``_check_weights``).
     """
     _check_form(routes, shape, tokens, request)
-    if not _rows_are_valid(routes, shape):
-        raise ValueError(_first_problem(routes, shape, request))
+    experts = experts_of(routes, shape)
+    if not _rows_are_valid(experts, shape):
+        raise ValueError(_first_problem(experts, shape, request))
     for layer in sorted(shape.dense_layers):
-        if not bool((absent := is_missing(routes[:, [layer]])).all()):
-            raise ValueError(_at(routes[:, [layer]], ~absent[..., None], shape, request, "dense layer", layer))
+        if not bool((absent := is_missing(experts[:, [layer]])).all()):
+            raise ValueError(_at(experts[:, [layer]], ~absent[..., None], shape, request, "dense layer", layer))
+    if shape.weights:
+        _check_weights(routes, shape, request)
+
+
+def _check_weights(routes: Tensor, shape: RoutingShape, request: str) -> None:
+    """Whether the weights of routes ``[N, L, width]``, the experts of which were checked, can be those of a router.
+
+    Raises:
+        ValueError: weights beside a missing expert, a missing or non-finite one beside an expert, one outside of 0 to
+            1, or a row with another sum than the model's (``norm_topk_prob``: one; else at most one); with the place.
+    """
+    absent = routes[..., 0] == MISSING_EXPERT[routes.dtype]
+    weights, sums = weights_of(routes, shape), "at most 1"
+    good = (weights >= 0) & (weights <= 1 + _SLACK)
+    total = weights.sum(-1)
+    adds = total <= 1 + _SLACK
+    if shape.weights_add_to_one:
+        adds, sums = adds & (total >= 1 - _SLACK), "1 (norm_topk_prob)"
+    right = torch.where(absent, weights.isnan().all(-1), good.all(-1) & adds)
+    if bool(right.all()):
+        return
+    row, layer = (int(i) for i in (~right).nonzero()[0])
+    found = [round(value, 6) for value in weights[row, layer].tolist()]
+    experts = experts_of(routes, shape)[row, layer].tolist()
+    raise ValueError(
+        f"{request}: router weights, row {row}, layer {layer}: {found} of experts {experts}; expected "
+        f"{shape.topk} numbers of 0 to 1 that add up to {sums}, or none (NaN) where the experts are missing"
+    )
 
 
 def _check_form(routes: Tensor, shape: RoutingShape, tokens: int, request: str) -> None:
     if routes.dtype != shape.dtype:
         raise ValueError(f"{request}: routed experts of type {routes.dtype}, expected {shape.dtype}")
-    if routes.dim() != 3 or tuple(routes.shape[1:]) != (shape.num_layers, shape.topk):
+    if routes.dim() != 3 or tuple(routes.shape[1:]) != (shape.num_layers, shape.width):
+        row = f"{shape.topk} experts a token" + f" and their weights: {shape.width}" * shape.weights
         raise ValueError(
             f"{request}: routed experts of shape {tuple(routes.shape)}, expected [{tokens}, {shape.num_layers} layers, "
-            f"{shape.topk} experts a token]; is the engine serving another model?"
+            f"{row}]; is the engine serving another model?"
         )
     if routes.shape[0] != tokens:
         raise ValueError(

@@ -1,7 +1,8 @@
 """Router replay: given experts drive Megatron Core's own ``RouterReplay``, per micro-batch and model chunk.
 
-Only *which* experts a token visits is replayed. Their weights come from the router's present logits, so gradients reach
-the router as always. Rows that are missing keep the live router's choice.
+*Which* experts a token visits is replayed. Their weights come from the router's present logits, so gradients reach the
+router as always; or they are replayed too, where the routes have them, and the gradients of those that stand in for the
+live ones pass straight through to these. Rows that are missing keep the live router's choice and weights.
 
 Megatron's object for a router holds the experts of one micro-batch, and a first-in-first-out list for recomputation in
 the backward pass. The pipeline schedules run the micro-batches of one chunk in the same order forward and backward, so
@@ -10,7 +11,7 @@ both are right if they are set as each chunk begins a forward pass, which hooks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,82 +25,18 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.mcore.layer_replay import Counts, LayerReplay
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import MISSING_EXPERT, Metric, MicroBatch, MicroBatches, RoutingShape
 
 ReplayMode = Literal["replay", "compare", "record"]
 """``replay``: use the given experts; ``compare``: use the live ones and count where the given ones differ; ``record``:
 use the live ones and keep them."""
-_Topk = tuple[Tensor, Tensor]
-
-
-class LayerReplay(RouterReplay):
-    """Megatron's object for one router, which can also fall back to the live choice row by row, and counts.
-
-    Args:
-        layer: number in the whole model, from 0.
-        dtype: of the routes.
-        remembers: whether the backward pass may run this router again.
-        counts: int64 ``[3]``, shared by all routers: rows given, where the live choice differs, where the used does.
-    """
-
-    def __init__(self, layer: int, dtype: torch.dtype, *, remembers: bool, counts: Tensor) -> None:
-        super().__init__()
-        RouterReplay.global_router_replay_instances.remove(self)  # ours are found through the model
-        self.layer = layer
-        self.given: Tensor | None = None
-        """``[local tokens, k]`` of the current micro-batch"""
-        self.num_recomputed = 0
-        self._dtype, self._missing = dtype, MISSING_EXPERT[dtype]
-        self._remembers, self._counts = remembers, counts
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., _Topk] | None = None,
-    ) -> _Topk:
-        """What Megatron's router asks for: the scores and indices ``[local tokens, k]`` of the experts to use."""
-        assert default_compute_topk is not None
-        action, given = self.router_replay_action, self.given
-        if given is not None and len(given) != len(scores) and action != RouterReplayAction.REPLAY_BACKWARD:
-            raise ValueError(f"router of layer {self.layer}: {len(scores)} tokens, but {len(given)} rows of experts")
-        live = None
-        if action == RouterReplayAction.REPLAY_FORWARD and given is not None:
-            _, live = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
-            self.target_topk_idx = torch.where(given == self._missing, live, given.long())
-        elif action == RouterReplayAction.REPLAY_BACKWARD:
-            if not self.replay_backward_list:
-                raise RuntimeError(
-                    f"router of layer {self.layer} ran again in a backward pass that was not expected to"
-                )
-            self.replay_backward_list[0] = self.replay_backward_list[0].long()
-            self.num_recomputed += 1
-        probs, used = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
-        if action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.RECORD):
-            if self._remembers:
-                self.replay_backward_list.append(used.to(self._dtype))
-            if given is not None:
-                self._count(given, used if live is None else live, used)
-        return probs, used
-
-    def _count(self, given: Tensor, live: Tensor, used: Tensor) -> None:
-        known = given[:, 0] != self._missing
-        given = given.long()
-        differs = [known & ~_same_sets(given, chosen) for chosen in (live, used)]
-        self._counts += torch.stack([known, *differs]).sum(1)
 
 
 def without_routes(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
     """The same, made when they are asked for."""
     return MicroBatches(len(batches), lambda i: replace(batches[i], routed_experts=None))
-
-
-def _same_sets(left: Tensor, right: Tensor) -> Tensor:
-    """``[N]`` bool: whether two ``[N, k]`` of distinct numbers have the same ones in each row."""
-    return (left[:, :, None] == right[:, None, :]).any(-1).all(-1)
 
 
 class ReplayDriver:
@@ -124,7 +61,7 @@ class ReplayDriver:
         self._models, self._shape, self._missing = models, shape, MISSING_EXPERT[shape.dtype]
         self._tp_group, self._cp_group = tp_group, cp_group
         self._device = next(models[0].parameters()).device
-        self._counts = torch.zeros(3, dtype=torch.int64, device=self._device)
+        self._counts = Counts(self._device)
         self._num_rows = self._num_missing = 0
         modules = config.recompute_modules or []
         selective = config.recompute_granularity == "selective" and "moe" in modules
@@ -145,10 +82,12 @@ class ReplayDriver:
             number = layer.layer_number - 1
             if number in self._shape.dense_layers:
                 raise ValueError(f"layer {number} has a router, but the routes take it for a dense one")
-            replay = LayerReplay(number, self._shape.dtype, remembers=remembers, counts=self._counts)
+            replay = LayerReplay(number, self._shape, remembers=remembers, counts=self._counts)
             if router.router_replay in RouterReplay.global_router_replay_instances:
                 RouterReplay.global_router_replay_instances.remove(router.router_replay)
             router.router_replay = replay
+            if self._shape.weights:
+                router.register_forward_hook(replay.weigh)
             found.append(replay)
         return found
 
@@ -174,12 +113,10 @@ class ReplayDriver:
             for handle in handles:
                 handle.remove()
             for router in self._routers:
-                router.given = None
-                router.clear_indices()
-                router.clear_router_replay_action()
+                router.clear()
 
     def _reset(self) -> None:
-        self._counts.zero_()
+        self._counts.clear()
         self._num_rows = self._num_missing = 0
         for router in self._routers:
             router.num_recomputed = 0
@@ -196,16 +133,14 @@ class ReplayDriver:
             self._count_missing(batch, routes)
             given = self._local(batch, routes)
             for router, rows in zip(routers, given, strict=True):
-                router.given = rows
+                router.give(rows)
         for router in routers:
             router.set_router_replay_action(action)
 
     def _end(self, chunk: int, mode: ReplayMode, *_: Any) -> None:
         for router in self._chunks[chunk]:
             if mode == "record":
-                experts = router.get_recorded_indices()
-                assert experts is not None
-                self._recorded[self._begun[chunk]][router.layer] = experts.to(self._shape.dtype)
+                self._recorded[self._begun[chunk]][router.layer] = router.recorded()
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         self._begun[chunk] += 1
 
@@ -216,7 +151,7 @@ class ReplayDriver:
         self._num_rows += (len(batch.tokens) - batch.num_padding) * layers
 
     def _local(self, batch: MicroBatch, routes: Tensor) -> Tensor:
-        """``[layers, local tokens, k]`` on the device, of ``[T, layers, k]``: what this rank's routers see."""
+        """``[layers, local tokens, width]`` on the device, of ``[T, layers, width]``: what this rank's routers see."""
         if self._cp_group is not None:
             routes = ContextShard.of(batch.cu_seqlens, self._cp_group).split(routes)
         if self._tp_group is not None:
@@ -237,11 +172,11 @@ class ReplayDriver:
                 )
 
     def recorded(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The routes ``[T, L, k]`` of each micro-batch of the last run in mode ``record``; missing but on the layers of
-        this pipeline stage. A collective over tensor and context parallelism."""
+        """The routes ``[T, L, width]`` of each micro-batch of the last run in mode ``record``; missing but on those
+        layers that this pipeline stage has. A collective over tensor and context parallelism."""
         found = []
         for batch, by_layer in zip(batches, self._recorded, strict=True):
-            size = (len(batch.tokens), self._shape.num_layers, self._shape.topk)
+            size = (len(batch.tokens), self._shape.num_layers, self._shape.width)
             routes = torch.full(size, self._missing, dtype=self._shape.dtype)
             if by_layer:
                 layers = sorted(by_layer)
@@ -260,15 +195,17 @@ class ReplayDriver:
         return raw.view(routes.dtype)
 
     def metrics(self, *, is_first: bool) -> dict[str, Metric]:
-        """What the last run counted on this rank, as shares of tokens times layers.
+        """What the last run counted on this rank, as shares of tokens times layers; of weights the mean difference.
 
         Args:
             is_first: whether this is the first rank of tensor and context parallelism; what those ranks have in common
                 counts once.
         """
-        known, live, used = self._counts.tolist()
+        known, live, used = self._counts.rows.tolist()
+        apart, weights = self._counts.weights.tolist()
         return {
             "router_disagreement": Metric(used, known),
             "router_live_disagreement": Metric(live, known),
             "router_missing": Metric(self._num_missing * is_first, self._num_rows * is_first),
+            **({"router_weight_diff": Metric(apart, weights)} if self._shape.weights else {}),
         }

@@ -15,7 +15,7 @@ from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.hf import routing_shape
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.policy.update import weighted
-from megatron_dppo.types import MicroBatch, RoutingShape, TrainingSample
+from megatron_dppo.types import MicroBatch, RoutingShape, TrainingSample, with_weights
 
 
 def _full_row(config: Config, shape: RowShape, routing: RoutingShape | None) -> MicroBatch:
@@ -35,7 +35,7 @@ def _full_row(config: Config, shape: RowShape, routing: RoutingShape | None) -> 
 def rows(config: Config, hf_config: Any, layout: Layout, count: int) -> Sequence[MicroBatch]:
     """``count`` full rows, all of one update."""
     shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
-    row = _full_row(config, shape, routing_shape(hf_config))
+    row = _full_row(config, shape, routing_shape(hf_config, weights=config.train.router_replay_weights))
     sequences = int((row.loss_mask & (row.position_ids == 0)).sum())
     totals = BatchTotals(num_tokens=count * int(row.loss_mask.sum()), num_sequences=count * sequences)
     return [weighted(row, totals, config.loss)] * count
@@ -53,6 +53,8 @@ def _sample(length: int, config: Config, routing: RoutingShape | None) -> Traini
         # Every expert gets as many tokens, in each part of the row.
         experts = torch.arange(length * routing.topk) % routing.num_experts
         one = experts.to(routing.dtype).view(length, 1, routing.topk)
+        if routing.weights:
+            one = with_weights(one, torch.full(one.shape, 1 / routing.topk))
         routes = one.expand(-1, routing.num_layers, -1).contiguous()
     sample = to_training_sample([1], [1] * length, [-0.5] * length, 1.0, topk, routes)
     extra = {name: torch.full((length,), -0.5) for name in ("anchor_logprobs", "reference_logprobs")}

@@ -107,7 +107,7 @@ class PolicyTrainer:
         # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
         self._needs_equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._balance_losses = BalanceLosses(megatron_config)
-        self.routing_shape = routing_shape(hf_config)
+        self.routing_shape = routing_shape(hf_config, weights=config.train.router_replay_weights)
         self._replay_mode: ReplayMode = "compare" if replay == "compare" else "replay"
         self._replay = None
         if replay != "off" and self.routing_shape is not None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -129,7 +130,9 @@ class LocalEngine:
             raise RuntimeError("LocalEngine is to sample before the first update_weights")
         if params.routed_experts and self._routing is None:
             raise ValueError("SamplingParams.routed_experts = True, but the model of the local engine has no experts")
-        routing = self._routing if params.routed_experts else None
+        routing = None
+        if params.routed_experts and self._routing is not None:
+            routing = replace(self._routing, weights=params.router_weights)
         return Sample(prompt, GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing))
 
     def _continued(self, request: GroupRequest, params: SamplingParams) -> list[Sample]:
@@ -189,7 +192,7 @@ class LocalEngine:
     ) -> list[Generation]:
         """Answer a batch; ``ended`` as in ``decode``, those that it stops are aborted."""
         recorder = self._recorder if params.routed_experts else None
-        with nullcontext() if recorder is None else recorder.watching():
+        with nullcontext() if recorder is None else recorder.watching(weights=params.router_weights):
             decoded = decode(
                 self._model,
                 [request.token_ids for request in requests],

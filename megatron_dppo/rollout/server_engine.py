@@ -196,6 +196,8 @@ class ServerEngine:
     def _sample(self, prompt: Prompt, params: SamplingParams, index: int, routes: PromptRoutes | None = None) -> Sample:
         if params.routed_experts and self._routing is None:
             raise ValueError("SamplingParams.routed_experts = True, but the model of the servers has no experts")
+        if params.router_weights:
+            raise ValueError("SamplingParams.router_weights = True, but servers return no combine weights of routers")
         routing = self._routing if params.routed_experts else None
         response = GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing)
         return Sample(prompt, response, params, index, routes)

@@ -25,6 +25,7 @@ from megatron_dppo.types.rollouts import (
     SamplingParams,
     VersionSpan,
 )
+from megatron_dppo.types.router_weights import experts_of, weights_of, with_weights
 from megatron_dppo.types.samples import MicroBatch, MicroBatches, TokenFields, TokenTargets, TrainingSample
 
 __all__ = [
@@ -50,4 +51,7 @@ __all__ = [
     "TrainingSample",
     "VersionSpan",
     "as_bytes",
+    "experts_of",
+    "weights_of",
+    "with_weights",
 ]

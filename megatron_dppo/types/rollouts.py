@@ -47,11 +47,20 @@ class RoutingShape:
     """k, experts a token"""
     dense_layers: frozenset[int] = frozenset()
     """layers without a router, from 0; their rows are missing"""
+    weights: bool = False
+    """whether the k combine weights of a row stand beside its experts, see ``types.router_weights``"""
+    weights_add_to_one: bool = True
+    """``norm_topk_prob`` of the model; else they add to at most one"""
 
     @property
     def dtype(self) -> torch.dtype:
         """The smallest one that holds every expert and the missing value."""
         return torch.uint8 if self.num_experts <= MISSING_EXPERT[torch.uint8] else torch.int16
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row: k, and as many as the bytes of k fp32 weights fill."""
+        return self.topk + self.weights * 4 * self.topk // self.dtype.itemsize
 
 
 class VersionSpan(NamedTuple):
@@ -92,6 +101,8 @@ class SamplingParams:
     """K: also report the K most probable tokens of every position; 0 = none."""
     routed_experts: bool = False
     """Also report which experts the routers chose."""
+    router_weights: bool = False
+    """With them their combine weights."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,7 +125,8 @@ class Completion:
     """[R, K+1] float32, their log-probabilities; -inf = never sampled (a filter), which is a valid value"""
     routed_experts: Tensor | None = None
     """[P + R - 1, L, k] uint8 or int16: the experts that the engine's routers chose for each token of prompt and
-    response but the last, in each of the model's L layers; k = experts a token. See ``MISSING_EXPERT``."""
+    response but the last, in each of the model's L layers; k = experts a token. See ``MISSING_EXPERT``. With
+    ``SamplingParams.router_weights`` the rows are wider: ``RoutingShape.width``."""
     policy_versions: tuple[VersionSpan, ...] = ()
     """Which weights sampled which tokens; empty = all of them ``policy_version``. Given tokens are in no span."""
     loss_mask: Tensor | None = None

@@ -48,7 +48,8 @@ class TrainingSample(TokenFields):
     rollout_topk_logprobs: Tensor | None = None
     """[R, K+1] float32, as the ids"""
     routed_experts: Tensor | None = None
-    """[T, L, k] uint8 or int16, the experts that are replayed: row t belongs to the input token t"""
+    """[T, L, k] uint8 or int16, the experts that are replayed: row t belongs to the input token t; with their combine
+    weights ``RoutingShape.width`` instead of k"""
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +91,7 @@ class MicroBatch(TokenTargets):
     tokens: Tensor
     """[T] int64"""
     routed_experts: Tensor | None = None
-    """[T, L, k] uint8 or int16, missing on padding"""
+    """[T, L, k] uint8 or int16, as those of the samples, missing on padding"""
     num_padding: int = 0
     """how many of the T positions are padding"""
     position_ids: Tensor

@@ -22,8 +22,10 @@ MICRO_BATCHES = 2
 
 
 def inputs(case: Case, world_size: int, dtype: str = "fp32") -> tuple[Config, Any, Layout]:
-    """What is rehearsed of a case; replayed routes make the experts equally busy, as a rehearsal takes them to be."""
-    replay = {} if case.dense else {"train": {"router_replay": "rollout"}}
+    """What is rehearsed of a case; replayed routes make the experts equally busy, as a rehearsal takes them to be. They
+    have weights where layers are recomputed."""
+    with_weights = bool(case.transformer)
+    replay = {} if case.dense else {"train": {"router_replay": "rollout", "router_replay_weights": with_weights}}
     config, model = config_for(case, dtype, **replay), hf_config(case.tied, case.dense, case.shared, case.mixed)
     return config, model, resolve_layout(config, world_size, model_shape(model))
 

@@ -1,4 +1,5 @@
-"""Router replay on Megatron against transformers in float64, whose routers are forced to the same experts."""
+"""Router replay on Megatron against transformers in float64, whose routers are forced to the same experts and, with
+``weights``, to the same combine weights, the gradients of which pass straight through to the routers' own."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.types import TrainingSample
+from megatron_dppo.types import TrainingSample, with_weights
 from tests.distributed.objective import in_float64
 from tests.distributed.parity import (
     LOSS,
@@ -49,6 +50,10 @@ class Reference:
     """share of the given rows where the live router would choose other experts, replay before it"""
     unreplayed: float = 0.0
     """the same without replay anywhere"""
+    weight_diff: float = 0.0
+    """mean |given - live| of the weights of the given experts, replay before it"""
+    unreplayed_weight_diff: float = 0.0
+    """the same without replay anywhere, where an expert that was not chosen has the weight 0"""
 
 
 def model_of(case: Case) -> Any:
@@ -68,23 +73,34 @@ def foreign_routes(sample: TrainingSample, model: Any, seed: int) -> Tensor:
     return compact_routes(values, shape, tokens=sample.num_tokens, request=f"sample {seed}")
 
 
+def foreign_weights(sample: TrainingSample, model: Any, seed: int) -> Tensor:
+    """Random weights ``[T, L, k]`` fp32 that add up to what those of the model do."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    size = (sample.num_tokens, model.config.num_hidden_layers, model.config.num_experts_per_tok)
+    weights = torch.randn(size, generator=generator).softmax(-1)
+    return weights if model.config.norm_topk_prob else weights * torch.rand(size[:2], generator=generator)[..., None]
+
+
 class ForcedRouters:
-    """Puts given experts into the routers of a transformers model, where they are not missing."""
+    """Puts given experts into the routers of a transformers model, where they are not missing, and given weights."""
 
     def __init__(self, model: Any) -> None:
         self._routes: Tensor | None = None
+        self._weights: Tensor | None = None
         self.live: dict[int, Tensor] = {}
         """by layer, ``[tokens, k]`` that each router would have chosen"""
+        self.live_weights: dict[int, Tensor] = {}
+        """by layer, ``[tokens, experts]`` of its own, of the experts that were used"""
         for i, layer in enumerate(model.model.layers):
             if hasattr(layer.mlp, "gate"):
                 layer.mlp.gate.forward = lambda x, m=layer.mlp.gate, i=i: self._route(m, i, x)
 
     @contextmanager
-    def using(self, routes: Tensor | None) -> Iterator[None]:
-        """These experts inside; None = the live ones."""
-        self._routes = routes
+    def using(self, routes: Tensor | None, weights: Tensor | None = None) -> Iterator[None]:
+        """These experts inside, with these weights; None = the live ones."""
+        self._routes, self._weights = routes, weights
         yield
-        self._routes = None
+        self._routes = self._weights = None
 
     def _route(self, module: Any, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = x.reshape(-1, module.hidden_dim) @ module.weight.T
@@ -94,7 +110,21 @@ class ForcedRouters:
             given = self._routes[:, layer]
             chosen = torch.where(is_missing(self._routes)[:, [layer]], chosen, given.long())
         found = weights.gather(1, chosen)
-        return logits, found / found.sum(-1, keepdim=True) if module.norm_topk_prob else found, chosen
+        found = found / found.sum(-1, keepdim=True) if module.norm_topk_prob else found
+        self.live_weights[layer] = torch.zeros_like(weights).scatter(1, chosen, found.detach())
+        if self._routes is not None and self._weights is not None:
+            straight = found + (self._weights[:, layer].to(found.dtype) - found).detach()
+            found = torch.where(is_missing(self._routes)[:, [layer]], found, straight)
+        return logits, found, chosen
+
+    def weights_apart(self, routes: Tensor, weights: Tensor) -> float:
+        """The sum of |given - live| over the weights of the given experts, of the latest pass."""
+        known, total = ~is_missing(routes), 0.0
+        for layer, live in self.live_weights.items():
+            rows = known[:, layer]
+            own = live[rows].gather(1, routes[rows, layer].long())
+            total += float((own - weights[rows, layer]).abs().sum())
+        return total
 
     def differing(self, routes: Tensor) -> tuple[int, int]:
         """(given rows where the latest live choice is another set, given rows)."""
@@ -106,22 +136,26 @@ class ForcedRouters:
         return different, int(known.sum())
 
 
-def make_reference(case: Case) -> Reference:
+def make_reference(case: Case, *, weights: bool) -> Reference:
     """The loss ``-sum(w A log pi) / tokens`` of all samples, in float64, one sequence at a time."""
     model = in_float64(model_of(case))
     forced = ForcedRouters(model)
     batch = [replace(s, routed_experts=foreign_routes(s, model, i)) for i, s in enumerate(samples())]
     tokens, num_layers = sum(int(s.loss_mask.sum()) for s in batch), len(forced.live)
-    total, found, free = torch.zeros((), dtype=torch.float64), [0, 0], [0, 0]
-    for sample in batch:
-        routes = sample.routed_experts
+    total, found, free, apart = torch.zeros((), dtype=torch.float64), [0, 0], [0, 0], [0.0, 0.0]
+    for i, sample in enumerate(batch):
+        routes, given = sample.routed_experts, foreign_weights(sample, model, i)
         assert routes is not None and sample.rollout_logprobs is not None
         with torch.no_grad():
             model(sample.tokens[None])
         free = [a + b for a, b in zip(free, forced.differing(routes), strict=True)]
-        with forced.using(routes):
+        apart[0] += forced.weights_apart(routes, given)
+        with forced.using(routes, given if weights else None):
             logits = model(sample.tokens[None]).logits[0]
         found = [a + b for a, b in zip(found, forced.differing(routes), strict=True)]
+        apart[1] += forced.weights_apart(routes, given)
+        if weights:
+            batch[i] = replace(sample, routed_experts=with_weights(routes, given))
         logprobs = logits.log_softmax(-1).gather(1, sample.labels[:, None])[:, 0]
         weight = (logprobs.detach() - sample.rollout_logprobs).exp()
         total = total - (weight * sample.advantages * logprobs)[sample.loss_mask].sum() / tokens
@@ -138,32 +172,37 @@ def make_reference(case: Case) -> Reference:
         missing=1 - found[1] / rows,
         live=found[0] / found[1],
         unreplayed=free[0] / free[1],
+        weight_diff=apart[1] / (found[1] * model.config.num_experts_per_tok),
+        unreplayed_weight_diff=apart[0] / (found[1] * model.config.num_experts_per_tok),
     )
 
 
-def _file(folder: Path, case: Case) -> Path:
-    return folder / f"tied={case.tied} shared={case.shared} mixed={case.mixed}.pt"
+def _file(folder: Path, case: Case, weights: bool) -> Path:
+    return folder / f"tied={case.tied} shared={case.shared} mixed={case.mixed} weights={weights}.pt"
 
 
 def write_references(folder: Path) -> Path:
-    """The reference of each model, for the workers to read; returns the folder."""
+    """The references of each model, for the workers to read; returns the folder."""
     for case in MODELS:
-        torch.save(make_reference(case), _file(folder, case))
+        for weights in (False, True):
+            torch.save(make_reference(case, weights=weights), _file(folder, case, weights))
     return folder
 
 
-def read_reference(folder: Path, case: Case) -> Reference:
+def read_reference(folder: Path, case: Case, *, weights: bool = False) -> Reference:
     """What ``write_references`` made for the model of ``case``."""
     with torch.serialization.safe_globals([Reference, TrainingSample]):
-        found: Reference = torch.load(_file(folder, case), weights_only=True)
+        found: Reference = torch.load(_file(folder, case, weights), weights_only=True)
     return found
 
 
 class Side:
     """The trainer of one layout, and what it computes of some samples."""
 
-    def __init__(self, case: Case, platform: Platform, mode: str) -> None:
-        self.trainer = build_trainer(case, model_of(case), platform, "fp32", train={"router_replay": mode})
+    def __init__(self, case: Case, platform: Platform, mode: str, *, weights: bool) -> None:
+        replay = {"router_replay": mode, "router_replay_weights": weights}
+        self.trainer = build_trainer(case, model_of(case), platform, "fp32", train=replay)
+        self.weights = weights
         self._train = config_for(case).train
 
     def mine(self, all_samples: list[TrainingSample]) -> list[TrainingSample]:
@@ -174,16 +213,17 @@ class Side:
         """Of the loss under test."""
         return Updater(self.trainer, TrainConfig(**(self._train.model_dump() | train)), LOSS)
 
-    def gradients(self, mine: list[TrainingSample]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def gradients(self, mine: list[TrainingSample], **train: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Full gradients by Hugging Face name, and the metrics."""
-        batches = self.updater().plan(mine)
+        batches = self.updater(**train).plan(mine)
         assert len(batches) * self.trainer.layout.dp >= 4
         metrics = self.trainer.accumulate(batches, policy_objective(LOSS))
         return on_cpu(self.trainer.bridge.export(gradient_reader(self.trainer))), metrics
 
 
 def check_foreign(side: Side, reference: Reference, where: str) -> None:
-    """Another model's routing: gradients of the reference, nothing differs afterwards, all rows counted."""
+    """Another model's routing, with its weights or without: gradients of the reference, nothing differs afterwards, all
+    rows counted."""
     found, metrics = side.gradients(side.mine(reference.samples))
     expected = reference.gradients
     assert found.keys() == expected.keys()
@@ -195,21 +235,32 @@ def check_foreign(side: Side, reference: Reference, where: str) -> None:
     assert metrics["router_disagreement"] == 0.0, where
     assert metrics["router_live_disagreement"] == reference.live > 0.5, (where, metrics, reference.live)
     assert abs(metrics["router_missing"] - reference.missing) < 1e-12 and 0.1 < reference.missing < 0.4, where
+    _check_weight_diff(metrics, reference.weight_diff if side.weights else None, where)
+
+
+def _check_weight_diff(metrics: dict[str, float], expected: float | None, where: str) -> None:
+    if expected is None:
+        assert "router_weight_diff" not in metrics, where
+    else:
+        assert abs(metrics["router_weight_diff"] - expected) < 1e-6 < 0.01 < expected, (where, metrics, expected)
 
 
 def check_own(side: Side, where: str) -> None:
     """The trainer's own routing, and no known routing at all: bit for bit what it computes without replay."""
-    plain = side.mine(samples())
-    without, metrics = side.gradients(plain)
+    # In other micro-batches the same token has weights that are rounded otherwise; those of the recording stay.
+    plain, train = side.mine(samples()), {"balance_ranks": not side.weights}
+    without, metrics = side.gradients(plain, **train)
     assert not [name for name in metrics if name.startswith("router_")], where
     recorded = side.updater(router_replay="recorded", epochs=2).add_recomputed(plain, Clock())
     shape = side.trainer.routing_shape
     nothing = [replace(s, routed_experts=missing_rows(s.num_tokens, shape)) for s in plain]
     for name, with_routes, missing in (("recorded", recorded, 0.0), ("missing", nothing, 1.0)):
-        replayed, metrics = side.gradients(with_routes)
+        replayed, metrics = side.gradients(with_routes, **train)
         different = [n for n, gradient in without.items() if not torch.equal(gradient, replayed[n])]
         assert not different, f"{where}, {name}: {len(different)} gradients differ, {different[:3]}"
         assert metrics["router_missing"] == missing, (where, name, metrics)
+        own = None if missing or not side.weights else 0.0
+        assert metrics.get("router_weight_diff") == own, (where, name, metrics)
         # Of routes that are all missing there is no share that disagrees.
         shares = {key: value for key, value in metrics.items() if key.endswith("_disagreement")}
         names = ("router_disagreement", "router_live_disagreement")
@@ -222,10 +273,11 @@ def check_compared(side: Side, reference: Reference, where: str) -> None:
     found, metrics = side.gradients(side.mine(reference.samples))
     assert all(torch.equal(gradient, found[name]) for name, gradient in without.items()), where
     assert metrics["router_disagreement"] == metrics["router_live_disagreement"] == reference.unreplayed, where
+    _check_weight_diff(metrics, reference.unreplayed_weight_diff if side.weights else None, where)
 
 
-def run(rank: int, world_size: int, cases: list[Case], references: Path, mode: str) -> None:
-    """Every check of ``mode`` on every layout."""
+def run(rank: int, world_size: int, cases: list[Case], references: Path, mode: str, weights: bool) -> None:
+    """Every check of ``mode`` on every layout, with weights or without."""
     from megatron_dppo.mcore.compat import apply_shims
 
     platform = Platform.detect(force_cpu=True)
@@ -234,8 +286,8 @@ def run(rank: int, world_size: int, cases: list[Case], references: Path, mode: s
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     for case in cases:
-        reference, where = read_reference(references, case), f"{case}, rank {rank}"
-        side = Side(case, platform, mode)
+        reference, where = read_reference(references, case, weights=weights), f"{case}, rank {rank}"
+        side = Side(case, platform, mode, weights=weights)
         assert not RouterReplay.global_router_replay_instances, "nothing stays in Megatron's global list"
         if mode == "compare":
             check_compared(side, reference, where)

@@ -52,22 +52,42 @@ LAYOUTS = {
         Case({**PP, **EP}, transformer=MOE, micro_batch_tokens=16),
     ],
 }
+WEIGHTED = {
+    1: [Case(), Case(shared=True), Case(transformer=MOE, mixed=True), Case(transformer=BLOCK)],
+    2: [
+        Case(CP),
+        Case(TP, transformer=FULL, shared=True),
+        Case(PP, mixed=True),
+        Case(VPP, transformer=FULL, micro_batch_tokens=16),
+        Case({}, transformer=SELECTIVE),
+        Case(EP, transformer=ALLGATHER | FULL),
+    ],
+    4: [
+        Case({**TP, **CP}, transformer=FULL),
+        Case({**CP, **VPP}, transformer=FULL, mixed=True),
+        Case({**CP, **EP4}),
+        Case({**TP, **ETP, **OVERLAP}, transformer=SELECTIVE),
+        Case({**TP, **PP}, transformer=BLOCK),
+        Case({**PP, **EP}, transformer=MOE, micro_batch_tokens=16),
+    ],
+}
 COMPARED = {1: [Case(mixed=True)], 2: [Case(TP), Case(CP, transformer=FULL), Case(VPP, mixed=True)]}
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the reference of each model."""
+    """A folder with the references of each model."""
     return write_references(tmp_path_factory.mktemp("references"))
 
 
+@pytest.mark.parametrize("weights", [False, True], ids=["experts", "weights"])
 @pytest.mark.parametrize("processes", sorted(LAYOUTS))
-def test_replay_on_every_layout(processes: int, references: Path) -> None:
+def test_replay_on_every_layout(processes: int, weights: bool, references: Path) -> None:
+    cases = (WEIGHTED if weights else LAYOUTS)[processes]
     half = processes > 1 and not os.environ.get("EVERYTHING")
-    cases = LAYOUTS[processes][1::2] if half else LAYOUTS[processes]
-    run_distributed(run, processes, cases, references, "rollout", timeout=600.0)
+    run_distributed(run, processes, cases[1::2] if half else cases, references, "rollout", weights, timeout=600.0)
 
 
 @pytest.mark.parametrize("processes", sorted(COMPARED))
 def test_routes_that_are_compared_change_nothing(processes: int, references: Path) -> None:
-    run_distributed(run, processes, COMPARED[processes], references, "compare", timeout=300.0)
+    run_distributed(run, processes, COMPARED[processes], references, "compare", True, timeout=300.0)

@@ -40,10 +40,12 @@ def test_without_replay_engine_and_trainer_choose_other_experts(short_run: list[
 )
 def test_after_replay_they_choose_the_same(short_run: list[str], tmp_path: Path, layout: dict[str, int]) -> None:
     parallel = {f"parallel__{key}": value for key, value in layout.items()}
-    found = steps(short_run, tmp_path, train__router_replay="R3", train__max_staleness=1, **parallel)
+    replay = {"train__router_replay": "R3", "train__router_replay_weights": "true", "train__max_staleness": 1}
+    found = steps(short_run, tmp_path, **replay, **parallel)
     for step in found:
         assert step["train/router_disagreement"] == 0 == step["train/router_missing"]
         assert step["train/router_live_disagreement"] < 0.2
+        assert 0 < step["train/router_weight_diff"] < 0.05
     assert sum(step["train/router_live_disagreement"] for step in found) > 0
 
 
@@ -60,6 +62,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(short_run: list[str]
     for more, reason in (
         (flags(train__router_replay="recorded", train__mini_batches=1, train__epochs=1), "has no effect with one"),
         (flags(train__router_replay="R3", model__transformer__moe_expert_capacity_factor=1.0), "drops tokens"),
+        (flags(train__router_replay_weights="true"), "has no effect with train.router_replay = 'off'"),
         (flags(train__router_replay="R3", model__transformer__moe_router_load_balancing_type="sinkhorn"), "by itself"),
     ):
         result = train([*short_run, *more])

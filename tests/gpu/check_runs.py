@@ -62,11 +62,14 @@ def check_replay(device: torch.device, place: str) -> Iterator[Result]:
     """Replayed routes are the routes of the training; live ones are compared."""
     updates = {"train__mini_batches": 2, "train__epochs": 2}
     for mode, more in (("recorded", updates), ("rollout", ONE_UPDATE), ("compare", ONE_UPDATE)):
+        more = {"train__router_replay_weights": "true", **more}
         steps = run(device, place, f"replay_{mode}", train__router_replay=mode, **more)
         worst = max(step["train/router_disagreement"] for step in steps)
         missing = max(step["train/router_missing"] for step in steps)
         yield Result(f"router replay {mode}, share of other experts", worst, 0.2 if mode == "compare" else 0.0)
         yield Result(f"router replay {mode}, share of tokens without routes", missing, 0.0)
+        apart = max(step["train/router_weight_diff"] for step in steps)
+        yield Result(f"router replay {mode}, mean difference of the weights", apart, 0.1)
 
 
 def check_losses(device: torch.device, place: str, close: float) -> Iterator[Result]:

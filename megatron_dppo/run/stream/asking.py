@@ -93,6 +93,7 @@ class Asking:
             top_k=rollout.top_k,
             topk_logprobs=self._config.loss.topk if self._config.loss.is_topk else 0,
             routed_experts=self._config.needs_engine_routing,
+            router_weights=self._config.needs_engine_routing and self._config.train.router_replay_weights,
             seed=sampling_seed(self._config, purpose, step, self._dp_rank),
         )
         sampled = self._engine.submit(

@@ -113,6 +113,10 @@ def why_unusable(saved: SavedStream, was: Mapping[str, Any], config: Config) -> 
         return f"they are older than train.max_staleness = {config.train.max_staleness} allows"
     if config.needs_engine_routing and was["train"].get("router_replay") not in ("rollout", "compare"):
         return "they were sampled without the experts that train.router_replay needs"
+    weights = config.train.router_replay_weights
+    if config.needs_engine_routing and was["train"].get("router_replay_weights", False) != weights:
+        words = "without the weights that it needs" if weights else "with weights that it does not use"
+        return f"train.router_replay_weights has changed: they were sampled {words}"
     now = config.model_dump(mode="json")
     changed = [name for name in ("data", "rollout", "reward") if was[name] != now[name]]
     return f"the section [{changed[0]}] has changed" if changed else ""

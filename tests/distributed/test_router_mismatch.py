@@ -1,0 +1,97 @@
+"""An engine that differs from the trainer in its routers alone: what replay of experts leaves, and that weights leave
+nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.hf import stream_model
+from megatron_dppo.platform import Platform
+from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.types import Prompt, SamplingParams, TrainingSample
+from tests.distributed.layouts import CP, EP, FULL, PP, TP
+from tests.distributed.parity import Case, build_trainer, hf_reference
+from tests.distributed.spawn import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = {
+    1: [Case(), Case(shared=True, transformer=FULL)],
+    2: [Case(CP), Case(EP)],
+    4: [Case({**TP, **PP}, mixed=True)],
+}
+NOISE = 0.05
+ROUNDING = 3e-5
+"""nats, of sums in fp32 in another order"""
+
+
+def sampled(model: Any, width: int) -> list[TrainingSample]:
+    """Responses of the local engine, whose router weights have noise that the trainer's have not; of their routes the
+    first ``width`` numbers of a row."""
+    noisy = [(name, value.clone()) for name, value in stream_model(model)]
+    generator = torch.Generator().manual_seed(3)
+    for name, value in noisy:
+        if name.endswith("mlp.gate.weight"):
+            value.add_(NOISE * torch.randn(value.shape, generator=generator))
+    tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0, decode=lambda ids, skip_special_tokens: "")
+    engine = LocalEngine(model.config, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
+    engine.update_weights(noisy, 0)
+    prompts = [Prompt(prompt_id=str(i), text="", token_ids=(5 + i, 9, 30 + i)[: 1 + i % 3], label="") for i in range(8)]
+    params = SamplingParams(max_new_tokens=12, seed=1, routed_experts=True, router_weights=True)
+    answers = engine.generate(prompts, params)
+    engine.close()
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.routed_experts is not None
+        routes = answer.routed_experts[..., :width].clone()
+        found.append(to_training_sample(prompt.token_ids, answer.token_ids, answer.logprobs, 1.0, None, routes))
+    return found
+
+
+def apart(rows: list[Tensor], batches: Any) -> tuple[float, float]:
+    """(mean, largest) ``|log pi - log mu|`` of the response tokens of this rank."""
+    pairs = zip(rows, batches, strict=True)
+    found = torch.cat([(row.cpu() - batch.rollout_logprobs)[batch.loss_mask].abs() for row, batch in pairs])
+    return float(found.mean()), float(found.max())
+
+
+def measured(case: Case, platform: Platform, *, weights: bool) -> list[tuple[float, float]]:
+    """``apart`` with the live routers and under replay; empty but on the last stage."""
+    from megatron.core import parallel_state
+
+    model = hf_reference(case.tied, case.dense, case.shared, case.mixed)
+    replay = {"router_replay": "rollout", "router_replay_weights": weights}
+    trainer = build_trainer(case, model, platform, "fp32", train=replay)
+    samples = sampled(model, trainer.routing_shape.width)[trainer.dp_rank :: trainer.layout.dp]
+    batches = trainer.pack(samples, 48).batches
+    rows = [trainer.record_routing(batches)[0], trainer.logprobs(batches)]
+    found = [apart(part, batches) for part in rows] if trainer.is_last_stage else []
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def run(rank: int, world_size: int, cases: list[Case]) -> None:
+    """Each layout with the experts alone and with their weights."""
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    for case in cases:
+        alone, both = (measured(case, platform, weights=weights) for weights in (False, True))
+        if both:
+            (live, _), (experts, _), (_, nothing) = alone[0], alone[1], both[1]
+            where = f"{case}, rank {rank}: live {live:.1e}, experts {experts:.1e}, with weights {nothing:.1e}"
+            assert both[0] == alone[0] and 0.01 < experts < live and nothing < ROUNDING, where
+
+
+@pytest.mark.parametrize("processes", sorted(LAYOUTS))
+def test_with_experts_and_weights_replayed_other_routers_make_no_difference(processes: int) -> None:
+    run_distributed(run, processes, LAYOUTS[processes], timeout=300.0)
