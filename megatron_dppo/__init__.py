@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from megatron_dppo.losses.policy_loss import dppo_loss, policy_loss
     from megatron_dppo.parallel.vocab_logprobs import vocab_parallel_logprobs
     from megatron_dppo.parallel.vocab_topk import vocab_parallel_topk
-    from megatron_dppo.types import LossInputs, LossOutput, TokenTargets
+    from megatron_dppo.types import KeptSets, LossInputs, LossOutput, TokenTargets
 
 __version__ = "0.1.0"
 __all__ = [
+    "KeptSets",
     "LossConfig",
     "LossInputs",
     "LossOutput",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "KeptSets": "types",
     "LossConfig": "config.loss",
     "LossInputs": "types",
     "LossOutput": "types",

@@ -57,6 +57,10 @@ class DataConfig(Section):
         return value
 
 
+SGLANG_MOST_KEPT = 4096
+"""Of its ``--sampling-mask-max-tokens``, at its default."""
+
+
 class RolloutConfig(Section):
     """How samples are drawn."""
 
@@ -75,9 +79,12 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Divides the logits in sampling and in training."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Only 1 (no filter): training computes the whole distribution, so a filtered rollout would look off-policy."""
+    """Sample among the most probable tokens that hold this mass together; 1 = all. With a filter the ids that it left
+    are recorded for each token, and training's distributions are those over them (``docs/rollout.md``)."""
     top_k: int = Field(0, ge=0)
-    """Only 0 (no filter), for the same reason."""
+    """Sample among the so many most probable tokens; 0 = all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample among the tokens that have at least this share of the largest probability; 0 = all."""
     max_new_tokens: int = Field(gt=0)
     """Longest response, the end-of-sequence token included."""
     dtype: DType = "bf16"
@@ -102,6 +109,28 @@ class RolloutConfig(Section):
     generate: str | None = None
     """``module:function`` or ``path/to/file.py:function`` that makes a response of several turns, as with tools
     (``docs/engines.md``); None = one turn."""
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens may never be sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @model_validator(mode="after")
+    def _filters_can_be_recorded(self) -> RolloutConfig:
+        found = f"top_p = {self.top_p}, top_k = {self.top_k}, min_p = {self.min_p} with engine = {self.engine!r}"
+        if self.filters and self.engine == "vllm":
+            raise ValueError(
+                f"{found}: training needs the ids that the filters left of each token, and vLLM tells them only under "
+                "its Model Runner V2, which is not supported here. Use top_p = 1, top_k = 0 and min_p = 0, or engine = "
+                "'sglang' or 'local'"
+            )
+        if self.filters and self.engine == "sglang" and not 1 < self.top_k <= SGLANG_MOST_KEPT:
+            raise ValueError(
+                f"{found}: SGLang reports the ids that the filters left only where top_k bounds their number. Set "
+                f"top_k from 2 to {SGLANG_MOST_KEPT} (the largest cuts next to nothing), or use top_p = 1, top_k = 0 "
+                "and min_p = 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _rules_of_the_stream_fit(self) -> RolloutConfig:

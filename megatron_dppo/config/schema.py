@@ -204,12 +204,6 @@ class Config(_Section):
                 f"loss.name = {self.loss.name!r} is anchored on the rollout policy's own log-probabilities, but "
                 "rollout.return_logprobs = false; set it to true (a recomputed anchor is not the same algorithm)"
             )
-        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
-            raise ValueError(
-                f"rollout.top_p = {self.rollout.top_p}, rollout.top_k = {self.rollout.top_k}: the rollout's "
-                "log-probabilities would be those of the filtered distribution, training computes the whole one, and "
-                "the difference would count as divergence. Use top_p = 1 and top_k = 0, as the paper does"
-            )
         if self.loss.uses_anchor and self.train.max_staleness:
             raise ValueError(
                 f"train.max_staleness = {self.train.max_staleness} with loss.name = {self.loss.name!r}, which needs "

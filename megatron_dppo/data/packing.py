@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from megatron_dppo.types import MISSING_EXPERT, MicroBatch, TrainingSample
+from megatron_dppo.types import MISSING_EXPERT, KeptSets, MicroBatch, TrainingSample
 
 _Fill = float | Mapping[torch.dtype, int]
 _FILL: Mapping[str, _Fill] = {"tokens": 0, "labels": 0, "loss_mask": False, "advantages": 0.0}
@@ -69,6 +69,8 @@ def pack(
         if len(kinds) > 1:
             words = "with and without" if None in kinds else "with different shapes or types of"
             raise ValueError(f"samples {words} {name} cannot share a micro-batch")
+    if len({sample.kept is None for sample in samples}) > 1:
+        raise ValueError("samples with and without kept sets cannot share a micro-batch")
 
     def column(name: str, fill: _Fill) -> torch.Tensor:
         first = getattr(like, name)
@@ -85,9 +87,22 @@ def pack(
         cu_seqlens=ends.to(torch.int32),
         max_seqlen=max(lengths),
         num_padding=size - sum(sample.num_tokens for sample in samples),
+        kept=None if like.kept is None else _packed_sets(samples, starts, size),
         **{name: column(name, fill) for name, fill in _FILL.items()},
         **{name: column(name, _OPTIONAL_FILL[name]) for name, found in optional.items() if found[0] is not None},
     )
+
+
+def _packed_sets(samples: Sequence[TrainingSample], starts: Sequence[int], size: int) -> KeptSets:
+    """Those of a row of ``size`` tokens; all samples have some."""
+    row = KeptSets.none(size)
+    parts = [row.ids]
+    for sample, start in zip(samples, starts, strict=True):
+        assert sample.kept is not None
+        end = start + sample.num_tokens
+        row.counts[end - len(sample.kept) : end] = sample.kept.counts
+        parts.append(sample.kept.ids)
+    return KeptSets(torch.cat(parts), row.counts)
 
 
 def fill_bins(samples: Sequence[TrainingSample], budget: int, shape: RowShape | None = None) -> list[list[int]]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron_dppo.head.kept import check_sets
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.rows import Head
 from megatron_dppo.types import TokenTargets
@@ -24,14 +25,15 @@ class Columns(NamedTuple):
     """[n, K] index in this shard, -1 = not of this shard or an unused slot"""
 
     @classmethod
-    def of(cls, head: Head, targets: TokenTargets, plan: RowPlan | None) -> Columns:
+    def of(cls, head: Head, targets: TokenTargets, plan: RowPlan | None, vocab_size: int) -> Columns:
         """Of all rows of the plan.
 
         Raises:
-            ValueError: the targets know whole sequences.
+            ValueError: the targets know whole sequences, or a kept set is not one.
         """
         _check_no_sequences(targets)
-        targets = targets if plan is None else targets.select(plan.rows)
+        targets = targets if plan is None else targets.select(plan.rows, plan.on_host)
+        check_sets(targets.kept, targets.labels, vocab_size)
         ids, valid = looked_up_ids(targets)
         return cls(targets, head.local(targets.labels), ids, valid, None if ids is None else head.local(ids, valid))
 

@@ -19,9 +19,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.columns import Columns, looked_up_ids
 from megatron_dppo.head.gradient import HeadGradient, attach_gradient, checked_main_grad
+from megatron_dppo.head.ids import check_ids
 from megatron_dppo.head.outputs import joined
 from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size, chunks_in_flight
-from megatron_dppo.head.rows import Head, RowTotals, check_ids, gather_shards, merge
+from megatron_dppo.head.rows import Head, RowTotals, gather_shards, merge
 from megatron_dppo.head.slots import SlotGradient
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs
 from megatron_dppo.head.sums import merge_narrow, narrow, reduce_slots
@@ -57,7 +58,7 @@ def dppo_head_loss(
 
     Args:
         hidden, weight, group, vocab_size, temperature, bias: as in ``vocab_parallel_head_stats``.
-        targets: of the T rows, the same on all ranks, and without ``sequence_ids``.
+        targets: of the T rows, the same on all ranks, and without ``sequence_ids``; the softmax is over ``kept`` sets.
         loss: a sum over tokens in which each token's term depends on that token alone. It is called on some rows at a
             time, with the same inputs on all ranks.
         needs: what the loss gets beside the statistics of every loss. With ``topk_sums`` several shards exchange those
@@ -74,16 +75,16 @@ def dppo_head_loss(
     Raises:
         ValueError: before any collective: ``targets.sequence_ids`` is given, ``needs`` contradict each other, shapes,
             dtypes or devices do not fit, the shards cannot hold the vocabulary, the temperature is not positive, a
-            label or a valid id is outside the vocabulary (on CUDA a device-side assertion, as for the next), a valid id
-            stands twice in its row, or ``main_grad`` does not fit. After them, on every rank alike: the loss has a
-            gradient in a row that the plan says has none. In backward: the gradient of ``loss_sum`` is not 1 with
-            ``accumulate_main_grad``.
+            label or a valid id is outside the vocabulary (on CUDA a device-side assertion, as for the next two), a
+            valid id stands twice in its row, a label is outside its kept set, or ``main_grad`` does not fit. After
+            them, on every rank alike: the loss has a gradient in a row without one in the plan. In backward: a gradient
+            that ``accumulate_main_grad`` excludes.
     """
     if needs.topk_sums is not None and needs.slot_gradient:
         raise ValueError("needs.slot_gradient needs the Top-K slots, needs.topk_sums exchanges their sums; choose one")
     head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
     check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
-    columns = Columns.of(head, targets, plan)
+    columns = Columns.of(head, targets, plan, vocab_size)
     rows, main_grad = Rows.of(hidden, plan), checked_main_grad(weight, accumulate_main_grad)
     gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad)
     run = _Run(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient)
@@ -176,7 +177,7 @@ def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
     head = run.head
     hidden = run.rows.take(run.hidden, chunk.start, chunk.stop)
     columns = run.columns.select(slice(chunk.start, chunk.stop))
-    logits = head.logits(hidden, buffer)
+    logits = head.logits(hidden, buffer, columns.targets.kept)
     squares = run.needs.other_square
     mine = head.statistics(logits, columns.labels, columns.local_ids, squares=squares, overwrite=run.overwrites)
     sent = mine

@@ -31,6 +31,8 @@ class RowPlan:
     """[R] int64 on the device of the hidden states, the rows with loss; those with a gradient that is not 0 first"""
     num_gradient: int
     """how many of them have a gradient; the rest are skipped in backward"""
+    on_host: Tensor | None = None
+    """the rows on the CPU, which kept sets are picked by; None = they are waited for"""
 
     @classmethod
     def of(cls, loss_mask: Tensor, advantages: Tensor | None, device: torch.device | str | None = None) -> RowPlan:
@@ -58,7 +60,7 @@ class RowPlan:
         rows = torch.cat([first, (loss_mask & ~with_gradient).nonzero().squeeze(1)])
         if device is not None and torch.device(device).type == "cuda":
             rows = rows.pin_memory()
-        return cls(rows if device is None else rows.to(device, non_blocking=True), len(first))
+        return cls(rows if device is None else rows.to(device, non_blocking=True), len(first), rows)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From the shards' row statistics to those of the whole vocabulary, and the checks of what a head is given.
+"""From the shards' row statistics to those of the whole vocabulary.
 
 Each shard sends m, t, o, y and y_i of ``row_kernels.row_statistics``: 4 (4 + K) bytes a row in fp32, and q if asked.
 With M the largest m, d = (m - M) / temperature and S the sum over shards:
@@ -28,6 +28,8 @@ from megatron_dppo.head.row_kernels import (
     row_statistics_torch,
 )
 from megatron_dppo.head.slots import SlotGradient, chosen_entries, write_entries
+from megatron_dppo.parallel.vocab_kept import keep_only_
+from megatron_dppo.types import KeptSets
 
 
 class RowTotals(NamedTuple):
@@ -107,9 +109,10 @@ class Head:
         """Memory for the logits of ``rows`` rows."""
         return torch.empty(rows, len(self.weight), dtype=self.dtype, device=self.weight.device)
 
-    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """``[n, W]`` logits before the temperature, in the first n rows of ``out``."""
-        return logits_into(hidden, self.weight, self.bias, out[: len(hidden)])
+    def logits(self, hidden: Tensor, out: Tensor, kept: KeptSets | None = None) -> Tensor:
+        """``[n, W]`` logits before the temperature, in the first n rows of ``out``; -inf outside the ``kept`` sets."""
+        logits = logits_into(hidden, self.weight, self.bias, out[: len(hidden)])
+        return logits if kept is None else keep_only_(logits, kept.ids, kept.counts, self.first, self.own)
 
     def statistics(
         self, logits: Tensor, labels: Tensor, ids: Tensor | None, *, squares: bool = False, overwrite: bool = False
@@ -237,64 +240,3 @@ def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 f"{name} is {tensor.dtype} on {tensor.device}, expected that of hidden, "
                 f"{hidden.dtype} on {hidden.device}"
             )
-
-
-def check_ids(
-    rows: int, labels: Tensor, ids: Tensor | None, valid: Tensor | None, vocab_size: int, used: Tensor | None
-) -> None:
-    """Labels ``[T]`` and ids ``[T, K]`` fit ``rows`` = T and the vocabulary, in the rows ``used`` (None = all).
-
-    Raises:
-        ValueError: they do not. On CUDA a value out of range is a device-side assertion, because a check on the host
-            would wait for the device.
-    """
-    if labels.shape != (rows,) or labels.dtype != torch.int64:
-        raise ValueError(f"expected int64 labels [T] = ({rows},), got {labels.dtype} {tuple(labels.shape)}")
-    if (ids is None) != (valid is None):
-        raise ValueError("ids and ids_valid go together: give both or neither")
-    _assert_in_vocabulary("label", labels[:, None], None, vocab_size, used)
-    if ids is None or valid is None:
-        return
-    if ids.dim() != 2 or len(ids) != rows or ids.dtype != torch.int64:
-        raise ValueError(f"expected int64 ids [T, K] with T = {rows}, got {ids.dtype} {tuple(ids.shape)}")
-    if ids.shape[1] > vocab_size:
-        raise ValueError(f"K = {ids.shape[1]} ids are more than the vocabulary of {vocab_size} has")
-    if valid.shape != ids.shape or valid.dtype != torch.bool:
-        raise ValueError(f"expected bool ids_valid {tuple(ids.shape)}, got {valid.dtype} {tuple(valid.shape)}")
-    _assert_in_vocabulary("id", ids, valid, vocab_size, used)
-    _assert_distinct(ids, valid, used)
-
-
-def _where(row: int, slot: int, used: Tensor | None, name: str) -> str:
-    row = row if used is None else int(used[row])
-    return f"row {row}" if name == "label" else f"row {row}, slot {slot}"
-
-
-def _assert_in_vocabulary(name: str, ids: Tensor, valid: Tensor | None, vocab_size: int, used: Tensor | None) -> None:
-    if used is not None:
-        ids, valid = ids.index_select(0, used), None if valid is None else valid.index_select(0, used)
-    outside = (ids < 0) | (ids >= vocab_size)
-    if valid is not None:
-        outside &= valid
-    if ids.is_cuda:
-        torch._assert_async(~outside.any(), f"a {name} is outside the vocabulary [0, {vocab_size})")
-    elif bool(outside.any()):
-        row, slot = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name} {int(ids[row, slot])} in {_where(row, slot, used, name)} "
-            f"is outside the vocabulary [0, {vocab_size})"
-        )
-
-
-def _assert_distinct(ids: Tensor, valid: Tensor, used: Tensor | None) -> None:
-    if used is not None:
-        ids, valid = ids.index_select(0, used), valid.index_select(0, used)
-    # Unused slots get a negative number each, so that two of them never look alike.
-    unused = -1 - torch.arange(ids.shape[1], device=ids.device)
-    in_order = torch.where(valid, ids, unused).sort(dim=1).values
-    twice = in_order[:, 1:] == in_order[:, :-1]
-    if ids.is_cuda:
-        torch._assert_async(~twice.any(), "a valid id stands twice in its row")
-    elif bool(twice.any()):
-        row, place = twice.nonzero()[0].tolist()
-        raise ValueError(f"id {int(in_order[row, place])} stands twice in {_where(row, 0, used, 'label')}")

@@ -20,11 +20,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.gradient import HeadGradient, checked_main_grad, mark_added
-from megatron_dppo.head.row_plan import RowPlan, Rows, chunk_size
-from megatron_dppo.head.rows import Head, RowTotals, check_ids, gather_shards, merge
+from megatron_dppo.head.ids import check_ids
+from megatron_dppo.head.kept import check_sets
+from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size
+from megatron_dppo.head.rows import Head, RowTotals, gather_shards, merge
 from megatron_dppo.head.slots import SlotGradient
 from megatron_dppo.head.topk import candidates, merge_candidates
-from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, TokenTargets
+from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, TokenTargets
 
 
 class HeadStatistics(NamedTuple):
@@ -61,6 +63,7 @@ def vocab_parallel_head_stats(
     bias: Tensor | None = None,
     ids: Tensor | None = None,
     ids_valid: Tensor | None = None,
+    kept: KeptSets | None = None,
     topk: int = 0,
     needs: LossNeeds = NO_NEEDS,
     plan: RowPlan | None = None,
@@ -80,6 +83,7 @@ def vocab_parallel_head_stats(
         bias: ``[V_local]`` or None.
         ids: ``[T, K]`` int64 global ids; the valid ones of a row are distinct, and the label may be one of them.
         ids_valid: ``[T, K]`` bool, False = an unused slot; whatever stands there is ignored. Goes with ``ids``.
+        kept: of T rows: the softmax of each is over its set alone, which the label is in; None = over the vocabulary.
         topk: k, how many of the most probable ids to find, from 0 to V; ties go to the lower id.
         needs: which of the statistics a loss needs, and which with a gradient.
         plan: the rows that matter; None = all. The gradient of rows that it says have none is not computed.
@@ -94,16 +98,18 @@ def vocab_parallel_head_stats(
         ValueError: before any collective: shapes, dtypes or devices do not fit, the shards cannot hold the vocabulary,
             the temperature is not positive, a label or a valid id is outside the vocabulary (on CUDA a device-side
             assertion, as for the next), a valid id stands twice in its row, there are more ids than the vocabulary
-            has, or ``main_grad`` does not fit.
+            has, a label is outside its kept set, or ``main_grad`` does not fit.
     """
     head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
     rows = Rows.of(hidden, plan)
     check_ids(len(hidden), labels, ids, ids_valid, vocab_size, None if plan is None else plan.rows)
     if not 0 <= topk <= vocab_size:
         raise ValueError(f"topk must be from 0 to vocab_size = {vocab_size}, got {topk}")
+    if kept is not None and plan is not None:
+        kept = kept[plan.rows if plan.on_host is None else plan.on_host]
+    check_sets(kept, rows.take(labels), vocab_size)
     main_grad = checked_main_grad(weight, accumulate_main_grad)
-    chunk = chunk_size(chunk_tokens, rows, weight)
-    call = _Call(head, rows, weight, main_grad, topk, needs, chunk)
+    call = _Call(head, rows, weight, main_grad, kept, topk, needs, chunk_size(chunk_tokens, rows, weight))
     apply: Callable[..., tuple[Any, ...]] = _HeadStatistics.apply
     return HeadStatistics(*apply(hidden, weight, bias, labels, ids, ids_valid, call))
 
@@ -144,6 +150,8 @@ class _Call:
     weight: Tensor
     """the parameter itself, for its attributes"""
     main_grad: Tensor | None
+    kept: KeptSets | None
+    """of the rows of the plan"""
     topk: int
     needs: LossNeeds
     chunk: int
@@ -151,6 +159,11 @@ class _Call:
     def statistics_columns(self, ids: Tensor | None) -> int:
         """Numbers of a row that ``Head.statistics`` gives for ``ids [n, K]``."""
         return 4 + self.needs.other_square + (0 if ids is None else ids.shape[1])
+
+    def logits(self, hidden: Tensor, chunk: Chunk, out: Tensor) -> Tensor:
+        """``[n, W]`` of a chunk of the rows of ``hidden [T, H]``."""
+        kept = None if self.kept is None else self.kept[chunk.start : chunk.stop]
+        return self.head.logits(self.rows.take(hidden, chunk.start, chunk.stop), out, kept)
 
 
 class _HeadStatistics(torch.autograd.Function):
@@ -212,7 +225,7 @@ class _HeadStatistics(torch.autograd.Function):
         local, local_ids = head.local(labels), None if of_ids is None else head.local(ids, ids_valid)
         for chunk in rows.chunks(call.chunk, stop):
             part = slice(chunk.start, chunk.stop)
-            logits = head.logits(rows.take(hidden, chunk.start, chunk.stop), buffer)
+            logits = call.logits(hidden, chunk, buffer)
             dlogits = head.gradient(
                 logits,
                 local[part],
@@ -238,7 +251,7 @@ def _shard_rows(hidden: Tensor, labels: Tensor, ids: Tensor | None, valid: Tenso
     buffer = head.new_logits(min(call.chunk, call.rows.count))
     for chunk in call.rows.chunks(call.chunk):
         part = slice(chunk.start, chunk.stop)
-        logits = head.logits(call.rows.take(hidden, chunk.start, chunk.stop), buffer)
+        logits = call.logits(hidden, chunk, buffer)
         some_ids = None if local_ids is None else local_ids[part]
         mine[part, :columns] = head.statistics(logits, local_labels[part], some_ids, squares=call.needs.other_square)
         if width:

@@ -26,6 +26,8 @@ from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel
 from megatron_dppo.losses import SUPERVISED, Objective
 from megatron_dppo.mcore.attention import PackedRow
 from megatron_dppo.parallel.context import ContextShard
+from megatron_dppo.parallel.vocab_kept import keep_only
+from megatron_dppo.parallel.vocab_logprobs import shard_range
 from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.types import LossInputs, LossNeeds, LossOutput, MicroBatch, TokenTargets
 
@@ -72,12 +74,13 @@ class Row:
     ) -> Row:
         """Move to ``device``; share and plan are found before that, on the host."""
         shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
+        index = None if shard is None else shard.index
         mask, advantages = (x if shard is None else shard.split(x) for x in (batch.loss_mask, batch.advantages))
         plan = RowPlan.of(mask, advantages if skips_zero_advantage else None, device)
         starts, batch = batch.cu_seqlens.tolist(), batch.to(device)
         shard = None if shard is None else shard.to(device)
         packing = PackedRow.of(batch, starts, shard)
-        return cls(batch, batch if shard is None else batch.select(shard.index), plan, packing, shard)
+        return cls(batch, batch if shard is None else batch.select(shard.index, index), plan, packing, shard)
 
     def split(self, values: Tensor) -> Tensor:
         """``[T, ...]`` of the row to what this rank computes."""
@@ -167,18 +170,23 @@ class Head:
         """``[T, k]`` log-probabilities of the policy's own Top-K."""
         if self._fused:
             whole, weight = self._whole(hidden), self._weight()
-            found = vocab_parallel_head_stats(whole, weight, row.own.labels, topk=k, plan=row.plan, **self._common)
+            options: dict[str, Any] = {"topk": k, "kept": row.own.kept, "plan": row.plan, **self._common}
+            found = vocab_parallel_head_stats(whole, weight, row.own.labels, **options)
             assert found.topk_logprobs is not None
             best = found.topk_logprobs
         else:
-            best, _ = vocab_parallel_topk(self._logits(hidden), k, **self._common)
+            best, _ = vocab_parallel_topk(self._logits(hidden, row.own), k, **self._common)
         return best if row.shard is None else row.shard.gather(best)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """``[T, V_local]`` by Megatron's own output layer."""
+    def _logits(self, hidden: Tensor, own: TokenTargets) -> Tensor:
+        """``[T, V_local]`` by Megatron's own output layer, -inf outside the kept sets."""
         weight = self._weight() if self._model.share_embeddings_and_output_weights else None
         logits, _ = ColumnParallelLinear.forward(self._model.output_layer, hidden.transpose(0, 1), weight=weight)
-        return logits.squeeze(1)
+        logits = logits.squeeze(1)
+        if own.kept is None:
+            return logits
+        first, width = shard_range(logits, **self._common)
+        return keep_only(logits, own.kept.ids, own.kept.counts, first, width)
 
     def _fused_statistics(self, hidden: Tensor, row: Row, objective: Objective) -> HeadStatistics:
         ids = _topk_ids(row.own)
@@ -188,6 +196,7 @@ class Head:
             row.own.labels,
             ids=ids,
             ids_valid=None if ids is None else ids >= 0,
+            kept=row.own.kept,
             needs=objective.needs,
             plan=row.plan,
             accumulate_main_grad=self._accumulates(),
@@ -197,7 +206,11 @@ class Head:
     def _plain(self, hidden: Tensor, row: Row) -> HeadStatistics:
         ids = None if row.own.rollout_topk_ids is None else row.own.rollout_topk_ids.long()
         found = vocab_parallel_statistics(
-            self._logits(hidden), row.own.labels, ids=ids, ids_valid=None if ids is None else ids >= 0, **self._common
+            self._logits(hidden, row.own),
+            row.own.labels,
+            ids=ids,
+            ids_valid=None if ids is None else ids >= 0,
+            **self._common,
         )
         if found.id_logprobs is None:
             return HeadStatistics(found.logprobs, found.entropy, None, None, None, None, None)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,7 @@ class Updater:
                 lengths = [trainer.row_shape.padded(samples[i].num_tokens) for i in part]
                 for i, start in zip(part, accumulate([0, *lengths]), strict=False):
                     own = row[start : start + samples[i].num_tokens].clone()
-                    changes: dict[str, torch.Tensor] = {name: own}
+                    changes: dict[str, Any] = {name: own}
                     samples[i] = replace(samples[i], **changes)
         return samples
 

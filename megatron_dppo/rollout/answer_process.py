@@ -27,7 +27,8 @@ from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.types import RoutingShape, SamplingParams
 
 COLUMNS = ("token_ids", "logprobs", "topk_token_ids", "topk_logprobs", "routed_experts")
-"""Of a ``Generation``."""
+"""Of a ``Generation``, besides the kept sets, which are two."""
+KEPT = ("kept_ids", "kept_counts")
 _CLIENTS: dict[str, Any] = {"sglang": SGLangServer, "vllm": VLLMServer}
 
 
@@ -79,7 +80,10 @@ class _Process:
             failure = {"kind": "RuntimeError", "text": traceback.format_exc(), "fields": {}}
             self.frames.send({"id": number, "error": failure}, {})
         else:
-            self.frames.send({"id": number, **_head(generation)}, {name: getattr(generation, name) for name in COLUMNS})
+            columns = {name: getattr(generation, name) for name in COLUMNS}
+            if generation.kept is not None:
+                columns |= dict(zip(KEPT, (generation.kept.ids, generation.kept.counts), strict=True))
+            self.frames.send({"id": number, **_head(generation)}, columns)
 
 
 def _request(fields: dict[str, Any], token_ids: tuple[int, ...]) -> GenerateRequest:

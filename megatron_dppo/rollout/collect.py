@@ -81,6 +81,7 @@ def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Trai
         topk,
         completion.routed_experts,
         completion.loss_mask,
+        completion.kept,
     )
 
 
@@ -94,6 +95,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
     masks = [r.completion.loss_mask for r in rollouts]
     sampled = sum(n if m is None else int(m.sum()) for m, n in zip(masks, lengths, strict=True))
     kept = sum(int(s.loss_mask.sum()) for s in samples)
+    sets = [r.completion.kept for r in rollouts if r.completion.kept is not None]
+    of_sets = {"kept_ids": Metric(sum(len(s.ids) for s in sets), sampled)} if sets else {}
     return {
         "reward": Metric(sum(r.reward for r in scored), len(scored)),
         **_part_metrics(scored),
@@ -104,6 +107,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
         "groups_without_signal": Metric(sum(flat), len(groups)),
         "dropped_token_fraction": Metric(sampled - kept, sampled),
         "given_token_fraction": Metric(sum(lengths) - sampled, sum(lengths)),
+        **of_sets,
     }
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.errors import ContractBreach
+from megatron_dppo.rollout.contract_sets import SetsOfAnswer
 from megatron_dppo.rollout.server import Ask, GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import FinishReason
 
@@ -41,8 +42,8 @@ def check_generation(generation: Generation, request: GenerateRequest, contract:
     """Whether an answer can be the answer to this request.
 
     Checked are: the server's own echo of the request's name, of the prompt, of both lengths and of what ended it; the
-    ids; the log-probabilities; why it ended; the versions; the Top-K; the routes. The Top-K has columns of the K most
-    probable tokens, and a last one for a sampled token that is not among them (``Completion``).
+    ids; the log-probabilities; why it ended; the versions; the Top-K; the kept sets; the routes. The Top-K has columns
+    of the K most probable tokens, and a last one for a sampled token that is not among them (``Completion``).
 
     Args:
         generation: the answer.
@@ -76,6 +77,7 @@ def check_frame(generation: Generation, request: GenerateRequest, contract: Cont
     if len(generation.token_ids):
         answer.check_tokens()
         answer.check_columns()
+        answer.sets()
         answer.check_routes()
 
 
@@ -186,26 +188,45 @@ class _Answer:
             shapes = f"of shape {list(given_ids.shape)} and {list(given_values.shape)}"
             self._breach("Top-K", shapes, f"{list(shape)}: a row a token, K + 1 columns")
 
+    def sets(self) -> SetsOfAnswer | None:
+        """The kept sets, checked; None = they were not asked for."""
+        if self._request.params.kept_sets:
+            return SetsOfAnswer(self._given, self._request, self._contract.vocab_size, self._breach)
+        if self._given.kept is not None:
+            self._breach("kept sets", "there", "none: they were not asked for")
+        return None
+
     def check_topk(self) -> None:
         """The K most probable tokens, and the sampled one among them or in the last column."""
         k = self._request.params.topk_logprobs
         given_ids, given_values = self._given.topk_token_ids, self._given.topk_logprobs
+        if (sets := self.sets()) is not None:
+            sets.check_values(self._slack)
         if given_ids is None or given_values is None:
             return
         ids, values = given_ids.numpy(), given_values.numpy()
-        inside = self._check_candidates("Top-K", ids[:, :k], values[:, :k])
+        used = None if sets is None else sets.used_slots(ids[:, :k], values[:, :k], self._slack)
+        inside = self._check_candidates("Top-K", ids[:, :k], values[:, :k], used)
         sampled, logprobs = self._given.token_ids.numpy(), self._given.logprobs.numpy()
         extra = np.where(inside, -1, sampled)
         self._check_rows("Top-K: last id", ids[:, k] == extra, ids[:, k], "the sampled token, where it is no other")
         equal = inside | (np.abs(values[:, k] - logprobs) <= self._slack)
         self._check_rows("Top-K: last value", equal, values[:, k], "the sampled token's log-probability")
 
-    def _check_candidates(self, name: str, ids: NDArray[Any], values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Of the K most probable tokens [R, K]; returns where the sampled one is among them, [R]."""
+    def _check_candidates(
+        self, name: str, ids: NDArray[Any], values: NDArray[Any], used: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.bool_]:
+        """Of the K most probable tokens [R, K]; returns where the sampled one is among them, [R].
+
+        Slots that are not ``used`` (None = all are) hold nothing.
+        """
         size, slack = self._contract.vocab_size, self._slack
         if len(ids) != self._length or ids.shape != values.shape:
             self._breach(name, f"of {len(ids)} ids and {len(values)} values", f"{self._length}, one a token")
         in_range = (ids >= 0) & (ids < size)
+        if used is not None:  # ids of nothing, all different, that can never be sampled
+            in_range |= ~used
+            ids, values = np.where(used, ids, -1 - np.arange(ids.shape[1])), np.where(used, values, -np.inf)
         self._check_rows(f"{name}: id", in_range.all(1), ids, f"ids of 0 to {size - 1}")
         ordered = np.sort(ids, axis=1)
         self._check_rows(f"{name}: ids", (ordered[:, 1:] != ordered[:, :-1]).all(1), ids, "different ids")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dppo.rollout.kept_record import KeptRecord
 from megatron_dppo.rollout.route_recorder import RouteRecorder
-from megatron_dppo.types import SamplingParams
+from megatron_dppo.types import KeptSets, SamplingParams
 
 _KEEP_WHILE = 0.9
 """Finished rows leave the batch when the others are less than this share: leaving copies the whole cache."""
@@ -30,6 +31,8 @@ class Decoded:
     """fp32 ``[B, steps, K+1]``"""
     prompt_routes: list[Tensor] | None = None
     """for each row ``[P, L, k]``, the experts of its prompt's tokens; None = not recorded"""
+    kept: list[KeptSets] | None = None
+    """of each row; None = not recorded"""
     step_routes: Tensor | None = None
     """``[B, steps - 1, L, k]``, those of the response's tokens but the last one, which was never read"""
 
@@ -38,6 +41,8 @@ class Decoded:
         moved: dict[str, Any] = {n: v.cpu() for n, v in vars(self).items() if isinstance(v, Tensor)}
         if self.prompt_routes is not None:
             moved["prompt_routes"] = [routes.cpu() for routes in self.prompt_routes]
+        if self.kept is not None:
+            moved["kept"] = [kept.to(torch.device("cpu")) for kept in self.kept]
         return replace(self, **moved)
 
     def routes(self, row: int, length: int) -> Tensor | None:
@@ -55,13 +60,14 @@ class Sampler:
     tokens of a row do not depend on when its neighbours finish.
 
     Args:
-        params: temperature 0 takes the most probable token and the log-probabilities of the unchanged logits.
+        params: temperature 0 takes the most probable token and the log-probabilities of the unchanged logits. Else
+            temperature comes first, then top-k, then top-p of what that leaves, then min-p.
         generator: on the device of the logits.
         batch: rows of the batch at its start.
     """
 
     def __init__(self, params: SamplingParams, generator: torch.Generator, batch: int) -> None:
-        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+        from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         self._generator, self._batch, self._greedy = generator, batch, params.temperature == 0
         self._filters: list[Any] = []
@@ -72,6 +78,8 @@ class Sampler:
                 self._filters.append(TopKLogitsWarper(params.top_k))
             if params.top_p < 1:
                 self._filters.append(TopPLogitsWarper(params.top_p))
+            if params.min_p:
+                self._filters.append(MinPLogitsWarper(params.min_p))
 
     def __call__(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The token of each row ``[b]`` and the log-probabilities ``[b, V]`` of all.
@@ -97,8 +105,15 @@ class _Record:
     """The responses while they grow."""
 
     def __init__(
-        self, batch: int, steps: int, topk: int, device: torch.device, prompt_routes: list[Tensor] | None
+        self,
+        batch: int,
+        steps: int,
+        topk: int,
+        device: torch.device,
+        prompt_routes: list[Tensor] | None,
+        kept_sets: bool,
     ) -> None:
+        self._kept = KeptRecord(batch) if kept_sets else None
         self._k, self._prompt_routes, self._step_routes = topk, prompt_routes, None
         if prompt_routes is not None:
             self._step_routes = prompt_routes[0].new_zeros(batch, steps - 1, *prompt_routes[0].shape[1:])
@@ -114,10 +129,15 @@ class _Record:
         self.logprobs[rows, step] = logprobs.squeeze(1)
         if self._k:
             top_logprobs, top_ids = distribution.topk(self._k, dim=-1)
+            if self._kept is not None:  # the set may have fewer than K
+                is_cut = top_logprobs == -torch.inf
+                top_ids, top_logprobs = top_ids.masked_fill(is_cut, -1), top_logprobs.masked_fill(is_cut, 0.0)
             outside = ~(top_ids == chosen[:, None]).any(-1, keepdim=True)
             ids = torch.cat([top_ids, torch.where(outside, chosen[:, None], -1)], -1)
             self.topk_ids[rows, step] = ids.int()
             self.topk_logprobs[rows, step] = torch.cat([top_logprobs, torch.where(outside, logprobs, 0.0)], -1)
+        if self._kept is not None:
+            self._kept.add(rows, distribution)
 
     def add_routes(self, step: int, rows: Tensor, routes: Tensor) -> None:
         """The experts ``[b, 1, L, k]`` of the tokens of ``step``, now that they have been read."""
@@ -132,6 +152,7 @@ class _Record:
             self.topk_ids[:, :steps] if self._k else None,
             self.topk_logprobs[:, :steps] if self._k else None,
             self._prompt_routes,
+            None if self._kept is None else self._kept.result(),
             None if self._step_routes is None else self._step_routes[:, : steps - 1],
         )
 
@@ -189,6 +210,7 @@ def decode(
     pad: int,
     further_ends: Sequence[Sequence[int]] | None = None,
     topk: int = 0,
+    kept_sets: bool = False,
     recorder: RouteRecorder | None = None,
     ended: Callable[[list[int]], bool] | None = None,
 ) -> Decoded:
@@ -202,7 +224,7 @@ def decode(
         end: tokens after which a response is complete.
         pad: any valid token; fills prompts on the left.
         further_ends: for each row more tokens after which it is complete.
-        topk: K, see ``SamplingParams.topk_logprobs``.
+        topk, kept_sets: what is recorded besides, see ``SamplingParams``.
         recorder: watches the routers of the model; None = routes are not wanted.
         ended: is told which rows have just ended; True stops the others where they are.
 
@@ -214,8 +236,8 @@ def decode(
     logits, cache, mask, routes = _read_prompts(model, prompts, pad, device, recorder)
     positions, padded = mask.sum(1), not bool(mask.all())
     rows = torch.arange(len(prompts), device=device)
-    alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    record = _Record(len(prompts), ends.longest, topk, device, routes)
+    alive = rows >= 0
+    record = _Record(len(prompts), ends.longest, topk, device, routes, kept_sets)
     for step in range(ends.longest):
         chosen, distribution = sampler(logits, rows)
         record.add(step, rows, chosen, distribution)

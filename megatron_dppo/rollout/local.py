@@ -133,7 +133,8 @@ class LocalEngine:
         routing = None
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
-        return Sample(prompt, GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing))
+        response = GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets)
+        return Sample(prompt, response)
 
     def _continued(self, request: GroupRequest, params: SamplingParams) -> list[Sample]:
         """The responses of a group, as far as they were held."""
@@ -202,6 +203,7 @@ class LocalEngine:
                 pad=self._tokenizer.pad_token_id,
                 further_ends=[request.stop_token_ids for request in requests],
                 topk=params.topk_logprobs,
+                kept_sets=params.kept_sets,
                 recorder=recorder,
                 ended=ended,
             )
@@ -222,6 +224,7 @@ class LocalEngine:
             versions=(VersionSpan(self.policy_version, 0, length),),
             topk_token_ids=None if ids is None else ids[row, :length].clone(),
             topk_logprobs=None if logprobs is None else logprobs[row, :length].clone(),
+            kept=None if decoded.kept is None else decoded.kept[row][:length],
             routed_experts=None if routes is None else routes[request.routing_start :],
         )
 

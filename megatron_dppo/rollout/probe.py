@@ -6,7 +6,7 @@ this is left to the caller); ``verdict.judge`` compares and names the cause of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,9 @@ class Expectation:
     temperature: float
     dtype: str
     """``fp32``, ``bf16`` or ``fp16``: the coarser one of server and trainer"""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     topk_logprobs: int = 0
     routing: RoutingShape | None = None
     max_new_tokens: int = 64
@@ -138,9 +141,13 @@ async def ask(server: InferenceServer, expected: Expectation, *, request_id: str
         params = SamplingParams(
             max_new_tokens=expected.max_new_tokens,
             temperature=expected.temperature,
+            top_p=expected.top_p,
+            top_k=expected.top_k,
+            min_p=expected.min_p,
             topk_logprobs=expected.topk_logprobs,
             seed=number,
         )
+        params = replace(params, kept_sets=params.filters)
         request = GenerateRequest(
             request_id=f"{request_id}-{number}",
             token_ids=expected.prompt_token_ids,
@@ -172,9 +179,12 @@ def _check(generation: Generation, expected: Expectation, info: ServerInfo, url:
         raise ProbeError(url, f"the server generated nothing (finish reason {generation.finish_reason!r})")
     tokens = generation.token_ids.numpy()
     topk = tokens[:, None] if generation.topk_token_ids is None else generation.topk_token_ids.numpy()
+    # Under a filter a set may have fewer than K ids: what is unused stands for itself.
+    unused = (topk == -1) & (generation.kept is not None)
+    best = np.where(unused, 0, topk)[:, :-1]
     largest, smallest = (
         max(int(tokens.max()), int(topk.max())),
-        min(int(tokens.min()), int(topk[:, :-1].min(initial=0))),
+        min(int(tokens.min()), int(best.min(initial=0))),
     )
     if largest >= expected.vocab_size or smallest < 0:
         raise ProbeError(
@@ -183,7 +193,7 @@ def _check(generation: Generation, expected: Expectation, info: ServerInfo, url:
             f"trainer's vocabulary has {expected.vocab_size} tokens, from 0. It serves {info.model!r}; start it with "
             "model.path",
         )
-    in_order = np.sort(topk[:, :-1], 1)
+    in_order = np.sort(np.where(unused, -1 - np.arange(topk.shape[1]), topk)[:, :-1], 1)
     if (twice := (in_order[:, 1:] == in_order[:, :-1]).any(1)).any():
         row = int(twice.argmax())
         raise ProbeError(

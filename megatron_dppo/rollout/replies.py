@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, ServerError
-from megatron_dppo.types import SamplingParams
+from megatron_dppo.types import KeptSets, SamplingParams
 
 INCOMPLETE = "incomplete"
 """The version while an update is under way. If the trainer dies now, nobody takes the weights for good ones."""
@@ -48,15 +48,28 @@ def with_sampled(
     )
 
 
+def of_kept(
+    kept: KeptSets, ids: NDArray[np.int32], values: NDArray[np.float32]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The most probable tokens [R, K] without those that a filter cut; -1 and 0 stand behind the others."""
+    is_kept = np.zeros(ids.shape, dtype=np.bool_)
+    for row, own in enumerate(np.split(kept.ids.numpy(), kept.counts.numpy().cumsum()[:-1])):
+        is_kept[row] = np.isin(ids[row], own)
+    order = np.argsort(~is_kept, axis=1, kind="stable")
+    ids, values = np.where(is_kept, ids, np.int32(-1)), np.where(is_kept, values, np.float32(0))
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+
+
 def refuse_filters(params: SamplingParams, reason: str) -> None:
-    """Refuse top-p and top-k sampling.
+    """Refuse top-p, top-k and min-p sampling.
 
     Raises:
         ConfigError: one of them is set; ``reason`` says why the engine's log-probabilities are of no use then.
     """
-    if params.top_p < 1 or params.top_k > 0:
+    if params.filters:
         raise ConfigError(
-            f"rollout.top_p = {params.top_p}, rollout.top_k = {params.top_k}: {reason}. Use top_p = 1 and top_k = 0"
+            f"top_p = {params.top_p}, top_k = {params.top_k}, min_p = {params.min_p}: {reason}. Use top_p = 1, "
+            "top_k = 0 and min_p = 0"
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.data.routing import append_routes, missing_rows
 from megatron_dppo.rollout.server import GenerateRequest, Generation
-from megatron_dppo.types import Completion, FinishReason, RoutingShape, SamplingParams, VersionSpan
+from megatron_dppo.types import Completion, FinishReason, KeptSets, RoutingShape, SamplingParams, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,9 +29,10 @@ class PartialResponse:
     versions: tuple[VersionSpan, ...]
     """which weights sampled which tokens"""
     topk_token_ids: Tensor | None = None
-    """[R, K+1] int32, see ``Completion``, as for the next two"""
+    """[R, K+1] int32, see ``Completion``, as for the next three"""
     topk_logprobs: Tensor | None = None
     """[R, K+1] float32"""
+    kept: KeptSets | None = None
     routed_experts: Tensor | None = None
     """[positions that were read, L, k], fewer than P + R"""
     turn_ends: tuple[tuple[int, FinishReason], ...] = ()
@@ -47,14 +48,18 @@ class GrowingResponse:
         prompt: [P] its tokens.
         topk: K of the Top-K that is recorded; 0 = none.
         routing: the shape of the routes that are recorded; None = none.
+        kept: whether kept sets are recorded.
     """
 
-    def __init__(self, prompt: Sequence[int], *, topk: int = 0, routing: RoutingShape | None = None) -> None:
+    def __init__(
+        self, prompt: Sequence[int], *, topk: int = 0, routing: RoutingShape | None = None, kept: bool = False
+    ) -> None:
         self.prompt, self._topk, self._routing = tuple(prompt), topk, routing
         self.tokens = array("i")
         self._logprobs, self._sampled = array("f"), bytearray()
         self._spans: list[VersionSpan] = []
         self._topk_parts: list[tuple[Tensor, Tensor]] = []
+        self._kept = [KeptSets.none(0)] if kept else None
         self._routes = None if routing is None else missing_rows(0, routing)
         self.turn_ends: list[tuple[int, FinishReason]] = []
         """see ``PartialResponse``"""
@@ -71,6 +76,7 @@ class GrowingResponse:
             versions=tuple(self._spans),
             topk_token_ids=ids,
             topk_logprobs=logprobs,
+            kept=self._kept_sets(),
             routed_experts=self._routes,
             turn_ends=tuple(self.turn_ends),
             parts=self.parts,
@@ -80,11 +86,14 @@ class GrowingResponse:
         """Go on from a state of a response to the same prompt.
 
         Raises:
-            ValueError: it lacks the Top-K or the routes that are recorded here.
+            ValueError: it lacks the Top-K, the routes or the kept sets that are recorded here.
         """
         lacks_topk = self._topk and (state.topk_token_ids is None or state.topk_token_ids.shape[1] != self._topk + 1)
-        if len(state.token_ids) and (lacks_topk or (self._routing is not None and state.routed_experts is None)):
-            raise ValueError(f"a response of {len(state.token_ids)} tokens without the Top-K or routes of this run")
+        lacks_routes = self._routing is not None and state.routed_experts is None
+        if len(state.token_ids) and (lacks_topk or lacks_routes or (self._kept is not None and state.kept is None)):
+            raise ValueError(
+                f"a response of {len(state.token_ids)} tokens without the Top-K, routes or kept sets of this run"
+            )
         self.tokens, self._logprobs = array("i"), array("f")
         self.tokens.frombytes(state.token_ids.numpy().tobytes())
         self._logprobs.frombytes(state.logprobs.numpy().tobytes())
@@ -93,6 +102,8 @@ class GrowingResponse:
             self._topk_parts = [(state.topk_token_ids, state.topk_logprobs)]
         if self._routing is not None and state.routed_experts is not None:
             self._routes = state.routed_experts
+        if self._kept is not None and state.kept is not None:
+            self._kept = [state.kept]
         self.turn_ends, self.parts = list(state.turn_ends), state.parts
 
     def cut(self, length: int) -> None:
@@ -105,6 +116,8 @@ class GrowingResponse:
         ids, logprobs = self._topk_columns()
         if ids is not None and logprobs is not None:
             self._topk_parts = [(ids[:length], logprobs[:length])]
+        if (kept := self._kept_sets()) is not None:
+            self._kept = [kept[:length]]
         if self._routes is not None:
             # The last token that is left may go on differently: nobody has read it yet.
             self._routes = self._routes[: max(0, len(self.prompt) + length - 1)]
@@ -152,7 +165,7 @@ class GrowingResponse:
         """Take what a server answered to ``request``.
 
         Raises:
-            ValueError: the answer lacks the Top-K or the routes of its tokens.
+            ValueError: the answer lacks the Top-K, the routes or the kept sets of its tokens.
         """
         count = len(generation.token_ids)
         self.parts += 1
@@ -168,6 +181,10 @@ class GrowingResponse:
             if generation.topk_token_ids is None or generation.topk_logprobs is None:
                 raise ValueError(f"a generation of {count} tokens without the Top-K that was asked for")
             self._topk_parts.append((generation.topk_token_ids, generation.topk_logprobs))
+        if self._kept is not None:
+            if generation.kept is None:
+                raise ValueError(f"a generation of {count} tokens without the kept sets that were asked for")
+            self._kept.append(generation.kept)
         if self._routes is not None:
             if generation.routed_experts is None:
                 raise ValueError(f"a generation of {count} tokens without the routed experts that were asked for")
@@ -182,6 +199,8 @@ class GrowingResponse:
         if self._topk:
             slots = (count, self._topk + 1)
             self._topk_parts.append((torch.full(slots, -1, dtype=torch.int32), torch.zeros(slots)))
+        if self._kept is not None:
+            self._kept.append(KeptSets.none(count))
 
     def _append_span(self, span: VersionSpan) -> None:
         last = self._spans[-1] if self._spans else None
@@ -207,6 +226,7 @@ class GrowingResponse:
             text=tokenizer.decode(self.tokens.tolist(), skip_special_tokens=True),
             topk_token_ids=ids,
             topk_logprobs=logprobs,
+            kept=self._kept_sets(),
             routed_experts=self._all_routes(),
             policy_versions=tuple(self._spans),
             loss_mask=None if all(self._sampled) else _tensor(self._sampled, np.bool_),
@@ -219,6 +239,13 @@ class GrowingResponse:
             ids, logprobs = zip(*self._topk_parts, strict=True)
             self._topk_parts = [(torch.cat(ids), torch.cat(logprobs))]
         return self._topk_parts[0]
+
+    def _kept_sets(self) -> KeptSets | None:
+        if self._kept is None:
+            return None
+        if len(self._kept) > 1:
+            self._kept = [KeptSets.cat(self._kept)]
+        return self._kept[0]
 
     def _all_routes(self) -> Tensor | None:
         """One row a token but the last; those of given tokens at the end, which no server read, are missing."""

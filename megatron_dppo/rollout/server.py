@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.rollout.handles import Handle
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
-from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, KeptSets, RoutingShape, SamplingParams, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,8 @@ class Generation:
     """[R, K+1] int32, as in ``Completion``"""
     topk_logprobs: Tensor | None = None
     """[R, K+1] float32"""
+    kept: KeptSets | None = None
+    """of R tokens, as in ``Completion``; None when not wanted, or when no token was generated"""
     routed_experts: Tensor | None = None
     """[P + R - 1 - routing_start, L, k] uint8 or int16, as in ``Completion``: row i belongs to position
     ``routing_start + i`` of prompt and response; None when not wanted, or when no token was generated"""

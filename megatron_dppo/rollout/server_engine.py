@@ -199,7 +199,7 @@ class ServerEngine:
         if params.router_weights:
             raise ValueError("SamplingParams.router_weights = True, but servers return no combine weights of routers")
         routing = self._routing if params.routed_experts else None
-        response = GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing)
+        response = GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets)
         return Sample(prompt, response, params, index, routes)
 
     async def _until(self, groups: Sequence[Sequence[Sample]], futures: Sequence[Sampled], enough: int) -> None:

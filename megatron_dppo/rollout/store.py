@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.rollout.engine import GroupState
 from megatron_dppo.rollout.response import PartialResponse
-from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
+from megatron_dppo.types import Completion, FinishReason, KeptSets, Prompt, Rollout, RolloutGroup, VersionSpan
 
-_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (Completion, PartialResponse, Rollout, RolloutGroup)}
+_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (Completion, KeptSets, PartialResponse, Rollout, RolloutGroup)}
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _TREE = "tree"
 

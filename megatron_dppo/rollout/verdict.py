@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dppo.rollout.agreement import (
     Array,
@@ -217,14 +218,14 @@ class _Judge:
         """The Top-K: values at the server's ids, and whether those ids are the best ones."""
         if not self._expected.topk_logprobs:
             return None
-        reported, computed, raw, best = self._topk_columns()
+        (reported, computed, raw, best), used = self._topk_columns()
         if not np.isfinite(np.concatenate(reported)).all():
             self._refuse(
                 "filtered distribution: some of its Top-K have probability 0, as after top-p, top-k or min-p. "
                 f"{_FILTERED[self._answer.info.engine]}"
             )
         tolerance = self._tolerance
-        found = distance(np.concatenate(reported), np.concatenate(computed))
+        found = distance(np.concatenate(reported)[used], np.concatenate(computed)[used])
         below = missing_from_best(np.concatenate(computed), np.concatenate(best))
         numbers = (
             f"its Top-K log-probabilities differ from the trainer's at the same ids by {found.mean:.2g} on average, "
@@ -238,18 +239,26 @@ class _Judge:
             self._refuse(f"wrong Top-K: {numbers}; the sampled tokens' log-probabilities are right. {_GATEWAY}")
         return found
 
-    def _topk_columns(self) -> tuple[list[Array], list[Array], list[Array], list[Array]]:
+    def _topk_columns(self) -> tuple[tuple[list[Array], ...], NDArray[np.bool_]]:
         """``[R, K]`` of each response, the server's most probable id first: what it reported, the trainer's at the same
-        ids, those at temperature 1, and the trainer's own best."""
+        ids, those at temperature 1, and the trainer's own best; and which slots of all of them together are in use.
+
+        A filter may leave fewer than K ids: behind them all have 0, a certainty that tells nothing.
+        """
         columns: tuple[list[Array], ...] = ([], [], [], [])
+        every = []
         for generation, reading in zip(self._answer.generations, self._readings, strict=True):
-            assert generation.topk_logprobs is not None and reading.best_logprobs is not None
+            assert generation.topk_logprobs is not None and generation.topk_token_ids is not None
+            assert reading.best_logprobs is not None
+            is_used = generation.topk_token_ids[:, :-1].numpy() >= 0
             reported = generation.topk_logprobs[:, :-1].double().numpy()
-            order = np.argsort(-reported, 1, kind="stable")
+            order = np.argsort(np.where(is_used, -reported, np.inf), 1, kind="stable")
+            is_used = np.take_along_axis(is_used, order, 1)
             for column, values in zip(
                 columns, (reported, reading.topk_logprobs, reading.raw_topk_logprobs), strict=False
             ):
                 assert values is not None
-                column.append(np.take_along_axis(values, order, 1))
-            columns[-1].append(reading.best_logprobs)
-        return columns[0], columns[1], columns[2], columns[3]
+                column.append(np.where(is_used, np.take_along_axis(values, order, 1), 0.0))
+            columns[-1].append(np.where(is_used, reading.best_logprobs, 0.0))
+            every.append(is_used)
+        return columns, np.concatenate(every)

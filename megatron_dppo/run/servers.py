@@ -59,4 +59,5 @@ def needs_of(config: Config, inputs: Inputs | None) -> Needs:
         weight_sync=config.rollout.weight_sync.method,
         delta=config.rollout.weight_sync.delta,
         colocated=config.rollout.servers.colocated,
+        kept_ids=config.rollout.top_k if config.rollout.filters else 0,
     )

@@ -13,6 +13,8 @@ from megatron_dppo.serving.command import LOADER
 from megatron_dppo.serving.health import IDLE, fetch_json, identify_server, is_healthy
 
 _OLDEST = {"sglang": (0, 5, 19), "vllm": (0, 32)}
+_OLDEST_WITH_SETS = (0, 5, 21)
+"""SGLang that tells what a filter left, and the log-probability that it then gave to the sampled token."""
 UNUSED = 2
 """Positions at the end of its context that SGLang never fills: a response that reaches them ends there, with ``length``
 (srt/managers: the longest request is one less than the context, and a response one less than what is left of it)."""
@@ -34,6 +36,8 @@ class Needs:
     """whether it has to take only what changed of its weights"""
     colocated: bool = False
     """whether it has to release its memory"""
+    kept_ids: int = 0
+    """how many ids it may have to tell of what its filters left of a token; 0 = none"""
 
 
 def server_problems(
@@ -63,7 +67,8 @@ def server_problems(
 
 def _sglang(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator[str]:
     info = fetch_json(url, "/server_info", key, timeout)
-    yield from _old(needs.engine, info.get("version"))
+    oldest = _OLDEST_WITH_SETS if needs.kept_ids else _OLDEST["sglang"]
+    yield from _old(needs.engine, info.get("version"), oldest, " with a sampling filter" * bool(needs.kept_ids))
     length = info.get("context_length") or info.get("max_req_input_len")
     yield from _short(length, needs.context, "--context-length", UNUSED)
     # What an older version does not tell is no reason to complain.
@@ -71,6 +76,13 @@ def _sglang(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator
         yield "train.router_replay needs the experts of each token; start it with --enable-return-routed-experts"
     if needs.colocated and info.get("enable_memory_saver") is False and info.get("device") != "cpu":
         yield _keeps_memory("--enable-memory-saver")
+    if needs.kept_ids:
+        most = info.get("sampling_mask_max_tokens")
+        if isinstance(most, int) and most < needs.kept_ids:
+            yield (
+                f"--sampling-mask-max-tokens is {most}, and rollout.top_k = {needs.kept_ids}; start it with "
+                f"--sampling-mask-max-tokens {needs.kept_ids}, or lower rollout.top_k"
+            )
     if needs.delta and LOADER not in (info.get("custom_weight_loader") or []):
         yield (
             "cannot take only what changed of its weights, as rollout.weight_sync.delta = true needs; start it with "
@@ -87,7 +99,7 @@ def _sglang(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator
 
 
 def _vllm(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator[str]:
-    yield from _old(needs.engine, fetch_json(url, "/version", key, timeout).get("version"))
+    yield from _old(needs.engine, fetch_json(url, "/version", key, timeout).get("version"), _OLDEST["vllm"])
     try:
         info = fetch_json(url, "/server_info?config_format=json", key, timeout)
     except ServerError as error:
@@ -117,12 +129,12 @@ def _keeps_memory(flag: str) -> str:
     return f"cannot release its memory, as rollout.servers.colocated = true needs; start it with {flag}"
 
 
-def _old(engine: str, version: Any) -> Iterator[str]:
+def _old(engine: str, version: Any, oldest: tuple[int, ...], what: str = "") -> Iterator[str]:
     numbers = tuple(int(part) for part in re.findall(r"\d+", str(version))[:3])
     if not numbers:
         yield f"does not say its version ({version!r})"
-    elif numbers < _OLDEST[engine]:
-        yield f"{engine} {version} is older than {'.'.join(map(str, _OLDEST[engine]))}, the first that can work"
+    elif numbers < oldest:
+        yield f"{engine} {version} is older than {'.'.join(map(str, oldest))}, the first that can work{what}"
 
 
 def _short(length: Any, needed: int, flag: str, unused: int = 0) -> Iterator[str]:

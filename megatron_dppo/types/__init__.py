@@ -12,6 +12,7 @@ Conventions, fixed here and nowhere else:
 """
 
 from megatron_dppo.types.columns import as_bytes
+from megatron_dppo.types.kept import KeptSets, check_kept
 from megatron_dppo.types.loss import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, StepResult
 from megatron_dppo.types.rollouts import (
     MISSING_EXPERT,
@@ -33,6 +34,7 @@ __all__ = [
     "NO_NEEDS",
     "Completion",
     "FinishReason",
+    "KeptSets",
     "LeftOut",
     "LossInputs",
     "LossNeeds",
@@ -51,6 +53,7 @@ __all__ = [
     "TrainingSample",
     "VersionSpan",
     "as_bytes",
+    "check_kept",
     "experts_of",
     "weights_of",
     "with_weights",

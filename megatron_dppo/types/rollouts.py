@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_dppo.types.kept import KeptSets
+
 MISSING_EXPERT: Mapping[torch.dtype, int] = {torch.uint8: 255, torch.int16: -1}
 """What stands in ``routed_experts`` where a router's choice is not known, by dtype."""
 
@@ -90,12 +92,17 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How an engine samples. ``temperature`` 0 means greedy; ``top_p`` 1 and ``top_k`` 0 mean no filter."""
+    """How an engine samples. ``temperature`` 0 means greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 mean no filter.
+
+    Filters work on the distribution at the temperature.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    """keeps what has at least this share of the largest probability"""
     seed: int = 0
     topk_logprobs: int = 0
     """K: also report the K most probable tokens of every position; 0 = none."""
@@ -103,6 +110,13 @@ class SamplingParams:
     """Also report which experts the routers chose."""
     router_weights: bool = False
     """With them their combine weights."""
+    kept_sets: bool = False
+    """Also report which ids the filters left for each token."""
+
+    @property
+    def filters(self) -> bool:
+        """Whether some ids may never be sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,6 +137,9 @@ class Completion:
     of them, else -1. -1 marks an unused slot everywhere."""
     topk_logprobs: Tensor | None = None
     """[R, K+1] float32, their log-probabilities; -inf = never sampled (a filter), which is a valid value"""
+    kept: KeptSets | None = None
+    """of R tokens, where that was asked for: ``logprobs`` and the Top-K are of the softmax over them; given tokens have
+    none"""
     routed_experts: Tensor | None = None
     """[P + R - 1, L, k] uint8 or int16: the experts that the engine's routers chose for each token of prompt and
     response but the last, in each of the model's L layers; k = experts a token. See ``MISSING_EXPERT``. With

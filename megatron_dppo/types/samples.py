@@ -9,6 +9,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from megatron_dppo.types.kept import KeptSets
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFields:
@@ -26,6 +28,9 @@ class TokenFields:
     """[T, K+1] int32, -1 = unused slot (see Completion)"""
     rollout_topk_logprobs: Tensor | None = None
     """[T, K+1] float32"""
+    kept: KeptSets | None = None
+    """of T tokens: what the rollout's filters left. Every log-probability here is of the softmax over it. None = no
+    filter"""
     anchor_logprobs: Tensor | None = None
     """[T] float32, recomputed by the trainer at the start of the step"""
     reference_logprobs: Tensor | None = None
@@ -47,6 +52,8 @@ class TrainingSample(TokenFields):
     unused"""
     rollout_topk_logprobs: Tensor | None = None
     """[R, K+1] float32, as the ids"""
+    kept: KeptSets | None = None
+    """of the last R positions, as the Top-K"""
     routed_experts: Tensor | None = None
     """[T, L, k] uint8 or int16, the experts that are replayed: row t belongs to the input token t; with their combine
     weights ``RoutingShape.width`` instead of k"""
@@ -77,11 +84,14 @@ class TokenTargets(TokenFields):
     token_weights: Tensor | None = None
     """[T] float32, the aggregation as per-token weights; None = 1 everywhere"""
 
-    def select(self, rows: Tensor | slice) -> TokenTargets:
-        """The tokens at ``rows``, in that order."""
-        columns = ((f.name, getattr(self, f.name)) for f in fields(TokenTargets))
+    def select(self, rows: Tensor | slice, on_host: Tensor | None = None) -> TokenTargets:
+        """The tokens at ``rows``, in that order.
+
+        ``on_host`` are the same on the CPU: with them kept sets are picked without waiting for a device.
+        """
+        columns = ((f.name, getattr(self, f.name)) for f in fields(TokenTargets) if f.name != "kept")
         chosen: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns}
-        return TokenTargets(**chosen)
+        return TokenTargets(**chosen, kept=self.kept and self.kept[rows if on_host is None else on_host])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +117,8 @@ class MicroBatch(TokenTargets):
         tensors: dict[str, Any] = {
             k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
         }
+        if self.kept is not None:
+            tensors["kept"] = self.kept.to(device)
         return replace(self, **tensors)
 
 

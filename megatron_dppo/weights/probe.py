@@ -75,7 +75,7 @@ class Probe:
             "prompt_token_ids": tokens,
             "vocab_size": hf_config.vocab_size,
             "end_tokens": tuple(sorted(end_tokens(hf_config, tokenizer))),
-            "temperature": rollout.temperature,
+            **{name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")},
             "dtype": coarse,
             "topk_logprobs": config.loss.topk if config.loss.is_topk else 0,
             "routing": trainer.routing_shape if config.needs_engine_routing else None,
@@ -161,7 +161,13 @@ def _sample(expected: Expectation, generation: Any) -> TrainingSample:
     if generation.topk_token_ids is not None:
         topk = (generation.topk_token_ids, generation.topk_logprobs)
     return to_training_sample(
-        expected.prompt_token_ids, generation.token_ids, None, 0.0, topk, generation.routed_experts
+        expected.prompt_token_ids,
+        generation.token_ids,
+        None,
+        0.0,
+        topk,
+        generation.routed_experts,
+        kept=generation.kept,
     )
 
 

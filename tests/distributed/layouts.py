@@ -24,6 +24,7 @@ LAYOUTS: dict[int, list[Case]] = {
         Case(shared=True),
         Case(micro_batch_tokens=8),  # less than most samples
         Case(micro_batch_tokens=29),
+        Case(filtered=True),
     ],
     2: [
         Case(TP),
@@ -37,8 +38,12 @@ LAYOUTS: dict[int, list[Case]] = {
         Case(EP),
         Case(EP, transformer=ALLGATHER),
         Case({}),
+        Case(TP, filtered=True),
+        Case(CP, filtered=True, fused_head=False),
+        Case(PP, filtered=True),
     ],
     4: [
+        Case({**TP, **CP}, filtered=True),
         Case({**TP, **CP}),
         Case({**CP, **PP}),
         Case({**CP, **EP4}),
@@ -66,5 +71,6 @@ def describe(case: Case) -> str:
     other = [f"{value}" for key, value in case.transformer.items() if "recompute_gran" in key or "dispatcher" in key]
     kind = ["dense"] * case.dense + ["tied"] * case.tied + ["shared expert"] * case.shared
     kind += [f"micro-batches of {case.micro_batch_tokens}"] * (case.micro_batch_tokens != Case().micro_batch_tokens)
+    kind += ["filtered"] * case.filtered
     kind += ["plain head"] * (not case.fused_head)
     return " ".join([*sizes, *flags, *other, *kind]) or "data parallel only"

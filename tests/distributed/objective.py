@@ -19,7 +19,8 @@ from megatron_dppo.hf import build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.update import Updater
-from megatron_dppo.types import LossInputs, TrainingSample
+from megatron_dppo.types import KeptSets, LossInputs, TrainingSample
+from tests.distributed.kept import keep, top_p
 from tests.distributed.parity import Case, build_trainer, config_for, gradient_reader, hf_reference, on_cpu
 from tests.distributed.plain_losses import plain_loss
 
@@ -111,11 +112,12 @@ def distribution(model: Any, tokens: Tensor) -> Tensor:
     return (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
 
 
-def make_samples(model: Any) -> list[TrainingSample]:
+def make_samples(model: Any, *, filtered: bool = False) -> list[TrainingSample]:
     """Responses drawn from a policy near the model's, with that policy's Top-K; ragged lengths.
 
     Every fourth is drawn from the most probable tokens alone, so that slots of its Top-K have mu = 0 < pi; every fifth
-    has advantage 0: only penalty and bonus have a gradient there.
+    has advantage 0: only penalty and bonus have a gradient there. With ``filtered`` all but every seventh token are
+    drawn from their top-p, which is then recorded.
     """
     generator = torch.Generator().manual_seed(2)
     vocabulary = model.config.vocab_size
@@ -127,15 +129,20 @@ def make_samples(model: Any) -> list[TrainingSample]:
     result = []
     for i in range(SAMPLES):
         ids = torch.randint(0, vocabulary, (2 + i % 4,), generator=generator)
-        prompt, rows = ids.numel(), []
+        prompt, rows, sets = ids.numel(), [], list[Tensor]()
         for _ in range(2 + (5 * i) % 11):
             row = near(distribution(model, ids)[-1], 0.5)
             if i % 4 == 3:
                 row = row.masked_fill(row < row.topk(TOPK - 2).values[-1], -torch.inf).log_softmax(-1)
+            if filtered:
+                sets.append(top_p(row) if len(rows) % 7 < 6 else row.new_zeros(0).int())
+                row = keep(row[None], KeptSets(sets[-1], torch.tensor([len(sets[-1])], dtype=torch.int32)))[0]
             rows.append(row)
             ids = torch.cat([ids, torch.multinomial(rows[-1].exp(), 1, generator=generator)])
         tokens, labels, first = ids[:-1], ids[1:], prompt - 1
-        log_p, mu = distribution(model, tokens), torch.stack(rows)
+        counts = torch.tensor([len(part) for part in sets], dtype=torch.int32)
+        kept = KeptSets(torch.cat(sets), counts) if filtered else None
+        log_p, mu = keep(distribution(model, tokens), kept), torch.stack(rows)
         values, top = mu.topk(TOPK, dim=-1)
         outside = ~(top == labels[first:, None]).any(-1, keepdim=True)
         at_label = mu.gather(1, labels[first:, None])
@@ -148,6 +155,7 @@ def make_samples(model: Any) -> list[TrainingSample]:
                 rollout_logprobs=torch.cat([torch.zeros(first), at_label[:, 0].float()]),
                 rollout_topk_ids=torch.cat([top, torch.where(outside, labels[first:, None], -1)], 1).int(),
                 rollout_topk_logprobs=torch.cat([values, at_label], 1).float(),
+                kept=kept,
                 anchor_logprobs=near(log_p, 0.3).gather(1, labels[:, None])[:, 0].float(),
                 reference_logprobs=near(log_p, 0.8).gather(1, labels[:, None])[:, 0].float(),
             )
@@ -157,7 +165,7 @@ def make_samples(model: Any) -> list[TrainingSample]:
 
 def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
     """All sequences end to end, nothing padded, every number from the whole distribution in float64."""
-    rows = [distribution(model, sample.tokens) for sample in samples]
+    rows = [keep(distribution(model, sample.tokens), sample.kept) for sample in samples]
     log_p, labels = torch.cat(rows), torch.cat([s.labels for s in samples])
 
     def joined(name: str) -> Tensor:
@@ -174,7 +182,7 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
     used.scatter_(1, torch.where(valid, ids, ids[:, :1].clamp(min=0)), valid | valid[:, :1])
     return LossInputs(
         logprobs=log_p.gather(1, labels[:, None])[:, 0],
-        entropy=-(log_p.exp() * log_p).sum(-1),
+        entropy=-(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1),
         advantages=joined("advantages"),
         loss_mask=joined("loss_mask"),
         rollout_logprobs=joined("rollout_logprobs"),
@@ -193,7 +201,7 @@ def make_reference(case: Case, variants: list[str]) -> Reference:
     """Everything in float64 for one model."""
     model = in_float64(model_of(case))
     with torch.no_grad():
-        result = Reference(make_samples(model))
+        result = Reference(make_samples(model, filtered=case.filtered))
     for variant in variants:
         model.zero_grad()
         inputs = statistics(model, result.samples)
@@ -224,19 +232,19 @@ def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tu
 
 
 def _file(folder: Path, case: Case) -> Path:
-    return folder / f"tied={case.tied} dense={case.dense} shared={case.shared}.pt"
+    return folder / f"tied={case.tied} dense={case.dense} shared={case.shared} filtered={case.filtered}.pt"
 
 
 def write_references(folder: Path) -> Path:
     """The reference of each model, for the workers to read; returns the folder."""
-    for case in (Case(), Case(tied=True), Case(dense=True), Case(shared=True)):
+    for case in (Case(), Case(tied=True), Case(dense=True), Case(shared=True), Case(filtered=True)):
         torch.save(make_reference(case, list(VARIANTS)), _file(folder, case))
     return folder
 
 
 def read_reference(folder: Path, case: Case) -> Reference:
     """What ``write_references`` made for the model of ``case``."""
-    with torch.serialization.safe_globals([Reference, TrainingSample]):
+    with torch.serialization.safe_globals([KeptSets, Reference, TrainingSample]):
         found: Reference = torch.load(_file(folder, case), weights_only=True)
     return found
 

@@ -39,6 +39,8 @@ class Case:
     mixed: bool = False
     """a dense layer, the third, between those with experts"""
     transformer: dict[str, Any] = field(default_factory=dict)
+    filtered: bool = False
+    """the rollouts were sampled under top-p: most tokens have a kept set"""
     micro_batch_tokens: int = 24
     fused_head: bool = True
 

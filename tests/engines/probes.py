@@ -11,6 +11,7 @@ from megatron_dppo.data.routing import count_differences
 from megatron_dppo.rollout.probe import Expectation, ProbeAnswer, Reading, RouteCounts, ask
 from megatron_dppo.rollout.server import Generation, InferenceServer
 from megatron_dppo.rollout.verdict import ProbeResult, judge
+from tests.distributed.kept import keep
 from tests.engines.calls import call
 from tests.engines.servers import Engine
 from tests.engines.tiny import END, SPECIAL, TOP_K, Reference, byte_tokenizer
@@ -35,10 +36,12 @@ def expectation(**changes: object) -> Expectation:
 def read(generation: Generation, expected: Expectation, model: Reference) -> Reading:
     """What transformers computes for a response; the server's experts are not replayed, only compared."""
     prompt, response = expected.prompt_token_ids, generation.token_ids.tolist()
-    at_t, raw = (model.distributions(prompt, response, t).double() for t in (expected.temperature, 1.0))
+    at_t, raw = (
+        keep(model.distributions(prompt, response, t).double(), generation.kept) for t in (expected.temperature, 1.0)
+    )
     tokens = torch.tensor(response)[:, None]
     assert generation.topk_token_ids is not None
-    ids = generation.topk_token_ids[:, :-1].long()
+    ids = generation.topk_token_ids[:, :-1].long().clamp(min=0)
     own, routes = at_t.gather(1, tokens)[:, 0].numpy(), None
     if generation.routed_experts is not None:
         routes = RouteCounts(count_differences(generation.routed_experts, _live(prompt, response, model)).numpy())

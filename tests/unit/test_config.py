@@ -289,11 +289,19 @@ def test_a_configuration_cannot_be_changed_after_loading() -> None:
         loaded.run.num_steps = 3  # type: ignore[misc]
 
 
-def test_a_filtered_rollout_is_refused() -> None:
-    """algorithm.md, trap 3: top-p 0.9 alone gives a spurious total variation of 0.03 at equal weights."""
-    for values in ({"top_p": 0.9}, {"top_k": 50}):
-        message = refused_rollout(values)
-        assert "would count as divergence" in message and "Use top_p = 1 and top_k = 0" in message
+def test_a_filtered_rollout_is_refused_where_the_engine_cannot_tell_what_it_kept() -> None:
+    for values in ({"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}):
+        message = refused_rollout({**values, "engine": "vllm"})
+        assert "Model Runner V2" in message and "engine = 'sglang' or 'local'" in message
+    for values in ({"top_p": 0.9}, {"top_k": 1}, {"top_k": 5000}, {"min_p": 0.1}):
+        message = refused_rollout({**values, "engine": "sglang"})
+        name, value = next(iter(values.items()))
+        assert f"{name} = {value}" in message and "Set top_k from 2 to 4096" in message
+    for values in ({"top_p": 0.9, "engine": "local"}, {"top_p": 0.9, "top_k": 4096, "engine": "sglang"}):
+        config = minimal()
+        config["rollout"] |= values
+        assert Config.model_validate(config).rollout.filters
+    assert not Config.model_validate(minimal()).rollout.filters
 
 
 def refused_rollout(values: dict[str, Any]) -> str:

@@ -31,7 +31,16 @@ def sample(parts: Any, **params: Any) -> Decoded:
     model, prompts = parts
     settings = SamplingParams(max_new_tokens=LIMIT, seed=4, **params)
     sampler = Sampler(settings, torch.Generator().manual_seed(settings.seed), len(prompts))
-    return decode(model, prompts, sampler, max_new_tokens=LIMIT, end=END, pad=0, topk=settings.topk_logprobs)
+    return decode(
+        model,
+        prompts,
+        sampler,
+        max_new_tokens=LIMIT,
+        end=END,
+        pad=0,
+        topk=settings.topk_logprobs,
+        kept_sets=settings.kept_sets,
+    )
 
 
 def responses(decoded: Decoded) -> list[list[int]]:
@@ -63,7 +72,9 @@ def test_the_logprobs_are_those_of_each_sequence_alone_in_one_pass(parts: Any, p
             assert expected.argmax(-1).tolist() == response
 
 
-def filtered(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> list[dict[int, float]]:
+def filtered(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> list[dict[int, float]]:
     """For each row the ids that may be sampled and their log-probabilities, one id at a time."""
     result = []
     for row in (logits.double() / temperature).tolist():
@@ -75,33 +86,43 @@ def filtered(logits: torch.Tensor, temperature: float, top_k: int, top_p: float)
             mass += weights[i] / total
             if mass >= top_p:
                 break
+        kept = [i for i in kept if weights[i] >= min_p]
         norm = math.log(sum(weights[i] for i in kept))
         result.append({i: math.log(weights[i]) - norm for i in kept})
     return result
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 3, 1.0), (1.0, 0, 0.6), (0.7, 5, 0.8)], ids=["top-k", "top-p", "all"]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 3, 1.0, 0.0), (1.0, 0, 0.6, 0.0), (1.0, 0, 1.0, 0.5), (0.7, 5, 0.8, 0.1)],
+    ids=["top-k", "top-p", "min-p", "all"],
 )
-def test_under_top_k_and_top_p_mu_is_the_distribution_after_the_filter(
-    parts: Any, temperature: float, top_k: int, top_p: float
+@pytest.mark.parametrize("k", [2, 40])
+def test_under_filters_mu_is_the_distribution_after_them_and_the_kept_ids_are_recorded(
+    parts: Any, temperature: float, top_k: int, top_p: float, min_p: float, k: int
 ) -> None:
     model, prompts = parts
-    decoded = sample(parts, temperature=temperature, top_k=top_k, top_p=top_p, topk_logprobs=40)
-    assert decoded.topk_ids is not None and decoded.topk_logprobs is not None
-    excluded = 0
+    rules: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    decoded = sample(parts, **rules, topk_logprobs=k, kept_sets=True)
+    assert torch.equal(decoded.tokens, sample(parts, **rules).tokens) and sample(parts, **rules).kept is None
+    assert decoded.topk_ids is not None and decoded.topk_logprobs is not None and decoded.kept is not None
+    sizes = []
     for row, (prompt, response) in enumerate(zip(prompts, responses(decoded), strict=True)):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        for step, allowed in enumerate(filtered(logits, temperature, top_k, top_p)):
-            assert response[step] in allowed
+        sets = decoded.kept[row]
+        recorded = sets.ids.split(sets.counts.tolist())
+        assert len(recorded) >= len(response)
+        for step, allowed in enumerate(filtered(logits, **rules)):
+            assert response[step] in allowed and recorded[step].tolist() == sorted(allowed)
             assert float(decoded.logprobs[row, step]) == pytest.approx(allowed[response[step]], abs=5e-5)
             slots = zip(decoded.topk_ids[row, step].tolist(), decoded.topk_logprobs[row, step].tolist(), strict=True)
             found = {i: value for i, value in slots if i >= 0}
-            assert {i for i, value in found.items() if value > -math.inf} == set(allowed)
-            assert all(value == pytest.approx(allowed.get(i, -math.inf), abs=5e-5) for i, value in found.items())
-            excluded += sum(value == -math.inf for value in found.values())
-    assert excluded
+            best = sorted(allowed, key=lambda i: -allowed[i])[:k]
+            assert set(found) == {*best, response[step]}
+            assert all(value == pytest.approx(allowed[i], abs=5e-5) for i, value in found.items())
+            sizes.append(len(allowed))
+    assert max(sizes) > 2 and min(sizes) < 40
 
 
 def test_a_row_is_the_same_whenever_its_neighbours_leave_the_batch(parts: Any, monkeypatch: Any) -> None:

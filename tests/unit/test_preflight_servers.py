@@ -74,6 +74,16 @@ def problems_of(engine: str, *urls: str, **settings: str) -> list[str]:
     return [str(error) for error in check_servers(config, None, generating=True).problems]
 
 
+def test_a_server_that_cannot_tell_what_a_filter_kept_is_told_before_the_start(servers: Any) -> None:
+    filters = {"data__max_prompt_tokens": "200", "rollout__top_p": "0.9", "rollout__top_k": "100"}
+    assert problems_of("sglang", servers(sglang(sampling_mask_max_tokens=100)), **filters) == []
+    assert problems_of("sglang", servers(sglang(version="0.5.21")), **filters) == []
+    (old,) = problems_of("sglang", servers(sglang(version="0.5.20")), **filters)
+    assert "0.5.20 is older than 0.5.21, the first that can work with a sampling filter" in old
+    (few,) = problems_of("sglang", servers(sglang(sampling_mask_max_tokens=99)), **filters)
+    assert "is 99, and rollout.top_k = 100; start it with --sampling-mask-max-tokens 100" in few
+
+
 def test_a_server_that_cannot_serve_the_run_is_told_with_the_flag_that_mends_it(servers: Any) -> None:
     replay = {"train__router_replay": "rollout", "data__max_prompt_tokens": "200"}
     assert problems_of("sglang", servers(sglang()), **replay) == []

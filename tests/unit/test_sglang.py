@@ -203,12 +203,6 @@ def test_the_request_states_every_sampling_setting_and_asks_for_what_the_server_
     assert "return_routed_experts" not in plain
 
 
-@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"top_k": 5}])
-def test_filters_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="Use top_p = 1 and top_k = 0"):
-        wire.sampling_params(SamplingParams(max_new_tokens=1, **change), ())
-
-
 def test_no_request_id_starts_with_another_one() -> None:
     ids = [wire.wire_id(name) for name in ("a", "ab", "1", "1:a", "", "aa:b", "10:aaaaaaaaaa")]
     assert not [(x, y) for x in ids for y in ids if x != y and y.startswith(x)]

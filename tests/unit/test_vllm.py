@@ -204,9 +204,9 @@ def test_the_request_states_every_sampling_setting_but_the_seed_that_kills_a_ser
     assert plain["logprobs"] == 2 and "routed_experts_prompt_start" not in plain
 
 
-@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"top_k": 5}])
+@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_filters_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"renormalises .*Use top_p = 1 and top_k = 0"):
+    with pytest.raises(ConfigError, match=r"renormalises .*Use top_p = 1, top_k = 0 and min_p = 0"):
         wire.sampling_params(SamplingParams(max_new_tokens=1, **change), ())
 
 

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from megatron_dppo.data.routing import compact_routes
 from megatron_dppo.rollout.fields import Fields, shown
-from megatron_dppo.rollout.replies import never_below, refuse_filters, with_sampled
+from megatron_dppo.rollout.replies import never_below, of_kept, refuse_filters, with_sampled
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
-from megatron_dppo.types import FinishReason, SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, KeptSets, SamplingParams, VersionSpan
 
 _NEVER = float(np.finfo(np.float32).min) / 2
 """SGLang writes -inf as the lowest float32, since JSON has no infinity."""
+
+_SETS, _FILTERED = "output_token_sampling_mask", "output_token_sampling_logprobs"
 
 _LOST = (
     "the request asked for it, so something between here and the server drops fields (sglang-router re-serialises "
@@ -47,19 +49,21 @@ def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> di
     """Every field that shapes the distribution, also at its default: a server can be started with other defaults.
 
     Raises:
-        ConfigError: top-p or top-k: SGLang's log-probabilities are those before the filter.
+        ConfigError: filters without kept sets: SGLang's log-probabilities are then those before the filter.
     """
-    refuse_filters(
-        params,
-        "SGLang reports log-probabilities before these filters, so they would not be those of the policy that sampled",
-    )
+    if not params.kept_sets:
+        refuse_filters(
+            params,
+            "SGLang reports log-probabilities before these filters, so they would not be those of the policy that "
+            "sampled",
+        )
     return {
         "max_new_tokens": params.max_new_tokens,
         "min_new_tokens": 0,
         "temperature": params.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "min_p": params.min_p,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
@@ -93,6 +97,9 @@ def generate_body(request: GenerateRequest, *, flat: bool) -> dict[str, Any]:
         body |= {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
     if request.routing is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routing_start}
+    if request.params.kept_sets:
+        # "selected": the sampled token's log-probability alone, of the softmax over the kept ids.
+        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return body
 
 
@@ -112,7 +119,12 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
         return Generation.empty(reason, reader.name())
     logprobs = reader.logprobs(tokens)
     ids, values = reader.candidates(len(tokens))
-    k = request.params.topk_logprobs
+    k, kept = request.params.topk_logprobs, None
+    if request.params.kept_sets:
+        kept, filtered = reader.kept_sets(len(tokens)), reader.filtered_logprobs(len(tokens))
+        # SGLang gives its most probable tokens before the filters; at each place those take the same off all.
+        ids, values = of_kept(kept, ids, values + (filtered - logprobs)[:, None])
+        logprobs = filtered
     topk = with_sampled(ids, values, tokens, logprobs) if k else (None, None)
     return Generation(
         token_ids=torch.from_numpy(tokens),
@@ -121,6 +133,7 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
         versions=reader.versions(len(tokens)),
         topk_token_ids=topk[0],
         topk_logprobs=topk[1],
+        kept=kept,
         routed_experts=reader.routed_experts(len(tokens)),
         echo=reader.echo(ids[:, 0], values[:, 0]),
     )
@@ -144,6 +157,7 @@ class _Reader(Fields):
         """Whether all that was asked for is there. SGLang sends less of a request that it aborts in its queue."""
         wanted = ["output_token_logprobs", "weight_versions", "prompt_tokens", "completion_tokens"]
         wanted += ["routed_experts"] if self._request.routing is not None else []
+        wanted += [_SETS, _FILTERED] if self._request.params.kept_sets else []
         has_prompt = self._answer.get("prompt_token_ids") is not None
         return has_prompt and all(self._meta.get(name) is not None for name in wanted)
 
@@ -186,6 +200,25 @@ class _Reader(Fields):
         if list(ids) != tokens.tolist():
             self.refuse(name, "belongs to other tokens than output_ids")
         return never_below(self.floats(list(values), name), _NEVER)
+
+    def kept_sets(self, length: int) -> KeptSets:
+        """Of R tokens, the ids that the filters left."""
+        rows = self.rows(
+            self._field(_SETS, f"SGLang has it since 0.5.21. If it is newer, {_LOST}"), f"meta_info.{_SETS}"
+        )
+        if len(rows) != length:
+            self.refuse(f"meta_info.{_SETS}", f"has {len(rows)} sets, expected {length}, one a token")
+        sets = [self.ids(row, f"meta_info.{_SETS}[{place}]") for place, row in enumerate(rows)]
+        counts = torch.tensor([len(ids) for ids in sets], dtype=torch.int32)
+        return KeptSets(torch.from_numpy(np.concatenate(sets)), counts)
+
+    def filtered_logprobs(self, length: int) -> NDArray[np.float32]:
+        """[R], of the sampled tokens under the softmax over their kept sets."""
+        name = f"meta_info.{_FILTERED}"
+        values = self.floats(self._field(_FILTERED, f"SGLang has it since 0.5.21. If it is newer, {_LOST}"), name)
+        if len(values) != length:
+            self.refuse(name, f"has {len(values)} numbers, expected {length}, one a token")
+        return values
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
         """Spans that cover the response."""

@@ -91,6 +91,8 @@ class Asking:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            kept_sets=rollout.filters,
             topk_logprobs=self._config.loss.topk if self._config.loss.is_topk else 0,
             routed_experts=self._config.needs_engine_routing,
             router_weights=self._config.needs_engine_routing and self._config.train.router_replay_weights,

@@ -27,7 +27,7 @@ class Needed:
 
     def _of(self, completion: Completion) -> Completion:
         if not self.topk:
-            completion = replace(completion, topk_token_ids=None, topk_logprobs=None)
+            completion = replace(completion, topk_token_ids=None, topk_logprobs=None, kept=None)
         if self.layers is not None and completion.routed_experts is not None:
             completion = replace(completion, routed_experts=completion.routed_experts[:, list(self.layers)])
         return completion

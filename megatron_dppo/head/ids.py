@@ -1,0 +1,67 @@
+"""The checks of the ids that a head is given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_ids(
+    rows: int, labels: Tensor, ids: Tensor | None, valid: Tensor | None, vocab_size: int, used: Tensor | None
+) -> None:
+    """Labels ``[T]`` and ids ``[T, K]`` fit ``rows`` = T and the vocabulary, in the rows ``used`` (None = all).
+
+    Raises:
+        ValueError: they do not. On CUDA a value out of range is a device-side assertion, because a check on the host
+            would wait for the device.
+    """
+    if labels.shape != (rows,) or labels.dtype != torch.int64:
+        raise ValueError(f"expected int64 labels [T] = ({rows},), got {labels.dtype} {tuple(labels.shape)}")
+    if (ids is None) != (valid is None):
+        raise ValueError("ids and ids_valid go together: give both or neither")
+    _assert_in_vocabulary("label", labels[:, None], None, vocab_size, used)
+    if ids is None or valid is None:
+        return
+    if ids.dim() != 2 or len(ids) != rows or ids.dtype != torch.int64:
+        raise ValueError(f"expected int64 ids [T, K] with T = {rows}, got {ids.dtype} {tuple(ids.shape)}")
+    if ids.shape[1] > vocab_size:
+        raise ValueError(f"K = {ids.shape[1]} ids are more than the vocabulary of {vocab_size} has")
+    if valid.shape != ids.shape or valid.dtype != torch.bool:
+        raise ValueError(f"expected bool ids_valid {tuple(ids.shape)}, got {valid.dtype} {tuple(valid.shape)}")
+    _assert_in_vocabulary("id", ids, valid, vocab_size, used)
+    _assert_distinct(ids, valid, used)
+
+
+def _where(row: int, slot: int, used: Tensor | None, name: str) -> str:
+    row = row if used is None else int(used[row])
+    return f"row {row}" if name == "label" else f"row {row}, slot {slot}"
+
+
+def _assert_in_vocabulary(name: str, ids: Tensor, valid: Tensor | None, vocab_size: int, used: Tensor | None) -> None:
+    if used is not None:
+        ids, valid = ids.index_select(0, used), None if valid is None else valid.index_select(0, used)
+    outside = (ids < 0) | (ids >= vocab_size)
+    if valid is not None:
+        outside &= valid
+    if ids.is_cuda:
+        torch._assert_async(~outside.any(), f"a {name} is outside the vocabulary [0, {vocab_size})")
+    elif bool(outside.any()):
+        row, slot = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name} {int(ids[row, slot])} in {_where(row, slot, used, name)} "
+            f"is outside the vocabulary [0, {vocab_size})"
+        )
+
+
+def _assert_distinct(ids: Tensor, valid: Tensor, used: Tensor | None) -> None:
+    if used is not None:
+        ids, valid = ids.index_select(0, used), valid.index_select(0, used)
+    # Unused slots get a negative number each, so that two of them never look alike.
+    unused = -1 - torch.arange(ids.shape[1], device=ids.device)
+    in_order = torch.where(valid, ids, unused).sort(dim=1).values
+    twice = in_order[:, 1:] == in_order[:, :-1]
+    if ids.is_cuda:
+        torch._assert_async(~twice.any(), "a valid id stands twice in its row")
+    elif bool(twice.any()):
+        row, place = twice.nonzero()[0].tolist()
+        raise ValueError(f"id {int(in_order[row, place])} stands twice in {_where(row, 0, used, 'label')}")
