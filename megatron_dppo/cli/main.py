@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megatron_dppo import __version__
 from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
+from megatron_dppo.cli.experiment import add_experiment_arguments, run_experiment
 from megatron_dppo.cli.plan import add_plan_arguments, run_plan
 from megatron_dppo.cli.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
@@ -45,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "restarts", help="for launch scripts: whether a job is queued again", epilog=_OVERRIDES, allow_abbrev=False
     )
     add_restarts_arguments(restarts)
+    experiment = commands.add_parser(
+        "experiment", help="compare losses under controlled mismatches, on small embedded tasks", allow_abbrev=False
+    )
+    add_experiment_arguments(experiment)
     options, overrides = parser.parse_known_args(arguments)
     if options.command in _REPORTED:
         return run_or_report(_REPORTED[options.command], options, overrides)
@@ -72,6 +77,7 @@ _REPORTED: dict[str, _Command] = {
     "plan": run_plan,
     "doctor": run_doctor,
     "restarts": run_restarts,
+    "experiment": run_experiment,
 }
 
 

@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_dppo.config.perturbation import PerturbationConfig
 from megatron_dppo.config.section import DType, Section
 from megatron_dppo.config.servers import ServersConfig, WeightSyncConfig
 
 
 class DataConfig(Section):
-    """Prompts. A source is ``task:chain_sum``, ``task:reasoning_gym:NAME``, a JSONL or Parquet file, or
-    ``hf:owner/name`` (``docs/data.md``)."""
+    """Prompts. A source is an embedded task (``task:chain_sum``, ``task:rare_words``, ``task:rare_chain``),
+    ``task:reasoning_gym:NAME``, a JSONL or Parquet file, or ``hf:owner/name`` (``docs/data.md``)."""
 
     train: str | list[str]
     """Prompts that are trained on: one source, or several, one after the other."""
@@ -72,6 +73,7 @@ class RolloutConfig(Section):
     """Arguments of each SGLang server that ``megatron-dppo serve`` starts, e.g. ``tp-size = 2``."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Arguments of each vLLM server, likewise."""
+    perturbation: PerturbationConfig = PerturbationConfig()
     prompts_per_step: int = Field(gt=0)
     """Prompts of one step, over all ranks."""
     samples_per_prompt: int = Field(gt=1)
@@ -192,6 +194,7 @@ _ENGINES_OF_SECTIONS = {
     "weight_sync": ("sglang", "vllm"),
     "sglang": ("sglang",),
     "vllm": ("vllm",),
+    "perturbation": ("local",),
 }
 
 
@@ -199,8 +202,8 @@ class RewardConfig(Section):
     """Verifiable reward."""
 
     function: str = "math"
-    """``math`` (last boxed answer or Answer: line), ``reasoning_gym``, or ``module:function`` or
-    ``path/to/file.py:function`` of your own."""
+    """``math`` (last boxed answer or Answer: line), ``reasoning_gym``, ``words`` (the share of the label's words), or
+    ``module:function`` or ``path/to/file.py:function`` of your own."""
     signature: Literal["auto", "megatron_dppo", "slime", "verl", "trl"] = "auto"
     """How your own function is called; ``auto`` = by the names of its parameters."""
     partial_credit: bool = False
@@ -226,7 +229,7 @@ class RewardConfig(Section):
                 f"partial_credit = true is an option of function = 'reasoning_gym', but function = {self.function!r}; "
                 "remove it"
             )
-        if self.signature != "auto" and self.function in ("math", "reasoning_gym"):
+        if self.signature != "auto" and self.function in ("math", "reasoning_gym", "words"):
             raise ValueError(
                 f"signature = {self.signature!r} is for a function of your own, but function = {self.function!r} is "
                 "built in; remove it"

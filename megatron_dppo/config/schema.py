@@ -90,7 +90,8 @@ class TrainConfig(_Section):
     """Stop after this many updates in a row with a non-finite gradient."""
     max_first_prob_diff: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
     """Stop before the first update of a step when the mean |pi - mu| is above this; ``auto`` = 0.001 in fp32, 0.06 with
-    bf16 in the engine or in training; ``off`` = never. Only where the current weights sampled every token."""
+    bf16 in the engine or in training, no limit with ``rollout.perturbation``; ``off`` = never. Only where the current
+    weights sampled every token."""
     max_dropped_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["off"] = 0.01
     """Stop there too when more of the sampled tokens have no finite rollout log-probability; ``off`` = never."""
 
@@ -100,7 +101,8 @@ class WarmupConfig(_Section):
 
     num_steps: int = Field(0, ge=0)
     data: str = "task:chain_sum"
-    """``task:chain_sum`` or a JSONL file with ``prompt`` and ``response``."""
+    """An embedded task (``task:chain_sum``, ``task:rare_words``, ``task:rare_chain``), or a JSONL file with ``prompt``
+    and ``response``."""
     batch_size: int = Field(96, gt=0)
     """Sequences per update, over all ranks."""
     optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dppo.data import chain_sum, reasoning_gym
-from megatron_dppo.data.sources import CHAIN_SUM, read_records, require
+from megatron_dppo.data.sources import read_records, require
+from megatron_dppo.data.tasks import PREFIX, TASKS
 from megatron_dppo.data.values import text_of_number
 from megatron_dppo.errors import DataError
 
@@ -56,7 +57,7 @@ def iter_rows(
     """The rows of one source, each checked.
 
     Args:
-        source: ``task:chain_sum``, ``task:reasoning_gym:NAME``, the path of a JSONL or Parquet file, or
+        source: an embedded task (``tasks.TASKS``), ``task:reasoning_gym:NAME``, the path of a JSONL or Parquet file, or
             ``hf:owner/name[/configuration][:split]``.
         split: which part of a task; other sources are taken whole.
         prompt_key: column of the prompt, ``a.b`` for a field inside a column; None = recognised.
@@ -65,9 +66,9 @@ def iter_rows(
     Raises:
         DataError: a source without rows, a bad row, or the first row of another layout; named by line and field.
     """
-    if source == CHAIN_SUM:
-        for i, problem in enumerate(chain_sum.problems(split)):
-            yield Row(f"chain_sum/{split}:{i}", problem.question, str(problem.answer))
+    if source in TASKS:
+        for i, (prompt, label) in enumerate(TASKS[source].rows(split)):
+            yield Row(f"{source.removeprefix(PREFIX)}/{split}:{i}", prompt, label)
         return
     if source.startswith(reasoning_gym.PREFIX):
         yield from (Row(*problem) for problem in reasoning_gym.problems(source, split))

@@ -7,10 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.data.tasks import TASKS
 from megatron_dppo.data.values import check_values, parse_object
 from megatron_dppo.errors import DataError
 
-CHAIN_SUM = "task:chain_sum"
 HUB = "hf:"
 _PARQUET_MAGIC = b"PAR1"
 _BATCH_ROWS = 4096
@@ -41,7 +41,8 @@ def read_records(source: str) -> Iterator[Record]:
 def _open(source: str) -> Iterator[Record]:
     if source.startswith("task:"):
         raise DataError(
-            f"unknown task {source!r}; expected {CHAIN_SUM!r}, 'task:reasoning_gym:NAME', a file, or {HUB}owner/name"
+            f"unknown task {source!r}; expected {', '.join(map(repr, TASKS))}, 'task:reasoning_gym:NAME', a file, or "
+            f"{HUB}owner/name"
         )
     if source.startswith(HUB):
         return _read_hub(source)

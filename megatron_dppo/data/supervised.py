@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from megatron_dppo.data import chain_sum
 from megatron_dppo.data.packed_list import PackedList
 from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.data.sources import CHAIN_SUM, read_records, require
+from megatron_dppo.data.sources import read_records, require
+from megatron_dppo.data.tasks import TASKS
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import TrainingSample
 
@@ -16,11 +16,15 @@ Pairs = PackedList[tuple[str, str, str]]
 """(place, prompt, response) of each row"""
 
 
+_MOST_KNOWN = 100_000
+"""texts of a task whose tokens are kept"""
+
+
 class SupervisedDataset:
     """An endless stream of supervised samples; sample ``i`` depends on the seed and ``i`` alone.
 
     Args:
-        source: ``task:chain_sum`` (its warm-up corpus, from training problems only), or a JSONL file, Parquet file or
+        source: an embedded task (its warm-up corpus, from training problems only), or a JSONL file, Parquet file or
             ``hf:`` name (see ``read_records``) with ``prompt`` and ``response`` strings.
         tokenizer: a transformers tokenizer.
         seed: draws problems and responses.
@@ -32,12 +36,13 @@ class SupervisedDataset:
 
     def __init__(self, source: str, tokenizer: Any, seed: int, pairs: Pairs | None = None) -> None:
         self._tokenizer, self._seed = tokenizer, seed
-        self._problems = chain_sum.problems("train") if source == CHAIN_SUM else None
+        self._known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+        self._task = TASKS.get(source)
         if pairs is None:
-            pairs = PackedList(() if self._problems else (_pair(*found) for found in read_records(source)))
+            pairs = PackedList(() if self._task else (_pair(*found) for found in read_records(source)))
         self.pairs = pairs
-        """no rows where the problems are a task's"""
-        if not self._problems and not len(self.pairs):
+        """no rows where the corpus is a task's"""
+        if not self._task and not len(self.pairs):
             raise DataError(f"{source} has no rows; expected rows with 'prompt' and 'response'")
 
     def check_lengths(self, context_length: int) -> None:
@@ -60,13 +65,22 @@ class SupervisedDataset:
     def __getitem__(self, index: int) -> TrainingSample:
         """Sample ``index`` of the stream; the loss is on the response and its end-of-sequence token."""
         rng = random.Random(f"{self._seed}/{index}")
-        if self._problems:
-            problem = rng.choice(self._problems)
-            prompt, response = problem.question, chain_sum.demonstration(problem, rng)
+        if self._task:
+            prompt_ids, response_ids = self._ids_of_task(*self._task.demonstration(rng))
         else:
             _, prompt, response = rng.choice(self.pairs)
-        prompt_ids, response_ids = self._ids(prompt, response)
+            prompt_ids, response_ids = self._ids(prompt, response)
         return to_training_sample(prompt_ids, response_ids, None, advantage=1.0)
+
+    def _ids_of_task(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+        """The tokens of both. A task has few texts, which come again and again; a tokenizer takes half of a tiny
+        model's step."""
+        found = self._known.get((prompt, response))
+        if found is None:
+            found = self._ids(prompt, response)
+            if len(self._known) < _MOST_KNOWN:
+                self._known[prompt, response] = found
+        return found
 
     def _ids(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
         """The tokens of both, the end-of-sequence token included."""

@@ -15,8 +15,9 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import math as math_reward_module
 from megatron_dppo.rewards import reasoning_gym
 from megatron_dppo.rewards.signatures import Form, RunFacts, is_async, recognise
+from megatron_dppo.rewards.words import words_reward
 
-BUILT_IN = ("math", "reasoning_gym")
+BUILT_IN = ("math", "reasoning_gym", "words")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class FunctionSpec:
     """A reward function by name, as it is sent to a worker process."""
 
     name: str
-    """``math``, ``reasoning_gym``, ``module:function`` or ``path/to/file.py:function``."""
+    """``math``, ``reasoning_gym``, ``words``, ``module:function`` or ``path/to/file.py:function``."""
     signature: str = "auto"
     partial_credit: bool = False
     facts: RunFacts = field(default_factory=RunFacts)
@@ -47,6 +48,8 @@ def load(spec: FunctionSpec) -> RewardFunction:
     """
     if spec.name == "math":
         function: Callable[..., Any] = math_reward_module.math_reward
+    elif spec.name == "words":
+        function = words_reward
     elif spec.name == "reasoning_gym":
         function = reasoning_gym.make_reward(partial_credit=spec.partial_credit)
     else:
@@ -68,7 +71,7 @@ def load_function(name: str, setting: str = "reward.function") -> Callable[..., 
     """
     module_name, _, function_name = name.rpartition(":")
     if not module_name or not function_name:
-        built_in = "'math', 'reasoning_gym', " if setting == "reward.function" else ""
+        built_in = "'math', 'reasoning_gym', 'words', " if setting == "reward.function" else ""
         raise RewardError(
             f"{setting} = {name!r}; expected {built_in}'module:function' or 'path/to/file.py:function', e.g. "
             "'my_functions:one'"

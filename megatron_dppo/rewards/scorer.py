@@ -13,6 +13,7 @@ from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.math import quick_math_reward
 from megatron_dppo.rewards.scoring import Outcome
 from megatron_dppo.rewards.shaping import Shaping
+from megatron_dppo.rewards.words import words_reward
 from megatron_dppo.rewards.worker import Worker
 
 
@@ -74,6 +75,8 @@ class RewardScorer:
         return final
 
     def _quick(self, item: RewardItem) -> Outcome | None:
+        if self._spec.name == "words" and item.label.split():
+            return Outcome(words_reward(prompt="", completion=item.completion, label=item.label, metadata={}))
         if self._spec.name != "math":
             return None
         verdict = quick_math_reward(item.completion, item.label, item.metadata)

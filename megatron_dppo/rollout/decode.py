@@ -64,9 +64,12 @@ class Sampler:
             temperature comes first, then top-k, then top-p of what that leaves, then min-p.
         generator: on the device of the logits.
         batch: rows of the batch at its start.
+        unrecorded_top_p: a filter of the draws that the log-probabilities do not show (``rollout.perturbation``).
     """
 
-    def __init__(self, params: SamplingParams, generator: torch.Generator, batch: int) -> None:
+    def __init__(
+        self, params: SamplingParams, generator: torch.Generator, batch: int, *, unrecorded_top_p: float = 1.0
+    ) -> None:
         from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         self._generator, self._batch, self._greedy = generator, batch, params.temperature == 0
@@ -80,6 +83,7 @@ class Sampler:
                 self._filters.append(TopPLogitsWarper(params.top_p))
             if params.min_p:
                 self._filters.append(MinPLogitsWarper(params.min_p))
+        self._hidden = TopPLogitsWarper(unrecorded_top_p) if unrecorded_top_p < 1 else None
 
     def __call__(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The token of each row ``[b]`` and the log-probabilities ``[b, V]`` of all.
@@ -98,6 +102,8 @@ class Sampler:
         clocks = scores.new_empty(self._batch, scores.shape[1]).exponential_(generator=self._generator)
         if len(rows) < self._batch:
             clocks = clocks[rows]
+        if self._hidden is not None:
+            scores = self._hidden(None, scores)
         return scores.softmax(-1).div_(clocks).argmax(-1), logprobs
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_dppo.hf import build_hf_model, copy_into_model, end_tokens, routing_shape
 from megatron_dppo.rollout.decode import Decoded, Sampler, decode
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
+from megatron_dppo.rollout.perturbation import Perturbation, PerturbedModel
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.rounds import Goal, Rounds, Sample
 from megatron_dppo.rollout.route_recorder import RouteRecorder
@@ -37,6 +38,10 @@ class LocalEngine:
         device: where it runs.
         max_batch: sequences that are decoded together.
         function: a user's ``rollout.generate``; None = one response to each prompt.
+        perturbation: how the engine is made to differ from the policy on purpose.
+
+    Raises:
+        ConfigError: the perturbation needs a package that is not installed.
     """
 
     def __init__(
@@ -48,12 +53,16 @@ class LocalEngine:
         device: torch.device,
         max_batch: int = 512,
         function: GenerateFunction | None = None,
+        perturbation: Perturbation | None = None,
     ) -> None:
         self.policy_version = -1
         self._tokenizer, self._max_batch, self._device = tokenizer, max_batch, device
         self._model = build_hf_model(hf_config, dtype).to(device)
         self._eos = end_tokens(hf_config, tokenizer)
         self._routing = routing_shape(hf_config)
+        perturbation = perturbation or Perturbation()
+        self._perturbed = PerturbedModel(self._model, perturbation, self._routing)
+        self._unrecorded_top_p = perturbation.unrecorded_top_p
         self._recorder = None if self._routing is None else RouteRecorder(self._model, self._routing)
         self._function, self._loop = function, asyncio.Runner()  # without a function no loop is ever made
         self._held: dict[int, GroupState] = {}
@@ -62,6 +71,7 @@ class LocalEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy full tensors into this copy; ``version`` goes into every later completion."""
         copy_into_model(self._model, weights)
+        self._perturbed.weights_changed()
         self.policy_version = version
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
@@ -151,7 +161,9 @@ class LocalEngine:
 
     def _complete(self, samples: Sequence[Sample], params: SamplingParams, goal: Goal | None) -> None:
         """Complete the samples, or stop them when the goal is reached."""
-        generator = torch.Generator(self._device).manual_seed(_seed(samples, params))
+        seed = _seed(samples, params)
+        generator = torch.Generator(self._device).manual_seed(seed)
+        self._perturbed.begin(seed, self._device)
         if self._function is None:
             self._complete_plain(samples, params, generator, goal)
             return
@@ -197,7 +209,7 @@ class LocalEngine:
             decoded = decode(
                 self._model,
                 [request.token_ids for request in requests],
-                Sampler(params, generator, len(requests)),
+                Sampler(params, generator, len(requests), unrecorded_top_p=self._unrecorded_top_p),
                 max_new_tokens=[request.params.max_new_tokens for request in requests],
                 end=self._eos,
                 pad=self._tokenizer.pad_token_id,

@@ -16,6 +16,7 @@ from megatron_dppo.rollout.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.http import Deadlines
 from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.rollout.perturbation import Perturbation
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.server_engine import ServerEngine, contract_of
 from megatron_dppo.rollout.sglang import SGLangServer
@@ -101,7 +102,14 @@ def build_engine(
     if config.rollout.engine == "local":
         dtype = DTYPES[config.rollout.dtype]
         device = platform.device
-        return LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=dtype, device=device, function=function)
+        return LocalEngine(
+            inputs.hf_config,
+            inputs.tokenizer,
+            dtype=dtype,
+            device=device,
+            function=function,
+            perturbation=Perturbation(**config.rollout.perturbation.model_dump()),
+        )
     return ServerEngine(
         servers,
         inputs.tokenizer,

@@ -163,6 +163,13 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
                 "routers; set it to 'off'"
             )
         )
+    if config.rollout.perturbation.router_noise and shape.num_experts is None:
+        problems.add(
+            ConfigError(
+                f"rollout.perturbation.router_noise = {config.rollout.perturbation.router_noise}, but {path!r} is a "
+                "dense model, which has no routers; remove it"
+            )
+        )
     if config.model.reference_path is not None:
         problems.attempt(_check_reference, config.model.reference_path, shape)
     problems.raise_if_any()

@@ -19,6 +19,7 @@ from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.platform import Platform, require_devices
 from megatron_dppo.report.metrics import require_sinks
 from megatron_dppo.rewards.build import build_scorer
+from megatron_dppo.rollout.quantized import WeightQuantizer
 from megatron_dppo.run.engines import connect_servers, generate_function
 from megatron_dppo.run.folder import check_place
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs
@@ -104,6 +105,13 @@ def _megatron(start: Start) -> Iterable[UserError]:
     return ()
 
 
+def _perturbation(start: Start) -> Iterable[UserError]:
+    weights = start.config.rollout.perturbation.weights
+    if weights != "none":
+        WeightQuantizer(weights)  # imports what it needs
+    return ()
+
+
 def _adam(start: Start) -> Iterable[UserError]:
     from megatron_dppo.mcore.transformer_engine import has_transformer_engine, refuse_what_needs_its_adam
 
@@ -148,6 +156,8 @@ CHECKS: Sequence[Check] = (
     Check("generate function", frozenset({"rollout"}), _functions),
     Check("reward function", frozenset({"reward", "rollout"}), _reward),
     Check("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),
+    # After Megatron, which modelopt imports where it is installed.
+    Check("perturbation", frozenset({"rollout"}), _perturbation),
     Check("Adam", frozenset({"optimizer", "warmup"}), _adam),
     Check("log", frozenset({"log"}), _sinks, on_rank_0=True),
     Check("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 import zlib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from megatron_dppo.data.chain_sum import demonstration, problems
+from megatron_dppo.data.task_models import write_model_folder
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.hf import build_hf_model, read_hf_config, rope_theta
 from megatron_dppo.rewards import math_reward
@@ -22,16 +21,6 @@ FOLDER = ROOT / "examples/chain_sum/model"
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return load_tokenizer(FOLDER)
-
-
-@pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    path = ROOT / "tools/make_chain_sum_model.py"
-    spec = importlib.util.spec_from_file_location("make_chain_sum_model", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_all_2916_problems_are_in_exactly_one_split() -> None:
@@ -82,14 +71,12 @@ def test_a_worked_answer_earns_the_reward_and_a_wrong_guess_does_not() -> None:
 
 
 @pytest.mark.parametrize(("folder", "head_dim"), [(FOLDER, 16), (FOLDER.parent / "model_vllm", 32)])
-def test_the_committed_folders_are_what_the_tool_writes(
-    generator: ModuleType, tmp_path: Path, folder: Path, head_dim: int
-) -> None:
-    generator.write_folder(tmp_path, head_dim)
+def test_the_committed_folders_are_what_the_tool_writes(tmp_path: Path, folder: Path, head_dim: int) -> None:
+    write_model_folder("chain_sum", tmp_path, head_dim)
     written = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert set(written) == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     for name, content in written.items():
-        assert content == (folder / name).read_bytes(), f"{name} differs: run tools/make_chain_sum_model.py {folder}"
+        assert content == (folder / name).read_bytes(), f"{name} differs: run tools/make_task_model.py"
 
 
 def test_every_problem_and_demonstration_survives_the_tokenizer(tokenizer: Any) -> None:

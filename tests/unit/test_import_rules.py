@@ -35,7 +35,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "platform": ({"errors"}, {"torch"}),
     "config": ({"errors"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "head": ({"parallel", "types"}, {"torch", "triton"}),
-    "data": ({"errors", "types"}, {"torch", "numpy", "transformers", "pyarrow", "datasets", "reasoning_gym"}),
+    "data": (
+        {"errors", "types"},
+        {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym"},
+    ),
     "losses": ({"config", "types"}, {"torch"}),
     "report": ({"errors", "files", "types"}, {"torch", "wandb", "matplotlib", "tqdm"}),
     "rewards": ({"config", "errors", "types"}, {"numpy", "math_verify", "reasoning_gym"}),
@@ -44,7 +47,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "supervision": ({"config", "errors", "report"}, {"torch"}),
     "rollout": (
         {"data", "errors", "hf", "rewards", "types"},
-        {"aiohttp", "numpy", "orjson", "pybase64", "torch", "transformers", "safetensors"},
+        {"aiohttp", "modelopt", "numpy", "orjson", "pybase64", "torch", "transformers", "safetensors"},
     ),
     "mcore": (
         {"config", "errors", "files", "head", "hf", "losses", "parallel", "platform", "types"},
@@ -87,7 +90,15 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         | {"serving", "types", "weights"},
         {"torch", "transformers"},
     ),
-    "cli": ({"__version__", "config", "doctor", "errors", "plan", "run", "serving", "supervision"}, set()),
+    "experiments": (
+        {"config", "data", "errors", "files", "hf", "losses", "platform", "report", "rewards", "rollout", "run"}
+        | {"types"},
+        {"torch", "matplotlib"},
+    ),
+    "cli": (
+        {"__version__", "config", "doctor", "errors", "experiments", "plan", "run", "serving", "supervision"},
+        set(),
+    ),
     "train": ({"cli"}, set()),
 }
 

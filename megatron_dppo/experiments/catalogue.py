@@ -1,0 +1,67 @@
+"""The losses and mismatches that experiments choose from. Another loss is one more line of ``LOSSES``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_dppo.experiments.grid import Loss, Mismatch, Settings
+
+
+def _thresholds(*values: float) -> Sequence[Settings]:
+    return [{"loss": {"divergence_threshold_low": v, "divergence_threshold_high": v}} for v in values]
+
+
+def _clips(*pairs: tuple[float, float]) -> Sequence[Settings]:
+    return [{"loss": {"clip_ratio_low": low, "clip_ratio_high": high}} for low, high in pairs]
+
+
+_TV, _KL = _thresholds(0.05, 0.15, 0.3), _thresholds(0.02, 0.05, 0.15)
+_CLIPS = _clips((0.1, 0.14), (0.2, 0.28), (0.4, 0.56))
+_FAR = {"name": "dppo_binary_tv", "divergence_threshold_low": 0.5, "divergence_threshold_high": 1.0}
+"""A probability never rises by more than 1: only falling tokens are masked."""
+LOSSES: Mapping[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        Loss("dppo_binary_tv", {"name": "dppo_binary_tv"}, _TV),
+        Loss("dppo_binary_tv cap 2", {"name": "dppo_binary_tv", "ratio_cap": 2.0}, _TV),
+        Loss("dppo_binary_tv cap 5", {"name": "dppo_binary_tv", "ratio_cap": 5.0}, _TV),
+        Loss("dppo_binary_kl", {"name": "dppo_binary_kl"}, _KL),
+        Loss("dppo_topk_tv", {"name": "dppo_topk_tv"}, _TV),
+        Loss("dppo_topk_kl", {"name": "dppo_topk_kl"}, _KL),
+        Loss("drpo", {"name": "drpo"}, _TV),
+        Loss("ipo", {"name": "ipo"}, _thresholds(0.1, 0.3, 0.6)),
+        Loss("grpo", {"name": "grpo"}, _CLIPS),
+        Loss("minirl", {"name": "minirl"}, _CLIPS),
+        Loss("cispo", {"name": "cispo"}, [{"loss": {"ratio_cap": cap}} for cap in (2.0, 5.0, 10.0)]),
+        Loss("pg_is", {"name": "pg_is"}),
+        # Not of the wind tunnel: variants that single figures ask for. A ratio is never above 1e9.
+        Loss("grpo relaxed up", {"name": "grpo", "clip_ratio_high": 1e9}),
+        Loss("grpo relaxed down", {"name": "grpo", "clip_ratio_low": 1 - 1e-9}),
+        Loss("grpo relaxed both", {"name": "grpo", "clip_ratio_low": 1 - 1e-9, "clip_ratio_high": 1e9}),
+        Loss("dppo_binary_tv far", _FAR),
+    )
+}
+"""Name -> loss with its candidates for the search; its defaults stand among them."""
+
+NONE = Mismatch("none", "", {})
+
+
+def _perturbed(name: str, key: str, values: Sequence[Any]) -> list[Mismatch]:
+    return [Mismatch(name, str(value), {"rollout": {"perturbation": {key: value}}}) for value in values]
+
+
+MISMATCHES: Mapping[str, Mismatch] = {
+    mismatch.label: mismatch
+    for mismatch in (
+        NONE,
+        Mismatch("bf16", "", {"rollout": {"dtype": "bf16"}}),
+        *_perturbed("weights", "weights", ["fp8", "int8", "int4"]),
+        *_perturbed("router_noise", "router_noise", [0.1, 0.3, 1.0]),
+        *[Mismatch("staleness", str(age), {"train": {"max_staleness": age}}) for age in (1, 2, 4, 8)],
+        *_perturbed("hidden_top_p", "unrecorded_top_p", [0.95, 0.9]),
+        Mismatch("hot", "", {"train": {"max_staleness": 8, "advantage": "std"}, "optimizer": {"lr": 3e-3}}),
+    )
+}
+"""Label -> mismatch. ``hot``: rollouts of eight steps ago, advantages over their deviation, and a learning rate that
+is far too high."""

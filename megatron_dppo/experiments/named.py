@@ -1,0 +1,115 @@
+"""The experiments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_dppo.experiments.catalogue import LOSSES
+from megatron_dppo.experiments.experiment import Block, Claim, Experiment
+
+_OF_FIGURES = ("grpo relaxed up", "grpo relaxed down", "grpo relaxed both", "dppo_binary_tv far")
+_EVERY = tuple(name for name in LOSSES if name not in _OF_FIGURES)
+_MAIN = ("dppo_binary_tv", "dppo_binary_tv cap 2", "dppo_binary_kl", "grpo", "pg_is")
+_CLAIMS = (
+    Claim("DPPO (Binary-TV) learns faster than ratio clipping", "dppo_binary_tv", "grpo"),
+    Claim("DPPO (Binary-KL) learns faster than ratio clipping", "dppo_binary_kl", "grpo"),
+    Claim("a trust region holds what no trust region loses", "dppo_binary_tv", "pg_is", "final"),
+    Claim("a capped weight is not enough without a mask", "dppo_binary_tv", "cispo", "final"),
+    Claim("Top-K TV is better than Binary TV", "dppo_topk_tv", "dppo_binary_tv"),
+    Claim("Top-K KL is better than Binary KL", "dppo_topk_kl", "dppo_binary_kl"),
+    Claim("a smooth mask (DRPO) is better than a hard one", "drpo", "dppo_binary_tv"),
+    Claim("DPPO's asymmetric mask is better than IPO's", "dppo_binary_tv", "ipo"),
+    Claim("a cap of 2 is better than no cap", "dppo_binary_tv cap 2", "dppo_binary_tv", "final"),
+    Claim("a cap of 5 is better than no cap", "dppo_binary_tv cap 5", "dppo_binary_tv", "final"),
+)
+_WINDTUNNEL = Experiment(
+    "windtunnel",
+    "Losses under controlled mismatches of engine and trainer",
+    blocks=(
+        Block(
+            "rare_words",
+            _EVERY,
+            (
+                *("none", "bf16", "weights fp8", "weights int4", "router_noise 1.0"),
+                *("staleness 4", "staleness 8", "hidden_top_p 0.9"),
+            ),
+            {},
+        ),
+        Block("rare_chain", _EVERY, ("hot",), {}, searched_on="rare_words"),
+        Block("chain_sum", _EVERY, ("weights int4", "staleness 8"), {}),
+    ),
+    quick=(
+        Block("rare_words", _MAIN, ("none", "weights int4", "router_noise 1.0", "staleness 4", "hidden_top_p 0.9"), {}),
+    ),
+    claims=_CLAIMS,
+    search_under="staleness 4",
+)
+_SANITY = ("pg_is", "cispo", "grpo", "minirl", "dppo_binary_tv", "dppo_binary_kl", "dppo_topk_tv", "dppo_topk_kl")
+_STABILITY = Experiment(
+    "stability",
+    "Sanity test: many updates a rollout, a coarse engine, a constant learning rate (the paper's figures 3 and 4)",
+    blocks=(Block("chain_sum", _SANITY, ("weights fp8",), {"train": {"epochs": 4}, "optimizer": {"lr": 6e-4}}),),
+    quick=(
+        Block(
+            "chain_sum",
+            ("pg_is", "grpo", "dppo_binary_tv"),
+            ("weights fp8",),
+            {"train": {"epochs": 4}, "optimizer": {"lr": 6e-4}, "run": {"num_steps": 20}},
+        ),
+    ),
+    claims=(
+        Claim("a trust region holds what no trust region loses", "dppo_binary_tv", "pg_is", "final"),
+        Claim("a capped weight is not enough without a mask", "dppo_binary_tv", "cispo", "final"),
+        Claim("DPPO holds more than ratio clipping", "dppo_binary_tv", "grpo", "final"),
+    ),
+)
+_RELAXED_LOSSES = ("grpo", "grpo relaxed up", "grpo relaxed down", "grpo relaxed both", "dppo_binary_tv")
+_RELAXED = Experiment(
+    "relaxed",
+    "Ratio clipping relaxed in one direction or both (after the paper's figure 5)",
+    blocks=(Block("rare_words", _RELAXED_LOSSES, ("staleness 4",), {}),),
+    quick=(Block("rare_words", _RELAXED_LOSSES, ("staleness 4",), {}),),
+    claims=(
+        Claim("relaxing the clip of rising tokens helps", "grpo relaxed up", "grpo"),
+        Claim("relaxing the clip of falling tokens helps", "grpo relaxed down", "grpo"),
+        Claim("relaxing both is better than rising tokens alone", "grpo relaxed both", "grpo relaxed up"),
+    ),
+)
+_BAD_LOSSES = ("pg_is", "dppo_binary_tv far", "dppo_binary_tv")
+_BAD = Experiment(
+    "bad_updates",
+    "Masking only falling tokens that are half a probability away: how few updates do the harm",
+    blocks=(Block("chain_sum", _BAD_LOSSES, ("staleness 8",), {}), Block("rare_chain", _BAD_LOSSES, ("hot",), {})),
+    quick=(Block("rare_chain", _BAD_LOSSES, ("hot",), {}),),
+    claims=(
+        Claim("masking a few bad updates is enough to hold", "dppo_binary_tv far", "pg_is", "final"),
+        Claim("the usual threshold is better than masking a few", "dppo_binary_tv", "dppo_binary_tv far", "final"),
+    ),
+)
+_LONG_LOSSES = ("dppo_binary_tv", "dppo_binary_kl", "grpo", "pg_is")
+_LONG_TAIL = Experiment(
+    "long_tail",
+    "A long-tailed vocabulary: what ratio clipping masks there, and what that costs",
+    blocks=(Block("rare_words", _LONG_LOSSES, ("none", "staleness 4"), {}),),
+    quick=(Block("rare_words", _LONG_LOSSES, ("staleness 4",), {}),),
+    claims=_CLAIMS[:2],
+)
+_TOKENS = ("dppo_binary_tv",)
+_RATIO_TV = Experiment(
+    "ratio_tv",
+    "Ratio and total variation of engine and trainer at equal weights, by the token's probability (figure 1)",
+    blocks=(Block("rare_words", _TOKENS, ("bf16", "weights fp8", "weights int4"), {"run": {"num_steps": 1}}),),
+    quick=(Block("rare_words", _TOKENS, ("bf16", "weights fp8"), {"run": {"num_steps": 1}}),),
+    tokens="ratio_tv",
+)
+_CLIPPED = Experiment(
+    "most_clipped",
+    "Which tokens ratio clipping and DPPO mask, by the token's probability and by word",
+    blocks=(Block("rare_words", _TOKENS, ("none",), {"run": {"num_steps": 3}, "checkpoint": {"export_hf": True}}),),
+    quick=(Block("rare_words", _TOKENS, ("none",), {"run": {"num_steps": 3}, "checkpoint": {"export_hf": True}}),),
+    tokens="most_clipped",
+)
+EXPERIMENTS: Mapping[str, Experiment] = {
+    e.name: e for e in (_WINDTUNNEL, _STABILITY, _RATIO_TV, _CLIPPED, _RELAXED, _BAD, _LONG_TAIL)
+}
+"""Name -> experiment."""

@@ -1,0 +1,20 @@
+"""What a process imports from which runs on a CPU are forked; nothing that starts a thread."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+from megatron_dppo.mcore.compat import apply_shims
+from megatron_dppo.platform import Platform
+
+apply_shims(Platform.detect(force_cpu=True))
+
+import megatron_dppo.mcore.setup  # noqa: E402
+import megatron_dppo.policy.trainer  # noqa: E402
+import megatron_dppo.run.loop  # noqa: E402
+import megatron_dppo.weights.publish  # noqa: E402, F401
+from megatron_dppo.rollout.quantized import preload_modelopt  # noqa: E402
+
+preload_modelopt()
