@@ -196,7 +196,7 @@ def check_plan(problem: HeadProblem, group: dist.ProcessGroup | None) -> None:
         empty = RowPlan.of(torch.zeros_like(targets.loss_mask), None)
         assert float(loss_of(problem, planned, "dppo_topk_tv", group, plan=empty).loss_sum) == 0
         statistics(problem, planned, group, plan=empty)
-    sizes = [("all_gather_into_tensor", payload(problem, len(plan.rows)))] * 2
+    sizes = [("all_gather_into_tensor", payload(problem, len(plan.rows), more)) for more in (0, 1)]
     assert calls == (sizes if size > 1 else [])
     torch.testing.assert_close(got.loss_sum, want.loss_sum)
     got.loss_sum.backward()

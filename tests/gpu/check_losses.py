@@ -1,4 +1,4 @@
-"""Every loss on the device in fp32 against the CPU in float64: value, gradient, keep mask."""
+"""Every loss, both directions, on the device in fp32 against the CPU in float64: value, gradient, keep mask."""
 
 from __future__ import annotations
 
@@ -43,28 +43,32 @@ def random_inputs() -> LossInputs:
 
 
 def on(inputs: LossInputs, device: torch.device, dtype: torch.dtype) -> LossInputs:
-    """The same inputs on a device in a dtype, with a fresh leaf for the gradient."""
+    """The same inputs on a device in a dtype, with fresh leaves for the gradient."""
     moved = {}
     for field in fields(inputs):
         value = getattr(inputs, field.name)
-        if value is not None:
+        if isinstance(value, Tensor):
             moved[field.name] = value.to(device, dtype) if value.is_floating_point() else value.to(device)
-    moved["logprobs"] = moved["logprobs"].detach().requires_grad_()
+    for name in ("logprobs", "topk_logprobs"):
+        moved[name] = moved[name].detach().requires_grad_()
     return LossInputs(**moved)
 
 
 def gradient(inputs: LossInputs, config: LossConfig) -> tuple[LossOutput, Tensor]:
-    """The loss and its gradient by the log-probabilities."""
+    """The loss and its gradient by the log-probabilities of the labels and, by those, of the Top-K ids."""
     output = policy_loss(inputs, config)
-    (grad,) = torch.autograd.grad(output.loss_sum, inputs.logprobs)
-    return output, grad
+    assert inputs.topk_logprobs is not None
+    leaves = (inputs.logprobs, inputs.topk_logprobs)
+    found = torch.autograd.grad(output.loss_sum, leaves, allow_unused=not config.centers_score)
+    return output, torch.cat([grad.flatten() for grad in found if grad is not None])
 
 
 def check(device: torch.device) -> Iterator[Result]:
     """All losses."""
     inputs = random_inputs()
-    for name in get_args(LossName):
-        config = LossConfig(name=name)
+    configs = {name: LossConfig(name=name) for name in get_args(LossName)}
+    predictive = [LossConfig(name=name, direction="predictive") for name in ("dppo_topk_tv", "dppo_topk_kl")]
+    for name, config in (configs | {f"{c.name} predictive": c for c in predictive}).items():
         expected, expected_grad = gradient(on(inputs, torch.device("cpu"), torch.float64), config)
         found, found_grad = gradient(on(inputs, device, torch.float32), config)
         scale = float(expected_grad.norm())
