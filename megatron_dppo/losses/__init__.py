@@ -1,6 +1,7 @@
 """Policy losses: tensors in, sums out. Pure torch; no collectives, no input or output, no Megatron."""
 
 from megatron_dppo.losses.advantages import group_relative_advantages
+from megatron_dppo.losses.counterfactuals import with_cosines
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.objective import SUPERVISED, Objective, policy_objective
 from megatron_dppo.losses.policy_loss import dppo_loss, policy_loss, supervised_loss
@@ -30,4 +31,5 @@ __all__ = [
     "topk_kl",
     "topk_sums",
     "topk_tv",
+    "with_cosines",
 ]

@@ -28,11 +28,11 @@ class Objective:
     """what a head has to give it"""
 
 
-def policy_objective(config: LossConfig) -> Objective:
-    """``policy_loss`` of this configuration."""
+def policy_objective(config: LossConfig, *, counterfactuals: bool = False) -> Objective:
+    """``policy_loss`` of this configuration, if asked with the metrics of ``losses.counterfactuals``."""
     by_token = "sequence_ids" not in config.required_inputs
     return Objective(
-        loss=partial(policy_loss, config=config),
+        loss=partial(policy_loss, config=config, counterfactuals=counterfactuals),
         by_token=by_token,
         skips_zero_advantage=by_token and not config.kl_coef and not config.entropy_coef,
         needs=LossNeeds(

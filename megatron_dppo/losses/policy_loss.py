@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.centering import residuals
+from megatron_dppo.losses.counterfactuals import counterfactual_metrics
 from megatron_dppo.losses.loss_metrics import common_metrics, policy_metrics
 from megatron_dppo.losses.reduce import masked_sum, statistics_dtype
 from megatron_dppo.losses.rules import Decision, decide
@@ -53,7 +54,7 @@ def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     return policy_loss(inputs, config)
 
 
-def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
+def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool = False) -> LossOutput:
     """The loss that ``config.name`` says, summed over the tokens of the loss mask; docs/loss.md has the formulas.
 
     Example: PPO's clipping on the same two tokens as in ``dppo_loss``: both ratios, 1.25 and 1.8, against 1.28.
@@ -75,6 +76,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
             ``rollout_logprobs`` is not finite; it also leaves ``num_tokens``. ``config.required_inputs`` names
             the fields that must be there; Top-K fields are ``[T, K+1]``.
         config: name, thresholds and the rest.
+        counterfactuals: also report what other losses would have done (``losses.counterfactuals``).
 
     Returns:
         ``loss_sum`` (connected to ``inputs.logprobs`` even when no token is left), ``num_tokens`` (dropped tokens
@@ -104,6 +106,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
         token_loss = token_loss * torch.where(tokens.mask, inputs.token_weights.detach().to(token_loss.dtype), 0.0)
     loss_sum = token_loss.sum()
     metrics = policy_metrics(tokens, decision, keep, config.ratio_limits[1]) | common_metrics(inputs, loss_sum) | extra
+    if counterfactuals:
+        metrics |= counterfactual_metrics(tokens, decision, keep, config, inputs.token_weights)
     return LossOutput(loss_sum=loss_sum, num_tokens=tokens.mask.sum(), keep_mask=keep, metrics=metrics)
 
 

@@ -17,7 +17,7 @@ from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
 from megatron_dppo.hf import model_shape, routing_shape
-from megatron_dppo.losses import BatchTotals, Objective
+from megatron_dppo.losses import BatchTotals, Objective, with_cosines
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint import Save, load_checkpoint, read_state, save_checkpoint
 from megatron_dppo.mcore.device_state import DeviceState
@@ -127,7 +127,7 @@ class PolicyTrainer:
         with self._routing(batches, self._replay_mode) as plain:
             local = forward_backward(self._chunks, plain, self._head, objective, self._cp_group)
         first = dist.get_rank(self.groups.tp) == 0
-        metrics = reduce_metrics(local, self.groups.world, contributes=first)
+        metrics = with_cosines(reduce_metrics(local, self.groups.world, contributes=first))
         first = first and dist.get_rank(self.groups.cp) == 0
         return metrics | self._balance_losses(len(batches)) | self._routing_metrics(batches, is_first=first)
 

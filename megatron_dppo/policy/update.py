@@ -36,6 +36,8 @@ class Updater:
     def __init__(self, trainer: PolicyTrainer, train: TrainConfig, loss: LossConfig) -> None:
         self._trainer, self._train, self._loss = trainer, train, loss
         self._objective = policy_objective(loss)
+        # Of the last update of a step, where pi and mu are furthest apart: once is enough, and costs nothing then.
+        self._last_objective = policy_objective(loss, counterfactuals=True)
 
     def run(
         self,
@@ -61,7 +63,8 @@ class Updater:
                 with clock.part("waiting"):  # for the slowest rank's rollouts
                     batches = self.plan([samples[i] for i in order[start : start + size]])
                 with clock.part("forward_backward"):
-                    metrics = self._trainer.accumulate(batches, self._objective)
+                    last = epoch == self._train.epochs - 1 and start + size >= len(order)
+                    metrics = self._trainer.accumulate(batches, self._last_objective if last else self._objective)
                 if check is not None and epoch == start == 0:
                     check(metrics)
                 with clock.part("optimizer"):

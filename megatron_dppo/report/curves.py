@@ -17,6 +17,11 @@ _PANELS = {
 }
 """Place in the picture -> title and lines: (metric, label, factor)."""
 
+_OTHERS = {
+    "others": ("What other losses would mask (%)", "mask_fraction", 100.0),
+    "cosine": ("Cosine of their gradient with this loss's", "cosine", 1.0),
+}
+"""Place -> title, part of the metric's name behind that of the loss, factor."""
 _MOSAIC = [["reward", "distance", "masked"], ["reward", "entropy", "length"]]
 
 
@@ -30,7 +35,17 @@ def write_curves(metrics: Path, picture: Path, title: str) -> None:
     records = read_metrics(metrics)
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     with plt.rc_context({**style, "font.size": 10}):
-        figure, axes = plt.subplot_mosaic(_MOSAIC, figsize=(13, 5.2), width_ratios=[1.5, 1, 1], layout="constrained")
+        others = sorted({k.split("/")[2] for r in records for k in r if k.startswith("train/counterfactual/")})
+        mosaic = [*_MOSAIC, ["others", "cosine", "cosine"]] if others else _MOSAIC
+        size = (13, 2.6 * len(mosaic))
+        figure, axes = plt.subplot_mosaic(mosaic, figsize=size, width_ratios=[1.5, 1, 1], layout="constrained")
+        for place, (title_of, part, scale) in _OTHERS.items() if others else ():
+            for name in others:
+                steps, values = _series(records, f"train/counterfactual/{name}/{part}")
+                axes[place].plot(steps, [v * scale for v in values], label=name, linewidth=1.2)
+            axes[place].set_title(title_of, loc="left", fontsize=11)
+            axes[place].set_xlabel("rollout step")
+            axes[place].legend(frameon=False, fontsize=8, ncols=2)
         for place, (name, lines) in _PANELS.items():
             axis = axes[place]
             for color, (key, label, scale) in zip(("#2a6fbb", "#d1495b"), lines, strict=False):

@@ -1,0 +1,71 @@
+"""What other losses, with their defaults, would have done with the same tokens: from what the loss has in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.config.loss import LossConfig, LossName
+from megatron_dppo.losses.rules import Decision, decide
+from megatron_dppo.losses.tokens import Tokens
+from megatron_dppo.types import Metric
+
+_OTHERS: tuple[LossName, ...] = ("dppo_binary_tv", "dppo_binary_kl", "drpo", "ipo", "grpo", "cispo", "pg_is")
+_ON_TOPK: tuple[LossName, ...] = ("dppo_topk_tv", "dppo_topk_kl")
+_PREFIX = "counterfactual"
+
+
+@torch.no_grad()
+def counterfactual_metrics(
+    tokens: Tokens, decision: Decision, keep: Tensor, config: LossConfig, token_weights: Tensor | None
+) -> dict[str, Metric]:
+    """For each other loss the share of tokens that it would drop, and two sums for the cosine of ``with_cosines``.
+
+    A gradient here is ``-A w M`` of each token, times its aggregation weight: that of the policy term by the
+    log-probabilities, without penalty, bonus and centering.
+
+    Args:
+        tokens: the prepared inputs.
+        decision: of the loss itself.
+        keep: ``[T]`` bool, its mask.
+        config: of the loss itself; the others have their defaults, and its Top-K.
+        token_weights: ``[T]`` the aggregation; None = 1.
+    """
+    scale = tokens.advantages.double()
+    if token_weights is not None:
+        scale = scale * torch.where(tokens.mask, token_weights.double(), 0.0)
+    acts = tokens.mask & (tokens.advantages != 0)
+    own = _coefficient(decision, keep & acts, config, scale)
+    metrics, energy = {}, own.square().sum()
+    for name in (*_OTHERS, *(_ON_TOPK if config.is_topk else ())):
+        other = _defaults(name, config.topk, config.topk_eviction)
+        of_other = decide(tokens, other)
+        coefficient = _coefficient(of_other, of_other.keep & acts, other, scale)
+        metrics[f"{_PREFIX}/{name}/mask_fraction"] = Metric((acts & ~of_other.keep).sum(), acts.sum())
+        metrics[f"{_PREFIX}/{name}/projection"] = Metric((own * coefficient).sum(), energy)
+        metrics[f"{_PREFIX}/{name}/energy"] = Metric(coefficient.square().sum(), energy)
+    return metrics
+
+
+def with_cosines(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Reduced metrics with ``cosine`` in place of the two sums it is made of; 1 = the same direction."""
+    found = dict(metrics)
+    for name in [name for name in found if name.startswith(_PREFIX) and name.endswith("/projection")]:
+        stem = name.removesuffix("/projection")
+        projection, energy = found.pop(name), found.pop(f"{stem}/energy")
+        if energy > 0:
+            found[f"{stem}/cosine"] = projection / energy**0.5
+    return found
+
+
+def _coefficient(decision: Decision, acts: Tensor, config: LossConfig, scale: Tensor) -> Tensor:
+    floor, cap = config.ratio_limits
+    return torch.where(acts, -scale * decision.weight.double().clamp(floor, cap), 0.0)
+
+
+@cache
+def _defaults(name: LossName, topk: int, eviction: bool) -> LossConfig:
+    return LossConfig(name=name, topk=topk, topk_eviction=eviction) if name in _ON_TOPK else LossConfig(name=name)
