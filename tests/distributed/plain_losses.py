@@ -168,6 +168,8 @@ def centered_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tup
     pi, mu, _ = probabilities(x, t)
     term = f(pi / mu) * x.logprobs[t]
     for slot, (p, m) in zip(head, pairs, strict=True):
+        if p == 0:  # outside the kept set: log pi is -inf, and has no gradient
+            continue
         term = term - ((m * f(p / m) if m > 0 else 0.0) - alpha * p) * x.topk_logprobs[t, slot]
     return True, -advantage * term
 
