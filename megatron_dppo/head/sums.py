@@ -12,17 +12,13 @@ every shard, in one collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.rows import RowTotals
-
-SlotSums = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(log pi ``[n, S]``, log mu ``[n, S]``, valid ``[n, S]``) -> ``[n, C]``, additive over disjoint parts of the slots"""
+from megatron_dppo.types import SlotSums
 
 
 def narrow(mine: Tensor, labels: Tensor, ids: Tensor, valid: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor
 from megatron_dppo.losses.reduce import masked_max, masked_sum
 from megatron_dppo.losses.rules import Decision
 from megatron_dppo.losses.tokens import Tokens
-from megatron_dppo.losses.topk import other_masses
 from megatron_dppo.types import LossInputs, Metric
 
 
@@ -61,9 +60,7 @@ def _topk_metrics(tokens: Tokens) -> dict[str, Metric]:
     if tokens.topk is None:
         return {}
     topk, count = tokens.topk, tokens.mask.sum()
-    log_m = torch.where(topk.valid, topk.rollout_logprobs, -torch.inf)
-    log_p = log_m if topk.logprobs is None else torch.where(topk.valid, topk.logprobs, -torch.inf)
-    p_other, m_other = other_masses(log_p, log_m, topk.other_logprob)
+    p_other, m_other = topk.masses()
     return {
         "topk_other": Metric(masked_sum(p_other, tokens.mask), count),
         "topk_other_rollout": Metric(masked_sum(m_other, tokens.mask), count),

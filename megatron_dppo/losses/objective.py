@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
-
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.policy_loss import policy_loss, supervised_loss
 from megatron_dppo.losses.predictive import predictive_sums
 from megatron_dppo.losses.topk import topk_sums
-from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput
+from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, SlotSums
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def policy_objective(config: LossConfig, *, counterfactuals: bool = False) -> Ob
     )
 
 
-def _sums(config: LossConfig) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+def _sums(config: LossConfig) -> SlotSums | None:
     if not config.is_topk or config.topk_eviction or config.centers_score:
         return None
     return predictive_sums if config.direction == "predictive" else topk_sums

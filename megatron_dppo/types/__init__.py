@@ -13,7 +13,7 @@ Conventions, fixed here and nowhere else:
 
 from megatron_dppo.types.columns import as_bytes
 from megatron_dppo.types.kept import KeptSets, check_kept
-from megatron_dppo.types.loss import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, StepResult
+from megatron_dppo.types.loss import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, SlotSums, StepResult
 from megatron_dppo.types.rollouts import (
     MISSING_EXPERT,
     Completion,
@@ -47,6 +47,7 @@ __all__ = [
     "RolloutGroup",
     "RoutingShape",
     "SamplingParams",
+    "SlotSums",
     "StepResult",
     "TokenFields",
     "TokenTargets",

@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+SlotSums = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(log pi ``[n, S]``, log mu ``[n, S]``, valid ``[n, S]``) -> ``[n, C]``, additive over disjoint parts of the slots"""
+
 
 class Metric(NamedTuple):
     """A metric before its reduction over micro-batches and ranks.
@@ -31,9 +34,9 @@ class LossNeeds:
     """``topk_other_square``"""
     slot_gradient: bool = False
     """log pi at the Top-K ids with a gradient; not with ``topk_sums``"""
-    topk_sums: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """(log pi, log mu, valid), each ``[n, S]``, -> ``[n, C]``, additive over disjoint parts of the slots: all that it
-    needs of them, so that several shards may exchange these sums in their place; None = the slots, or nothing"""
+    topk_sums: SlotSums | None = None
+    """all that it needs of the Top-K slots: several shards may exchange these sums in their place; None = the slots
+    themselves, or nothing of them"""
 
 
 NO_NEEDS = LossNeeds()

@@ -18,9 +18,8 @@ from megatron_dppo.head import loss as fused_head_loss
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.stats import HeadStatistics, vocab_parallel_head_stats
-from megatron_dppo.head.sums import SlotSums
 from megatron_dppo.losses import policy_loss, predictive_sums, topk_sums
-from megatron_dppo.types import KeptSets, LossNeeds, LossOutput
+from megatron_dppo.types import KeptSets, LossNeeds, LossOutput, SlotSums
 from tests.distributed.collectives import recorded_collectives
 from tests.distributed.head_cases import (
     LOGPROB_BOUND,

@@ -62,14 +62,7 @@ WEIGHTED = {
         Case({}, transformer=SELECTIVE),
         Case(EP, transformer=ALLGATHER | FULL),
     ],
-    4: [
-        Case({**TP, **CP}, transformer=FULL),
-        Case({**CP, **VPP}, transformer=FULL, mixed=True),
-        Case({**CP, **EP4}),
-        Case({**TP, **ETP, **OVERLAP}, transformer=SELECTIVE),
-        Case({**TP, **PP}, transformer=BLOCK),
-        Case({**PP, **EP}, transformer=MOE, micro_batch_tokens=16),
-    ],
+    4: LAYOUTS[4],
 }
 COMPARED = {1: [Case(mixed=True)], 2: [Case(TP), Case(CP, transformer=FULL), Case(VPP, mixed=True)]}
 

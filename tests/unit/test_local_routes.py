@@ -20,15 +20,20 @@ from tests.unit.columns import same
 MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"
 
 
-def one_pass(model: Any, tokens: list[int], layer: int) -> Tensor:
-    """``[tokens, k]``: the experts of each token, from the router's own weights and inputs."""
+def router_logits(model: Any, tokens: list[int], layer: int) -> Tensor:
+    """``[tokens, experts]``, from the router's own weights and inputs."""
     seen: list[Tensor] = []
     gate = model.model.layers[layer].mlp.gate
     handle = gate.register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0].reshape(len(tokens), -1)))
     with torch.no_grad():
         model(input_ids=torch.tensor([tokens]))
     handle.remove()
-    return (seen[0] @ gate.weight.T).topk(gate.top_k, dim=-1).indices
+    return seen[0] @ gate.weight.T
+
+
+def one_pass(model: Any, tokens: list[int], layer: int) -> Tensor:
+    """``[tokens, k]``: the experts of each token."""
+    return router_logits(model, tokens, layer).topk(model.model.layers[layer].mlp.gate.top_k, dim=-1).indices
 
 
 def generate(config: Any, **params: Any) -> tuple[Any, list[tuple[Prompt, Completion]]]:

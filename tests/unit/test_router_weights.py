@@ -24,7 +24,7 @@ from megatron_dppo.run.stream.saved import SavedStream, why_unusable
 from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, experts_of, weights_of, with_weights
 from tests.unit.configs import config
 from tests.unit.honest_answers import CONTRACT, SHAPE, honest
-from tests.unit.test_local_routes import MODEL, generate
+from tests.unit.test_local_routes import MODEL, generate, router_logits
 from tests.unit.test_routing import compact, routes
 
 NARROW = replace(SHAPE, weights=True)
@@ -136,13 +136,8 @@ def test_weights_that_no_router_has_are_refused_with_their_place(lie: dict[str, 
 
 def own_weights(model: Any, tokens: list[int], layer: int) -> Tensor:
     """``[tokens, k]``: what the router's own weights make of its inputs."""
-    seen: list[Tensor] = []
     gate = model.model.layers[layer].mlp.gate
-    handle = gate.register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0].reshape(len(tokens), -1)))
-    with torch.no_grad():
-        model(input_ids=torch.tensor([tokens]))
-    handle.remove()
-    found = (seen[0] @ gate.weight.T).double().softmax(-1).topk(gate.top_k, dim=-1).values
+    found = router_logits(model, tokens, layer).double().softmax(-1).topk(gate.top_k, dim=-1).values
     return found / found.sum(-1, keepdim=True) if gate.norm_topk_prob else found
 
 
