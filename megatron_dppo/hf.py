@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,11 @@ def rope_theta(hf_config: Any) -> float:
     if kind != "default":
         raise CheckpointError(f"config.json has rope_type = {kind!r}; only the default rotary embedding is supported")
     return float(parameters.get("rope_theta") or hf_config.rope_theta)
+
+
+def preload_models() -> None:
+    """Import the module of Qwen3-MoE before processes are forked: it takes each some seconds."""
+    import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
 
 def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) -> Any:

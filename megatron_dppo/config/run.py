@@ -47,3 +47,5 @@ class LogConfig(Section):
     """Weights & Biases project; needs the extra ``[wandb]``."""
     progress: bool = True
     """Progress bar and one line a step on rank 0."""
+    curves: bool = True
+    """``curves.png`` at the end, which takes about two seconds."""

@@ -63,6 +63,7 @@ MISMATCHES: Mapping[str, Mismatch] = {
         *_perturbed("router_noise", "router_noise", [0.1, 0.3, 1.0]),
         *[Mismatch("staleness", str(age), {"train": {"max_staleness": age}}) for age in (1, 2, 4, 8)],
         *_perturbed("hidden_top_p", "unrecorded_top_p", [0.95, 0.9]),
+        Mismatch("staleness", "4, lr 1e-3", {"train": {"max_staleness": 4}, "optimizer": {"lr": 1e-3}}),
         Mismatch("hot", "", {"train": {"max_staleness": 8, "advantage": "std"}, "optimizer": {"lr": 3e-3}}),
     )
 }

@@ -34,12 +34,12 @@ _WINDTUNNEL = Experiment(
             _EVERY,
             (
                 *("none", "bf16", "weights fp8", "weights int4", "router_noise 1.0"),
-                *("staleness 4", "staleness 8", "hidden_top_p 0.9"),
+                *("staleness 4", "staleness 8", "staleness 4, lr 1e-3", "hidden_top_p 0.9"),
             ),
             {},
         ),
         Block("rare_chain", _EVERY, ("hot",), {}, searched_on="rare_words"),
-        Block("chain_sum", _EVERY, ("weights int4", "staleness 8"), {}),
+        Block("chain_sum", _EVERY, ("weights int4", "staleness 8"), {}, searched_on="rare_words"),
     ),
     quick=(
         Block("rare_words", _MAIN, ("none", "weights int4", "router_noise 1.0", "staleness 4", "hidden_top_p 0.9"), {}),

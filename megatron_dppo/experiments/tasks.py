@@ -12,7 +12,7 @@ _COMMON: Settings = {
     "model": {"dtype": "fp32"},
     "rollout": {"dtype": "fp32"},
     "checkpoint": {"export_hf": False, "resume": "never"},
-    "log": {"tensorboard": False, "progress": False},
+    "log": {"tensorboard": False, "progress": False, "curves": False},
 }
 _WORDS: Settings = {
     "rollout": {"prompts_per_step": 32, "samples_per_prompt": 16},

@@ -151,4 +151,5 @@ def _write_summary(session: Session, metrics: Path) -> None:
         policy_updates=session.trainer.policy_version,
         total_seconds=time.time() - session.started,
     )
-    write_curves(metrics, folder / "curves.png", f"{config.loss.name} on {_sources(config.data.train)}")
+    if config.log.curves:
+        write_curves(metrics, folder / "curves.png", f"{config.loss.name} on {_sources(config.data.train)}")

@@ -15,6 +15,8 @@ import megatron_dppo.mcore.setup  # noqa: E402
 import megatron_dppo.policy.trainer  # noqa: E402
 import megatron_dppo.run.loop  # noqa: E402
 import megatron_dppo.weights.publish  # noqa: E402, F401
+from megatron_dppo.hf import preload_models  # noqa: E402
 from megatron_dppo.rollout.quantized import preload_modelopt  # noqa: E402
 
+preload_models()
 preload_modelopt()
