@@ -37,8 +37,9 @@ class DataConfig(Section):
     """System message for prompts that have none (needs a chat template)."""
     max_prompt_tokens: int = Field(1024, gt=0)
     """Longest prompt, chat template included."""
-    overlong_prompts: Literal["error", "drop"] = "error"
-    """What becomes of a longer prompt; dropped ones are counted at the start."""
+    overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
+    """What becomes of a longer prompt; ``truncate_left`` keeps its last tokens. Those dropped or cut are counted at the
+    start."""
 
     @field_validator("train")
     @classmethod

@@ -28,6 +28,7 @@ _ALIASES: dict[str, tuple[str, str, Any]] = {
 
 _PATHS = (
     ("model", "path"),
+    ("checkpoint", "fork_from"),
     ("data", "train"),
     ("data", "eval"),
     ("warmup", "data"),

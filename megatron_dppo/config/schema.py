@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_dppo.config.checkpoint import CheckpointConfig
 from megatron_dppo.config.data import DataConfig, RewardConfig, RolloutConfig
+from megatron_dppo.config.evaluation import EvalConfig
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.optimizer import OptimizerConfig, WarmupOptimizerConfig
 from megatron_dppo.config.router_replay import FROM_ENGINE, RouterReplay, check_router_weights
@@ -108,56 +110,6 @@ class WarmupConfig(_Section):
     optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()
 
 
-class EvalConfig(_Section):
-    """Evaluation on ``data.eval``: greedy by default."""
-
-    every: int = Field(10, ge=1)
-    """Steps between evaluations; one more runs before the first step and one after the last."""
-    samples_per_prompt: int = Field(1, ge=1)
-    """k of avg@k: ``eval/accuracy`` is the mean over all samples, ``eval/pass_at_k`` the share of solved prompts."""
-    temperature: float = Field(0.0, ge=0)
-    """0 = greedy; needed above 0 for more than one sample."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    beside_training: bool | None = None
-    """Sample while the next step samples and trains, and log when that step ends; None = with inference servers, unless
-    ``checkpoint.keep_best`` needs the result at once."""
-    max_prompts: int | None = Field(None, gt=0)
-    """Evaluate on a fixed random sample of this size; None = all."""
-
-    @model_validator(mode="after")
-    def _samples_differ(self) -> EvalConfig:
-        if self.samples_per_prompt > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples_per_prompt = {self.samples_per_prompt} with temperature = 0 repeats one greedy answer; set "
-                "temperature above 0"
-            )
-        return self
-
-
-class CheckpointConfig(_Section):
-    """Megatron torch_dist checkpoints under ``output_dir/checkpoints``."""
-
-    save_every: int | None = Field(None, ge=1)
-    """Steps between checkpoints; None = only the last. SIGTERM always saves."""
-    keep: int = Field(2, ge=1)
-    """Newest checkpoints that stay on disk."""
-    keep_best: bool = False
-    """Also save at every new best ``eval/accuracy``, and keep that checkpoint (``checkpoints/best.json`` names it)."""
-    async_save: bool = False
-    """Write checkpoints while training goes on: what a rank writes is copied to host memory first (14 bytes a parameter
-    of the model over the number of ranks, with bf16 weights). Each save waits for the one before; the run's end for the
-    last."""
-    resume: Literal["auto", "never"] = "auto"
-    """``auto``: continue from the newest whole checkpoint of finite weights in output_dir, if there is one."""
-    accept_changes: bool = False
-    """Continue although keys that change the results differ from those of the run so far; each one is printed."""
-    accept_unverified: bool = False
-    """Continue also from a checkpoint without manifest, as older versions wrote them: nothing shows that its files are
-    whole (``docs/checkpoints.md``)."""
-    export_hf: bool = True
-    """Write the final weights as a Hugging Face folder."""
-
-
 class Config(_Section):
     """A whole run."""
 
@@ -179,6 +131,11 @@ class Config(_Section):
     def needs_engine_routing(self) -> bool:
         """Whether the rollout engine has to report which experts it chose."""
         return self.train.router_replay in FROM_ENGINE
+
+    @property
+    def eval_max_new_tokens(self) -> int:
+        """``eval.max_new_tokens`` with its default."""
+        return self.eval.max_new_tokens or self.rollout.max_new_tokens
 
     @property
     def evaluates_beside_training(self) -> bool:
@@ -252,6 +209,17 @@ class Config(_Section):
             raise ValueError(
                 "model.random_init = true starts RL from noise, where no reward is ever found; set warmup.num_steps "
                 "above 0, or point model.path to a folder with weights"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _forks_have_weights(self) -> Config:
+        source = self.checkpoint.fork_from
+        if source is not None and self.warmup.num_steps:
+            raise ValueError(
+                f"checkpoint.fork_from = {source!r} with warmup.num_steps = {self.warmup.num_steps}: a fork has the "
+                "checkpoint's weights. Set warmup.num_steps = 0 and model.random_init = false, and model.path to the "
+                "folder that the other run warmed up (RUN/base)"
             )
         return self
 

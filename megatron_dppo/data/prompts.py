@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ from megatron_dppo.data.rows import Row, iter_rows
 from megatron_dppo.data.sources import HUB
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Prompt
+
+Overlong = Literal["error", "drop", "truncate_left"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def load_rows(
 class PromptDataset:
     """Rows as tokenized prompts; epoch e is a reshuffle by ``(seed, e)``, so that a cursor is one integer.
 
-    Each prompt is made anew when it is asked for. ``num_dropped`` rows were too long; the longest prompt that is there
-    has ``longest`` tokens.
+    Each prompt is made anew when it is asked for. ``num_dropped`` and ``num_truncated`` rows were too long; the longest
+    prompt that is there has ``longest`` tokens.
 
     Args:
         rows: at least one.
@@ -68,7 +70,8 @@ class PromptDataset:
         context_length: the model's ``max_position_embeddings``.
         seed: order of the stream; None keeps the order of the rows (for evaluation).
         chat: how a prompt becomes text.
-        overlong: what becomes of a prompt that is too long: ``error``, or ``drop`` (counted in ``num_dropped``).
+        overlong: what becomes of a prompt that is too long: ``error``, ``drop``, or ``truncate_left``, which keeps its
+            last tokens.
 
     Raises:
         DataError: a prompt is too long, none is left, or a prompt does not go with the chat template.
@@ -84,14 +87,14 @@ class PromptDataset:
         context_length: int,
         seed: int | None = None,
         chat: ChatOptions | None = None,
-        overlong: Literal["error", "drop"] = "error",
+        overlong: Overlong = "error",
     ) -> None:
         if not rows:
             raise DataError("the data set has no rows")
         chat = chat or ChatOptions()
         chat.check(tokenizer)
         limits = {"data.max_prompt_tokens": max_prompt_tokens, "the context": context_length - max_new_tokens}
-        self._seed, self.num_dropped, self.longest = seed, 0, 0
+        self._seed, self.num_dropped, self.num_truncated, self.longest = seed, 0, 0, 0
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
         digest, place = hashlib.sha256(), ""
 
@@ -101,6 +104,9 @@ class PromptDataset:
                 place = row.place
                 prompt = _to_prompt(row, tokenizer, chat)
                 exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
+                if exceeded and overlong == "truncate_left" and max_new_tokens < context_length:
+                    prompt = replace(prompt, token_ids=prompt.token_ids[-min(limits.values()) :])
+                    self.num_truncated, exceeded = self.num_truncated + 1, []
                 if not exceeded:
                     self.longest = max(self.longest, len(prompt.token_ids))
                     digest.update(f"{prompt.token_ids} {prompt.label}\n".encode())
@@ -149,13 +155,13 @@ def _too_long(prompt: Prompt, name: str, limit: int, max_new_tokens: int, contex
     length = len(prompt.token_ids)
     if name == "the context":
         return (
-            f"{prompt.prompt_id}: the prompt has {length} tokens; with rollout.max_new_tokens = {max_new_tokens} that "
-            f"is {length + max_new_tokens}, more than the model's context of {context_length}. Shorten the prompt or "
-            "lower rollout.max_new_tokens"
+            f"{prompt.prompt_id}: the prompt has {length} tokens; with max_new_tokens = {max_new_tokens} that is "
+            f"{length + max_new_tokens}, more than the model's context of {context_length}. Shorten the prompt or "
+            "lower rollout.max_new_tokens (of held-out prompts eval.max_new_tokens)"
         )
     return (
         f"{prompt.prompt_id}: the prompt has {length} tokens, more than {name} = {limit}. Shorten or remove the "
-        f"row, raise {name}, or set data.overlong_prompts = 'drop'"
+        f"row, raise {name}, or set data.overlong_prompts = 'drop' or 'truncate_left'"
     )
 
 

@@ -14,6 +14,7 @@ from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.parallel.objects import agreed, is_leader
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import read_metrics, reduce_metrics
+from megatron_dppo.run.eval_scores import eval_metrics
 from megatron_dppo.run.session import Session
 from megatron_dppo.run.stream.draw import Draw
 from megatron_dppo.types import Metric, Prompt, RolloutGroup, SamplingParams
@@ -44,9 +45,11 @@ def evaluate(session: Session) -> dict[str, float]:
     every = [(name, prompts[i]) for name, prompts in sets.items() for i in range(len(prompts))]
     share = every[session.trainer.dp_rank :: session.inputs.layout.dp]
     params = SamplingParams(
-        max_new_tokens=config.rollout.max_new_tokens,
+        max_new_tokens=config.eval_max_new_tokens,
         temperature=config.eval.temperature,
         top_p=config.eval.top_p,
+        top_k=config.eval.top_k,
+        min_p=config.eval.min_p,
         seed=config.run.seed,
     )
     draw = session.stream.ask([prompt for _, prompt in share], config.eval.samples_per_prompt, params, session.step)
@@ -68,20 +71,12 @@ def finish_evaluation(session: Session) -> tuple[int, dict[str, float]] | None:
 def _values(session: Session, evaluation: Evaluation) -> dict[str, float]:
     groups = session.stream.answered(evaluation.draw, Clock())
     record_answers(session, groups, evaluation.step)
-    local = _accuracy(groups)
+    n = session.config.eval.samples_per_prompt
+    local = eval_metrics(groups, n)
     for name in filter(None, session.inputs.eval_prompts):
         of_set = [group for (owner, _), group in zip(evaluation.prompts, groups, strict=True) if owner == name]
-        local |= {f"{name}/{metric}": value for metric, value in _accuracy(of_set).items()}
+        local |= {f"{name}/{metric}": value for metric, value in eval_metrics(of_set, n).items()}
     return prefixed("eval", reduce_over_samples(session, local))
-
-
-def _accuracy(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return {
-        "accuracy": Metric(sum(r.score for r in rollouts), len(rollouts)),
-        "pass_at_k": Metric(sum(max(r.score for r in g.rollouts) >= 1 for g in groups), len(groups)),
-        "response_length": Metric(sum(len(r.completion.token_ids) for r in rollouts), len(rollouts)),
-    }
 
 
 def record_answers(session: Session, groups: Sequence[RolloutGroup], step: int) -> None:

@@ -120,6 +120,7 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
         "data.train": config.data.train,
         "data.eval": config.data.eval,
         "warmup.data": config.warmup.data,
+        "checkpoint.fork_from": config.checkpoint.fork_from,
     }
     for key, value in named.items():
         values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]

@@ -199,7 +199,7 @@ class _PromptReader:
             rows,
             self._tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
-            max_new_tokens=config.rollout.max_new_tokens,
+            max_new_tokens=config.eval_max_new_tokens if split == "eval" else config.rollout.max_new_tokens,
             context_length=self._context_length,
             seed=config.run.seed if split == "train" else None,
             chat=ChatOptions(data.apply_chat_template, data.system_prompt, data.chat_template_kwargs),
@@ -212,6 +212,8 @@ class _PromptReader:
             parts.append(f"a sample of {len(loaded.rows)}")
         if prompts.num_dropped:
             parts.append(f"{prompts.num_dropped} too long dropped")
+        if prompts.num_truncated:
+            parts.append(f"{prompts.num_truncated} too long cut at the left")
         named = source if isinstance(source, str) else ", ".join(source)
         self.summary.append(f"data     {name}: {', '.join(parts)}; from {named} ({loaded.num_read} rows)")
         return prompts

@@ -35,6 +35,10 @@ class ResumePoint:
     """keys that differ from the run so far, and may"""
     passed_over: tuple[PassedOver, ...] = ()
     """newer checkpoints, the newest first"""
+    is_fork: bool = False
+    """it is of another run, whose settings need not be these"""
+    same_stream: bool = True
+    """False = a fork has other prompts, or another order of them; it begins with the first"""
 
 
 def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
@@ -74,15 +78,19 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
         return None
     folder, unverified = Path(config.run.output_dir) / "checkpoints", config.checkpoint.accept_unverified
     chosen, passed_over = newest_usable(folder, accept_unverified=unverified)
+    is_fork = chosen is None and config.checkpoint.fork_from is not None
+    if is_fork:
+        chosen = _fork_point(config)
     if chosen is None:
         return None
     state = read_state(chosen)
-    for key, mine in run_identity(config, inputs).items():
-        if state["identity"][key] != mine:
-            raise CheckpointError(
-                f"{chosen} was written with {key} = {state['identity'][key]}, this run has {mine}; it is another "
-                "run. Use the same value, or another run.output_dir"
-            )
+    differing = [key for key, mine in run_identity(config, inputs).items() if state["identity"][key] != mine]
+    if refused := [key for key in differing if key == "model" or not is_fork]:
+        mine = run_identity(config, inputs)[refused[0]]
+        raise CheckpointError(
+            f"{chosen} was written with {refused[0]} = {state['identity'][refused[0]]}, this run has {mine}; it is "
+            "another run. Use the same value, or another run.output_dir"
+        )
     here, there = layout_identity(config, inputs), state["layout"]
     same = here["layout"] == there["layout"] and here["world_size"] == there["world_size"]
     for key, reason in _CANNOT_RESHARD.items():
@@ -92,8 +100,31 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
                 f"has {here[key]}: {reason}. Use the old value, or start again from the exported Hugging Face folder"
             )
     changes = changes_between(state["config"], config)
-    check_changes(changes, chosen, accepted=config.checkpoint.accept_changes)
-    return ResumePoint(chosen, same, tuple(changes), tuple(passed_over))
+    check_changes(changes, chosen, accepted=config.checkpoint.accept_changes or is_fork)
+    if is_fork and state["step"] >= config.run.num_steps:
+        raise CheckpointError(
+            f"checkpoint.fork_from = {str(chosen)!r} is of step {state['step']}, and run.num_steps = "
+            f"{config.run.num_steps} counts from the beginning of the other run; raise it"
+        )
+    return ResumePoint(chosen, same, tuple(changes), tuple(passed_over), is_fork, not differing)
+
+
+def _fork_point(config: Config) -> Path:
+    """The checkpoint of another run that this one begins with.
+
+    Raises:
+        CheckpointError: it is none, or is damaged.
+    """
+    named = str(config.checkpoint.fork_from)
+    checkpoint = Path(named)
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"checkpoint.fork_from = {named!r} is no folder; name a checkpoint of a run, as in "
+            "RUN/checkpoints/step_000020"
+        )
+    if problem := _why_unusable(checkpoint, accept_unverified=config.checkpoint.accept_unverified):
+        raise CheckpointError(f"checkpoint.fork_from = {named!r} cannot be used: {problem[1]}")
+    return checkpoint
 
 
 _CANNOT_RESHARD = {

@@ -47,13 +47,15 @@ def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) ->
 def needs_of(config: Config, inputs: Inputs | None) -> Needs:
     """What the run wants from each of its servers; without ``inputs`` with the longest prompt that it may have."""
     assert config.rollout.engine != "local"
-    longest = config.data.max_prompt_tokens
-    if inputs is not None:
-        sets = [inputs.train_prompts, *inputs.eval_prompts.values()]
-        longest = max(prompts.longest for prompts in sets)
+    answers = {"train": config.rollout.max_new_tokens, "eval": config.eval_max_new_tokens if config.data.eval else 0}
+    if inputs is None:
+        context = config.data.max_prompt_tokens + max(answers.values())
+    else:
+        held_out = [prompts.longest + answers["eval"] for prompts in inputs.eval_prompts.values()]
+        context = max(inputs.train_prompts.longest + answers["train"], *held_out, 0)
     return Needs(
         engine=config.rollout.engine,
-        context=longest + config.rollout.max_new_tokens,
+        context=context,
         topk=config.loss.topk if config.loss.is_topk else 0,
         routed_experts=config.needs_engine_routing,
         weight_sync=config.rollout.weight_sync.method,

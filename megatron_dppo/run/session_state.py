@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -71,25 +70,31 @@ def _restore(session: Session, point: ResumePoint) -> None:
     state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
     session.step = state["step"]
     session.skipped_in_a_row, session.answers_before = state["skipped_in_a_row"], state["answers_before"]
-    session.best = tuple(state["best"]) if state["best"] else None
+    # The best checkpoint of another run is not in this folder.
+    session.best = tuple(state["best"]) if state["best"] and not point.is_fork else None
     session.evaluation_due = state["evaluation_due"]
     for each in point.passed_over:
         say(f"warning  {each.checkpoint} is passed over: {each.reason}; it is renamed to end in .{each.kind}")
     version = session.trainer.policy_version
-    say(f"resumed  {point.checkpoint} (step {session.step}, policy version {version})")
+    did = "forked " if point.is_fork else "resumed"
+    say(f"{did}  {point.checkpoint} (step {session.step}, policy version {version})")
     if not point.same_layout:
         say("         on another layout: the same curve up to rounding, not bit for bit")
     for change in point.changes:
-        accepted = ", by checkpoint.accept_changes" if change.kind == "results" else ""
+        accepted = ", by checkpoint.accept_changes" if change.kind == "results" and not point.is_fork else ""
         say(f"         changed{accepted}: {change}")
-    _restore_stream(session, state, point.checkpoint)
+    _restore_stream(session, state, point)
 
 
-def _restore_stream(session: Session, state: dict[str, Any], checkpoint: Path) -> None:
+def _restore_stream(session: Session, state: dict[str, Any], point: ResumePoint) -> None:
     """Take the rollouts that were not trained on from the checkpoint, or their prompts back into the stream."""
-    dp, prompts = session.inputs.layout.dp, session.inputs.train_prompts
+    checkpoint, dp, prompts = point.checkpoint, session.inputs.layout.dp, session.inputs.train_prompts
     before = SavedStream.of(state["stream"])
     saved = before.on(dp)
+    if not point.same_stream:
+        session.console.say("         on other prompts, or in another order: from the first of them")
+        session.stream.restore(saved.from_the_first(session.step), {})
+        return
     problem = why_unusable(saved, state["config"], session.config)
     if problem and saved.num_prompts:
         session.console.say(f"         the rollouts that were sampled ahead are sampled again: {problem}")

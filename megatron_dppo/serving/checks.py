@@ -141,6 +141,7 @@ def _short(length: Any, needed: int, flag: str, unused: int = 0) -> Iterator[str
     if length and int(length) < needed + unused:
         spare = f", and it leaves {unused} positions unused" if unused else ""
         yield (
-            f"takes sequences of {length} tokens, but the longest prompt and rollout.max_new_tokens together have "
-            f"{needed}{spare}; start it with {flag} {needed + unused}, or lower rollout.max_new_tokens"
+            f"takes sequences of {length} tokens, but the longest prompt and its answer together may have "
+            f"{needed}{spare}; start it with {flag} {needed + unused}, or lower rollout.max_new_tokens "
+            "(eval.max_new_tokens)"
         )

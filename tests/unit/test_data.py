@@ -101,6 +101,17 @@ def test_a_source_that_is_no_data_is_refused_with_the_reason(tmp_path: Path) -> 
             SupervisedDataset(source, None, seed=0)
 
 
+def test_a_prompt_that_is_too_long_keeps_its_last_tokens_when_it_is_cut(tokenizer: Any) -> None:
+    rows = [Row("a:1", "1+2+3+4=", "10"), Row("a:2", "1+1=", "2")]
+    whole = dataset(rows, tokenizer)
+    for limit, changes in ((5, {"max_prompt_tokens": 5}), (6, {"context_length": 46})):
+        cut = dataset(rows, tokenizer, overlong="truncate_left", **changes)
+        assert [cut[i].token_ids for i in (0, 1)] == [whole[0].token_ids[-limit:], whole[1].token_ids]
+        assert (cut.num_truncated, cut.num_dropped, cut.longest, cut[0].text) == (1, 0, limit, "1+2+3+4=")
+    with pytest.raises(DataError, match="context of 40"):
+        dataset(rows, tokenizer, overlong="truncate_left", context_length=40)
+
+
 def test_each_epoch_of_the_stream_is_another_permutation_of_all_rows(tokenizer: Any) -> None:
     rows = load_rows("task:chain_sum", "eval").rows
     data = dataset(rows, tokenizer, seed=5)

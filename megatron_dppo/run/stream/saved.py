@@ -100,6 +100,10 @@ class SavedStream:
         ]
         return SavedStream(self.cursor, step, self.ages, waiting, [[] for _ in self.draws])
 
+    def from_the_first(self, step: int) -> SavedStream:
+        """Another stream, of which nothing was drawn yet: the first prompts are for ``step``."""
+        return SavedStream(0, step, self.ages, [[] for _ in self.waiting], [[] for _ in self.draws])
+
 
 def why_unusable(saved: SavedStream, was: Mapping[str, Any], config: Config) -> str:
     """Why the groups of a checkpoint cannot be trained on by this run; empty when they can.

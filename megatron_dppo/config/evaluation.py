@@ -1,0 +1,47 @@
+"""The section ``[eval]``."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from megatron_dppo.config.section import Section
+
+
+class EvalConfig(Section):
+    """Evaluation on ``data.eval``: greedy by default."""
+
+    every: int = Field(10, ge=1)
+    """Steps between evaluations; one more runs before the first step and one after the last."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """n answers to each prompt: ``eval/accuracy`` is their mean score; above 1 also ``eval/pass_at_k`` for k = 1, 2, 4
+    ... n (unbiased) and ``eval/maj_at_n``, the score of the most frequent answer."""
+    temperature: float = Field(0.0, ge=0)
+    """0 = greedy; needed above 0 for more than one sample."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """Sample among the so many most probable tokens; 0 = all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample among the tokens that have at least this share of the largest probability; 0 = all."""
+    max_new_tokens: int | None = Field(None, gt=0)
+    """Longest answer; None = ``rollout.max_new_tokens``."""
+    beside_training: bool | None = None
+    """Sample while the next step samples and trains, and log when that step ends; None = with inference servers, unless
+    ``checkpoint.keep_best`` needs the result at once."""
+    max_prompts: int | None = Field(None, gt=0)
+    """Evaluate on a fixed random sample of this size; None = all."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvalConfig:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples_per_prompt = {self.samples_per_prompt} with temperature = 0 repeats one greedy answer; set "
+                "temperature above 0"
+            )
+        filters = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        if self.temperature == 0 and any(filters.values()):
+            name = next(name for name, is_set in filters.items() if is_set)
+            raise ValueError(
+                f"{name} = {getattr(self, name)} has no effect with temperature = 0, which always takes the most "
+                "probable token; set temperature above 0, or remove it"
+            )
+        return self
