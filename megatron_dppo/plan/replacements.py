@@ -110,7 +110,7 @@ def _experts(_: Assumptions) -> None:
 REPLACEMENTS: Sequence[Replacement] = (
     Replacement(_weights, "the initial weights are not read: one tensor at a time passes, and nothing of it stays"),
     Replacement(_rows_on_the_host, "row plans and sequence starts are found on the host, from real tensors"),
-    Replacement(_kept_sets, "the check reads which sets hold their label, from ids that are fake and counts that are not"),
+    Replacement(_kept_sets, "the check asks which sets hold their label, by fake ids and real counts"),
     Replacement(_contents, "torch keeps both storages when it copies what fake ones do not have"),
     Replacement(
         _is_cuda,

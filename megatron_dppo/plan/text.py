@@ -22,7 +22,8 @@ def as_text(plan: Plan) -> str:
     """The whole plan."""
     note = [] if plan.model.note is None else [plan.model.note]
     parts = [*note, describe(plan.layout, plan.config), _batch(plan), "", _memory(plan), "", _collectives(plan)]
-    parts += ["", _time(plan), "", _rollouts(plan), _columns(plan), *_colocated(plan), _transfers(plan), "", _verdict(plan)]
+    parts += ["", _time(plan), "", _rollouts(plan), _columns(plan), *_colocated(plan), _transfers(plan)]
+    parts += ["", _verdict(plan)]
     return "\n".join(parts)
 
 

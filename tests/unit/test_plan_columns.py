@@ -1,4 +1,4 @@
-"""``megatron-dppo plan`` counts what sampling filters, Top-K and router replay add to a token, and can plan any loss."""
+"""``megatron-dppo plan`` counts what sampling filters, Top-K and router replay add to a token."""
 
 from __future__ import annotations
 
