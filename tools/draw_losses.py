@@ -78,7 +78,7 @@ def numbers(config: LossConfig) -> dict[str, Any]:
     for name, advantage in (("up", 1.0), ("down", -1.0)):
         grid = factors(config, advantage)
         found[f"dropped_{name}"] = round(float((grid == 0).double().mean()), 3)
-        found[f"factor_{name}"] = [[float(f"{x:.3g}") for x in row] for row in grid[::STRIDE, ::STRIDE].tolist()]
+        found[f"factor_{name}"] = [[float(f"{x:.3g}") + 0.0 for x in row] for row in grid[::STRIDE, ::STRIDE].tolist()]
     return found
 
 
