@@ -1,7 +1,7 @@
 """What the head's further needs cost ours B: each against DPPO-TopK-TV as the trainer runs it, on the same task.
 
-A need is what one loss or setting asks of the head beyond log pi at the Top-K ids: the sum of pi^2 and four more sums of
-the slots (predicted direction), a gradient at every id (score centering), a softmax over kept sets (sampling filters).
+A need is what one loss or setting asks of the head beyond log pi at the Top-K ids: the sum of pi^2 and four more sums
+of the slots (predicted direction), a gradient at every id (score centering), a softmax over kept sets (filters).
 """
 
 from __future__ import annotations
