@@ -3,6 +3,7 @@
     python benchmarks/head.py                  counts and gates, a minute or two, then a short timing
     python benchmarks/head.py --gates-only     the counts and gates alone: what CI runs
     python benchmarks/head.py --full           the sizes of docs/benchmarks-head.md
+    python benchmarks/head.py --needs          what predicted directions, score centering and filters cost
     python benchmarks/head.py --device cuda    the sweep on a GPU
 
 Every method gets the same task: DPPO's loss of N tokens and its gradients with respect to hidden states and head; the
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from head_bench import one_process, report, tensor_parallel
+from head_bench import needs, one_process, report, tensor_parallel
 from head_bench.counters import counted, peak_bytes
 from head_bench.reference import Errors, errors_of, reference
 from head_bench.results import Check, Results, Row, gates, goals, methods_of
@@ -69,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return cuda.main(options.out, "cuda" if options.device == "cuda" else "cpu", options.rounds)
     profile = FULL if options.full else SHORT
+    if options.needs:
+        times = {pages: needs.measure(profile.time, pages, options.rounds, options.attempts) for pages in PAGES}
+        print(f"{profile.time}\n\n{needs.table(needs.products(profile.time), times)}")
+        return 0
     methods = methods_of(options.methods, METHODS)
     results = _measure(methods, profile, options)
     checks = {"gates": gates(results)} | ({"goals": goals(results)} if options.full else {})
@@ -81,6 +86,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--gates-only", action="store_true", help="no times")
     parser.add_argument("--full", action="store_true", help="the sizes that the figures in docs/ are of")
+    parser.add_argument("--needs", action="store_true", help="the costs of our own head's further needs alone")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--attempts", type=int, default=3, help="repeat a timing whose spread is above 15 %%")
     parser.add_argument("--entropy-gradient", action="store_true", help="an entropy bonus; leaves TRL out")

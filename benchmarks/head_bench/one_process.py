@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 from head_peers.registry import OURS_B, Method, by_name
@@ -21,16 +22,23 @@ def measure(
     methods: Sequence[Method], size: Size, zero_share: float, pages: str, rounds: int, attempts: int
 ) -> dict[str, Ratio]:
     """CPU time of each method, of ``ZERO_ROWS`` and of ``LIMIT`` over ours B's; ``pages`` as in ``use_pages``."""
+    names = [method.name for method in methods]
+    return in_one_process(_times, size, pages, rounds, attempts, names, zero_share)
+
+
+def in_one_process(times: Callable[..., dict[str, Ratio]], size: Size, pages: str, *arguments: Any) -> dict[str, Ratio]:
+    """``times(size, *arguments)`` in a new process with one thread; ``pages`` as in ``use_pages``."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        names = [method.name for method in methods]
-        return pool.submit(_child, names, size, zero_share, pages, rounds, attempts).result()
+        return pool.submit(_child, times, size, pages, *arguments).result()
 
 
-def _child(
-    names: Sequence[str], size: Size, zero_share: float, pages: str, rounds: int, attempts: int
-) -> dict[str, Ratio]:
+def _child(times: Callable[..., dict[str, Ratio]], size: Size, pages: str, *arguments: Any) -> dict[str, Ratio]:
     torch.set_num_threads(1)
     use_pages(pages)
+    return times(size, *arguments)
+
+
+def _times(size: Size, rounds: int, attempts: int, names: Sequence[str], zero_share: float) -> dict[str, Ratio]:
     task, zero = quick_task(size), quick_task(replace(size, zero_share=zero_share))
     runs = {name: runner(by_name(name), task) for name in names}
     runs |= {ZERO_ROWS: runner(OURS_B, zero), LIMIT: three_products(task)}

@@ -11,28 +11,49 @@ import torch
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
 
+# https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
+_QWEN3_30B_A3B: Mapping[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+# https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json
+_QWEN3_8B: Mapping[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+_BASE: Mapping[str, Any] = {"max_position_embeddings": 32768}
+"""What the base models differ in, of what a plan reads."""
 KNOWN: Mapping[str, Mapping[str, Any]] = {
-    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
+    "Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "Qwen3-30B-A3B-Base": {**_QWEN3_30B_A3B, **_BASE},
+    "Qwen3-8B": _QWEN3_8B,
+    "Qwen3-8B-Base": {**_QWEN3_8B, **_BASE},
 }
 """By the last part of ``model.path``: what their config.json says."""
 

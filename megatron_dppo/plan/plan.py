@@ -12,6 +12,7 @@ from megatron_dppo.hf import model_shape
 from megatron_dppo.plan.arithmetic import Rollouts, Transfers, gradient_bytes, rollouts, server_bytes, transfers
 from megatron_dppo.plan.batch import Batch, batch_of
 from megatron_dppo.plan.child import Question
+from megatron_dppo.plan.columns import Columns, columns_of
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.measured import Measured
 from megatron_dppo.plan.models import model_config, parameter_counts
@@ -77,6 +78,7 @@ class Plan:
     batch: Batch
     ranks: dict[str, RankPlan]
     rollouts: Rollouts
+    columns: Columns
     transfers: Transfers
 
     @property
@@ -147,6 +149,7 @@ def make_plan(
             for (name, role), measured in zip(chosen.items(), found, strict=True)
         },
         rollouts=rollouts(config, model.hf_config, model.parameters, machine),
+        columns=columns_of(config, model.hf_config, layout),
         transfers=moved,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_dppo.head import loss, row_kernels, row_plan, stats
+from megatron_dppo.head import columns, loss, row_kernels, row_plan, stats
 from megatron_dppo.mcore import forward, grouped_gemm
 from megatron_dppo.mcore.bridge import Bridge
 from megatron_dppo.mcore.head import Row
@@ -40,7 +40,8 @@ def _rows_on_the_host(_: Assumptions) -> None:
         with _disable_current_modes():
             row = Row.of(*args, **kwargs)
             _ = row.packing.buckets
-        for column in vars(row.batch).values():
+        kept = () if row.batch.kept is None else (row.batch.kept.ids,)
+        for column in (*vars(row.batch).values(), *kept):
             if isinstance(column, Tensor):
                 column.detach()  # for the meter, which has not seen how it was made
         return row
@@ -93,6 +94,15 @@ def _row_kernels(_: Assumptions) -> None:
     row_kernels._triton_kernels = lambda logits: kernels  # type: ignore[assignment, return-value]
 
 
+def _page_locked(_: Assumptions) -> None:
+    Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _kept_sets(_: Assumptions) -> None:
+    for module in (columns, stats):
+        module.check_sets = lambda kept, labels, vocab_size: None  # type: ignore[attr-defined]
+
+
 def _experts(_: Assumptions) -> None:
     grouped_gemm.has_grouped_gemm = lambda x, weight: False
 
@@ -100,6 +110,7 @@ def _experts(_: Assumptions) -> None:
 REPLACEMENTS: Sequence[Replacement] = (
     Replacement(_weights, "the initial weights are not read: one tensor at a time passes, and nothing of it stays"),
     Replacement(_rows_on_the_host, "row plans and sequence starts are found on the host, from real tensors"),
+    Replacement(_kept_sets, "the check asks which sets hold their label, by fake ids and real counts"),
     Replacement(_contents, "torch keeps both storages when it copies what fake ones do not have"),
     Replacement(
         _is_cuda,
@@ -111,6 +122,7 @@ REPLACEMENTS: Sequence[Replacement] = (
         "one GEMM an expert, which keeps what Transformer Engine's does; torch's grouped one is asked of a device",
         True,
     ),
+    Replacement(_page_locked, "page-locked memory needs a device; the copy from it is the same", True),
     Replacement(_chunks, "the head cuts its chunks by the kind of device", True),
     Replacement(
         _row_kernels, "Triton cannot run on fake tensors; its kernels allocate their results and no more", True

@@ -22,7 +22,8 @@ def as_text(plan: Plan) -> str:
     """The whole plan."""
     note = [] if plan.model.note is None else [plan.model.note]
     parts = [*note, describe(plan.layout, plan.config), _batch(plan), "", _memory(plan), "", _collectives(plan)]
-    parts += ["", _time(plan), "", _rollouts(plan), *_colocated(plan), _transfers(plan), "", _verdict(plan)]
+    parts += ["", _time(plan), "", _rollouts(plan), _columns(plan), *_colocated(plan), _transfers(plan)]
+    parts += ["", _verdict(plan)]
     return "\n".join(parts)
 
 
@@ -161,6 +162,23 @@ def _rollouts(plan: Plan) -> str:
     return (
         f"{per_token}; a server of {found.gpus_per_server} {plan.machine.name} has {gib(found.room)} GiB a GPU for "
         f"them: {found.tokens_in_flight} tokens in flight = {found.sequences} sequences of {found.longest} tokens"
+    )
+
+
+def _columns(plan: Plan) -> str:
+    found = plan.columns
+    kept = f"ids that the filters left ({found.kept // 4 - 1}, an assumption unless top_k says so)"
+    parts = {
+        "id and log-probability": found.sampled,
+        "Top-K": found.topk,
+        kept: found.kept,
+        "experts": found.routes,
+        "combine weights": found.router_weights,
+    }
+    told = ", ".join(f"{size} {name}" for name, size in parts.items() if size)
+    return (
+        f"columns  {found.token} bytes a response token from the engine: {told}; {gib(found.step)} GiB a step in the "
+        "host's memory of each data parallel rank"
     )
 
 

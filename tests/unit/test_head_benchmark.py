@@ -132,6 +132,19 @@ def test_a_gate_that_fails_makes_the_benchmark_fail(monkeypatch: pytest.MonkeyPa
     assert head.main(arguments) == 1
 
 
+def test_further_needs_of_the_head_cost_no_further_product() -> None:
+    from head_bench import needs
+    from head_bench.timing import Ratio
+    from head_peers.task import Size
+
+    counts = needs.products(Size(48, 512, 16, 4))
+    assert list(counts) == list(needs.NEEDS) and needs.BASE in counts
+    assert {round(gemms, 2) for gemms, _ in counts.values()} == {3.0}
+    ratio = Ratio(1.05, 0.9, 1.2, 0.1, 9)
+    lines = needs.table(counts, {"kept": dict.fromkeys(counts, ratio)}).splitlines()
+    assert len(lines) == 2 + len(counts) and lines[-1].endswith("| 1.05 (0.90..1.20) |")
+
+
 def _parallel(bytes_a_token: int) -> dict[str, Any]:
     errors = {"logprobs": 0.0, "grad_hidden": 0.0, "grad_weight": 0.0}
     one = {"collectives": [["allgather", 48 * bytes_a_token]], "backward_collectives": [], "errors": errors}
