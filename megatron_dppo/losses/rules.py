@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megatron_dppo.config.loss import LossConfig, LossName
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.centering import centering_weight
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.reduce import per_sequence
@@ -34,7 +34,7 @@ _Rule = Callable[[Tokens, LossConfig, Tensor], Decision]
 
 def decide(tokens: Tokens, config: LossConfig) -> Decision:
     """Mask and weight of every token under ``config``, the mismatch mask included."""
-    measure, rule = _RULES[config.name]
+    measure, rule = _RULES.get(config.name, _OWN)
     decision = rule(tokens, config, measure(tokens))
     if config.mismatch not in ("none", "truncate"):
         inside = mismatch_keep_mask(
@@ -51,7 +51,7 @@ def decide(tokens: Tokens, config: LossConfig) -> Decision:
 
 def _mismatch_log_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
     """Trainer against engine at the same weights where the loss has the anchor, else pi against mu."""
-    return tokens.anchor - tokens.rollout_logprobs if config.uses_anchor else tokens.log_ratio
+    return tokens.anchor - tokens.rollout_logprobs if config.mismatch_by_anchor else tokens.log_ratio
 
 
 def _binary_tv(tokens: Tokens) -> Tensor:
@@ -165,7 +165,7 @@ def _surrogate(log_ratio: Tensor, tokens: Tokens, config: LossConfig, divergence
     return Decision(keep, ratio, clipped, divergence)
 
 
-_RULES: Mapping[LossName, tuple[_Divergence, _Rule]] = {
+_RULES: Mapping[str, tuple[_Divergence, _Rule]] = {
     "dppo_binary_tv": (_binary_tv, _divergence_region),
     "dppo_binary_kl": (_binary_kl, _divergence_region),
     "dppo_topk_tv": (_topk_tv, _divergence_region),
@@ -184,3 +184,6 @@ _RULES: Mapping[LossName, tuple[_Divergence, _Rule]] = {
     "ppo_decoupled": (_binary_tv, _ppo_decoupled),
 }
 """Loss -> its divergence (measured for the metrics, and for the mask where that has one in it) and its rule."""
+
+_OWN: tuple[_Divergence, _Rule] = (_binary_tv, _everything)
+"""A user's loss, which decides by itself."""
