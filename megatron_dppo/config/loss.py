@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES
-from megatron_dppo.config.loss_keys import APPLIES, check_values
+from megatron_dppo.config.loss_keys import APPLIES, check_values, reasons
 from megatron_dppo.config.section import Section
 from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, load_user_function, loaded
 from megatron_dppo.errors import FunctionError
@@ -28,6 +28,8 @@ LossName = Literal[
     "pg_is",
     "cispo",
     "score_centering",
+    "trm",
+    "cppo",
     "gspo",
     "ppo_clip",
     "ppo_decoupled",
@@ -85,6 +87,20 @@ class LossConfig(Section):
     derivative of the divergence along the update."""
     tail: Literal["proportional", "aggregated", "uniform"] = "proportional"
     """Only with ``direction = "predictive"``: the sum of pi^2 outside the Top-K set, exact or estimated."""
+    divergence: Literal["sampled", "binary", "topk"] | None = None
+    """Only ``trm`` (None = ``sampled``: estimates of KL(mu || pi) from the sampled token; or its Binary or Top-K form)
+    and ``cppo`` (None = ``binary``; total variation)."""
+    sequence_max: Annotated[float, Field(gt=0)] | Literal["off"] = 0.05
+    """Only ``trm``: a sequence with a token above this is dropped."""
+    sequence_mean: Annotated[float, Field(gt=0)] | Literal["off"] = 0.001
+    """Only ``trm``: a sequence whose mean over its tokens is above this is dropped."""
+    position_floor: float = Field(0.8, gt=0, le=1)
+    """Only ``cppo``: the weight of a response's last divergence; that of the first is 1."""
+    prefix_budget: float = Field(0.02, gt=0)
+    """Only ``cppo``: least mean of the weighted divergences that any prefix may have."""
+    prefix_budget_max: float | None = Field(None, gt=0)
+    """Only ``cppo``: that of a sequence is the 90th percentile of its divergences, at most this; None = twice
+    ``prefix_budget``."""
     centering: Literal["none", "truncate", "mask"] = "truncate"
     """Only ``score_centering``: the weight, 1, min(r, ``ratio_cap``), or r inside [``mismatch_low``, ``mismatch_high``]
     and 0 outside."""
@@ -137,8 +153,24 @@ class LossConfig(Section):
     @property
     def is_topk(self) -> bool:
         """Whether the rollout's Top-K is needed."""
-        built_in = (self.is_dppo and self.name.startswith("dppo_topk_")) or self.centers_score
-        return built_in or any(needs.topk for needs in self.own_needs)
+        return self.decides_on_topk or any(needs.topk for needs in self.own_needs)
+
+    @property
+    def decides_on_topk(self) -> bool:
+        """Whether the built-in loss itself needs it."""
+        is_dppo = self.is_dppo and self.name.startswith("dppo_topk_")
+        return is_dppo or self.centers_score or self.resolved_divergence == "topk"
+
+    @property
+    def resolved_divergence(self) -> Literal["sampled", "binary", "topk"] | None:
+        """``divergence`` with the default of the loss filled in; None where the name says it, or nothing does."""
+        return self.divergence or {"trm": "sampled", "cppo": "binary"}.get(self.name)  # type: ignore[return-value]
+
+    @property
+    def prefix_budgets(self) -> tuple[float, float]:
+        """(least, largest) with the default filled in."""
+        largest = self.prefix_budget_max
+        return (self.prefix_budget, 2 * self.prefix_budget if largest is None else largest)
 
     @property
     def centers_score(self) -> bool:
@@ -203,34 +235,11 @@ class LossConfig(Section):
     @property
     def required_inputs(self) -> frozenset[str]:
         """Fields of LossInputs that this loss needs and that other losses may do without."""
-        return frozenset(self._reasons())
+        return frozenset(reasons(self))
 
     def reason(self, name: str) -> str:
         """The setting because of which the loss needs the input ``name``."""
-        return self._reasons()[name]
-
-    def _reasons(self) -> dict[str, str]:
-        why = {"rollout_logprobs": "loss.name"}
-        for function in (self.own_mask, self.own_loss):
-            if function is not None:
-                why |= dict.fromkeys(function.needs.inputs, function.setting)
-        if (self.is_dppo and self.is_topk) or self.centers_score:
-            why |= dict.fromkeys(("topk_logprobs", "rollout_topk_logprobs", "topk_valid"), "loss.name")
-        if self.direction == "predictive" and self.tail != "aggregated":
-            why["topk_other_square" if self.tail == "proportional" else "vocab_size"] = "loss.tail"
-        if self.uses_anchor:
-            why.setdefault("anchor_logprobs", "loss.name")
-        if self.name == "gspo":
-            why["sequence_ids"] = "loss.name"
-        if self.mismatch in ("mask_sequence", "mask_geometric"):
-            why["sequence_ids"] = "loss.mismatch"
-        if self.kl_coef and self.kl_anchor == "reference":
-            why["reference_logprobs"] = "loss.kl_coef"
-        if self.entropy_coef:
-            why["entropy"] = "loss.entropy_coef (with its gradient)"
-        if self.resolved_aggregation != "token_mean":
-            why["token_weights"] = "loss.aggregation" if self.aggregation else "loss.name"
-        return why
+        return reasons(self)[name]
 
     @model_validator(mode="before")
     @classmethod

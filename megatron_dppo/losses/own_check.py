@@ -1,8 +1,8 @@
 """A user's loss and mask on made-up tokens, before a run starts: what would be wrong in training is told at once.
 
 Also what no single call shows: a token's result must not depend on the tokens that happen to be in the same call, or,
-with ``needs(sequences=True)``, on those of other sequences. Heads call a loss on chunks of tokens, rows hold any samples,
-and ranks share them out; a loss that normalises over its call would train differently with each of these.
+with ``needs(sequences=True)``, on those of other sequences. Heads call a loss on chunks of tokens, rows hold any
+samples, and ranks share them out; a loss that normalises over its call would train differently with each of these.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, cast
 
@@ -12,6 +13,7 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.centering import centering_weight
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.reduce import per_sequence
+from megatron_dppo.losses.sequences import prefix_keep_mask, sequence_keep_mask
 from megatron_dppo.losses.tokens import Tokens
 from megatron_dppo.losses.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
 
@@ -118,6 +120,36 @@ def _ipo(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
     return _plain(tokens, divergence <= torch.where(tokens.log_ratio > 0, high, low), divergence)
 
 
+def _trm(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    """Whole sequences are dropped (arXiv 2512.23075)."""
+    assert tokens.sequence_ids is not None
+    ratio = tokens.log_ratio
+    if config.resolved_divergence == "sampled":
+        peak, average = ratio.square() / 2, ratio.expm1() - ratio
+    else:
+        peak = average = _binary_kl(tokens) if config.resolved_divergence == "binary" else _topk_kl(tokens)
+    limits = [math.inf if limit == "off" else limit for limit in (config.sequence_max, config.sequence_mean)]
+    return _plain(tokens, sequence_keep_mask(peak, average, tokens.mask, tokens.sequence_ids, *limits), average)
+
+
+def _cppo(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    """DPPO with weights by position and a budget for prefixes (arXiv 2606.10968)."""
+    assert tokens.sequence_ids is not None
+    if config.resolved_divergence == "topk":
+        divergence = _topk_tv(tokens)
+    keep = prefix_keep_mask(
+        divergence,
+        tokens.log_ratio,
+        tokens.advantages,
+        tokens.mask,
+        tokens.sequence_ids,
+        thresholds=config.thresholds,
+        floor=config.position_floor,
+        budget=config.prefix_budgets,
+    )
+    return _plain(tokens, keep, divergence)
+
+
 def _ratio_region(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
     return _plain(tokens, ratio_keep_mask(tokens.log_ratio, tokens.advantages, *config.clip_ratios), divergence)
 
@@ -179,6 +211,8 @@ _RULES: Mapping[str, tuple[_Divergence, _Rule]] = {
     "pg_is": (_binary_tv, _everything),
     "cispo": (_binary_tv, _everything),
     "score_centering": (_binary_tv, _score_centering),
+    "trm": (_binary_tv, _trm),
+    "cppo": (_binary_tv, _cppo),
     "gspo": (_binary_tv, _gspo),
     "ppo_clip": (_binary_tv, _ppo_clip),
     "ppo_decoupled": (_binary_tv, _ppo_decoupled),
