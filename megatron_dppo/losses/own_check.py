@@ -62,7 +62,7 @@ def _parts(count: int, *, in_sequences: bool) -> list[Tensor]:
     everything = torch.arange(count)
     if in_sequences:
         return list(everything.split(list(_LENGTHS)))
-    return [everything[: count // 3], everything[count // 3 :]]
+    return [everything[: count // 3], everything[count // 3 :], *everything.split(1)]
 
 
 def _gradients(inputs: LossInputs, config: LossConfig) -> dict[str, Tensor]:

@@ -93,12 +93,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
     unknown = Metric((inputs.loss_mask & ~tokens.mask).sum(), inputs.loss_mask.sum())
     inputs = replace(inputs, loss_mask=tokens.mask)
     decision = decide(tokens, config)
-    factor = None
-    if config.mask is not None:
-        decision, factor = _with_own_mask(decision, own_mask(inputs, tokens, config))
-    keep, token_loss = _term(inputs, tokens, decision, config)
-    if factor is not None:
-        token_loss = token_loss * factor
+    factor = None if config.mask is None else own_mask(inputs, tokens, config)
+    keep, token_loss = _term(inputs, tokens, decision, factor, config)
     coefficient = _own_coefficient(tokens, token_loss) if counterfactuals and config.own_loss is not None else None
     extra = {"unknown_rollout_fraction": unknown}
     if config.kl_coef:
@@ -136,22 +132,22 @@ def supervised_loss(inputs: LossInputs) -> LossOutput:
     )
 
 
-def _with_own_mask(decision: Decision, weights: Tensor) -> tuple[Decision, Tensor]:
-    keep = weights != 0
-    clipped = torch.where(keep, decision.clipped_weight, 0.0)
-    return decision._replace(keep=decision.keep & keep, clipped_weight=clipped), weights
-
-
-def _term(inputs: LossInputs, tokens: Tokens, decision: Decision, config: LossConfig) -> tuple[Tensor, Tensor]:
+def _term(
+    inputs: LossInputs, tokens: Tokens, decision: Decision, factor: Tensor | None, config: LossConfig
+) -> tuple[Tensor, Tensor]:
     """Which tokens are kept, and the term of each, ``[T]`` both, without penalty and bonus."""
+    if factor is not None:
+        clipped = torch.where(factor != 0, decision.clipped_weight, 0.0)
+        decision = decision._replace(keep=decision.keep & (factor != 0), clipped_weight=clipped)
     keep = decision.keep & tokens.mask
     if config.own_loss is not None:
         found, kept = own_loss(inputs, tokens, config)
-        return keep & kept, torch.where(keep, found, 0.0)
-    token_loss = _policy_term(tokens, decision, keep, config)
-    if config.centers_score:
-        token_loss = token_loss + _centering_term(inputs, tokens, keep, config)
-    return keep, token_loss
+        keep, token_loss = keep & kept, torch.where(keep, found, 0.0)
+    else:
+        token_loss = _policy_term(tokens, decision, keep, config)
+        if config.centers_score:
+            token_loss = token_loss + _centering_term(inputs, tokens, keep, config)
+    return keep, token_loss if factor is None else token_loss * factor
 
 
 def _own_coefficient(tokens: Tokens, token_loss: Tensor) -> Tensor:
