@@ -119,4 +119,4 @@ def _percentile(values: Tensor, last: Tensor) -> Tensor:
     place = _QUANTILE * last.double()
     lower = place.floor().long()
     upper = torch.minimum(lower + 1, last)
-    return torch.lerp(ordered[lower], ordered[upper], place - lower)
+    return torch.lerp(ordered[lower], ordered[upper], place - lower).nan_to_num(nan=torch.inf)  # next to an infinity
