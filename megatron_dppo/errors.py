@@ -52,6 +52,12 @@ class RewardError(UserError):
     on_every_rank = False
 
 
+class FunctionError(UserError):
+    """A function of the user's that cannot be loaded, raises, or returns something else than was agreed."""
+
+    on_every_rank = False
+
+
 class GenerateError(UserError):
     """A function of ``rollout.generate`` that cannot be loaded, raises, or returns something else than a response."""
 

@@ -32,9 +32,15 @@ _PATHS = (
     ("data", "train"),
     ("data", "eval"),
     ("warmup", "data"),
+)
+_FUNCTIONS = (
     ("reward", "function"),
     ("rollout", "generate"),
+    ("loss", "name"),
+    ("loss", "mask"),
+    ("train", "advantage"),
 )
+"""Where a path is one only with a function behind it: ``path/to/file.py:function``."""
 
 
 @dataclass(frozen=True)
@@ -160,9 +166,11 @@ def dump_toml(config: Config) -> str:
 
 
 def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
-    for section, key in _PATHS:
+    for section, key in (*_PATHS, *_FUNCTIONS):
         table = values.get(section)
-        if isinstance(table, dict) and key in table:
+        if not isinstance(table, dict) or key not in table:
+            continue
+        if (section, key) in _PATHS or ".py:" in str(table[key]):
             table[key] = _beside(table[key], folder)
     _resolve_program(values, folder)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES
+from megatron_dppo.config.loss_keys import APPLIES, check_values, reasons
 from megatron_dppo.config.section import Section
+from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, load_user_function, loaded
+from megatron_dppo.errors import FunctionError
+from megatron_dppo.functions import is_function_name
 
 LossName = Literal[
     "dppo_binary_tv",
@@ -24,6 +28,8 @@ LossName = Literal[
     "pg_is",
     "cispo",
     "score_centering",
+    "trm",
+    "cppo",
     "gspo",
     "ppo_clip",
     "ppo_decoupled",
@@ -38,7 +44,7 @@ Mismatch = Literal["none", "truncate", "mask_token", "mask_sequence", "mask_geom
 class LossConfig(Section):
     """The policy loss. Source of names and defaults: arXiv 2602.04879 and docs/loss.md.
 
-    ``name`` may be an alias (``verl/dppo_kl``); docs/loss.md lists them.
+    ``name`` may be an alias (``verl/dppo_kl``), which docs/loss.md lists, or a function of the user's.
 
     Example:
         >>> sorted(LossConfig(name="dppo_topk_tv", topk=8).required_inputs)
@@ -48,7 +54,15 @@ class LossConfig(Section):
         ('dppo_binary_kl', 0.2, 3.0)
     """
 
-    name: LossName = "dppo_binary_tv"
+    name: LossName | str = "dppo_binary_tv"
+    """A built-in loss, an alias, or a function of your own: ``path/to/file.py:function`` or ``module:function``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Only a function of your own in ``name``: what it gets by name, beside its inputs."""
+    mask: str | None = None
+    """A function of your own, ``path/to/file.py:function``: a bool for each token (False = dropped, beside what the
+    loss drops itself) or a weight of its term."""
+    mask_options: dict[str, Any] = Field(default_factory=dict)
+    """Only with ``mask``: what it gets by name, beside its inputs."""
     divergence_threshold_low: float | None = Field(None, gt=0)
     """Trust region for negative advantages (``ipo``: for pi < mu); None = 0.15 (TV) or 0.05 (KL), 0.3 for ``ipo``."""
     divergence_threshold_high: float | None = Field(None, gt=0)
@@ -73,6 +87,20 @@ class LossConfig(Section):
     derivative of the divergence along the update."""
     tail: Literal["proportional", "aggregated", "uniform"] = "proportional"
     """Only with ``direction = "predictive"``: the sum of pi^2 outside the Top-K set, exact or estimated."""
+    divergence: Literal["sampled", "binary", "topk"] | None = None
+    """Only ``trm`` (None = ``sampled``: estimates of KL(mu || pi) from the sampled token; or its Binary or Top-K form)
+    and ``cppo`` (None = ``binary``; total variation)."""
+    sequence_max: Annotated[float, Field(gt=0)] | Literal["off"] = 0.05
+    """Only ``trm``: a sequence with a token above this is dropped."""
+    sequence_mean: Annotated[float, Field(gt=0)] | Literal["off"] = 0.001
+    """Only ``trm``: a sequence whose mean over its tokens is above this is dropped."""
+    position_floor: float = Field(0.8, gt=0, le=1)
+    """Only ``cppo``: the weight of a response's last divergence; that of the first is 1."""
+    prefix_budget: float = Field(0.02, gt=0)
+    """Only ``cppo``: least mean of the weighted divergences that any prefix may have."""
+    prefix_budget_max: float | None = Field(None, gt=0)
+    """Only ``cppo``: that of a sequence is the 90th percentile of its divergences, at most this; None = twice
+    ``prefix_budget``."""
     centering: Literal["none", "truncate", "mask"] = "truncate"
     """Only ``score_centering``: the weight, 1, min(r, ``ratio_cap``), or r inside [``mismatch_low``, ``mismatch_high``]
     and 0 outside."""
@@ -99,15 +127,50 @@ class LossConfig(Section):
     horizon: int | None = Field(None, ge=1)
     """Tokens that the ``*_norm`` aggregations divide by, usually the longest response allowed."""
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # the tables of options have no hash
+
+    @property
+    def own_loss(self) -> UserFunction | None:
+        """The user's function in ``name``."""
+        return loaded(self.name, "loss.name") if is_function_name(self.name) else None
+
+    @property
+    def own_mask(self) -> UserFunction | None:
+        """The user's function in ``mask``."""
+        return None if self.mask is None else loaded(self.mask, "loss.mask")
+
+    @property
+    def own_needs(self) -> list[FunctionNeeds]:
+        """Of the user's functions."""
+        return [function.needs for function in (self.own_loss, self.own_mask) if function is not None]
+
     @property
     def is_dppo(self) -> bool:
         """Whether the loss is one of the DPPO variants."""
-        return self.name.startswith("dppo_")
+        return self.name.startswith("dppo_") and not is_function_name(self.name)
 
     @property
     def is_topk(self) -> bool:
-        """Whether the loss needs the rollout's Top-K."""
-        return self.name.startswith("dppo_topk_") or self.centers_score
+        """Whether the rollout's Top-K is needed."""
+        return self.decides_on_topk or any(needs.topk for needs in self.own_needs)
+
+    @property
+    def decides_on_topk(self) -> bool:
+        """Whether the built-in loss itself needs it."""
+        is_dppo = self.is_dppo and self.name.startswith("dppo_topk_")
+        return is_dppo or self.centers_score or self.resolved_divergence == "topk"
+
+    @property
+    def resolved_divergence(self) -> Literal["sampled", "binary", "topk"] | None:
+        """``divergence`` with the default of the loss filled in; None where the name says it, or nothing does."""
+        return self.divergence or {"trm": "sampled", "cppo": "binary"}.get(self.name)  # type: ignore[return-value]
+
+    @property
+    def prefix_budgets(self) -> tuple[float, float]:
+        """(least, largest) with the default filled in."""
+        largest = self.prefix_budget_max
+        return (self.prefix_budget, 2 * self.prefix_budget if largest is None else largest)
 
     @property
     def centers_score(self) -> bool:
@@ -117,7 +180,13 @@ class LossConfig(Section):
     @property
     def uses_anchor(self) -> bool:
         """Whether the loss compares with log-probabilities that the trainer recomputed at the rollout's weights."""
-        return self.name.startswith("dppo_recompute_") or self.name in ("minirl", "ppo_decoupled")
+        return self.mismatch_by_anchor or any(needs.anchor for needs in self.own_needs)
+
+    @property
+    def mismatch_by_anchor(self) -> bool:
+        """Whether ``mismatch`` compares trainer and engine at the same weights, else pi and mu."""
+        recomputes = self.is_dppo and self.name.startswith("dppo_recompute_")
+        return recomputes or self.name in ("minirl", "ppo_decoupled")
 
     @property
     def is_surrogate(self) -> bool:
@@ -166,31 +235,11 @@ class LossConfig(Section):
     @property
     def required_inputs(self) -> frozenset[str]:
         """Fields of LossInputs that this loss needs and that other losses may do without."""
-        return frozenset(self._reasons())
+        return frozenset(reasons(self))
 
     def reason(self, name: str) -> str:
         """The setting because of which the loss needs the input ``name``."""
-        return self._reasons()[name]
-
-    def _reasons(self) -> dict[str, str]:
-        why = {"rollout_logprobs": "loss.name"}
-        if self.is_topk:
-            why |= dict.fromkeys(("topk_logprobs", "rollout_topk_logprobs", "topk_valid"), "loss.name")
-        if self.direction == "predictive" and self.tail != "aggregated":
-            why["topk_other_square" if self.tail == "proportional" else "vocab_size"] = "loss.tail"
-        if self.uses_anchor:
-            why["anchor_logprobs"] = "loss.name"
-        if self.name == "gspo":
-            why["sequence_ids"] = "loss.name"
-        if self.mismatch in ("mask_sequence", "mask_geometric"):
-            why["sequence_ids"] = "loss.mismatch"
-        if self.kl_coef and self.kl_anchor == "reference":
-            why["reference_logprobs"] = "loss.kl_coef"
-        if self.entropy_coef:
-            why["entropy"] = "loss.entropy_coef (with its gradient)"
-        if self.resolved_aggregation != "token_mean":
-            why["token_weights"] = "loss.aggregation" if self.aggregation else "loss.name"
-        return why
+        return reasons(self)[name]
 
     @model_validator(mode="before")
     @classmethod
@@ -200,78 +249,44 @@ class LossConfig(Section):
             return {**alias, **values, "name": alias["name"]}
         return values
 
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name in get_args(LossName) or is_function_name(name):
+            return name
+        known = [*get_args(LossName), *LOSS_ALIASES]
+        close = get_close_matches(name, known, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"no such loss{hint} Expected one of {', '.join(get_args(LossName))}, an alias (docs/loss.md), or "
+            "'path/to/file.py:function'"
+        )
+
+    @model_validator(mode="after")
+    def _functions_load(self) -> LossConfig:
+        try:
+            if is_function_name(self.name):
+                load_user_function(self.name, "loss.name", self.options)
+            if self.mask is not None:
+                mask = load_user_function(self.mask, "loss.mask", self.mask_options).needs
+                if mask.topk_gradient or mask.entropy_gradient or not mask.zero_advantage:
+                    raise FunctionError(
+                        f"loss.mask = {self.mask!r} declares topk_gradient, entropy_gradient or zero_advantage: a mask "
+                        "has no gradient, so they would do nothing; take them out"
+                    )
+        except FunctionError as error:
+            raise ValueError(str(error)) from error
+        return self
+
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> LossConfig:
-        for key, (applies, where) in _APPLIES.items():
+        for key, (applies, where) in APPLIES.items():
             value = getattr(self, key)
-            if value != type(self).model_fields[key].default and not applies(self):
+            if value != type(self).model_fields[key].get_default(call_default_factory=True) and not applies(self):
                 raise ValueError(f"{key} = {value} has no effect on the loss {self.name!r}; remove it or use {where}")
         return self
 
     @model_validator(mode="after")
     def _values_fit(self) -> LossConfig:
-        for key in ("divergence_threshold_low", "divergence_threshold_high"):
-            value = getattr(self, key)
-            if value is not None and (self.name.endswith("_tv") or self.name == "ipo") and value > 1:
-                raise ValueError(f"{key} = {value}: a total variation never exceeds 1; the paper uses 0.15 to 0.2")
-        for key, (low, high) in {"ratio_floor": self.ratio_limits, "mismatch_low": self.mismatch_limits}.items():
-            if low > high:
-                raise ValueError(f"{key} = {low} is above the upper limit {high}; no ratio fits in between")
-        if self.mismatch == "truncate" and self.name != "ppo_decoupled":
-            raise ValueError(
-                f"mismatch = 'truncate' has no effect on the loss {self.name!r}, whose weight pi / mu is capped by "
-                "ratio_cap; use that, or a mask_* mode, or the loss ppo_decoupled"
-            )
-        if self.form == "reinforce" and self.is_surrogate:
-            raise ValueError(f"form = 'reinforce' does not exist for {self.name!r}, a clipped surrogate; remove it")
-        if self.form == "ratio" and self.name in ("drpo", "score_centering"):
-            raise ValueError(
-                f"form = 'ratio' does not exist for {self.name!r}, whose weight is no clipped ratio; remove it"
-            )
-        if self.name == "gspo" and self.resolved_aggregation != "seq_mean_token_mean":
-            raise ValueError(f"aggregation = {self.aggregation!r}: gspo is defined by seq_mean_token_mean; remove it")
-        if (self.horizon is None) == self.resolved_aggregation.endswith("_norm"):
-            raise ValueError(
-                f"horizon = {self.horizon} with aggregation = {self.resolved_aggregation!r}: the *_norm aggregations, "
-                "and only they, need horizon; the longest response allowed (rollout.max_new_tokens) is usual"
-            )
+        check_values(self)
         return self
-
-
-def _has_thresholds(config: LossConfig) -> bool:
-    return config.is_dppo or config.name in ("drpo", "ipo")
-
-
-def _is_topk_dppo(config: LossConfig) -> bool:
-    return config.is_dppo and config.is_topk
-
-
-def _has_cap(config: LossConfig) -> bool:
-    return not config.is_surrogate and not (config.centers_score and config.centering != "truncate")
-
-
-def _limits_mismatch(config: LossConfig) -> bool:
-    return config.mismatch != "none" or (config.centers_score and config.centering == "mask")
-
-
-def _clips_ratios(config: LossConfig) -> bool:
-    return config.is_surrogate or config.name in ("grpo", "minirl")
-
-
-_APPLIES: Mapping[str, tuple[Callable[[LossConfig], bool], str]] = {
-    "divergence_threshold_low": (_has_thresholds, "a dppo_* loss, drpo or ipo"),
-    "divergence_threshold_high": (_has_thresholds, "a dppo_* loss, drpo or ipo"),
-    "clip_ratio_low": (_clips_ratios, "grpo, minirl, gspo or ppo_*"),
-    "clip_ratio_high": (_clips_ratios, "grpo, minirl, gspo or ppo_*"),
-    "ratio_cap": (_has_cap, "a loss without a clipped surrogate (score_centering: with centering = 'truncate')"),
-    "ratio_floor": (lambda c: c.name == "cispo", "cispo"),
-    "dual_clip": (lambda c: c.name.startswith("ppo_"), "ppo_clip or ppo_decoupled"),
-    "topk": (lambda c: c.is_topk, "dppo_topk_tv, dppo_topk_kl or score_centering"),
-    "topk_eviction": (_is_topk_dppo, "dppo_topk_tv or dppo_topk_kl"),
-    "direction": (_is_topk_dppo, "dppo_topk_tv or dppo_topk_kl (a Binary divergence predicts what it has)"),
-    "tail": (lambda c: c.direction == "predictive", "direction = 'predictive'"),
-    "centering": (lambda c: c.centers_score, "score_centering"),
-    "mismatch_low": (_limits_mismatch, "mismatch other than 'none', or centering = 'mask'"),
-    "mismatch_high": (_limits_mismatch, "mismatch other than 'none', or centering = 'mask'"),
-}
-"""Key -> whether it does something, and with what it would. A key that does nothing is a mistake worth an error."""

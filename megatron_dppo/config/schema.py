@@ -18,6 +18,7 @@ from megatron_dppo.config.router_replay import FROM_ENGINE, RouterReplay, check_
 from megatron_dppo.config.run import LogConfig, RunConfig
 from megatron_dppo.config.section import DType
 from megatron_dppo.config.section import Section as _Section
+from megatron_dppo.config.user_functions import check_advantage
 
 
 class ModelConfig(_Section):
@@ -74,8 +75,11 @@ class TrainConfig(_Section):
     """Token budget of one packed micro-batch."""
     balance_ranks: bool = True
     """Move samples between data parallel ranks, so that the i-th micro-batches of all take the same time."""
-    advantage: Literal["mean", "std", "leave_one_out"] = "mean"
-    """Reward minus the group's mean, the same divided by its deviation, or reward minus the mean of the others."""
+    advantage: Literal["mean", "std", "leave_one_out"] | str = "mean"
+    """Reward minus the group's mean, the same divided by its deviation, reward minus the mean of the others, or a
+    function of your own, ``path/to/file.py:function`` (docs/loss.md)."""
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    """Only a function of your own in ``advantage``: what it gets by name, beside rewards and their validity."""
     mask_truncated: bool = False
     """Leave responses that were cut off at max_new_tokens out of the loss (overlong filtering)."""
     max_staleness: int = Field(0, ge=0)
@@ -96,6 +100,11 @@ class TrainConfig(_Section):
     weights sampled every token."""
     max_dropped_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["off"] = 0.01
     """Stop there too when more of the sampled tokens have no finite rollout log-probability; ``off`` = never."""
+
+    @model_validator(mode="after")
+    def _advantage_is_known(self) -> TrainConfig:
+        check_advantage(self.advantage, self.advantage_options)
+        return self
 
 
 class WarmupConfig(_Section):

@@ -17,7 +17,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.rows import iter_rows
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.hf import FolderWeights, build_hf_model, copy_into_model, read_hf_config
-from megatron_dppo.losses import group_relative_advantages, policy_loss
+from megatron_dppo.losses import advantages_by, policy_loss
 from megatron_dppo.platform import DTYPES
 from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.item import RewardItem
@@ -124,7 +124,8 @@ def _score(config: Config, engine_folder: Path, policy_folder: Path) -> Scored:
     ]
     rewards = torch.tensor([result.reward for result in scorer.score(items)]).view(-1, SAMPLES)
     scorer.close()
-    advantages = group_relative_advantages(rewards, config.train.advantage, torch.ones_like(rewards, dtype=torch.bool))
+    train, valid = config.train, torch.ones_like(rewards, dtype=torch.bool)
+    advantages = advantages_by(train.advantage, rewards, valid, options=train.advantage_options)
     lengths = torch.tensor([len(c.token_ids) for c in completions])
     model = build_hf_model(hf_config, torch.float32)
     copy_into_model(model, _weights(policy_folder))

@@ -1,6 +1,7 @@
 """Policy losses: tensors in, sums out. Pure torch; no collectives, no input or output, no Megatron."""
 
-from megatron_dppo.losses.advantages import group_relative_advantages
+from megatron_dppo.config.user_functions import needs
+from megatron_dppo.losses.advantages import advantages_by, group_relative_advantages
 from megatron_dppo.losses.counterfactuals import with_cosines
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.objective import SUPERVISED, Objective, policy_objective
@@ -14,6 +15,7 @@ __all__ = [
     "SUPERVISED",
     "BatchTotals",
     "Objective",
+    "advantages_by",
     "binary_kl",
     "binary_tv",
     "divergence_keep_mask",
@@ -21,6 +23,7 @@ __all__ = [
     "dppo_loss",
     "group_relative_advantages",
     "mismatch_keep_mask",
+    "needs",
     "policy_loss",
     "policy_objective",
     "predictive_sums",

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+
+from megatron_dppo.config.user_functions import UserFunction, loaded
+from megatron_dppo.errors import FunctionError, UserError
+from megatron_dppo.functions import has_parameter, is_function_name
+from megatron_dppo.types import RolloutGroup
 
 _DEVIATION_FLOOR = 1e-4
 """Added to the group's deviation, so that rewards that differ by rounding only are not blown up to unit size."""
@@ -57,3 +63,78 @@ def group_relative_advantages(
         return centred * count / (count - 1).clamp(min=1)
     variance = centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
     return centred / (variance.sqrt() + _DEVIATION_FLOOR)
+
+
+def advantages_by(
+    name: str,
+    rewards: Tensor,
+    valid: Tensor,
+    *,
+    options: Mapping[str, Any] | None = None,
+    groups: Sequence[RolloutGroup] | None = None,
+) -> Tensor:
+    """The advantages that ``train.advantage`` names: a mode of ``group_relative_advantages``, or a user's function.
+
+    A user's function is called as ``f(rewards, valid, **options)``, and gets ``groups`` by name where it has a
+    parameter of that name. As each data-parallel rank has groups of its own, the advantages of a group must not depend
+    on other groups; the first call checks it.
+
+    Args:
+        name: a mode, or ``path/to/file.py:function``.
+        rewards: ``[groups, samples]`` float.
+        valid: ``[groups, samples]`` bool.
+        options: ``train.advantage_options``.
+        groups: where the rewards come from.
+
+    Returns:
+        ``[groups, samples]`` in the dtype of ``rewards``; exactly 0 for invalid samples.
+
+    Raises:
+        FunctionError: a user's function raised, or returned something else than one finite number a sample.
+        ValueError: as ``group_relative_advantages``.
+    """
+    if not is_function_name(name):
+        return group_relative_advantages(rewards, cast(Literal["mean", "std", "leave_one_out"], name), valid)
+    function, given = loaded(name, "train.advantage"), dict(options or {})
+    found = _own(function, rewards, valid, given, groups)
+    if name not in _CHECKED and len(rewards) > 1:
+        for place in range(len(rewards)):
+            part = slice(place, place + 1)
+            alone = _own(function, rewards[part], valid[part], given, None if groups is None else groups[part])
+            if not torch.allclose(alone[0], found[place], rtol=1e-5, atol=1e-6):
+                raise FunctionError(
+                    f"train.advantage = {name!r} gives group {place} the advantages {found[place].tolist()} among "
+                    f"{len(rewards)} groups and {alone[0].tolist()} alone; they must depend on that group only, as "
+                    "each data-parallel rank has other groups"
+                )
+        _CHECKED.add(name)
+    return found
+
+
+_CHECKED: set[str] = set()
+"""Functions of which it was seen that groups do not depend on each other."""
+
+
+def _own(
+    function: UserFunction,
+    rewards: Tensor,
+    valid: Tensor,
+    options: dict[str, Any],
+    groups: Sequence[RolloutGroup] | None,
+) -> Tensor:
+    start = f"train.advantage = {function.name!r}"
+    if has_parameter(function.function, "groups"):
+        options = {**options, "groups": groups}
+    try:
+        found = function.function(rewards.clone(), valid.clone(), **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise FunctionError(f"{start} raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.is_floating_point():
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise FunctionError(f"{start} returned {what}, expected a float tensor {list(rewards.shape)} like the rewards")
+    found = torch.where(valid, found.detach().to(rewards.dtype), 0.0)
+    if not bool(found.isfinite().all()):
+        raise FunctionError(f"{start} returned {found.tolist()} for the rewards {rewards.tolist()}; expected finite")
+    return found

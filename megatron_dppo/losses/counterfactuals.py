@@ -20,7 +20,14 @@ _PREFIX = "counterfactual"
 
 @torch.no_grad()
 def counterfactual_metrics(
-    tokens: Tokens, decision: Decision, keep: Tensor, config: LossConfig, token_weights: Tensor | None
+    tokens: Tokens,
+    decision: Decision,
+    keep: Tensor,
+    config: LossConfig,
+    token_weights: Tensor | None,
+    *,
+    factor: Tensor | None = None,
+    coefficient: Tensor | None = None,
 ) -> dict[str, Metric]:
     """For each other loss the share of tokens that it would drop, and two sums for the cosine of ``with_cosines``.
 
@@ -33,12 +40,19 @@ def counterfactual_metrics(
         keep: ``[T]`` bool, its mask.
         config: of the loss itself; the others have their defaults, and its Top-K.
         token_weights: ``[T]`` the aggregation; None = 1.
+        factor: ``[T]`` what the loss's terms were multiplied by beside its own weight; None = 1.
+        coefficient: ``[T]`` its gradient before the aggregation, where ``decision`` does not tell; None = it does.
     """
-    scale = tokens.advantages.double()
+    aggregation = torch.ones_like(tokens.advantages, dtype=torch.float64)
     if token_weights is not None:
-        scale = scale * torch.where(tokens.mask, token_weights.double(), 0.0)
+        aggregation = torch.where(tokens.mask, token_weights.double(), 0.0)
+    scale = tokens.advantages.double() * aggregation
     acts = tokens.mask & (tokens.advantages != 0)
-    own = _coefficient(decision, keep & acts, config, scale)
+    if coefficient is None:
+        own = _coefficient(decision, keep & acts, config, scale)
+        own = own if factor is None else own * factor.double()
+    else:
+        own = coefficient.double() * aggregation
     metrics, energy = {}, own.square().sum()
     for name in (*_OTHERS, *(_ON_TOPK if config.is_topk else ())):
         other = _defaults(name, config.topk, config.topk_eviction)

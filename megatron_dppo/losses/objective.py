@@ -29,21 +29,26 @@ class Objective:
 def policy_objective(config: LossConfig, *, counterfactuals: bool = False) -> Objective:
     """``policy_loss`` of this configuration, if asked with the metrics of ``losses.counterfactuals``."""
     by_token = "sequence_ids" not in config.required_inputs
+    own, own_needs = config.own_loss, config.own_needs
+    acts_without_advantage = config.kl_coef > 0 or config.entropy_coef > 0
+    if own is not None:
+        acts_without_advantage = acts_without_advantage or own.needs.zero_advantage
     return Objective(
         loss=partial(policy_loss, config=config, counterfactuals=counterfactuals),
         by_token=by_token,
-        skips_zero_advantage=by_token and not config.kl_coef and not config.entropy_coef,
+        skips_zero_advantage=by_token and not acts_without_advantage,
         needs=LossNeeds(
-            entropy_gradient=config.entropy_coef > 0,
+            entropy_gradient=config.entropy_coef > 0 or any(needs.entropy_gradient for needs in own_needs),
             other_square="topk_other_square" in config.required_inputs,
-            slot_gradient=config.centers_score,
+            slot_gradient=config.centers_score or any(needs.topk_gradient for needs in own_needs),
             topk_sums=_sums(config),
         ),
     )
 
 
 def _sums(config: LossConfig) -> SlotSums | None:
-    if not config.is_topk or config.topk_eviction or config.centers_score:
+    needs_slots = config.topk_eviction or config.centers_score or any(needs.topk for needs in config.own_needs)
+    if not config.is_topk or needs_slots:
         return None
     return predictive_sums if config.direction == "predictive" else topk_sums
 

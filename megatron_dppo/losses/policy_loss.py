@@ -18,6 +18,7 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.centering import residuals
 from megatron_dppo.losses.counterfactuals import counterfactual_metrics
 from megatron_dppo.losses.loss_metrics import common_metrics, policy_metrics
+from megatron_dppo.losses.own import own_loss, own_mask
 from megatron_dppo.losses.reduce import masked_sum, statistics_dtype
 from megatron_dppo.losses.rules import Decision, decide
 from megatron_dppo.losses.tokens import Tokens, check_shapes, prepare
@@ -84,6 +85,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
         ``loss_sum`` summed over all micro-batches, divided once by the global ``num_tokens``, is the aggregated loss.
 
     Raises:
+        FunctionError: a user's function raised, or returned something unusable.
         ValueError: a required input is missing, shapes differ, a mask is not bool, or ``entropy`` has no gradient
             although there is an entropy bonus, or ``topk_logprobs`` although the score is centered.
     """
@@ -91,10 +93,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
     unknown = Metric((inputs.loss_mask & ~tokens.mask).sum(), inputs.loss_mask.sum())
     inputs = replace(inputs, loss_mask=tokens.mask)
     decision = decide(tokens, config)
-    keep = decision.keep & tokens.mask
-    token_loss = _policy_term(tokens, decision, keep, config)
-    if config.centers_score:
-        token_loss = token_loss + _centering_term(inputs, tokens, keep, config)
+    factor = None if config.mask is None else own_mask(inputs, tokens, config)
+    keep, token_loss = _term(inputs, tokens, decision, factor, config)
+    coefficient = _own_coefficient(tokens, token_loss) if counterfactuals and config.own_loss is not None else None
     extra = {"unknown_rollout_fraction": unknown}
     if config.kl_coef:
         penalty = _kl_term(inputs, tokens, config)
@@ -107,7 +108,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
     loss_sum = token_loss.sum()
     metrics = policy_metrics(tokens, decision, keep, config.ratio_limits[1]) | common_metrics(inputs, loss_sum) | extra
     if counterfactuals:
-        metrics |= counterfactual_metrics(tokens, decision, keep, config, inputs.token_weights)
+        metrics |= counterfactual_metrics(
+            tokens, decision, keep, config, inputs.token_weights, factor=factor, coefficient=coefficient
+        )
     return LossOutput(loss_sum=loss_sum, num_tokens=tokens.mask.sum(), keep_mask=keep, metrics=metrics)
 
 
@@ -127,6 +130,32 @@ def supervised_loss(inputs: LossInputs) -> LossOutput:
         keep_mask=inputs.loss_mask,
         metrics=common_metrics(inputs, loss_sum),
     )
+
+
+def _term(
+    inputs: LossInputs, tokens: Tokens, decision: Decision, factor: Tensor | None, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """Which tokens are kept, and the term of each, ``[T]`` both, without penalty and bonus."""
+    if factor is not None:
+        clipped = torch.where(factor != 0, decision.clipped_weight, 0.0)
+        decision = decision._replace(keep=decision.keep & (factor != 0), clipped_weight=clipped)
+    keep = decision.keep & tokens.mask
+    if config.own_loss is not None:
+        found, kept = own_loss(inputs, tokens, config)
+        keep, token_loss = keep & kept, torch.where(keep, found, 0.0)
+    else:
+        token_loss = _policy_term(tokens, decision, keep, config)
+        if config.centers_score:
+            token_loss = token_loss + _centering_term(inputs, tokens, keep, config)
+    return keep, token_loss if factor is None else token_loss * factor
+
+
+def _own_coefficient(tokens: Tokens, token_loss: Tensor) -> Tensor:
+    """``[T]`` the derivative of a user's loss in the log-probabilities; 0 where none is asked for."""
+    if not token_loss.requires_grad:
+        return torch.zeros_like(tokens.advantages)
+    (found,) = torch.autograd.grad(token_loss.sum(), tokens.logprobs, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(tokens.advantages) if found is None else found
 
 
 def _policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossConfig) -> Tensor:

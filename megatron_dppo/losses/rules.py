@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.config.loss import LossConfig, LossName
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.centering import centering_weight
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.reduce import per_sequence
+from megatron_dppo.losses.sequences import prefix_keep_mask, sequence_keep_mask
 from megatron_dppo.losses.tokens import Tokens
 from megatron_dppo.losses.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
 
@@ -34,7 +36,7 @@ _Rule = Callable[[Tokens, LossConfig, Tensor], Decision]
 
 def decide(tokens: Tokens, config: LossConfig) -> Decision:
     """Mask and weight of every token under ``config``, the mismatch mask included."""
-    measure, rule = _RULES[config.name]
+    measure, rule = _RULES.get(config.name, _OWN)
     decision = rule(tokens, config, measure(tokens))
     if config.mismatch not in ("none", "truncate"):
         inside = mismatch_keep_mask(
@@ -51,7 +53,7 @@ def decide(tokens: Tokens, config: LossConfig) -> Decision:
 
 def _mismatch_log_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
     """Trainer against engine at the same weights where the loss has the anchor, else pi against mu."""
-    return tokens.anchor - tokens.rollout_logprobs if config.uses_anchor else tokens.log_ratio
+    return tokens.anchor - tokens.rollout_logprobs if config.mismatch_by_anchor else tokens.log_ratio
 
 
 def _binary_tv(tokens: Tokens) -> Tensor:
@@ -118,6 +120,36 @@ def _ipo(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
     return _plain(tokens, divergence <= torch.where(tokens.log_ratio > 0, high, low), divergence)
 
 
+def _trm(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    """Whole sequences are dropped (arXiv 2512.23075)."""
+    assert tokens.sequence_ids is not None
+    ratio = tokens.log_ratio
+    if config.resolved_divergence == "sampled":
+        peak, average = ratio.square() / 2, ratio.expm1() - ratio
+    else:
+        peak = average = _binary_kl(tokens) if config.resolved_divergence == "binary" else _topk_kl(tokens)
+    limits = [math.inf if limit == "off" else limit for limit in (config.sequence_max, config.sequence_mean)]
+    return _plain(tokens, sequence_keep_mask(peak, average, tokens.mask, tokens.sequence_ids, *limits), average)
+
+
+def _cppo(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
+    """DPPO with weights by position and a budget for prefixes (arXiv 2606.10968)."""
+    assert tokens.sequence_ids is not None
+    if config.resolved_divergence == "topk":
+        divergence = _topk_tv(tokens)
+    keep = prefix_keep_mask(
+        divergence,
+        tokens.log_ratio,
+        tokens.advantages,
+        tokens.mask,
+        tokens.sequence_ids,
+        thresholds=config.thresholds,
+        floor=config.position_floor,
+        budget=config.prefix_budgets,
+    )
+    return _plain(tokens, keep, divergence)
+
+
 def _ratio_region(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
     return _plain(tokens, ratio_keep_mask(tokens.log_ratio, tokens.advantages, *config.clip_ratios), divergence)
 
@@ -165,7 +197,7 @@ def _surrogate(log_ratio: Tensor, tokens: Tokens, config: LossConfig, divergence
     return Decision(keep, ratio, clipped, divergence)
 
 
-_RULES: Mapping[LossName, tuple[_Divergence, _Rule]] = {
+_RULES: Mapping[str, tuple[_Divergence, _Rule]] = {
     "dppo_binary_tv": (_binary_tv, _divergence_region),
     "dppo_binary_kl": (_binary_kl, _divergence_region),
     "dppo_topk_tv": (_topk_tv, _divergence_region),
@@ -179,8 +211,13 @@ _RULES: Mapping[LossName, tuple[_Divergence, _Rule]] = {
     "pg_is": (_binary_tv, _everything),
     "cispo": (_binary_tv, _everything),
     "score_centering": (_binary_tv, _score_centering),
+    "trm": (_binary_tv, _trm),
+    "cppo": (_binary_tv, _cppo),
     "gspo": (_binary_tv, _gspo),
     "ppo_clip": (_binary_tv, _ppo_clip),
     "ppo_decoupled": (_binary_tv, _ppo_decoupled),
 }
 """Loss -> its divergence (measured for the metrics, and for the mask where that has one in it) and its rule."""
+
+_OWN: tuple[_Divergence, _Rule] = (_binary_tv, _everything)
+"""A user's loss, which decides by itself."""

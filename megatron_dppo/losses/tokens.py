@@ -159,10 +159,12 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
     rollout_logprobs = inputs.rollout_topk_logprobs.detach()
     square = inputs.topk_other_square
     if inputs.topk_logprobs is None:
-        if config.topk_eviction or config.centers_score or other is None:
+        own = any(needs.topk for needs in config.own_needs)
+        if config.topk_eviction or config.centers_score or own or other is None:
             raise ValueError(
                 "topk_sums without topk_logprobs needs topk_other_logprob, and cannot serve topk_eviction = true, "
-                "which takes a single slot out again, nor score_centering; give topk_logprobs"
+                "which takes a single slot out again, nor score_centering, nor a function of the user's that needs the "
+                "Top-K; give topk_logprobs"
             )
         if config.direction == "predictive" and inputs.topk_sums is not None and inputs.topk_sums.shape[-1] != 6:
             raise ValueError("direction = 'predictive' needs [T, 6] losses.predictive_sums as topk_sums, got [T, 2]")

@@ -23,8 +23,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dppo.errors import GenerateError, RewardError, UserError
-from megatron_dppo.rewards.functions import load_function
+from megatron_dppo.errors import FunctionError, GenerateError, UserError
+from megatron_dppo.functions import load_function
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
 
@@ -147,7 +147,7 @@ def load_generate(name: str) -> GenerateFunction:
     """
     try:
         function = load_function(name, "rollout.generate")
-    except RewardError as error:
+    except FunctionError as error:
         raise GenerateError(str(error)) from error
     if not inspect.iscoroutinefunction(function):
         raise GenerateError(f"rollout.generate = {name!r} is not 'async def'; expected async def f(prompt, turns)")

@@ -10,7 +10,7 @@ import torch
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import TrainingStopped
-from megatron_dppo.losses import group_relative_advantages
+from megatron_dppo.losses import advantages_by
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.report.console import Console
@@ -92,7 +92,8 @@ def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[Trainin
     """Rewards to group-relative advantages to training samples."""
     rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
     valid = torch.tensor([[not r.reward_failed for r in group.rollouts] for group in groups])
-    advantages = group_relative_advantages(rewards, config.train.advantage, valid)
+    train = config.train
+    advantages = advantages_by(train.advantage, rewards, valid, options=train.advantage_options, groups=groups)
     samples = to_samples(groups, advantages.tolist())
     if not config.train.mask_truncated:
         return samples

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problems, SeveralProblems, UserError
+from megatron_dppo.losses.own_check import check_own_functions
 from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.platform import Platform, require_devices
 from megatron_dppo.report.metrics import require_sinks
@@ -80,6 +81,11 @@ def _device(start: Start) -> Iterable[UserError]:
 
 def _functions(start: Start) -> Iterable[UserError]:
     generate_function(start.config)
+    return ()
+
+
+def _loss(start: Start) -> Iterable[UserError]:
+    check_own_functions(start.config.loss)
     return ()
 
 
@@ -154,6 +160,7 @@ CHECKS: Sequence[Check] = (
     Check("model and data", frozenset({"model", "parallel", "data", "rollout", "warmup", "train"}), _inputs),
     Check("devices", frozenset(), _device),
     Check("generate function", frozenset({"rollout"}), _functions),
+    Check("loss function", frozenset({"loss"}), _loss),
     Check("reward function", frozenset({"reward", "rollout"}), _reward),
     Check("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),
     # After Megatron, which modelopt imports where it is installed.

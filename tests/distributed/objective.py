@@ -28,6 +28,8 @@ SAMPLES, TOPK, TEMPERATURE, HORIZON = 12, 6, 0.7, 9
 SHARPNESS = 4.0
 """Factor of the output layer: a distribution in which thresholds of the paper's size bite."""
 TOLERANCE = 2e-5
+_EXAMPLES = Path(__file__).parents[2] / "examples/losses"
+_OWN = Path(__file__).with_name("own_functions.py")
 _DPPO = {"divergence_threshold_low": 0.04, "divergence_threshold_high": 0.04}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dppo_binary_tv": _DPPO,
@@ -52,6 +54,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "minirl": {"ratio_cap": 1.5},
     "pg_is": {"aggregation": "token_sum_norm", "horizon": HORIZON},
     "cispo": {"ratio_cap": 1.3},
+    "trm": {"sequence_max": 0.15, "sequence_mean": 0.05},
+    "trm/topk": {"topk": TOPK, "divergence": "topk", "sequence_max": 0.1, "sequence_mean": "off", "ratio_cap": 1.3},
+    "trm/binary": {"divergence": "binary", "sequence_max": "off", "sequence_mean": 0.015, "form": "ratio"},
+    "cppo": _DPPO | {"prefix_budget": 0.01, "position_floor": 0.5},
+    "cppo/topk": {"divergence_threshold_low": 0.1, "topk": TOPK, "divergence": "topk", "prefix_budget": 0.03},
+    "own/binary_tv": {"name": f"{_EXAMPLES}/dppo.py:binary_tv", "options": {"threshold": 0.04}},
+    "own/topk_tv": {"name": f"{_EXAMPLES}/dppo.py:topk_total_variation", "options": {"threshold": 0.04}, "topk": TOPK},
+    "own/centered": {"name": f"{_OWN}:centered", "options": {"cap": 2.0}, "topk": TOPK},
+    "own/penalised": {"name": f"{_OWN}:penalised", "options": {"coefficient": 0.2}},
+    "dppo_binary_tv/own_mask": _DPPO | {"mask": f"{_OWN}:ratio_mask", "mask_options": {"low": 0.5, "high": 2.0}},
     "gspo": {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05},
     "gspo/kl": {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "kl_coef": 0.2},
     "ppo_clip": {"dual_clip": 1.5},
@@ -62,7 +74,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def loss_config(variant: str) -> LossConfig:
     """The configuration of a variant."""
-    return LossConfig(name=variant.partition("/")[0], **VARIANTS[variant])
+    return LossConfig(**{"name": variant.partition("/")[0], **VARIANTS[variant]})
+
+
+_DOUBLES: dict[str, dict[str, Any]] = {
+    "own/binary_tv": {"name": "dppo_binary_tv"} | _DPPO,
+    "own/topk_tv": {"name": "dppo_topk_tv", "topk": TOPK} | _DPPO,
+    "own/centered": {"name": "score_centering", "topk": TOPK},
+    "own/penalised": {"name": "pg_is", "kl_coef": 0.2, "kl_anchor": "rollout"},
+    "dppo_binary_tv/own_mask": {"name": "dppo_binary_tv", "mismatch": "mask_sequence"} | _DPPO,
+}
+"""A user's function -> the built-in loss that it writes once more."""
+
+
+def reference_config(variant: str) -> LossConfig:
+    """What the reference computes for a variant."""
+    return LossConfig(**_DOUBLES[variant]) if variant in _DOUBLES else loss_config(variant)
 
 
 @dataclass
@@ -205,7 +232,7 @@ def make_reference(case: Case, variants: list[str]) -> Reference:
     for variant in variants:
         model.zero_grad()
         inputs = statistics(model, result.samples)
-        loss, result.dropped[variant] = plain_loss(inputs, loss_config(variant))
+        loss, result.dropped[variant] = plain_loss(inputs, reference_config(variant))
         loss.backward()
         result.losses[variant] = float(loss.detach())
         holder = build_hf_model(model.config, torch.float64)

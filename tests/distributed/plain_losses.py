@@ -28,8 +28,9 @@ def plain_loss(x: LossInputs, c: LossConfig) -> tuple[Tensor, float]:
         advantage = float(x.advantages[t])
         keep, term = TERMS.get(c.name, masked_term)(x, c, t, advantage)
         if c.kl_coef:
-            assert x.reference_logprobs is not None
-            back = x.reference_logprobs[t].double() - x.logprobs[t]
+            towards = x.reference_logprobs if c.kl_anchor == "reference" else x.rollout_logprobs
+            assert towards is not None
+            back = towards[t].double() - x.logprobs[t]
             term = term + c.kl_coef * (back.exp() - back - 1)  # k3
         if c.entropy_coef:
             assert x.entropy is not None
@@ -67,8 +68,8 @@ def probabilities(x: LossInputs, t: int) -> tuple[float, float, float]:
 def divergence(x: LossInputs, c: LossConfig, t: int) -> float:
     """D of the token: binary or on the Top-K set, total variation or KL with mu first."""
     pi, mu, anchor = probabilities(x, t)
-    kind = c.name[-2:]
-    if "topk" not in c.name:
+    kind = {"cppo": "tv", "trm": "kl"}.get(c.name, c.name[-2:])
+    if "topk" not in c.name and c.divergence != "topk":
         old = anchor if "recompute" in c.name else mu
         pairs = [(pi, old), (1 - pi, 1 - old)]
     else:
@@ -126,6 +127,10 @@ def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple
         outside = pi / old > 1 + high if advantage > 0 else pi / old < 1 - low
     elif c.name in ("pg_is", "cispo", "drpo"):
         outside = False
+    elif c.name == "trm":
+        outside = not whole_sequence(x, c, t)
+    elif c.name == "cppo":
+        outside = advantage * (pi - mu) > 0 and not within_budget(x, c, t, advantage)
     elif c.name == "ipo":
         limit = c.divergence_threshold_high if pi > mu else c.divergence_threshold_low
         assert limit is not None
@@ -179,6 +184,43 @@ def sequence_log_ratios(x: LossInputs, t: int) -> list[float]:
     assert x.sequence_ids is not None and x.rollout_logprobs is not None
     mine = (x.sequence_ids == x.sequence_ids[t]) & x.loss_mask
     return (x.logprobs.detach() - x.rollout_logprobs.double())[mine].tolist()
+
+
+def sequence_places(x: LossInputs, t: int) -> list[int]:
+    """The tokens of t's sequence that count, in order."""
+    assert x.sequence_ids is not None
+    return ((x.sequence_ids == x.sequence_ids[t]) & x.loss_mask).nonzero()[:, 0].tolist()
+
+
+def whole_sequence(x: LossInputs, c: LossConfig, t: int) -> bool:
+    """TRM: max and mean of KL(mu || pi), or of (log r)^2 / 2 and r - 1 - log r."""
+    if c.divergence is None:
+        ratios = sequence_log_ratios(x, t)
+        peaks, terms = [r * r / 2 for r in ratios], [math.exp(r) - 1 - r for r in ratios]
+    else:
+        peaks = terms = [divergence(x, c, place) for place in sequence_places(x, t)]
+    largest, mean = (math.inf if limit == "off" else limit for limit in (c.sequence_max, c.sequence_mean))
+    return max(peaks) <= largest and sum(terms) / len(terms) <= mean
+
+
+def within_budget(x: LossInputs, c: LossConfig, t: int, advantage: float) -> bool:
+    """Algorithm 1 of arXiv 2606.10968, with the budget of its equation 22."""
+    places = sequence_places(x, t)
+    found = [divergence(x, c, place) for place in places]
+    position = 0.9 * (len(found) - 1)
+    ordered, below = sorted(found), int(position)
+    above = min(below + 1, len(found) - 1)
+    percentile = ordered[below] + (position - below) * (ordered[above] - ordered[below])
+    budget = min(max(percentile, c.prefix_budget), c.prefix_budget_max or 2 * c.prefix_budget)
+    limit = (c.divergence_threshold_high if advantage > 0 else c.divergence_threshold_low) or 0.15
+    spent = weight_sum = 0.0
+    for i, (place, d) in enumerate(zip(places, found, strict=True)):
+        weight = 1 - (1 - c.position_floor) * i / max(len(found) - 1, 1)
+        if place == t:
+            return weight * d <= min(limit, limit + budget * weight_sum - spent)
+        spent += weight * d
+        weight_sum += weight
+    raise AssertionError("t is not among its sequence's tokens")
 
 
 def surrogate(ratio: Tensor, c: LossConfig, advantage: float) -> tuple[bool, Tensor]:

@@ -67,6 +67,7 @@ def check(device: torch.device) -> Iterator[Result]:
     """All losses."""
     inputs = random_inputs()
     configs = {name: LossConfig(name=name) for name in get_args(LossName)}
+    configs["trm"] = LossConfig(name="trm", sequence_max=1.0, sequence_mean=0.13)  # the defaults would keep nothing
     predictive = [LossConfig(name=name, direction="predictive") for name in ("dppo_topk_tv", "dppo_topk_kl")]
     for name, config in (configs | {f"{c.name} predictive": c for c in predictive}).items():
         expected, expected_grad = gradient(on(inputs, torch.device("cpu"), torch.float64), config)

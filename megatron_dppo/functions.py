@@ -1,0 +1,123 @@
+"""Functions of the user's that a configuration names: ``module:function`` or ``path/to/file.py:function``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.errors import FunctionError
+
+_ON_PATH = "The module must be on PYTHONPATH or in the working directory"
+_BESIDE = "The path is relative to the configuration or to the working directory"
+
+
+def is_function_name(name: str) -> bool:
+    """Whether a value has the form of a function's name."""
+    module, _, function = name.rpartition(":")
+    return bool(module and function)
+
+
+def load_function(name: str, setting: str, also: str = "") -> Callable[..., Any]:
+    """Import the function; a file is executed again at each call.
+
+    Args:
+        name: of the function.
+        setting: what named it, for error messages.
+        also: what else the setting takes, for error messages: ``"'math', "``.
+
+    Raises:
+        FunctionError: the name has another form, the import fails, or it is not callable.
+    """
+    module_name, _, function_name = name.rpartition(":")
+    if not is_function_name(name):
+        raise FunctionError(
+            f"{setting} = {name!r}; expected {also}'module:function' or 'path/to/file.py:function', e.g. "
+            "'my_functions:one'"
+        )
+    is_file = module_name.endswith(".py")
+    try:
+        module = _load_file(Path(module_name)) if is_file else importlib.import_module(module_name)
+        function = getattr(module, function_name)
+    except (Exception, SystemExit) as error:
+        fix = _BESIDE if is_file else _ON_PATH
+        raise FunctionError(
+            f"{setting} = {name!r} cannot be imported: {type(error).__name__}: {error}. {fix}"
+        ) from error
+    if not callable(function):
+        raise FunctionError(f"{setting} = {name!r} is not callable, but {type(function).__name__}")
+    return function
+
+
+def check_arguments(
+    function: Callable[..., Any], name: str, setting: str, takes: Sequence[str], options: Mapping[str, Any]
+) -> None:
+    """Whether a function can be called with some positional arguments, and with options by name.
+
+    Args:
+        function: the function.
+        name: its name.
+        setting: what named it.
+        takes: what the positional arguments are, for the message.
+        options: further arguments by name.
+
+    Raises:
+        FunctionError: it cannot.
+    """
+    try:
+        inspect.signature(function).bind(*takes, **options)
+    except (TypeError, ValueError) as error:
+        given = "".join(f", {option}=..." for option in options)
+        raise FunctionError(
+            f"{setting} = {name!r} is called as f({', '.join(takes)}{given}), but has the parameters "
+            f"{_signature(function)}: {error}. Options come from the table of options next to {setting}"
+        ) from error
+
+
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of that name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def content_hash(name: str) -> str:
+    """The SHA-256 of the file that ``name`` names; empty for a module's function.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    file = name.rpartition(":")[0]
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file.endswith(".py") else ""
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return "not known"
+
+
+def _load_file(path: Path) -> Any:
+    path = path.resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    # Named by its whole path: two files may have the same last name.
+    name = f"user_file_{zlib.crc32(str(path).encode()):08x}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,166 @@
+"""A user's own loss and mask: called with the inputs of every loss, and what comes back is checked.
+
+The contract, of which docs/loss.md tells the user:
+
+    loss(inputs: LossInputs, **options) -> [T], or ([T], keep [T] bool)
+    mask(inputs: LossInputs, **options) -> [T] bool (False = dropped), or [T] float (a weight of the token's term)
+
+Checking that numbers are finite reads them: on CUDA one synchronisation for each call.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.user_functions import UserFunction
+from megatron_dppo.errors import FunctionError, UserError
+from megatron_dppo.losses.tokens import Tokens
+from megatron_dppo.types import LossInputs
+
+_TOPK = ("topk_logprobs", "rollout_topk_logprobs", "topk_valid", "topk_other_logprob")
+
+
+def own_loss(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """The term of each token, 0 outside the mask, and which tokens the user's loss says to keep; ``[T]`` each.
+
+    Raises:
+        FunctionError: it raised, or returned something else than finite numbers with a gradient.
+    """
+    function = config.own_loss
+    assert function is not None
+    everything = torch.ones_like(tokens.mask)
+    if not tokens.mask.numel():
+        return tokens.logprobs * 0, everything
+    found = _call(function, _inputs(function, inputs, tokens), config.options)
+    values, keep = found if isinstance(found, tuple) and len(found) == 2 else (found, everything)
+    _check_tensor(function, values, tokens, "a term for each token")
+    if not values.is_floating_point():
+        raise _wrong(function, f"returned {values.dtype}, expected a float for each token")
+    _check_tensor(function, keep, tokens, "a bool for each token as the second")
+    if keep.dtype != torch.bool:
+        raise _wrong(function, f"returned {keep.dtype} as the second, expected a bool for each token (True = kept)")
+    if torch.is_grad_enabled() and tokens.logprobs.requires_grad and not values.requires_grad:
+        raise _wrong(
+            function,
+            "returned terms without a gradient; form them from inputs.logprobs without detach(), item() or numpy()",
+        )
+    _check_finite(function, values, tokens)
+    return torch.where(tokens.mask, values.to(tokens.logprobs.dtype), 0.0), keep
+
+
+@torch.no_grad()
+def own_mask(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> Tensor:
+    """The weight of each token's term by the user's mask, ``[T]``, without gradient; a bool gives 1 and 0.
+
+    Raises:
+        FunctionError: it raised, or returned something else than bools or finite numbers.
+    """
+    function = config.own_mask
+    assert function is not None
+    if not tokens.mask.numel():
+        return torch.ones_like(tokens.advantages)
+    found = _call(function, _inputs(function, inputs, tokens), config.mask_options)
+    _check_tensor(function, found, tokens, "a bool or a weight for each token")
+    if found.dtype != torch.bool and not found.is_floating_point():
+        raise _wrong(function, f"returned {found.dtype}, expected a bool (True = kept) or a float for each token")
+    _check_finite(function, found, tokens)
+    return torch.where(tokens.mask, found.to(tokens.advantages.dtype), 1.0)
+
+
+def _inputs(function: UserFunction, inputs: LossInputs, tokens: Tokens) -> LossInputs:
+    """What the function declared to need, with everything outside the loss mask made harmless."""
+    needs, mask = function.needs, tokens.mask
+
+    def constant(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.where(mask, values.detach().to(tokens.logprobs.dtype), 0.0)
+
+    entropy = constant(inputs.entropy)
+    if needs.entropy_gradient and inputs.entropy is not None:
+        _check_gradient(function, inputs, inputs.entropy, "entropy")
+        entropy = torch.where(mask, inputs.entropy.to(tokens.logprobs.dtype), 0.0)
+    topk = dict.fromkeys(_TOPK) if not needs.topk else _topk(function, inputs, mask)
+    return LossInputs(
+        logprobs=tokens.logprobs,
+        advantages=tokens.advantages,
+        loss_mask=mask,
+        rollout_logprobs=tokens.rollout_logprobs,
+        entropy=entropy,
+        **topk,
+        topk_other_square=constant(inputs.topk_other_square) if needs.topk_other_square else None,
+        vocab_size=inputs.vocab_size,
+        anchor_logprobs=tokens.anchor_logprobs if needs.anchor else None,
+        reference_logprobs=constant(inputs.reference_logprobs) if needs.reference else None,
+        sequence_ids=inputs.sequence_ids if needs.sequences else None,
+    )
+
+
+def _topk(function: UserFunction, inputs: LossInputs, mask: Tensor) -> dict[str, Any]:
+    """The Top-K fields; -inf in slots that are not used, so that their probability is 0."""
+    assert inputs.topk_valid is not None and inputs.topk_logprobs is not None
+    assert inputs.rollout_topk_logprobs is not None
+    logprobs, other = inputs.topk_logprobs, inputs.topk_other_logprob
+    if function.needs.topk_gradient:
+        _check_gradient(function, inputs, logprobs, "topk_logprobs")
+    else:
+        logprobs = logprobs.detach()
+    valid = inputs.topk_valid & mask[:, None]
+    return {
+        "topk_logprobs": torch.where(valid, logprobs, -torch.inf),
+        "rollout_topk_logprobs": torch.where(valid, inputs.rollout_topk_logprobs.detach(), -torch.inf),
+        "topk_valid": valid,
+        "topk_other_logprob": None if other is None else torch.where(mask, other.detach(), 0.0),
+    }
+
+
+def _call(function: UserFunction, inputs: LossInputs, options: dict[str, Any]) -> Any:
+    try:
+        return function.function(replace(inputs), **options)
+    except UserError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = [frame for frame in frames if frame.filename.endswith(function.name.rpartition(":")[0])]
+        place = own or frames
+        where = f" ({place[-1].filename}, line {place[-1].lineno})" if place else ""
+        raise _wrong(function, f"raised {type(error).__name__}: {error}{where}") from error
+
+
+def _check_tensor(function: UserFunction, found: Any, tokens: Tokens, expected: str) -> None:
+    shape = tuple(tokens.mask.shape)
+    if not isinstance(found, Tensor):
+        raise _wrong(function, f"returned {type(found).__name__}, expected a tensor {list(shape)}: {expected}")
+    if tuple(found.shape) != shape:
+        raise _wrong(
+            function,
+            f"returned a tensor {list(found.shape)}, expected {list(shape)}: {expected}, not their sum or mean",
+        )
+
+
+def _check_gradient(function: UserFunction, inputs: LossInputs, values: Tensor, name: str) -> None:
+    if torch.is_grad_enabled() and inputs.logprobs.requires_grad and not values.requires_grad:
+        raise _wrong(function, f"needs {name} with a gradient, but it carries none; pass it without detaching it")
+
+
+def _check_finite(function: UserFunction, values: Tensor, tokens: Tokens) -> None:
+    wrong = tokens.mask & ~values.detach().isfinite()
+    if isinstance(wrong, FakeTensor) or not bool(wrong.any()):  # a rehearsal has no values
+        return
+    first = int(wrong.nonzero()[0])
+    names = ("logprobs", "rollout_logprobs", "advantages")
+    of_first = ", ".join(f"{name} {float(getattr(tokens, name)[first]):.6g}" for name in names)
+    raise _wrong(
+        function,
+        f"returned {float(values[first])} for {int(wrong.sum())} of {int(tokens.mask.sum())} tokens; the first has "
+        f"{of_first}",
+    )
+
+
+def _wrong(function: UserFunction, problem: str) -> FunctionError:
+    return FunctionError(f"{function.setting} = {function.name!r} {problem}")

@@ -1,0 +1,123 @@
+"""A user's loss and mask on made-up tokens, before a run starts: what would be wrong in training is told at once.
+
+Also what no single call shows: a token's result must not depend on the tokens that happen to be in the same call, or,
+with ``needs(sequences=True)``, on those of other sequences. Heads call a loss on chunks of tokens, rows hold any
+samples, and ranks share them out; a loss that normalises over its call would train differently with each of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.user_functions import UserFunction
+from megatron_dppo.errors import FunctionError
+from megatron_dppo.losses.policy_loss import policy_loss
+from megatron_dppo.types import LossInputs
+
+_LENGTHS = (5, 7, 4)
+_LEAVES = ("logprobs", "entropy", "topk_logprobs")
+_TOLERANCE = 1e-5
+
+
+def check_own_functions(config: LossConfig) -> None:
+    """Call the loss on a few tokens, whole and in parts.
+
+    Raises:
+        FunctionError: a user's function raises, returns something unusable, depends on other tokens than it declares,
+            or has a gradient where it declares none.
+    """
+    for function in (config.own_loss, config.own_mask):
+        if function is not None:
+            _check(function, config)
+
+
+def _check(function: UserFunction, config: LossConfig) -> None:
+    inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
+    whole = _gradients(inputs, config)
+    for part in _parts(inputs.loss_mask.numel(), in_sequences="sequence_ids" in config.required_inputs):
+        alone = _gradients(_select(inputs, part), config)
+        for name, mine in whole.items():
+            if not torch.allclose(alone[name], mine[part], rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
+                others = "sequences" if function.needs.sequences else "tokens"
+                fix = "" if function.needs.sequences else "; if it is one over sequences, declare needs(sequences=True)"
+                raise FunctionError(
+                    f"{function.setting} = {function.name!r} gives tokens another gradient when other {others} are in "
+                    f"the same call (or at each call); a term may depend on its own {others[:-1]} only{fix}"
+                )
+    if function.setting == "loss.name" and not function.needs.zero_advantage:
+        idle = inputs.advantages == 0
+        if any(bool((mine[idle] != 0).any()) for mine in whole.values()):
+            raise FunctionError(
+                f"{function.setting} = {function.name!r} declares zero_advantage = False, but has a gradient where the "
+                "advantage is 0; take the declaration out"
+            )
+
+
+def _parts(count: int, *, in_sequences: bool) -> list[Tensor]:
+    everything = torch.arange(count)
+    if in_sequences:
+        return list(everything.split(list(_LENGTHS)))
+    return [everything[: count // 3], everything[count // 3 :], *everything.split(1)]
+
+
+def _gradients(inputs: LossInputs, config: LossConfig) -> dict[str, Tensor]:
+    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in _LEAVES}
+    changed: dict[str, Any] = dict(leaves)
+    loss = policy_loss(replace(inputs, **changed), config).loss_sum
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+    }
+
+
+def _select(inputs: LossInputs, part: Tensor) -> LossInputs:
+    columns = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    chosen: dict[str, Any] = {name: x[part] for name, x in columns.items() if isinstance(x, Tensor)}
+    chosen["sequence_ids"] = chosen["sequence_ids"] - chosen["sequence_ids"].min()
+    return replace(inputs, **chosen)
+
+
+def made_up_inputs(k: int) -> LossInputs:
+    """Tokens of three sequences with every field of ``LossInputs``: two policies near each other over K + 5 entries."""
+    generator = torch.Generator().manual_seed(0)
+    count, vocab_size = sum(_LENGTHS), k + 5
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    log_m = normal(count, vocab_size).mul(2).log_softmax(-1)
+    log_p = (log_m + normal(count, vocab_size).mul(0.7)).log_softmax(-1)
+    sampled = torch.multinomial(log_m.exp(), 1, generator=generator)
+    top = log_m.topk(k, dim=-1).indices
+    ids = torch.cat([top, sampled], 1)
+    valid = torch.cat([torch.ones_like(top, dtype=torch.bool), (top != sampled).all(-1, keepdim=True)], 1)
+    outside = torch.ones_like(log_p, dtype=torch.bool).scatter(1, ids, False)
+    rest = torch.where(outside, log_p, -torch.inf)
+
+    def at_label(log_q: Tensor) -> Tensor:
+        return log_q.gather(1, sampled)[:, 0]
+
+    place = torch.arange(count)
+    return LossInputs(
+        logprobs=at_label(log_p),
+        rollout_logprobs=at_label(log_m),
+        advantages=torch.where(place % 5 == 4, 0.0, torch.where(place % 2 == 0, 1.0, -0.7)),
+        loss_mask=place % 6 != 0,
+        entropy=-(log_p.exp() * log_p).sum(-1),
+        topk_logprobs=log_p.gather(1, ids),
+        rollout_topk_logprobs=log_m.gather(1, ids),
+        topk_valid=valid,
+        topk_other_logprob=rest.logsumexp(-1),
+        topk_other_square=(2 * rest).exp().sum(-1),
+        vocab_size=vocab_size,
+        anchor_logprobs=at_label((log_m + normal(count, vocab_size).mul(0.1)).log_softmax(-1)),
+        reference_logprobs=at_label((log_m + normal(count, vocab_size)).log_softmax(-1)),
+        sequence_ids=torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)),
+        token_weights=torch.ones(count),
+    )

@@ -1,0 +1,44 @@
+"""Losses and masks as a user would write them, each the double of a built-in one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.losses import needs
+from megatron_dppo.types import LossInputs
+
+
+@needs(topk=True, topk_gradient=True, zero_advantage=False)
+def centered(inputs: LossInputs, *, cap: float) -> Tensor:
+    """``score_centering`` with min(r, cap): the gradient of log pi at the ids of the head."""
+    used = inputs.topk_valid[:, :-1]  # type: ignore[index]
+    head = torch.where(used, inputs.topk_logprobs[:, :-1], 0.0)  # type: ignore[index]
+    finite = used & head.isfinite()
+    head = torch.where(finite, head, 0.0)
+    p = torch.where(finite, head.detach().double().exp(), 0.0)
+    m = torch.where(used, inputs.rollout_topk_logprobs[:, :-1].double().exp(), 0.0)  # type: ignore[index]
+    p_rest, m_rest = ((1 - side.sum(-1)).clamp(min=1e-6) for side in (p, m))
+    rho = m_rest / p_rest
+    alpha = rho * (1 / rho).clamp(max=cap)
+    residual = torch.where(m > 0, m * (p / m).clamp(max=cap), 0.0) - alpha[:, None] * p
+    weight = (inputs.logprobs.detach() - inputs.rollout_logprobs).exp().clamp(max=cap)  # type: ignore[operator]
+    scores = (torch.where(finite, residual, 0.0).to(head.dtype) * head).sum(-1)
+    return -inputs.advantages * (weight * inputs.logprobs - scores)
+
+
+@needs(sequences=True)
+def ratio_mask(inputs: LossInputs, *, low: float, high: float) -> Tensor:
+    """``mismatch = "mask_sequence"``: by the product of a sequence's ratios."""
+    log_ratio = torch.where(inputs.loss_mask, inputs.logprobs - inputs.rollout_logprobs, 0.0)  # type: ignore[operator]
+    ids = inputs.sequence_ids
+    assert ids is not None
+    product = log_ratio.new_zeros(int(ids.max()) + 1).index_add(0, ids, log_ratio).exp()
+    return ((product >= low) & (product <= high))[ids]
+
+
+def penalised(inputs: LossInputs, *, coefficient: float) -> Tensor:
+    """PG-IS with the k3 penalty to the rollout, also where the advantage is 0."""
+    back = inputs.rollout_logprobs - inputs.logprobs  # type: ignore[operator]
+    ratio = (-back).detach().exp()
+    return -inputs.advantages * ratio * inputs.logprobs + coefficient * (torch.expm1(back) - back)
