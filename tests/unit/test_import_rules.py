@@ -95,8 +95,13 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         | {"types"},
         {"torch", "matplotlib"},
     ),
+    "diagnose": (
+        {"config", "data", "errors", "hf", "mcore", "parallel", "policy", "report", "rollout", "run"}
+        | {"supervision", "types"},
+        {"pyarrow", "torch"},
+    ),
     "cli": (
-        {"__version__", "config", "doctor", "errors", "experiments", "plan", "run", "serving", "supervision"},
+        {"__version__", "config", "diagnose", "doctor", "errors", "experiments", "plan", "run", "serving", "supervision"},
         set(),
     ),
     "train": ({"cli"}, set()),
