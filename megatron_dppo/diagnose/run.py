@@ -99,7 +99,9 @@ def run_config(folder: Path, overrides: Sequence[str]) -> Config:
 
 def diagnosis_config(config: Config) -> Config:
     """The configuration with an engine that also reports its routes, and steps to play a stale run on."""
-    run = config.run.model_copy(update={"num_steps": config.run.num_steps + config.train.max_staleness})
+    # A stream samples nothing for steps past the last one.
+    more = config.train.max_staleness + 1 if config.train.max_staleness else 0
+    run = config.run.model_copy(update={"num_steps": config.run.num_steps + more})
     log = config.log.model_copy(update={"tensorboard": False, "wandb_project": None})
     train = config.train
     if config.rollout.engine == "local" and routing_shape(read_hf_config(config.model.path)) is not None:

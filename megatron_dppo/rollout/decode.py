@@ -53,8 +53,8 @@ class Decoded:
         return torch.cat([self.prompt_routes[row], self.step_routes[row, : length - 1]])
 
 
-class _Record:
-    """The responses while they grow."""
+class Record:
+    """The responses while they grow; columns as those of ``Decoded``."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class _Record:
         )
 
 
-class _Ends:
+class Ends:
     """Says which rows go on. Arguments as those of ``decode``."""
 
     def __init__(
@@ -184,12 +184,12 @@ def decode(
         ValueError: a limit below 1.
     """
     device = next(model.parameters()).device
-    ends = _Ends(end, max_new_tokens, further_ends, ended, device)
+    ends = Ends(end, max_new_tokens, further_ends, ended, device)
     logits, cache, mask, routes = _read_prompts(model, prompts, pad, device, recorder)
     positions, padded = mask.sum(1), not bool(mask.all())
     rows = torch.arange(len(prompts), device=device)
     alive = rows >= 0
-    record = _Record(len(prompts), ends.longest, topk, device, routes, kept_sets)
+    record = Record(len(prompts), ends.longest, topk, device, routes, kept_sets)
     for step in range(ends.longest):
         chosen, distribution = sampler(logits, rows)
         record.add(step, rows, chosen, distribution)

@@ -249,25 +249,31 @@ class LocalEngine:
                 ended=ended,
             )
         moved = decoded.cpu()
-        return [self._generation(request, row, moved) for row, request in enumerate(requests)]
+        return [
+            generation_of(moved, row, request, self._eos, self.policy_version) for row, request in enumerate(requests)
+        ]
 
-    def _generation(self, request: GenerateRequest, row: int, decoded: Decoded) -> Generation:
-        limit, ends = request.params.max_new_tokens, {*self._eos, *request.stop_token_ids}
-        tokens = decoded.tokens[row, :limit].tolist()
-        end = next((i for i, token in enumerate(tokens) if token in ends), None)
-        length = len(tokens) if end is None else end + 1
-        ids, logprobs, routes = decoded.topk_ids, decoded.topk_logprobs, decoded.routes(row, length)
-        unended = FinishReason.LENGTH if length == limit else FinishReason.ABORT
-        return Generation(
-            token_ids=decoded.tokens[row, :length].int(),
-            logprobs=decoded.logprobs[row, :length].clone(),
-            finish_reason=unended if end is None else FinishReason.STOP,
-            versions=(VersionSpan(self.policy_version, 0, length),),
-            topk_token_ids=None if ids is None else ids[row, :length].clone(),
-            topk_logprobs=None if logprobs is None else logprobs[row, :length].clone(),
-            kept=None if decoded.kept is None else decoded.kept[row][:length],
-            routed_experts=None if routes is None else routes[request.routing_start :],
-        )
+
+def generation_of(
+    decoded: Decoded, row: int, request: GenerateRequest, eos: Collection[int], version: int
+) -> Generation:
+    """What was decoded in a row, as the answer to its request; ``eos`` are the tokens that end any response."""
+    limit, ends = request.params.max_new_tokens, {*eos, *request.stop_token_ids}
+    tokens = decoded.tokens[row, :limit].tolist()
+    end = next((i for i, token in enumerate(tokens) if token in ends), None)
+    length = len(tokens) if end is None else end + 1
+    ids, logprobs, routes = decoded.topk_ids, decoded.topk_logprobs, decoded.routes(row, length)
+    unended = FinishReason.LENGTH if length == limit else FinishReason.ABORT
+    return Generation(
+        token_ids=decoded.tokens[row, :length].int(),
+        logprobs=decoded.logprobs[row, :length].clone(),
+        finish_reason=unended if end is None else FinishReason.STOP,
+        versions=(VersionSpan(version, 0, length),),
+        topk_token_ids=None if ids is None else ids[row, :length].clone(),
+        topk_logprobs=None if logprobs is None else logprobs[row, :length].clone(),
+        kept=None if decoded.kept is None else decoded.kept[row][:length],
+        routed_experts=None if routes is None else routes[request.routing_start :],
+    )
 
 
 def _use(device: torch.device) -> None:
