@@ -23,7 +23,22 @@ HEAD = "head precision"
 ENGINE = "engine numerics"
 TRAINER = "trainer numerics"
 UNEXPLAINED = "unexplained"
-CAUSES = (STALENESS, SAMPLER, ROUTER_IDS, ROUTER_WEIGHTS, HEAD, ENGINE, TRAINER, UNEXPLAINED)
+OTHER_TRAINER = "its trainer"
+"""another stack's numbers against an exact score: its numerics, and weights that have moved since"""
+NOT_SEPARATED = "engine, not separated"
+"""all that an engine which cannot be asked again differs in"""
+CAUSES = (
+    OTHER_TRAINER,
+    STALENESS,
+    SAMPLER,
+    ROUTER_IDS,
+    ROUTER_WEIGHTS,
+    HEAD,
+    ENGINE,
+    TRAINER,
+    NOT_SEPARATED,
+    UNEXPLAINED,
+)
 """in the order of the table"""
 CLOSES_WITHIN = 0.05
 """of the mean absolute difference: what may be left unexplained"""

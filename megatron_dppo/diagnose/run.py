@@ -87,7 +87,9 @@ def run_config(folder: Path, overrides: Sequence[str]) -> Config:
     config = load_config(folder / CONFIG, [*overrides, *flags])
     base = folder / "base"
     if config.warmup.num_steps and not any(folder.glob("checkpoints/step_*")) and not is_warm(base, config):
-        raise ConfigError(f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model: no weights to ask")
+        raise ConfigError(
+            f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model: no weights to ask"
+        )
     hides, filters = config.rollout.perturbation.unrecorded_top_p < 1, config.rollout.filters
     if hides and filters:
         raise ConfigError(
@@ -183,9 +185,13 @@ def _absent(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, s
     shape, replay = scorer.trainer.routing_shape, before.train.router_replay
     absent = {}
     if SAMPLER not in present:
-        absent[SAMPLER] = "nothing hidden: training's distributions are those that were drawn from, by the configuration"
+        absent[SAMPLER] = (
+            "nothing hidden: training's distributions are those that were drawn from, by the configuration"
+        )
         if not scorer.is_local:
-            absent[SAMPLER] = "not separable: what a server does to its distributions beside what it reports is not known"
+            absent[SAMPLER] = (
+                "not separable: what a server does to its distributions beside what it reports is not known"
+            )
     for cause, replayed in ((ROUTER_IDS, replay == "rollout"), (ROUTER_WEIGHTS, scorer.replays == "weights")):
         if cause in present:
             continue
@@ -196,7 +202,9 @@ def _absent(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, s
         else:
             absent[cause] = "not separable: the engine does not report them"
     if not scorer.is_local:
-        absent |= dict.fromkeys((HEAD, ENGINE), "not separable: the server cannot score with another output layer or dtype")
+        absent |= dict.fromkeys(
+            (HEAD, ENGINE), "not separable: the server cannot score with another output layer or dtype"
+        )
     if UNEXPLAINED not in present:
         absent[UNEXPLAINED] = "not separable: part of what the trainer's or the server's numerics make"
     if not before.train.max_staleness and STALENESS in present:

@@ -14,6 +14,7 @@ from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.diagnose.ledger import (
     ENGINE,
     HEAD,
+    NOT_SEPARATED,
     ROUTER_IDS,
     ROUTER_WEIGHTS,
     SAMPLER,
@@ -108,7 +109,7 @@ class RunScorer:
             chain += self._by_engine(plain, versions)
         reported = [sample.rollout_logprobs for sample in samples]
         assert all(row is not None for row in reported)
-        last = ENGINE if self.is_local else f"{ENGINE} and all below it"
+        last = ENGINE if self.is_local else NOT_SEPARATED
         chain.append((last, [row for row in reported if row is not None]))
         return trained, chain
 

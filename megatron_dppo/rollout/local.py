@@ -166,7 +166,9 @@ class LocalEngine:
         routing = None
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
-        response = GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets or self._reveals)
+        response = GrowingResponse(
+            prompt.token_ids, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets or self._reveals
+        )
         return Sample(prompt, response)
 
     def _continued(self, request: GroupRequest, params: SamplingParams) -> list[Sample]:

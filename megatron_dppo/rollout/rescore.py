@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import MISSING_EXPERT, RoutingShape, TrainingSample, experts_of, weights_of
+from megatron_dppo.rollout.sampler import filters_of
+from megatron_dppo.types import (
+    MISSING_EXPERT,
+    KeptSets,
+    RoutingShape,
+    SamplingParams,
+    TrainingSample,
+    experts_of,
+    weights_of,
+)
 
 
 class ForcedRoutes:
@@ -89,6 +99,20 @@ def rescore(
         logprobs = scores.log_softmax(-1).gather(1, sample.labels.to(device)[:, None])[:, 0]
         found.append(logprobs.cpu())
     return found
+
+
+@torch.no_grad()
+def with_filter(model: Any, sample: TrainingSample, params: SamplingParams, responses: int) -> TrainingSample:
+    """The sample with the sets that the filters of ``params`` leave of the model's own distributions, for its last
+    ``responses`` tokens; the label is always left."""
+    device = next(model.parameters()).device
+    scores = model(input_ids=sample.tokens[None].to(device), use_cache=False).logits[0, -responses:].float()
+    for cut in filters_of(params):
+        scores = cut(None, scores)
+    inside = scores > -torch.inf
+    inside.scatter_(1, sample.labels[-responses:, None].to(device), True)
+    sets = KeptSets(inside.nonzero()[:, 1].int().cpu(), inside.sum(1).int().cpu())
+    return replace(sample, kept=sets)
 
 
 def _cut(scores: Tensor, sample: TrainingSample) -> Tensor:

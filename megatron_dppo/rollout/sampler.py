@@ -10,6 +10,22 @@ from torch import Tensor
 from megatron_dppo.types import SamplingParams
 
 
+def filters_of(params: SamplingParams) -> list[Any]:
+    """What is done to fp32 logits one after the other, each called with ``(None, scores)``; temperature above 0."""
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    filters: list[Any] = []
+    if params.temperature != 1:
+        filters.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        filters.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        filters.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        filters.append(MinPLogitsWarper(params.min_p))
+    return filters
+
+
 class Sampler:
     """Draws from logits by a generator of its own.
 
@@ -35,19 +51,10 @@ class Sampler:
         unrecorded_top_p: float = 1.0,
         reveals: bool = False,
     ) -> None:
-        from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+        from transformers import TopPLogitsWarper
 
         self._generator, self._batch, self._greedy = generator, batch, params.temperature == 0
-        self._filters: list[Any] = []
-        if not self._greedy:
-            if params.temperature != 1:
-                self._filters.append(TemperatureLogitsWarper(params.temperature))
-            if params.top_k:
-                self._filters.append(TopKLogitsWarper(params.top_k))
-            if params.top_p < 1:
-                self._filters.append(TopPLogitsWarper(params.top_p))
-            if params.min_p:
-                self._filters.append(MinPLogitsWarper(params.min_p))
+        self._filters = [] if self._greedy else filters_of(params)
         self._hidden = TopPLogitsWarper(unrecorded_top_p) if unrecorded_top_p < 1 else None
         if reveals and self._hidden is not None and not self._greedy:
             self._filters.append(self._hidden)

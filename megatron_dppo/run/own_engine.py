@@ -170,6 +170,4 @@ def _ending(tokens: Sequence[int], *, wanted: bool = True) -> TrainingSample:
     mask = torch.zeros(len(tokens), dtype=torch.bool)
     mask[-1] = wanted
     own = torch.tensor(tokens)
-    return TrainingSample(
-        tokens=own, labels=torch.zeros_like(own), loss_mask=mask, advantages=torch.zeros(len(tokens))
-    )
+    return TrainingSample(tokens=own, labels=torch.zeros_like(own), loss_mask=mask, advantages=torch.zeros(len(tokens)))

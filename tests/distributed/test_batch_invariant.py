@@ -52,9 +52,7 @@ def sampled(engine: Any, trainer: Any, step: int, **settings: Any) -> list[Train
     for i, (prompt, c) in enumerate(zip(own, engine.generate(own, params), strict=True)):
         topk = None if c.topk_token_ids is None else (c.topk_token_ids, c.topk_logprobs)
         advantage = 1.0 if i % 2 else -1.0
-        found.append(
-            to_training_sample(prompt.token_ids, c.token_ids, c.logprobs, advantage, topk, None, None, c.kept)
-        )
+        found.append(to_training_sample(prompt.token_ids, c.token_ids, c.logprobs, advantage, topk, None, None, c.kept))
     return found
 
 
