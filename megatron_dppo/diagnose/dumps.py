@@ -51,7 +51,7 @@ def read_dump(path: Path, limit: int | None = None) -> list[DumpedSample]:
     """
     if not path.is_file():
         raise DataError(f"--rollouts {str(path)!r}: no such file")
-    found = []
+    found: list[DumpedSample] = []
     for number, row in enumerate(_rows(path)):
         if limit is not None and len(found) == limit:
             break

@@ -1,7 +1,7 @@
 """``megatron-dppo diagnose --rollouts``: the ledger of another stack's rollouts, by an fp32 copy of their weights.
 
-Of such rollouts the tokens and the engine's log-probabilities are known, and what else the dump holds. What is not in it
-is not separated: there is no engine here that could be asked again.
+Of such rollouts the tokens and the engine's log-probabilities are known, and what else the dump holds. What is not in
+it is not separated: there is no engine here that could be asked again.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from megatron_dppo.diagnose.ledger import (
     ROUTER_IDS,
     ROUTER_WEIGHTS,
     SAMPLER,
-    STALENESS,
     UNEXPLAINED,
     Ledger,
     make_ledger,
@@ -93,8 +92,8 @@ def run_config(folder: Path, overrides: Sequence[str]) -> Config:
     hides, filters = config.rollout.perturbation.unrecorded_top_p < 1, config.rollout.filters
     if hides and filters:
         raise ConfigError(
-            "rollout.perturbation.unrecorded_top_p below 1 together with top_p, top_k or min_p: of two filters only the "
-            "one that is left could be told. Override one of them, as with --rollout.top_p 1"
+            "rollout.perturbation.unrecorded_top_p below 1 together with top_p, top_k or min_p: what each of the two "
+            "filters does cannot be told apart. Override one of them, as with --rollout.top_p 1"
         )
     return config
 
@@ -207,8 +206,6 @@ def _absent(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, s
         )
     if UNEXPLAINED not in present:
         absent[UNEXPLAINED] = "not separable: part of what the trainer's or the server's numerics make"
-    if not before.train.max_staleness and STALENESS in present:
-        absent.pop(STALENESS, None)
     return absent
 
 

@@ -40,8 +40,8 @@ def make_batch_invariant(device: torch.device) -> None:
     global _library
     if device.type != "cpu":
         raise UserError(
-            f"rollout.batch_invariant = true on {device}: its kernels are for the CPU; set it to false, or hide the GPUs "
-            "with CUDA_VISIBLE_DEVICES=''"
+            f"rollout.batch_invariant = true on {device}: its kernels are for the CPU; set it to false, or hide the "
+            "GPUs with CUDA_VISIBLE_DEVICES=''"
         )
     if _library is not None:
         return
@@ -107,7 +107,7 @@ def _check_rows_alike(left: Tensor, right: Tensor) -> None:
     Raises:
         UserError: it does not.
     """
-    key = (right.shape, right.stride(0) == 1, left.dtype, torch.backends.mkldnn.matmul.fp32_precision)
+    key = (right.shape, right.stride(0) == 1, left.dtype, _fp32_precision())
     if key in _checked:
         return
     row = torch.rand(left.shape[1], generator=torch.Generator().manual_seed(0)).to(left.dtype)
@@ -119,6 +119,11 @@ def _check_rows_alike(left: Tensor, right: Tensor) -> None:
             f"{left.dtype} gives equal rows different results on this machine; set it to false"
         )
     _checked.add(key)
+
+
+def _fp32_precision() -> Any:
+    """Whether fp32 products may be rounded to bf16, which the head allows for bf16 numbers (``mixed_gemm``)."""
+    return getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
 
 
 class _Function:

@@ -132,7 +132,7 @@ class LocalEngine:
         self._held |= groups
 
     def reveal_filters(self) -> None:
-        """From here on report what is drawn from: the same draws, with a hidden filter's kept sets and probabilities."""
+        """From here on report what is drawn from: the same draws, with the kept sets of a hidden filter."""
         self._reveals = self._unrecorded_top_p < 1
 
     def rescore(

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens by a transformers model, with the experts and weights that its routers once chose."""
+"""Log-probabilities of given tokens by a transformers model, with the experts and weights that routers once chose."""
 
 from __future__ import annotations
 

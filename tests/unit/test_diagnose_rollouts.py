@@ -204,7 +204,7 @@ def test_nothing_in_a_torch_file_is_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="weights_only"):
         read_dump(tmp_path / "trap.pt")
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(DataError, match="gen_batch.dp"):
+    with pytest.raises(DataError, match=r"gen_batch\.dp"):
         (tmp_path / "gen_batch.dp").touch()
         read_dump(tmp_path / "gen_batch.dp")
     torch.save({"samples": [slime(sampled()[0], PROMPTS[0]) | {"rollout_log_probs": None}]}, tmp_path / "none.pt")
@@ -236,7 +236,7 @@ def test_another_model_is_refused_and_the_command_prints_and_writes(
         (["--rollouts", "x"], "--model"),
         (["RUN", "--top-p", "0.9"], "goes with --rollouts"),
         (["--rollouts", "x", "--model", "y", "--temperature", "0"], "above 0"),
-        (["--rollouts", "x", "--model", "y", "--train.mini_batches", "2"], "unexpected argument"),
+        (["--rollouts", "x", "--model", "y", "--train.mini_batches=2"], "unexpected argument"),
         (["nowhere"], "not the folder of a run"),
     ],
 )

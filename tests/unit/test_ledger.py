@@ -26,8 +26,8 @@ CHAIN = [
     Scoring(HEAD, torch.tensor([-1.1, -2.5, -0.9, -2.5])),
     Scoring(ENGINE, torch.tensor([-1.5, -2.5, -0.9, -2.5])),
 ]
-# Differences from TRAINED to the last: .5, .5, .4, -.5. Links: staleness .2, 0, .4, -.5; unexplained 0, .01, 0, 0; engine
-# -.1 + .4, .39, 0, 0; head 0, .1, 0, 0.
+# Differences from TRAINED to the last: .5, .5, .4, -.5. Links: staleness .2, 0, .4, -.5; unexplained 0, .01, 0, 0;
+# engine -.1 + .4, .39, 0, 0; head 0, .1, 0, 0.
 
 
 def test_parts_are_the_links_in_the_direction_of_the_difference_and_add_up_to_the_mean() -> None:
