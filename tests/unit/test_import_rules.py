@@ -98,7 +98,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "diagnose": (
         {"config", "data", "errors", "hf", "mcore", "parallel", "policy", "report", "rollout", "run"}
         | {"supervision", "types"},
-        {"pyarrow", "torch"},
+        {"numpy", "pyarrow", "torch"},
     ),
     "cli": (
         {
@@ -252,7 +252,7 @@ def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> N
 def test_the_rooms_that_load_without_megatron_are_those_that_the_table_promises() -> None:
     light = set(modules_without_megatron())
     heavy = {room_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
-    assert heavy == {"doctor", "mcore", "plan", "policy", "run"}
+    assert heavy == {"diagnose", "doctor", "mcore", "plan", "policy", "run"}
     assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.run.engines"} <= light
 
 
