@@ -32,6 +32,7 @@ from megatron_dppo.diagnose.ledger import (
 )
 from megatron_dppo.errors import DataError
 from megatron_dppo.hf import FolderWeights, build_hf_model, copy_into_model, model_shape, read_hf_config, routing_shape
+from megatron_dppo.platform import Platform
 from megatron_dppo.rollout.rescore import ForcedRoutes, rescore, with_filter
 from megatron_dppo.types import RoutingShape, SamplingParams, TrainingSample
 
@@ -64,7 +65,7 @@ def diagnose_rollouts(path: Path, model: str, declared: Declared, limit: int | N
     dumped = read_dump(path, limit)
     hf_config = read_hf_config(model)
     _check_ids(dumped, model_shape(hf_config).vocab_size, path)
-    copy = build_hf_model(hf_config, torch.float32)
+    copy = build_hf_model(hf_config, torch.float32).to(Platform.detect().device)
     folder = FolderWeights(model)
     copy_into_model(copy, ((name, folder[name]) for name in sorted(folder.names())))
     shape = routing_shape(hf_config)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.hf import end_tokens
+from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.decode import Decoded, Ends, Record
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.rollout.local import generation_of
@@ -70,7 +71,8 @@ class OwnEngine:
         """
         if self.policy_version < 0:
             raise RuntimeError("OwnEngine is to sample before anything was published")
-        decoded = self._decode([list(prompt.token_ids) for prompt in prompts], params)
+        with PROGRESS.part("rollout"):
+            decoded = self._decode([list(prompt.token_ids) for prompt in prompts], params)
         found = []
         for row, prompt in enumerate(prompts):
             assert decoded is not None

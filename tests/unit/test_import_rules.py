@@ -96,8 +96,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "matplotlib"},
     ),
     "diagnose": (
-        {"config", "data", "errors", "hf", "mcore", "parallel", "policy", "report", "rollout", "run"}
-        | {"supervision", "types"},
+        {"config", "data", "errors", "hf", "mcore", "parallel", "platform", "policy", "report", "rollout"}
+        | {"run", "supervision", "types"},
         {"numpy", "pyarrow", "torch"},
     ),
     "cli": (

@@ -95,7 +95,8 @@ class Stream:
         self._draws = [self._asking.again(draw, self._share) for draw in self._draws]
         part = "prefetch_wait" if step < self._next else "rollout"
         if step >= self._next:
-            self._draws += self._draw(step, step, [self._share] * self._dp, 0)
+            with clock.part(part):  # an engine of all ranks samples at once
+                self._draws += self._draw(step, step, [self._share] * self._dp, 0)
             self._next = step + 1
         if self._in_flight:  # servers that wait for the last responses of this step have room for more
             self._sample_ahead(step)
