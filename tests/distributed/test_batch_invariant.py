@@ -109,6 +109,55 @@ def run_steps(rank: int, world_size: int, case: Case, setting: str, steps: int, 
         Path(file).write_text(json.dumps({"steps": steps, "tokens": int(everywhere), "max_abs": worst}))
 
 
+def check_kernels(rank: int, world_size: int) -> None:
+    """Every kernel on parts of a batch, against itself on the whole batch and against float64."""
+    from megatron_dppo.mcore.compat import apply_shims
+
+    apply_shims(Platform.detect(force_cpu=True))
+    from megatron_dppo.mcore.invariant import InvariantCoreAttention, make_batch_invariant
+
+    make_batch_invariant(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for width, out in ((48, 117), (64, 96), (7, 5)):
+        x, weight = made(70, width), made(out, width)
+        x.requires_grad_()
+        whole = torch.nn.functional.silu(x @ weight.t())
+        whole.sum().backward()
+        exact = x.detach().double().requires_grad_()
+        expected = torch.nn.functional.silu(exact @ weight.double().t())
+        expected.sum().backward()
+        assert (whole - expected).abs().max() < 1e-4 and (x.grad - exact.grad).abs().max() < 1e-3
+        for n in (1, 2, 5, 31, 33, 65):
+            for start in (0, 3):
+                part = torch.nn.functional.silu(x[start : start + n] @ weight.t())
+                assert torch.equal(part, whole[start : start + n]), (width, out, n, start)
+    for function in (torch.exp, torch.exp2, torch.log, torch.sigmoid, torch.cos, torch.sin):
+        values = made(133).abs() + 0.1
+        whole, exact = function(values), function(values.double())
+        assert (whole - exact).abs().max() < 1e-4
+        assert all(torch.equal(function(values[i:j]), whole[i:j]) for i, j in ((0, 1), (3, 20), (100, 133)))
+    attention = InvariantCoreAttention.__new__(InvariantCoreAttention)
+    torch.nn.Module.__init__(attention)
+    attention.softmax_scale = None
+    query, key, value = made(3, 70, 4, 16), made(3, 70, 2, 16), made(3, 70, 2, 16)
+    whole = attention._attend(query, key, value, None)
+    q, k, v = (part.double().transpose(1, 2) for part in (query, key, value))
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert (whole - exact.transpose(1, 2)).abs().max() < 1e-5
+    for length in (1, 2, 31, 32, 33, 64, 69):
+        for i in range(3):
+            parts = (x[i : i + 1, :length] for x in (query, key, value))
+            assert torch.equal(attention._attend(*parts, None)[0], whole[i, :length]), length
+
+
+def test_kernels_give_a_token_the_same_bits_in_any_batch() -> None:
+    run_distributed(check_kernels, 1)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("layout", ["tp", "ep"])
 def test_the_reported_log_probabilities_are_the_trainers_to_the_bit(layout: str, setting: str, tmp_path: Path) -> None:
