@@ -96,9 +96,9 @@ class Ledger:
     @property
     def closes(self) -> bool | None:
         """Whether the causes explain the total but for 5 %, or it is rounding; None = ``left`` is not known."""
-        if self.left is None:
-            return None
-        return self.left <= max(CLOSES_WITHIN * self.total, ROUNDING)
+        if self.total <= ROUNDING:
+            return True
+        return None if self.left is None else self.left <= CLOSES_WITHIN * self.total
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -184,10 +184,10 @@ def as_text(ledger: Ledger) -> str:
 
 
 def _verdict(ledger: Ledger) -> str:
-    if ledger.left is None:
-        return "closes: not known, since what is left cannot be told from the causes that are not separated"
     if ledger.total <= ROUNDING:
         return f"closes: yes, the whole difference is rounding ({ledger.total:.1e} <= {ROUNDING:g} nats)"
+    if ledger.left is None:
+        return "closes: not known, since what is left cannot be told from the causes that are not separated"
     share = ledger.left / ledger.total
     if ledger.closes:
         return f"closes: yes, {share:.2%} of the mean difference is unexplained ({CLOSES_WITHIN:.0%} is allowed)"

@@ -6,6 +6,7 @@ that its last batch is as old as those that it trains on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.run.folder import MARKER
 from megatron_dppo.run.loop import make_samples, publish, update_policy
 from megatron_dppo.run.session import Session, open_session
-from megatron_dppo.run.starts import CONFIG
+from megatron_dppo.run.starts import CONFIG, read_starts
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.run.stream.saved import SavedStream
 from megatron_dppo.supervision.stop_signal import StopSignal
@@ -76,6 +77,12 @@ def run_config(folder: Path, overrides: Sequence[str]) -> Config:
     """
     if not (folder / CONFIG).is_file() or not (folder / MARKER).is_file():
         raise ConfigError(f"{str(folder)!r} is not the folder of a run: expected its {CONFIG} and {MARKER} there")
+    here, there = int(os.environ.get("WORLD_SIZE", "1")), read_starts(folder)[-1]["world_size"]
+    if here != there and not overrides:
+        raise ConfigError(
+            f"the run in {str(folder)!r} has {there} processes, here there are {here}: torchrun --nproc-per-node "
+            f"{there} -m megatron_dppo.cli.main diagnose {folder} (or override the layout, where a resume could)"
+        )
     safe = {
         "run.output_dir": str(folder),
         "run.overwrite": "false",
@@ -105,7 +112,7 @@ def diagnosis_config(config: Config) -> Config:
     run = config.run.model_copy(update={"num_steps": config.run.num_steps + more})
     log = config.log.model_copy(update={"tensorboard": False, "wandb_project": None})
     train = config.train
-    if config.rollout.engine == "local" and routing_shape(read_hf_config(config.model.path)) is not None:
+    if _has_copy(config) and routing_shape(read_hf_config(config.model.path)) is not None:
         replay = "rollout" if train.router_replay == "rollout" else "compare"
         try:
             check_router_weights(replay, "local", config.model.transformer)
@@ -114,6 +121,11 @@ def diagnosis_config(config: Config) -> Config:
             weights = False
         train = train.model_copy(update={"router_replay": replay, "router_replay_weights": weights})
     return config.model_copy(update={"run": run, "log": log, "train": train})
+
+
+def _has_copy(config: Config) -> bool:
+    """Whether the engine is a copy of the policy in this process, which can be asked for more than it reports."""
+    return config.rollout.engine == "local" and not config.rollout.batch_invariant
 
 
 def _restore(session: Session) -> None:
@@ -155,7 +167,7 @@ def _scorer(session: Session, before: Config, snapshots: Snapshots) -> RunScorer
         hides_filter=config.rollout.perturbation.unrecorded_top_p < 1,
         engine=engine,
         exact=None,
-        is_local=config.rollout.engine == "local",
+        is_local=_has_copy(config),
         fp32=config.model.dtype == "fp32",
     )
 
@@ -181,6 +193,9 @@ def _ledger(session: Session, before: Config, snapshots: Snapshots, collected: C
 
 def _absent(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, str]:
     """Why a cause has no row."""
+    if before.rollout.batch_invariant:
+        causes = (SAMPLER, ROUTER_IDS, ROUTER_WEIGHTS, HEAD, ENGINE)
+        return dict.fromkeys(causes, "none: the trainer's own model samples")
     shape, replay = scorer.trainer.routing_shape, before.train.router_replay
     absent = {}
     if SAMPLER not in present:

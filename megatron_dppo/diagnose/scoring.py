@@ -93,7 +93,8 @@ class RunScorer:
         samples, meaningful on leaders of replicas."""
         completions = [rollout.completion for group in groups for rollout in group.rollouts]
         versions = [token_versions(c, s) for c, s in zip(completions, samples, strict=True)]
-        plain = [_bare(sample) for sample in samples]
+        # Top-K ids stay: the head adds up a row's mass in an order that depends on them.
+        plain = list(samples)
         told = [replace(sample, kept=None) for sample in plain] if self.hides_filter else plain
         as_run = {"none": self._live, "ids": self._ids, "weights": self._both}[self.replays]
         trained = as_run(told)
@@ -217,11 +218,6 @@ def token_versions(completion: Completion, sample: TrainingSample) -> Tensor:
     for span in completion.policy_versions:
         found[first + span.start : first + span.end] = span.policy_version
     return torch.where(sample.loss_mask, found, _NONE)
-
-
-def _bare(sample: TrainingSample) -> TrainingSample:
-    """Without what is not needed to score the labels."""
-    return replace(sample, rollout_topk_ids=None, rollout_topk_logprobs=None)
 
 
 def _chosen(scores: Sequence[_Scores], wanted: Sequence[int], versions: Sequence[Tensor]) -> _Scores:

@@ -225,7 +225,7 @@ def test_another_model_is_refused_and_the_command_prints_and_writes(
     arguments = ["diagnose", "--rollouts", str(file), "--model", str(folder), "--limit", "3", "--json", str(target)]
     assert main(arguments) == 0
     assert "engine, not separated" in capsys.readouterr().out
-    assert json.loads(target.read_text())["closes"] is None
+    assert json.loads(target.read_text())["closes"] is True, "rounding"
 
 
 @pytest.mark.parametrize(
