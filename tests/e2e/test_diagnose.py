@@ -91,4 +91,3 @@ def test_a_batch_invariant_run_has_no_mismatch_at_all(short_run: list[str], tmp_
     assert result.returncode == 0, result.stdout + result.stderr
     steps = step_records(tmp_path / "run")
     assert len(steps) == 2 and [step["train/abs_prob_diff"] for step in steps] == [0.0, 0.0]
-    assert all(step["train/grad_norm"] > 0 for step in steps), "the policy moved in between"
