@@ -12,6 +12,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_dppo import __version__
+from megatron_dppo.cli.diagnose import add_diagnose_arguments, run_diagnose
 from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
 from megatron_dppo.cli.experiment import add_experiment_arguments, run_experiment
 from megatron_dppo.cli.plan import add_plan_arguments, run_plan
@@ -50,6 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "experiment", help="compare losses under controlled mismatches, on small embedded tasks", allow_abbrev=False
     )
     add_experiment_arguments(experiment)
+    diagnose = commands.add_parser(
+        "diagnose",
+        help="split |log pi - log mu| of a run into its causes",
+        epilog=_OVERRIDES,
+        allow_abbrev=False,
+    )
+    add_diagnose_arguments(diagnose)
     options, overrides = parser.parse_known_args(arguments)
     if options.command in _REPORTED:
         return run_or_report(_REPORTED[options.command], options, overrides)
@@ -78,6 +86,7 @@ _REPORTED: dict[str, _Command] = {
     "doctor": run_doctor,
     "restarts": run_restarts,
     "experiment": run_experiment,
+    "diagnose": run_diagnose,
 }
 
 

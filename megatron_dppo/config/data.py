@@ -92,6 +92,10 @@ class RolloutConfig(Section):
     """Longest response, the end-of-sequence token included."""
     dtype: DType = "bf16"
     """Dtype of the engine's copy of the weights."""
+    batch_invariant: bool = False
+    """``local`` without a copy: sample with the trainer's own model, all ranks together, by kernels that give a token
+    the same bits in any batch. What is reported equals what training computes exactly. CPU only, and slow: each token
+    reads its whole sequence again (``docs/diagnose.md``)."""
     return_logprobs: bool = True
     """Rollout log-probabilities: the anchor of every loss."""
     dynamic_sampling: bool = False

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_dppo.config.batch_invariant import check_batch_invariant
 from megatron_dppo.config.checkpoint import CheckpointConfig
 from megatron_dppo.config.data import DataConfig, RewardConfig, RolloutConfig
 from megatron_dppo.config.evaluation import EvalConfig
@@ -163,6 +164,12 @@ class Config(_Section):
     def _router_weights_fit(self) -> Config:
         if self.train.router_replay_weights:
             check_router_weights(self.train.router_replay, self.rollout.engine, self.model.transformer)
+        return self
+
+    @model_validator(mode="after")
+    def _batch_invariant_fits(self) -> Config:
+        if self.rollout.batch_invariant:
+            check_batch_invariant(self)
         return self
 
     @model_validator(mode="after")

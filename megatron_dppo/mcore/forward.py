@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.losses import Objective
-from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, Row, TokenReadings, hidden_states_only
+from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, Row, hidden_states_only
 from megatron_dppo.types import Metric, MicroBatch
+
+_R = TypeVar("_R")
 
 
 def forward_backward(
@@ -55,10 +57,13 @@ def forward_logprobs(
 
 @torch.no_grad()
 def forward_readings(
-    chunks: Sequence[Any], batches: Sequence[MicroBatch], head: Head, cp_group: ProcessGroup | None = None
-) -> list[TokenReadings]:
-    """What engines are compared with, for each micro-batch; empty on all but the last pipeline stage."""
-    return _read(chunks, batches, cp_group, lambda row, hidden: head.readings(hidden, row))
+    chunks: Sequence[Any],
+    batches: Sequence[MicroBatch],
+    read: Callable[[Row, Tensor], _R],
+    cp_group: ProcessGroup | None = None,
+) -> list[_R]:
+    """What ``read`` makes of each micro-batch's row and hidden states; empty on all but the last pipeline stage."""
+    return _read(chunks, batches, cp_group, read)
 
 
 def _read(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.loss import dppo_head_loss
+from megatron_dppo.head.mixed_gemm import logits_into
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.losses import SUPERVISED, Objective
@@ -29,7 +30,7 @@ from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.parallel.vocab_kept import keep_only
 from megatron_dppo.parallel.vocab_logprobs import shard_range
 from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
-from megatron_dppo.types import LossInputs, LossNeeds, LossOutput, MicroBatch, TokenTargets
+from megatron_dppo.types import KeptSets, LossInputs, LossNeeds, LossOutput, MicroBatch, TokenTargets
 
 _SUMS_PAY_FROM = 512
 """Top-K slots times shards from which their sums are exchanged instead: the gather of a chunk of 4096 rows is 8 MB
@@ -165,6 +166,23 @@ class Head:
             return TokenReadings(found.logprobs, raw.logprobs, None, None, None)
         ids, raw_ids = found.topk_logprobs[:, :-1], raw.topk_logprobs[:, :-1]
         return TokenReadings(found.logprobs, raw.logprobs, ids, raw_ids, self._best(hidden, row, ids.shape[1]))
+
+    def next_logits(self, hidden: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states ``[b, H]`` at ``places [b]`` of a row, and the logits ``[b, V]`` of what comes next there;
+        the same on all ranks of the group."""
+        rows, weight = self._whole(hidden)[places], self._weight()
+        mine = logits_into(rows, weight, None, rows.new_empty(len(rows), len(weight), dtype=torch.float32))
+        every = [mine]
+        if self._group is not None:
+            every = [torch.empty_like(mine) for _ in range(self._group.size())]
+            torch.distributed.all_gather(every, mine, group=self._group)
+        return rows, torch.cat(every, 1)[:, : self._common["vocab_size"]]
+
+    def of_rows(self, rows: Tensor, labels: Tensor, ids: Tensor | None, kept: KeptSets | None) -> HeadStatistics:
+        """The statistics of hidden states ``[b, H]`` that ``next_logits`` gave, as those of a row of micro-batches."""
+        valid = None if ids is None else ids >= 0
+        options: dict[str, Any] = {"ids": ids, "ids_valid": valid, "kept": kept, **self._common}
+        return vocab_parallel_head_stats(rows, self._weight(), labels, **options)
 
     def _best(self, hidden: Tensor, row: Row, k: int) -> Tensor:
         """``[T, k]`` log-probabilities of the policy's own Top-K."""

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_dppo.mcore.attention import SDPACoreAttention
+from megatron_dppo.mcore.invariant import InvariantCoreAttention, is_batch_invariant
 from megatron_dppo.mcore.layers import (
     ColumnParallelGroupedLinear,
     LayerNormColumnParallelLinear,
@@ -49,7 +50,7 @@ def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=LayerNormColumnParallelLinear,
-            core_attention=SDPACoreAttention,
+            core_attention=InvariantCoreAttention if is_batch_invariant() else SDPACoreAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
             k_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,

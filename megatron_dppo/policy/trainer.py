@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint import Save, load_checkpoint, read_state, save_checkpoint
 from megatron_dppo.mcore.device_state import DeviceState
 from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
-from megatron_dppo.mcore.head import Head, TokenReadings
+from megatron_dppo.mcore.head import Head, Row
+from megatron_dppo.mcore.invariant import TILE, make_batch_invariant
 from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.moe import BalanceLosses
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
@@ -31,19 +32,9 @@ from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, without_
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.costs import attention_length
+from megatron_dppo.policy.packed import Packed
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """One rank's part of a batch, ready for the schedule."""
-
-    bins: list[list[int]]
-    """for each micro-batch, the indices of its samples in the order of the row"""
-    batches: MicroBatches
-    totals: BatchTotals
-    """of all ranks"""
 
 
 class PolicyTrainer:
@@ -86,6 +77,8 @@ class PolicyTrainer:
         self.layout, self.groups, self.dp_rank = layout, groups, dist.get_rank(groups.dp)
         self.policy_version = 0
         replay = config.train.router_replay
+        if config.rollout.batch_invariant:
+            make_batch_invariant(platform.device)
         megatron_config = transformer_config(hf_config, config.model, layout, platform, router_replay=replay != "off")
         self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         self.bridge = Bridge(self.models, model_shape(hf_config), tied=hf_config.tie_word_embeddings, groups=groups)
@@ -103,7 +96,10 @@ class PolicyTrainer:
         self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, temperature, fused=fused)
         self.attention_length = attention_length(hf_config)
         self._cp_group = groups.cp if layout.cp > 1 else None
-        self.row_shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
+        self.row_shape = RowShape(
+            row_multiple=layout.row_multiple * (TILE if config.rollout.batch_invariant else 1),
+            sequence_multiple=layout.sequence_multiple,
+        )
         # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
         self._needs_equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._balance_losses = BalanceLosses(megatron_config)
@@ -189,14 +185,18 @@ class PolicyTrainer:
         return found, self._replay.recorded(batches)
 
     def readings(
-        self, batches: Sequence[MicroBatch], mode: Literal["record", "replay"] | None = None
-    ) -> tuple[list[TokenReadings], list[Tensor]]:
+        self,
+        batches: Sequence[MicroBatch],
+        mode: Literal["record", "replay"] | None = None,
+        read: Callable[[Head, Tensor, Row], Any] = Head.readings,
+    ) -> tuple[list[Any], list[Tensor]]:
         """What an engine's answers are compared with, and the routes ``[T, L, k]``, both for each micro-batch.
 
         Args:
             batches: this rank's.
             mode: ``record``: the live routers' choices are returned too, those of this stage's layers; ``replay``: the
                 given routes are used; None = neither.
+            read: what is made of the hidden states of each row.
 
         Returns:
             Readings only on the last pipeline stage, routes only with ``record``.
@@ -204,7 +204,7 @@ class PolicyTrainer:
         assert mode is None or self._replay is not None
         self.optimizer.finish_overlapped_gather()
         with self._routing(batches, mode) as plain:
-            found = forward_readings(self._chunks, plain, self._head, self._cp_group)
+            found = forward_readings(self._chunks, plain, lambda row, x: read(self._head, x, row), self._cp_group)
         return found, self._replay.recorded(batches) if self._replay is not None and mode == "record" else []
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_dppo.rollout.kept_record import KeptRecord
 from megatron_dppo.rollout.route_recorder import RouteRecorder
-from megatron_dppo.types import KeptSets, SamplingParams
+from megatron_dppo.rollout.sampler import Sampler
+from megatron_dppo.types import KeptSets
 
 _KEEP_WHILE = 0.9
 """Finished rows leave the batch when the others are less than this share: leaving copies the whole cache."""
@@ -52,63 +53,8 @@ class Decoded:
         return torch.cat([self.prompt_routes[row], self.step_routes[row, : length - 1]])
 
 
-class Sampler:
-    """Draws from logits by a generator of its own.
-
-    The global generator stays alone: a rollout in a background thread must not move the random state that the trainer
-    reads and sets (dropout, recomputation, checkpoints). Each step draws numbers for the whole batch, so that the
-    tokens of a row do not depend on when its neighbours finish.
-
-    Args:
-        params: temperature 0 takes the most probable token and the log-probabilities of the unchanged logits. Else
-            temperature comes first, then top-k, then top-p of what that leaves, then min-p.
-        generator: on the device of the logits.
-        batch: rows of the batch at its start.
-        unrecorded_top_p: a filter of the draws that the log-probabilities do not show (``rollout.perturbation``).
-    """
-
-    def __init__(
-        self, params: SamplingParams, generator: torch.Generator, batch: int, *, unrecorded_top_p: float = 1.0
-    ) -> None:
-        from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-        self._generator, self._batch, self._greedy = generator, batch, params.temperature == 0
-        self._filters: list[Any] = []
-        if not self._greedy:
-            if params.temperature != 1:
-                self._filters.append(TemperatureLogitsWarper(params.temperature))
-            if params.top_k:
-                self._filters.append(TopKLogitsWarper(params.top_k))
-            if params.top_p < 1:
-                self._filters.append(TopPLogitsWarper(params.top_p))
-            if params.min_p:
-                self._filters.append(MinPLogitsWarper(params.min_p))
-        self._hidden = TopPLogitsWarper(unrecorded_top_p) if unrecorded_top_p < 1 else None
-
-    def __call__(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The token of each row ``[b]`` and the log-probabilities ``[b, V]`` of all.
-
-        Args:
-            logits: ``[b, V]`` of the rows that are left.
-            rows: ``[b]`` their places in the whole batch.
-        """
-        scores = logits.float()
-        for filtered in self._filters:
-            scores = filtered(None, scores)
-        logprobs = scores.log_softmax(-1)
-        if self._greedy:
-            return scores.argmax(-1), logprobs
-        # The race of exponential clocks, as torch.multinomial runs it: the first to ring is i with probability p_i.
-        clocks = scores.new_empty(self._batch, scores.shape[1]).exponential_(generator=self._generator)
-        if len(rows) < self._batch:
-            clocks = clocks[rows]
-        if self._hidden is not None:
-            scores = self._hidden(None, scores)
-        return scores.softmax(-1).div_(clocks).argmax(-1), logprobs
-
-
-class _Record:
-    """The responses while they grow."""
+class Record:
+    """The responses while they grow; columns as those of ``Decoded``."""
 
     def __init__(
         self,
@@ -163,7 +109,7 @@ class _Record:
         )
 
 
-class _Ends:
+class Ends:
     """Says which rows go on. Arguments as those of ``decode``."""
 
     def __init__(
@@ -238,12 +184,12 @@ def decode(
         ValueError: a limit below 1.
     """
     device = next(model.parameters()).device
-    ends = _Ends(end, max_new_tokens, further_ends, ended, device)
+    ends = Ends(end, max_new_tokens, further_ends, ended, device)
     logits, cache, mask, routes = _read_prompts(model, prompts, pad, device, recorder)
     positions, padded = mask.sum(1), not bool(mask.all())
     rows = torch.arange(len(prompts), device=device)
     alive = rows >= 0
-    record = _Record(len(prompts), ends.longest, topk, device, routes, kept_sets)
+    record = Record(len(prompts), ends.longest, topk, device, routes, kept_sets)
     for step in range(ends.longest):
         chosen, distribution = sampler(logits, rows)
         record.add(step, rows, chosen, distribution)

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.hf import build_hf_model, copy_into_model, end_tokens, routing_shape
-from megatron_dppo.rollout.decode import Decoded, Sampler, decode
+from megatron_dppo.rollout.decode import Decoded, decode
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.rollout.perturbation import Perturbation, PerturbedModel
+from megatron_dppo.rollout.rescore import ForcedRoutes, rescore
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.rounds import Goal, Rounds, Sample
 from megatron_dppo.rollout.route_recorder import RouteRecorder
+from megatron_dppo.rollout.sampler import Sampler
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.turns import GenerateFunction
-from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams, VersionSpan
+from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams, TrainingSample, VersionSpan
 
 
 class LocalEngine:
@@ -63,6 +65,7 @@ class LocalEngine:
         perturbation = perturbation or Perturbation()
         self._perturbed = PerturbedModel(self._model, perturbation, self._routing)
         self._unrecorded_top_p = perturbation.unrecorded_top_p
+        self._reveals = False
         self._recorder = None if self._routing is None else RouteRecorder(self._model, self._routing)
         self._function, self._loop = function, asyncio.Runner()  # without a function no loop is ever made
         self._held: dict[int, GroupState] = {}
@@ -128,6 +131,26 @@ class LocalEngine:
         """See ``RolloutEngine``."""
         self._held |= groups
 
+    def reveal_filters(self) -> None:
+        """From here on report what is drawn from: the same draws, with the kept sets of a hidden filter."""
+        self._reveals = self._unrecorded_top_p < 1
+
+    def rescore(
+        self, samples: Sequence[TrainingSample], temperature: float, *, fp32_head: bool = False
+    ) -> list[Tensor]:
+        """Log-probabilities ``[T]`` of the labels of each sample by this copy as it is, the samples' routes
+        replayed where they have them. See ``rescore``."""
+
+        def score() -> list[Tensor]:
+            routes = samples[0].routed_experts if samples else None
+            forced = None
+            if self._routing is not None and routes is not None:
+                has_weights = routes.shape[-1] > self._routing.topk
+                forced = ForcedRoutes(self._model, replace(self._routing, weights=has_weights))
+            return rescore(self._model, samples, temperature=temperature, forced=forced, fp32_head=fp32_head)
+
+        return self._thread.submit(score).result()
+
     def close(self) -> None:
         """Free the copy of the weights, and end what a user's function left running."""
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -143,7 +166,9 @@ class LocalEngine:
         routing = None
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
-        response = GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets)
+        response = GrowingResponse(
+            prompt.token_ids, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets or self._reveals
+        )
         return Sample(prompt, response)
 
     def _continued(self, request: GroupRequest, params: SamplingParams) -> list[Sample]:
@@ -209,36 +234,48 @@ class LocalEngine:
             decoded = decode(
                 self._model,
                 [request.token_ids for request in requests],
-                Sampler(params, generator, len(requests), unrecorded_top_p=self._unrecorded_top_p),
+                Sampler(
+                    params,
+                    generator,
+                    len(requests),
+                    unrecorded_top_p=self._unrecorded_top_p,
+                    reveals=self._reveals,
+                ),
                 max_new_tokens=[request.params.max_new_tokens for request in requests],
                 end=self._eos,
                 pad=self._tokenizer.pad_token_id,
                 further_ends=[request.stop_token_ids for request in requests],
                 topk=params.topk_logprobs,
-                kept_sets=params.kept_sets,
+                kept_sets=params.kept_sets or self._reveals,
                 recorder=recorder,
                 ended=ended,
             )
         moved = decoded.cpu()
-        return [self._generation(request, row, moved) for row, request in enumerate(requests)]
+        return [
+            generation_of(moved, row, request, self._eos, self.policy_version) for row, request in enumerate(requests)
+        ]
 
-    def _generation(self, request: GenerateRequest, row: int, decoded: Decoded) -> Generation:
-        limit, ends = request.params.max_new_tokens, {*self._eos, *request.stop_token_ids}
-        tokens = decoded.tokens[row, :limit].tolist()
-        end = next((i for i, token in enumerate(tokens) if token in ends), None)
-        length = len(tokens) if end is None else end + 1
-        ids, logprobs, routes = decoded.topk_ids, decoded.topk_logprobs, decoded.routes(row, length)
-        unended = FinishReason.LENGTH if length == limit else FinishReason.ABORT
-        return Generation(
-            token_ids=decoded.tokens[row, :length].int(),
-            logprobs=decoded.logprobs[row, :length].clone(),
-            finish_reason=unended if end is None else FinishReason.STOP,
-            versions=(VersionSpan(self.policy_version, 0, length),),
-            topk_token_ids=None if ids is None else ids[row, :length].clone(),
-            topk_logprobs=None if logprobs is None else logprobs[row, :length].clone(),
-            kept=None if decoded.kept is None else decoded.kept[row][:length],
-            routed_experts=None if routes is None else routes[request.routing_start :],
-        )
+
+def generation_of(
+    decoded: Decoded, row: int, request: GenerateRequest, eos: Collection[int], version: int
+) -> Generation:
+    """What was decoded in a row, as the answer to its request; ``eos`` are the tokens that end any response."""
+    limit, ends = request.params.max_new_tokens, {*eos, *request.stop_token_ids}
+    tokens = decoded.tokens[row, :limit].tolist()
+    end = next((i for i, token in enumerate(tokens) if token in ends), None)
+    length = len(tokens) if end is None else end + 1
+    ids, logprobs, routes = decoded.topk_ids, decoded.topk_logprobs, decoded.routes(row, length)
+    unended = FinishReason.LENGTH if length == limit else FinishReason.ABORT
+    return Generation(
+        token_ids=decoded.tokens[row, :length].int(),
+        logprobs=decoded.logprobs[row, :length].clone(),
+        finish_reason=unended if end is None else FinishReason.STOP,
+        versions=(VersionSpan(version, 0, length),),
+        topk_token_ids=None if ids is None else ids[row, :length].clone(),
+        topk_logprobs=None if logprobs is None else logprobs[row, :length].clone(),
+        kept=None if decoded.kept is None else decoded.kept[row][:length],
+        routed_experts=None if routes is None else routes[request.routing_start :],
+    )
 
 
 def _use(device: torch.device) -> None:

@@ -23,6 +23,7 @@ from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.run.inputs import Inputs
+from megatron_dppo.run.own_engine import OwnEngine
 from megatron_dppo.serving.command import api_key
 from megatron_dppo.weights.sync import WeightSync
 
@@ -87,7 +88,8 @@ def build_engine(
     servers: Sequence[InferenceServer],
     function: GenerateFunction | None,
 ) -> RolloutEngine | None:
-    """What samples for this rank; None on ranks that get their rollouts from the leader of their replica.
+    """What samples for this rank; None on ranks that get their rollouts from the leader of their replica, unless all of
+    a replica's ranks sample together.
 
     Args:
         config: the whole configuration.
@@ -97,6 +99,8 @@ def build_engine(
         servers: what ``connect_servers`` gave.
         function: what ``generate_function`` gave.
     """
+    if config.rollout.batch_invariant:
+        return OwnEngine(trainer, inputs.hf_config, inputs.tokenizer, config.train.micro_batch_tokens)
     if not is_leader(trainer.groups.replica):
         return None
     if config.rollout.engine == "local":
@@ -133,8 +137,10 @@ def build_publisher(
 ) -> Publisher:
     """What gives new weights to the engines of all ranks; ``sharing`` is what ``find_sharing`` gave."""
     from megatron_dppo.weights.probe import Probe
-    from megatron_dppo.weights.publish import LocalPublisher, ServerPublisher
+    from megatron_dppo.weights.publish import LocalPublisher, OwnPublisher, ServerPublisher
 
+    if isinstance(engine, OwnEngine):
+        return OwnPublisher(trainer, engine)
     if config.rollout.engine == "local":
         assert engine is None or isinstance(engine, LocalEngine)
         return LocalPublisher(trainer, engine)

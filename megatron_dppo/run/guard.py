@@ -59,6 +59,8 @@ class FirstUpdateGuard:
         dtype = "fp32" if config.rollout.dtype == config.model.dtype == "fp32" else "bf16"
         wanted, dropped_limit = config.train.max_first_prob_diff, config.train.max_dropped_fraction
         usual = None if config.rollout.perturbation.is_active else _LIMITS[dtype]
+        if config.rollout.batch_invariant:
+            usual = 0.0
         limit = usual if wanted == "auto" else None if wanted == "off" else wanted
         return cls(
             largest_difference=limit if on_policy else None,

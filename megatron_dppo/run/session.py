@@ -18,7 +18,7 @@ from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.files.disk import disk_errors, require_space
 from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, stream_model
-from megatron_dppo.parallel.objects import agreed, from_each
+from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.platform import Platform, pin_threads
 from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
 from megatron_dppo.report.console import Console
@@ -156,6 +156,8 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
+        if not is_leader(groups.replica):
+            engine = None  # one that all ranks of a replica have is known to the stream; the rest is the leader's
         session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
         session.resume_point = point
         if config.checkpoint.async_save:
@@ -218,7 +220,8 @@ def _stream(
     scorer: RewardScorer,
 ) -> Stream:
     needed = from_each(Needed(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
-    return Stream(config, inputs.train_prompts, groups, trainer.dp_rank, inputs.layout.dp, engine, scorer, needed)
+    dp, leads = inputs.layout.dp, is_leader(groups.replica)
+    return Stream(config, inputs.train_prompts, groups, trainer.dp_rank, dp, engine, scorer, needed, leads=leads)
 
 
 def _base_folder(config: Config) -> Path:

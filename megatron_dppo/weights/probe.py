@@ -31,7 +31,8 @@ from megatron_dppo.types import TrainingSample
 from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from megatron_dppo.policy.trainer import Packed, PolicyTrainer
+    from megatron_dppo.policy.packed import Packed
+    from megatron_dppo.policy.trainer import PolicyTrainer
 
 _PROBE_TOKENS = 256
 """Enough to fill pages of the prefix cache, so that stale ones show."""

@@ -52,6 +52,25 @@ class LocalPublisher:
         """Nothing."""
 
 
+class _Versioned(Protocol):
+    policy_version: int
+
+
+class OwnPublisher:
+    """For an engine that samples with the trainer's own model: it only learns the version."""
+
+    def __init__(self, trainer: PolicyTrainer, engine: _Versioned) -> None:
+        self._trainer, self._engine = trainer, engine
+
+    def publish(self) -> list[str]:
+        """See ``Publisher``."""
+        self._engine.policy_version = self._trainer.policy_version
+        return []
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 @dataclass(frozen=True)
 class _Verdict:
     """What rank 0 tells all ranks of an attempt."""

@@ -96,8 +96,24 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         | {"types"},
         {"torch", "matplotlib"},
     ),
+    "diagnose": (
+        {"config", "data", "errors", "hf", "mcore", "parallel", "platform", "policy", "report", "rollout"}
+        | {"run", "supervision", "types"},
+        {"numpy", "pyarrow", "torch"},
+    ),
     "cli": (
-        {"__version__", "config", "doctor", "errors", "experiments", "plan", "run", "serving", "supervision"},
+        {
+            "__version__",
+            "config",
+            "diagnose",
+            "doctor",
+            "errors",
+            "experiments",
+            "plan",
+            "run",
+            "serving",
+            "supervision",
+        },
         set(),
     ),
     "train": ({"cli"}, set()),
@@ -237,7 +253,7 @@ def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> N
 def test_the_rooms_that_load_without_megatron_are_those_that_the_table_promises() -> None:
     light = set(modules_without_megatron())
     heavy = {room_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
-    assert heavy == {"doctor", "mcore", "plan", "policy", "run"}
+    assert heavy == {"diagnose", "doctor", "mcore", "plan", "policy", "run"}
     assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.run.engines"} <= light
 
 

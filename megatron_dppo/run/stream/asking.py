@@ -31,6 +31,7 @@ class Asking:
         scoring: of what was sampled.
         dp_rank: data-parallel rank.
         one_by_one: groups are asked for one by one, so that a step may take each without the others.
+        leads: False where the engine is that of another rank as well, which scores what both have sampled.
     """
 
     def __init__(
@@ -42,8 +43,11 @@ class Asking:
         dp_rank: int,
         *,
         one_by_one: bool,
+        leads: bool = True,
     ) -> None:
-        self._one_by_one = one_by_one
+        self._one_by_one, self._leads = one_by_one, leads
+        self._together = config.rollout.batch_invariant
+        """whether each call of the engine is a collective of all ranks"""
         self._config, self._prompts, self._engine = config, prompts, engine
         self._scoring, self._dp_rank = scoring, dp_rank
         self._keys = itertools.count(-1, -1)  # those of the stream are positions
@@ -67,12 +71,15 @@ class Asking:
         if self._engine is None:
             return Draw(step, step, ())
         groups = [GroupRequest(next(self._keys), prompt, siblings) for prompt in prompts]
-        sampled = self._engine.submit(groups, params, len(groups)) if groups else []
+        sampled = self._engine.submit(groups, params, len(groups)) if groups or self._together else []
+        if not self._leads:
+            return Draw(step, step, ())
         return Draw(step, step, (), sampled, self._scoring.follow(prompts, sampled))
 
     def again(self, draw: Draw, enough: int) -> Draw:
         """A draw that was under way when a checkpoint was written; any other one as it is."""
-        if self._engine is None or draw.scored is not None:
+        # An engine of all ranks leaves nothing under way.
+        if self._engine is None or self._together or draw.scored is not None:
             return draw
         (asked,) = self.draws(draw.step, draw.sampled_at, draw.places, enough)
         return asked
@@ -107,6 +114,8 @@ class Asking:
             enough if rollout.abort_slowest else len(places),
             self.kept(step, places),
         )
+        if not self._leads:
+            return Draw(step, sampled_at, places)
         return Draw(step, sampled_at, places, sampled, self._scoring.follow(prompts, sampled))
 
 

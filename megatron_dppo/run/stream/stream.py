@@ -42,6 +42,7 @@ class Stream:
         engine: None on ranks that get their rollouts from the leader of their model-parallel group.
         scorer: of the rewards.
         needed: what each rank of its replica needs of the rollouts.
+        leads: see ``Asking``.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Stream:
         engine: RolloutEngine | None,
         scorer: RewardScorer,
         needed: Sequence[Needed] = (Needed(),),
+        *,
+        leads: bool = True,
     ) -> None:
         self._config, self._prompts, self._groups = config, prompts, groups
         self._dp_rank, self._dp, self._engine = dp_rank, dp, engine
@@ -69,7 +72,7 @@ class Stream:
         self._lookahead = staleness - 1 if self._by_completion else staleness
         self._ages = Ages(staleness + rollout.partial_rollouts)
         self._scoring = Scoring(scorer)
-        self._asking = Asking(config, prompts, engine, self._scoring, dp_rank, one_by_one=self._one_by_one)
+        self._asking = Asking(config, prompts, engine, self._scoring, dp_rank, one_by_one=self._one_by_one, leads=leads)
         self.cursor = 0
         """prompts taken from the stream, by all ranks"""
         self._next = 0
@@ -92,7 +95,8 @@ class Stream:
         self._draws = [self._asking.again(draw, self._share) for draw in self._draws]
         part = "prefetch_wait" if step < self._next else "rollout"
         if step >= self._next:
-            self._draws += self._draw(step, step, [self._share] * self._dp, 0)
+            with clock.part(part):  # an engine of all ranks samples at once
+                self._draws += self._draw(step, step, [self._share] * self._dp, 0)
             self._next = step + 1
         if self._in_flight:  # servers that wait for the last responses of this step have room for more
             self._sample_ahead(step)

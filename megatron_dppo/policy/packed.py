@@ -1,0 +1,19 @@
+"""One rank's part of a batch as packed micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dppo.losses import BatchTotals
+from megatron_dppo.types import MicroBatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """One rank's part of a batch, ready for the schedule."""
+
+    bins: list[list[int]]
+    """for each micro-batch, the indices of its samples in the order of the row"""
+    batches: MicroBatches
+    totals: BatchTotals
+    """of all ranks"""
