@@ -67,6 +67,7 @@ class PromptDataset:
         tokenizer: a transformers tokenizer.
         max_prompt_tokens: longest prompt that is allowed.
         max_new_tokens: longest response; prompt and response must fit the context.
+        max_new_tokens_key: the setting that it comes from, for messages.
         context_length: the model's ``max_position_embeddings``.
         seed: order of the stream; None keeps the order of the rows (for evaluation).
         chat: how a prompt becomes text.
@@ -88,6 +89,7 @@ class PromptDataset:
         seed: int | None = None,
         chat: ChatOptions | None = None,
         overlong: Overlong = "error",
+        max_new_tokens_key: str = "rollout.max_new_tokens",
     ) -> None:
         if not rows:
             raise DataError("the data set has no rows")
@@ -112,7 +114,7 @@ class PromptDataset:
                     digest.update(f"{prompt.token_ids} {prompt.label}\n".encode())
                     yield prompt
                 elif overlong == "error" or max_new_tokens >= context_length:
-                    raise DataError(_too_long(prompt, *exceeded[0], max_new_tokens, context_length))
+                    raise DataError(_too_long(prompt, *exceeded[0], max_new_tokens_key, max_new_tokens, context_length))
                 else:
                     self.num_dropped += 1
 
@@ -151,13 +153,13 @@ class PromptDataset:
         return f"{len(self)} prompts, {self._digest}"
 
 
-def _too_long(prompt: Prompt, name: str, limit: int, max_new_tokens: int, context_length: int) -> str:
+def _too_long(prompt: Prompt, name: str, limit: int, key: str, max_new_tokens: int, context_length: int) -> str:
     length = len(prompt.token_ids)
     if name == "the context":
         return (
-            f"{prompt.prompt_id}: the prompt has {length} tokens; with max_new_tokens = {max_new_tokens} that is "
+            f"{prompt.prompt_id}: the prompt has {length} tokens; with {key} = {max_new_tokens} that is "
             f"{length + max_new_tokens}, more than the model's context of {context_length}. Shorten the prompt or "
-            "lower rollout.max_new_tokens (of held-out prompts eval.max_new_tokens)"
+            f"lower {key}"
         )
     return (
         f"{prompt.prompt_id}: the prompt has {length} tokens, more than {name} = {limit}. Shorten or remove the "

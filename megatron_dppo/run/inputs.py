@@ -195,11 +195,13 @@ class _PromptReader:
         rows, most = loaded.rows, config.eval.max_prompts
         if split == "eval" and most is not None and most < len(rows):
             rows = random.Random(0).sample(rows, most)
+        has_own_length = split == "eval" and config.eval.max_new_tokens is not None
         prompts = PromptDataset(
             rows,
             self._tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
             max_new_tokens=config.eval_max_new_tokens if split == "eval" else config.rollout.max_new_tokens,
+            max_new_tokens_key="eval.max_new_tokens" if has_own_length else "rollout.max_new_tokens",
             context_length=self._context_length,
             seed=config.run.seed if split == "train" else None,
             chat=ChatOptions(data.apply_chat_template, data.system_prompt, data.chat_template_kwargs),

@@ -59,6 +59,8 @@ def test_prompt_longer_than_the_context(refused, tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "long.jsonl", {"prompt": "1+" * 120 + "1=", "label": "121"})
     message = refused("--data.train", file)
     assert "long.jsonl:1" in message and "context of 256" in message and "rollout.max_new_tokens = 40" in message
+    message = refused("--eval.max_new_tokens", "252")
+    assert "context of 256" in message and "lower eval.max_new_tokens" in message and "rollout." not in message
 
 
 def test_unknown_loss_and_unknown_key(refused) -> None:
