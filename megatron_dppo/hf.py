@@ -237,3 +237,9 @@ class FolderWeights:
     def names(self) -> set[str]:
         """All weight names in the folder."""
         return set(self._files)
+
+    def stream(self, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
+        """All weights by name; of a ``tied`` model, whose output layer is its embedding, without that layer."""
+        for name in sorted(self._files):
+            if not (tied and name == "lm_head.weight"):
+                yield name, self[name]

@@ -9,9 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_dppo import __version__
+from megatron_dppo.cli.answers import add_eval_arguments, add_generate_arguments, run_eval, run_generate
 from megatron_dppo.cli.diagnose import add_diagnose_arguments, run_diagnose
 from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
 from megatron_dppo.cli.experiment import add_experiment_arguments, run_experiment
@@ -26,42 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron-dppo", description=__doc__)
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="post-train a model by a configuration file", epilog=_OVERRIDES)
-    add_train_arguments(train)
-    serve = commands.add_parser(
-        "serve", help="start the inference servers of a run", epilog=_OVERRIDES, allow_abbrev=False
-    )
-    add_serve_arguments(serve)
-    plan = commands.add_parser(
-        "plan", help="rehearse a run without GPUs: memory, collectives, time", epilog=_OVERRIDES, allow_abbrev=False
-    )
-    add_plan_arguments(plan)
-    doctor = commands.add_parser(
-        "doctor",
-        help="what is installed, what does not go together, servers, a self-test; text for a report",
-        epilog=_OVERRIDES,
-        allow_abbrev=False,
-    )
-    add_doctor_arguments(doctor)
-    restarts = commands.add_parser(
-        "restarts", help="for launch scripts: whether a job is queued again", epilog=_OVERRIDES, allow_abbrev=False
-    )
-    add_restarts_arguments(restarts)
-    experiment = commands.add_parser(
-        "experiment", help="compare losses under controlled mismatches, on small embedded tasks", allow_abbrev=False
-    )
-    add_experiment_arguments(experiment)
-    diagnose = commands.add_parser(
-        "diagnose",
-        help="split |log pi - log mu| of a run into its causes",
-        epilog=_OVERRIDES,
-        allow_abbrev=False,
-    )
-    add_diagnose_arguments(diagnose)
+    for name, command in _COMMANDS.items():
+        epilog = _OVERRIDES if command.has_overrides else None
+        command.add_arguments(commands.add_parser(name, help=command.help, epilog=epilog, allow_abbrev=False))
     options, overrides = parser.parse_known_args(arguments)
-    if options.command in _REPORTED:
-        return run_or_report(_REPORTED[options.command], options, overrides)
-    return run_train(options, overrides)
+    return _COMMANDS[options.command].run(options, overrides)
 
 
 class _Version(argparse.Action):
@@ -79,18 +51,10 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-_Command = Callable[[argparse.Namespace, Sequence[str]], int]
-_REPORTED: dict[str, _Command] = {
-    "serve": run_serve,
-    "plan": run_plan,
-    "doctor": run_doctor,
-    "restarts": run_restarts,
-    "experiment": run_experiment,
-    "diagnose": run_diagnose,
-}
+_Run = Callable[[argparse.Namespace, Sequence[str]], int]
 
 
-def run_or_report(command: _Command, options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run_or_report(command: _Run, options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run a command; a UserError becomes its message and exit code."""
     try:
         return command(options, overrides)
@@ -163,6 +127,44 @@ def report_error(error: UserError) -> int:
         # torchrun ends all processes when the first one leaves: give rank 0 the time to say what is wrong.
         time.sleep(2.0)
     return error.exit_code
+
+
+@dataclass(frozen=True)
+class _Command:
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: _Run
+    has_overrides: bool = True
+
+
+def _reported(command: _Run) -> _Run:
+    return partial(run_or_report, command)
+
+
+_COMMANDS = {
+    "train": _Command("post-train a model by a configuration file", add_train_arguments, run_train),
+    "serve": _Command("start the inference servers of a run", add_serve_arguments, _reported(run_serve)),
+    "eval": _Command("evaluate a run's weights, or a Hugging Face folder", add_eval_arguments, _reported(run_eval)),
+    "generate": _Command("answer prompts with such weights", add_generate_arguments, _reported(run_generate)),
+    "plan": _Command("rehearse a run without GPUs: memory, collectives, time", add_plan_arguments, _reported(run_plan)),
+    "doctor": _Command(
+        "what is installed, what does not go together, servers, a self-test; text for a report",
+        add_doctor_arguments,
+        _reported(run_doctor),
+    ),
+    "restarts": _Command(
+        "for launch scripts: whether a job is queued again", add_restarts_arguments, _reported(run_restarts)
+    ),
+    "experiment": _Command(
+        "compare losses under controlled mismatches, on small embedded tasks",
+        add_experiment_arguments,
+        _reported(run_experiment),
+        has_overrides=False,
+    ),
+    "diagnose": _Command(
+        "split |log pi - log mu| of a run into its causes", add_diagnose_arguments, _reported(run_diagnose)
+    ),
+}
 
 
 if __name__ == "__main__":

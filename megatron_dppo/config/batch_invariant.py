@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import Config
 
 _MOST_TENSOR_RANKS = 2
 """Of two numbers the sum is the same in any order; more are added in an order that depends on their place."""
+_TOGETHER = "ranks that sample together"
 
 
 def check_batch_invariant(config: Config) -> None:
@@ -18,39 +19,40 @@ def check_batch_invariant(config: Config) -> None:
         ValueError: something is not, with what to change.
     """
     rollout, parallel, train = config.rollout, config.parallel, config.train
-    wrong: list[tuple[str, Any, str]] = [
-        ("rollout.engine", rollout.engine, "'local'") if rollout.engine != "local" else _FINE,
-        ("rollout.dtype", rollout.dtype, f"model.dtype = {config.model.dtype!r}, whose weights it samples with")
-        if rollout.dtype != config.model.dtype
-        else _FINE,
-        ("rollout.generate", rollout.generate, "left out: ranks that sample together take the same turns")
-        if rollout.generate is not None
-        else _FINE,
-        ("rollout.abort_slowest", True, "false: ranks that sample together end together")
-        if rollout.abort_slowest
-        else _FINE,
-        ("[rollout.perturbation]", "set", "left out: there is no copy of the weights to perturb")
-        if rollout.perturbation.is_active
-        else _FINE,
-        ("model.fused_head", False, "true") if not config.model.fused_head else _FINE,
-        ("train.router_replay", train.router_replay, "'off': the routers agree to the bit by themselves")
-        if config.needs_engine_routing
-        else _FINE,
-        ("eval.beside_training", True, "left out: the model cannot train and sample at a time")
-        if config.eval.beside_training
-        else _FINE,
+    model_dtype = f"model.dtype = {config.model.dtype!r}, whose weights it samples with"
+    unfit: list[tuple[bool, str, object, str]] = [
+        (rollout.engine != "local", "rollout.engine", rollout.engine, "'local'"),
+        (rollout.dtype != config.model.dtype, "rollout.dtype", rollout.dtype, model_dtype),
+        (
+            rollout.generate is not None,
+            "rollout.generate",
+            rollout.generate,
+            f"left out: {_TOGETHER} take the same turns",
+        ),
+        (rollout.abort_slowest, "rollout.abort_slowest", True, f"false: {_TOGETHER} end together"),
+        (
+            rollout.perturbation.is_active,
+            "[rollout.perturbation]",
+            "set",
+            "left out: no copy of the weights to perturb",
+        ),
+        (not config.model.fused_head, "model.fused_head", False, "true"),
+        (
+            config.needs_engine_routing,
+            "train.router_replay",
+            train.router_replay,
+            "'off': the routers agree to the bit",
+        ),
+        (bool(config.eval.beside_training), "eval.beside_training", True, "left out: the model does one at a time"),
     ]
-    for name, limit in (
+    for key, most in (
         ("tensor_model_parallel_size", _MOST_TENSOR_RANKS),
         ("expert_tensor_parallel_size", _MOST_TENSOR_RANKS),
         ("pipeline_model_parallel_size", 1),
         ("context_parallel_size", 1),
     ):
-        if (value := getattr(parallel, name) or 1) > limit:
-            wrong.append((f"parallel.{name}", value, f"at most {limit}"))
-    found = [f"{name} = {value!r} (expected {expected})" for name, value, expected in wrong if name]
+        size = getattr(parallel, key) or 1
+        unfit.append((size > most, f"parallel.{key}", size, f"at most {most}"))
+    found = [f"{name} = {value!r} (expected {expected})" for is_unfit, name, value, expected in unfit if is_unfit]
     if found:
         raise ValueError(f"rollout.batch_invariant = true does not go with {'; '.join(found)}")
-
-
-_FINE = ("", None, "")

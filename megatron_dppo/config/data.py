@@ -24,7 +24,7 @@ class DataConfig(Section):
     prompt_key: str | None = None
     """Column with a string or a list of chat messages (``a.b`` = field ``b`` of column ``a``); None = recognised."""
     label_key: str | None = None
-    """Column with the reference answer, likewise; None = recognised."""
+    """Column with the reference answer, likewise; None = recognised; ``""`` = there are no labels."""
     deduplicate: str = "auto"
     """Keep the first row of each problem, told by ``auto`` (same prompt or ``extra_info.index``), ``prompt``, a column;
     ``off`` = keep all."""

@@ -28,6 +28,7 @@ _ALIASES: dict[str, tuple[str, str, Any]] = {
 
 _PATHS = (
     ("model", "path"),
+    ("model", "reference_path"),
     ("checkpoint", "fork_from"),
     ("data", "train"),
     ("data", "eval"),
@@ -55,7 +56,7 @@ class Read:
     nothing about the run that is meant"""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to: Path | None = None) -> Config:
     """Read and check a configuration.
 
     Args:
@@ -64,11 +65,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             ``--tensor-model-parallel-size 2`` or ``--sequence-parallel``; flags of Megatron's TransformerConfig that
             have no section here (``--recompute-granularity full``) go to ``model.transformer``. The value ``null``
             takes a key out, as if the file did not have it.
+        relative_to: the folder that its paths are relative to; None = the file's.
 
     Raises:
         ConfigError: with every problem found: unknown keys with the nearest known one, wrong values, bad combinations.
     """
-    found = read_config(path, overrides)
+    found = read_config(path, overrides, relative_to=relative_to)
     if found.problems or found.config is None:
         raise unusable(path, found.problems)
     return found.config
@@ -79,7 +81,7 @@ def unusable(path: str | Path, problems: Sequence[str]) -> ConfigError:
     return ConfigError(f"{path} cannot be used:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Read:
+def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to: Path | None = None) -> Read:
     """``load_config`` without giving up at what is wrong, for a report on everything else as well.
 
     Raises:
@@ -92,7 +94,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Read:
         raise ConfigError(f"configuration file {str(path)!r} does not exist") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"configuration file {str(path)!r} is not valid TOML: {error}") from error
-    _resolve_paths(values, file.parent)
+    _resolve_paths(values, relative_to or file.parent)
     parsed, problems = _parse_overrides(overrides)
     for section, key, value in parsed:
         try:

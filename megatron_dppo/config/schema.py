@@ -19,7 +19,7 @@ from megatron_dppo.config.router_replay import FROM_ENGINE, RouterReplay, check_
 from megatron_dppo.config.run import LogConfig, RunConfig
 from megatron_dppo.config.section import DType
 from megatron_dppo.config.section import Section as _Section
-from megatron_dppo.config.user_functions import check_advantage
+from megatron_dppo.config.user_functions import BuiltInAdvantage, check_advantage
 
 
 class ModelConfig(_Section):
@@ -76,7 +76,7 @@ class TrainConfig(_Section):
     """Token budget of one packed micro-batch."""
     balance_ranks: bool = True
     """Move samples between data parallel ranks, so that the i-th micro-batches of all take the same time."""
-    advantage: Literal["mean", "std", "leave_one_out"] | str = "mean"
+    advantage: BuiltInAdvantage | str = "mean"
     """Reward minus the group's mean, the same divided by its deviation, reward minus the mean of the others, or a
     function of your own, ``path/to/file.py:function`` (docs/loss.md)."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from megatron_dppo.errors import FunctionError
 from megatron_dppo.functions import check_arguments, content_hash, has_parameter, is_function_name, load_function
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ATTRIBUTE = "function_needs"
+BuiltInAdvantage = Literal["mean", "std", "leave_one_out"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +153,11 @@ def check_advantage(name: str, options: Mapping[str, Any]) -> None:
             load_user_function(name, "train.advantage", options, ("rewards", "valid"), offers=("groups",))
         except FunctionError as error:
             raise ValueError(str(error)) from error
-    elif name not in _ADVANTAGES:
-        known = ", ".join(repr(mode) for mode in _ADVANTAGES)
+    elif name not in get_args(BuiltInAdvantage):
+        known = ", ".join(repr(mode) for mode in get_args(BuiltInAdvantage))
         raise ValueError(f"advantage = {name!r}: expected {known} or 'path/to/file.py:function'")
     elif options:
         raise ValueError(
             f"advantage_options = {dict(options)} has no effect on advantage = {name!r}; remove it, or name a function "
             "of your own"
         )
-
-
-_ADVANTAGES = ("mean", "std", "leave_one_out")

@@ -61,7 +61,7 @@ def iter_rows(
             ``hf:owner/name[/configuration][:split]``.
         split: which part of a task; other sources are taken whole.
         prompt_key: column of the prompt, ``a.b`` for a field inside a column; None = recognised.
-        label_key: column of the reference answer, likewise.
+        label_key: column of the reference answer, likewise; empty = there is none, and each label is empty.
 
     Raises:
         DataError: a source without rows, a bad row, or the first row of another layout; named by line and field.
@@ -96,7 +96,7 @@ def recognise(place: str, record: Mapping[str, Any], prompt_key: str | None, lab
         DataError: a column is missing, or holds something else than a prompt.
     """
     prompt_key = prompt_key or _first(place, record, PROMPT_COLUMNS, "prompt")
-    label_key = label_key or _first(place, record, LABEL_COLUMNS, "label")
+    label_key = _first(place, record, LABEL_COLUMNS, "label") if label_key is None else label_key
     prompt = require(place, record, prompt_key)
     if isinstance(prompt, str) and prompt:
         return RowLayout(prompt_key, label_key, "text")
@@ -140,7 +140,7 @@ def _answer(text: str) -> str:
 
 
 def _parse_row(place: str, record: Mapping[str, Any], layout: RowLayout) -> Row:
-    label = require(place, record, layout.label_key)
+    label = require(place, record, layout.label_key) if layout.label_key else ""
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise DataError(f"{place}: field {layout.label_key!r} must be a string or a number, got {label!r}")
     text = label if isinstance(label, str) else text_of_number(place, layout.label_key, label)

@@ -66,8 +66,7 @@ def diagnose_rollouts(path: Path, model: str, declared: Declared, limit: int | N
     hf_config = read_hf_config(model)
     _check_ids(dumped, model_shape(hf_config).vocab_size, path)
     copy = build_hf_model(hf_config, torch.float32).to(Platform.detect().device)
-    folder = FolderWeights(model)
-    copy_into_model(copy, ((name, folder[name]) for name in sorted(folder.names())))
+    copy_into_model(copy, FolderWeights(model).stream(tied=hf_config.tie_word_embeddings))
     shape = routing_shape(hf_config)
     dumped = [_with_routes(each, shape) for each in dumped]
     return _Foreign(copy, shape, dumped, declared).ledger()

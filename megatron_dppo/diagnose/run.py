@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_dppo.config.io import load_config
 from megatron_dppo.config.router_replay import check_router_weights
 from megatron_dppo.config.schema import Config
 from megatron_dppo.diagnose.ledger import (
@@ -30,10 +29,9 @@ from megatron_dppo.hf import read_hf_config, routing_shape
 from megatron_dppo.policy.warmup import is_warm
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.local import LocalEngine
-from megatron_dppo.run.folder import MARKER
 from megatron_dppo.run.loop import make_samples, publish, update_policy
 from megatron_dppo.run.session import Session, open_session
-from megatron_dppo.run.starts import CONFIG, read_starts
+from megatron_dppo.run.starts import load_run_config, read_starts
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.run.stream.saved import SavedStream
 from megatron_dppo.supervision.stop_signal import StopSignal
@@ -75,22 +73,14 @@ def run_config(folder: Path, overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: there is none, or it cannot be used.
     """
-    if not (folder / CONFIG).is_file() or not (folder / MARKER).is_file():
-        raise ConfigError(f"{str(folder)!r} is not the folder of a run: expected its {CONFIG} and {MARKER} there")
+    safe = ("--run.overwrite", "false", "--checkpoint.resume", "auto", "--checkpoint.accept_changes", "true")
+    config = load_run_config(folder, [*overrides, *safe])
     here, there = int(os.environ.get("WORLD_SIZE", "1")), read_starts(folder)[-1]["world_size"]
     if here != there and not overrides:
         raise ConfigError(
             f"the run in {str(folder)!r} has {there} processes, here there are {here}: torchrun --nproc-per-node "
             f"{there} -m megatron_dppo.cli.main diagnose {folder} (or override the layout, where a resume could)"
         )
-    safe = {
-        "run.output_dir": str(folder),
-        "run.overwrite": "false",
-        "checkpoint.resume": "auto",
-        "checkpoint.accept_changes": "true",
-    }
-    flags = [part for key, value in safe.items() for part in (f"--{key}", value)]
-    config = load_config(folder / CONFIG, [*overrides, *flags])
     base = folder / "base"
     if config.warmup.num_steps and not any(folder.glob("checkpoints/step_*")) and not is_warm(base, config):
         raise ConfigError(

@@ -112,7 +112,7 @@ def _score(config: Config, engine_folder: Path, policy_folder: Path) -> Scored:
         device=torch.device("cpu"),
         perturbation=Perturbation(**config.rollout.perturbation.model_dump()),
     )
-    engine.update_weights(_weights(engine_folder), 0)
+    engine.update_weights(FolderWeights(engine_folder).stream(tied=hf_config.tie_word_embeddings), 0)
     params = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, seed=config.run.seed)
     asked = [prompt for prompt in prompts for _ in range(SAMPLES)]
     completions = engine.generate(asked, params)
@@ -128,7 +128,7 @@ def _score(config: Config, engine_folder: Path, policy_folder: Path) -> Scored:
     advantages = advantages_by(train.advantage, rewards, valid, options=train.advantage_options)
     lengths = torch.tensor([len(c.token_ids) for c in completions])
     model = build_hf_model(hf_config, torch.float32)
-    copy_into_model(model, _weights(policy_folder))
+    copy_into_model(model, FolderWeights(policy_folder).stream(tied=hf_config.tie_word_embeddings))
     pairs = [(prompt.token_ids, c.token_ids.tolist()) for prompt, c in zip(asked, completions, strict=True)]
     return Scored(
         ids=torch.cat([c.token_ids.long() for c in completions]),
@@ -136,11 +136,6 @@ def _score(config: Config, engine_folder: Path, policy_folder: Path) -> Scored:
         pi=_logprobs(model, pairs),
         advantages=advantages.flatten().float().repeat_interleave(lengths),
     )
-
-
-def _weights(folder: Path) -> list[tuple[str, Tensor]]:
-    weights = FolderWeights(folder)
-    return [(name, weights[name]) for name in sorted(weights.names())]
 
 
 @torch.no_grad()

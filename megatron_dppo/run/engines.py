@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
@@ -56,7 +57,9 @@ def _key(config: Config) -> str | None:
     return api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
 
-def _answers(config: Config, inputs: Inputs, servers: Sequence[InferenceServer]) -> AnswerProcesses | None:
+def _answers(
+    config: Config, hf_config: Any, tokenizer: Any, servers: Sequence[InferenceServer]
+) -> AnswerProcesses | None:
     """What reads the servers' answers; None = the trainer itself."""
     count = config.rollout.servers.answer_processes
     if not count or config.rollout.engine == "local":
@@ -66,7 +69,7 @@ def _answers(config: Config, inputs: Inputs, servers: Sequence[InferenceServer])
         urls=[server.url for server in servers],
         api_key=_key(config),
         deadlines=_deadlines(config),
-        contract=contract_of(inputs.hf_config, inputs.tokenizer),
+        contract=contract_of(hf_config, tokenizer),
     )
     return AnswerProcesses(count, settings)
 
@@ -103,27 +106,72 @@ def build_engine(
         return OwnEngine(trainer, inputs.hf_config, inputs.tokenizer, config.train.micro_batch_tokens)
     if not is_leader(trainer.groups.replica):
         return None
+    model = (inputs.hf_config, inputs.tokenizer)
+    return sampling_engine(config, *model, platform.device, servers, function, first=trainer.dp_rank)
+
+
+def sampling_engine(
+    config: Config,
+    hf_config: Any,
+    tokenizer: Any,
+    device: torch.device,
+    servers: Sequence[InferenceServer],
+    function: GenerateFunction | None,
+    *,
+    first: int = 0,
+) -> LocalEngine | ServerEngine:
+    """An engine without weights yet, which needs no trainer.
+
+    Args:
+        config: the whole configuration.
+        hf_config: the model's.
+        tokenizer: the model's.
+        device: where the local engine computes.
+        servers: what ``connect_servers`` gave.
+        function: what ``generate_function`` gave.
+        first: the server that is asked first.
+    """
     if config.rollout.engine == "local":
-        dtype = DTYPES[config.rollout.dtype]
-        device = platform.device
         return LocalEngine(
-            inputs.hf_config,
-            inputs.tokenizer,
-            dtype=dtype,
+            hf_config,
+            tokenizer,
+            dtype=DTYPES[config.rollout.dtype],
             device=device,
             function=function,
             perturbation=Perturbation(**config.rollout.perturbation.model_dump()),
         )
     return ServerEngine(
         servers,
-        inputs.tokenizer,
-        inputs.hf_config,
+        tokenizer,
+        hf_config,
         max_in_flight=config.rollout.servers.max_in_flight,
         health_seconds=config.rollout.servers.health_seconds,
         patience_seconds=config.rollout.servers.patience_seconds,
-        first=trainer.dp_rank,
+        first=first,
         function=function,
-        answers=_answers(config, inputs, servers),
+        answers=_answers(config, hf_config, tokenizer, servers),
+    )
+
+
+def weight_sync(config: Config, hf_config: Any, device: torch.device, sharing: Sharing | None = None) -> WeightSync:
+    """What sends weights to the servers of the run, by clients of its own.
+
+    Args:
+        config: the whole configuration.
+        hf_config: the model's.
+        device: of the buckets.
+        sharing: of the method ``ipc``.
+    """
+    settings = config.rollout.weight_sync
+    return WeightSync(
+        connect_servers(config),
+        settings,
+        model_folder=Path(config.model.path),
+        weights_folder=Path(settings.folder or Path(config.run.output_dir) / "weights"),
+        dtype=DTYPES[config.rollout.dtype],
+        device=device,
+        tied=hf_config.tie_word_embeddings,
+        sharing=sharing,
     )
 
 
@@ -145,18 +193,6 @@ def build_publisher(
         assert engine is None or isinstance(engine, LocalEngine)
         return LocalPublisher(trainer, engine)
     assert engine is None or isinstance(engine, ServerEngine)
-    sync = None
-    if dist.get_rank() == 0:
-        settings = config.rollout.weight_sync
-        sync = WeightSync(
-            connect_servers(config),
-            settings,
-            model_folder=Path(config.model.path),
-            weights_folder=Path(settings.folder or Path(config.run.output_dir) / "weights"),
-            dtype=DTYPES[config.rollout.dtype],
-            device=platform.device,
-            tied=inputs.hf_config.tie_word_embeddings,
-            sharing=sharing,
-        )
+    sync = weight_sync(config, inputs.hf_config, platform.device, sharing) if dist.get_rank() == 0 else None
     probe = Probe(trainer, config, inputs.hf_config, inputs.tokenizer, inputs.train_prompts)
     return ServerPublisher(trainer, engine, sync, config, probe, sharing)

@@ -5,8 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import comb
 
+from megatron_dppo.config.schema import Config
 from megatron_dppo.rewards.math import extract_answer
-from megatron_dppo.types import Metric, Rollout, RolloutGroup
+from megatron_dppo.types import Metric, Rollout, RolloutGroup, SamplingParams
+
+
+def eval_params(config: Config) -> SamplingParams:
+    """How ``[eval]`` says that answers are sampled."""
+    settings = config.eval
+    return SamplingParams(
+        max_new_tokens=config.eval_max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        seed=config.run.seed,
+    )
+
+
+def metrics_by_set(
+    sets: Sequence[str], owners: Sequence[str], groups: Sequence[RolloutGroup], n: int
+) -> dict[str, Metric]:
+    """The metrics of all groups together, and of each set that has a name under ``<name>/``.
+
+    Args:
+        sets: names of all held-out sets.
+        owners: the set that each group's prompt is of.
+        groups: answered prompts, maybe none.
+        n: answers to each.
+    """
+    values = eval_metrics(groups, n)
+    for name in filter(None, sets):
+        own = [group for owner, group in zip(owners, groups, strict=True) if owner == name]
+        values |= {f"{name}/{metric}": value for metric, value in eval_metrics(own, n).items()}
+    return values
 
 
 def eval_metrics(groups: Sequence[RolloutGroup], n: int) -> dict[str, Metric]:

@@ -14,10 +14,10 @@ from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.parallel.objects import agreed, is_leader
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import read_metrics, reduce_metrics
-from megatron_dppo.run.eval_scores import eval_metrics
+from megatron_dppo.run.eval_scores import eval_params, metrics_by_set
 from megatron_dppo.run.session import Session
 from megatron_dppo.run.stream.draw import Draw
-from megatron_dppo.types import Metric, Prompt, RolloutGroup, SamplingParams
+from megatron_dppo.types import Metric, Prompt, RolloutGroup
 
 _SHOWN_ANSWERS = 4
 
@@ -44,15 +44,8 @@ def evaluate(session: Session) -> dict[str, float]:
         return {}
     every = [(name, prompts[i]) for name, prompts in sets.items() for i in range(len(prompts))]
     share = every[session.trainer.dp_rank :: session.inputs.layout.dp]
-    params = SamplingParams(
-        max_new_tokens=config.eval_max_new_tokens,
-        temperature=config.eval.temperature,
-        top_p=config.eval.top_p,
-        top_k=config.eval.top_k,
-        min_p=config.eval.min_p,
-        seed=config.run.seed,
-    )
-    draw = session.stream.ask([prompt for _, prompt in share], config.eval.samples_per_prompt, params, session.step)
+    prompts = [prompt for _, prompt in share]
+    draw = session.stream.ask(prompts, config.eval.samples_per_prompt, eval_params(config), session.step)
     evaluation = Evaluation(session.step, share, draw)
     if config.evaluates_beside_training and session.step < config.run.num_steps:
         session.evaluation = evaluation
@@ -71,11 +64,8 @@ def finish_evaluation(session: Session) -> tuple[int, dict[str, float]] | None:
 def _values(session: Session, evaluation: Evaluation) -> dict[str, float]:
     groups = session.stream.answered(evaluation.draw, Clock())
     record_answers(session, groups, evaluation.step)
-    n = session.config.eval.samples_per_prompt
-    local = eval_metrics(groups, n)
-    for name in filter(None, session.inputs.eval_prompts):
-        of_set = [group for (owner, _), group in zip(evaluation.prompts, groups, strict=True) if owner == name]
-        local |= {f"{name}/{metric}": value for metric, value in eval_metrics(of_set, n).items()}
+    owners, n = [name for name, _ in evaluation.prompts], session.config.eval.samples_per_prompt
+    local = metrics_by_set(list(session.inputs.eval_prompts), owners, groups, n)
     return prefixed("eval", reduce_over_samples(session, local))
 
 

@@ -99,7 +99,7 @@ def read_model(config: Config, world_size: int, problems: Problems) -> FoundMode
 
 def read_data(config: Config, model: FoundModel, problems: Problems) -> DataSets | None:
     """Read and tokenize the data; None and ``problems`` when something is wrong, or is missing of the model."""
-    reader = _PromptReader(config, model.tokenizer, model.context_length)
+    reader = PromptReader(config, model.tokenizer, model.context_length)
     train = problems.attempt(reader.read, config.data.train, "train", "train")
     named = {"": config.data.eval} if isinstance(config.data.eval, str) else config.data.eval or {}
     held_out = {
@@ -175,7 +175,7 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     problems.raise_if_any()
 
 
-class _PromptReader:
+class PromptReader:
     """Sources to prompts by the configuration; ``summary`` has one line for each.
 
     Without a tokenizer or a context length the files are read all the same, for what is wrong with them.
@@ -185,7 +185,14 @@ class _PromptReader:
         self._config, self._tokenizer, self._context_length = config, tokenizer, context_length
         self.summary: list[str] = []
 
-    def read(self, source: str | Sequence[str], split: Split, name: str) -> PromptDataset | None:
+    def read(
+        self, source: str | Sequence[str], split: Split, name: str, *, in_order: bool = False
+    ) -> PromptDataset | None:
+        """The prompts of a source; those of ``train`` shuffled by ``run.seed``, unless ``in_order``.
+
+        Raises:
+            DataError: see ``load_rows`` and ``PromptDataset``.
+        """
         config, data = self._config, self._config.data
         loaded = load_rows(
             source, split, prompt_key=data.prompt_key, label_key=data.label_key, deduplicate=data.deduplicate
@@ -203,7 +210,7 @@ class _PromptReader:
             max_new_tokens=config.eval_max_new_tokens if split == "eval" else config.rollout.max_new_tokens,
             max_new_tokens_key="eval.max_new_tokens" if has_own_length else "rollout.max_new_tokens",
             context_length=self._context_length,
-            seed=config.run.seed if split == "train" else None,
+            seed=config.run.seed if split == "train" and not in_order else None,
             chat=ChatOptions(data.apply_chat_template, data.system_prompt, data.chat_template_kwargs),
             overlong=data.overlong_prompts,
         )

@@ -148,7 +148,7 @@ class OwnEngine:
     ) -> None:
         """Put the head's own log-probabilities, as training asks for them, in the place of the sampler's."""
         count = len(rows)
-        fill = torch.arange(-count % _ROWS, device=rows.device) * 0
+        fill = torch.zeros(-count % _ROWS, dtype=torch.int64, device=rows.device)
         places = torch.cat([torch.arange(count, device=rows.device), fill])
         ids = None
         if params.topk_logprobs:

@@ -14,9 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.io import dump_toml
+from megatron_dppo.config.io import dump_toml, load_config
 from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.run.folder import MARKER
 
 STARTS = "starts.jsonl"
 CONFIG = "config.toml"
@@ -47,6 +49,7 @@ def record_start(
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "command": sys.argv,
+        "cwd": os.getcwd(),
         "versions": {"python": platform.python_version(), **_versions()},
         "world_size": world_size,
         "layout": layout,
@@ -61,6 +64,18 @@ def record_start(
     note = _keep_foreign_config(folder, records)
     write_synced(folder / CONFIG, text)
     return note
+
+
+def load_run_config(folder: Path, overrides: Sequence[str]) -> Config:
+    """The configuration of the run in a folder; its paths are those of the folder in which the run was started.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used.
+    """
+    if not (folder / CONFIG).is_file() or not (folder / MARKER).is_file():
+        raise ConfigError(f"{str(folder)!r} is not the folder of a run: expected its {CONFIG} and {MARKER} there")
+    cwd = Path(read_starts(folder)[-1].get("cwd", "."))
+    return load_config(folder / CONFIG, [*overrides, "--run.output_dir", str(folder)], relative_to=cwd)
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
