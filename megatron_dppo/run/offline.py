@@ -24,6 +24,7 @@ from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.run.engines import connect_servers, generate_function, sampling_engine, weight_sync
 from megatron_dppo.run.inputs import PromptReader
+from megatron_dppo.run.preflight import check_flags
 from megatron_dppo.run.resume import newest_usable
 from megatron_dppo.run.starts import load_run_config
 from megatron_dppo.weights.conversion import open_converter
@@ -50,9 +51,9 @@ def offline_config(target: Path, overrides: Sequence[str]) -> Config:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this command is one process; start it without torchrun")
-    if not target.is_dir():
-        return load_config(target, overrides)
-    return load_run_config(target, overrides)
+    config = load_run_config(target, overrides) if target.is_dir() else load_config(target, overrides)
+    check_flags(config)
+    return config
 
 
 @contextmanager

@@ -94,15 +94,30 @@ def _reward(start: Start) -> Iterable[UserError]:
     return ()
 
 
+def check_flags(config: Config) -> None:
+    """Whether Megatron has the flags that went to ``model.transformer``, as every flag of an unknown name does.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if config.model.transformer:
+        from megatron_dppo.mcore.compat import apply_shims
+
+        apply_shims(Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))))
+        from megatron_dppo.mcore.overrides import checked_overrides
+
+        checked_overrides(config.model.transformer, router_replay=config.train.router_replay != "off")
+
+
 def _megatron(start: Start) -> Iterable[UserError]:
     from megatron_dppo.mcore.compat import apply_shims
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     apply_shims(platform)
-    from megatron_dppo.mcore import model, overrides
+    from megatron_dppo.mcore import model
 
     config, replay = start.config, start.config.train.router_replay != "off"
-    overrides.checked_overrides(config.model.transformer, router_replay=replay)
+    check_flags(config)
     if start.model is not None:
         hf_config, layout = start.model.hf_config, start.model.layout
         found = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
