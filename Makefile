@@ -45,7 +45,7 @@ test:
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit tests/distributed tests/e2e --durations 25 $(ARGS)
 
 test-long:
-	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/e2e -m long $(ARGS)
+	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/unit tests/distributed tests/e2e -m long $(ARGS)
 
 test-slurm-long: test-slurm
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/launch -m long $(ARGS)

@@ -50,7 +50,8 @@ def rehearsals() -> Iterator[Rehearsals]:
 
 @pytest.fixture(scope="module")
 def plan_of_30b(rehearsals: Rehearsals) -> Plan:
-    return make_plan(big(), 32, H100, rehearsals, kinds=["all"])
+    """From a few of its layers; ``test_what_48_layers_need_follows_from_a_few`` has all of them."""
+    return make_plan(big(), 32, H100, rehearsals, kinds=["all"], few_layers=True)
 
 
 def test_what_a_rank_of_the_30b_example_keeps_is_what_a_hand_computes(plan_of_30b: Plan) -> None:
@@ -116,9 +117,10 @@ def test_servers_on_the_trainers_gpus_need_room_in_both_turns(plan_of_30b: Plan)
     assert plan_of_30b.ranks["all"].sampling is None and "turns " not in as_text(plan_of_30b)
 
 
+@pytest.mark.long
 def test_what_48_layers_need_follows_from_a_few(plan_of_30b: Plan, rehearsals: Rehearsals) -> None:
-    few = make_plan(big(), 32, H100, rehearsals, kinds=["all"], few_layers=True).ranks["all"].measured
-    whole = plan_of_30b.ranks["all"].measured
+    few = plan_of_30b.ranks["all"].measured
+    whole = make_plan(big(), 32, H100, rehearsals, kinds=["all"]).ranks["all"].measured
     assert few.static == pytest.approx(whole.static, rel=1e-4)
     assert few.collectives == whole.collectives and few.peaks.keys() == whole.peaks.keys()
     for phase, peak in whole.peaks.items():
@@ -132,7 +134,9 @@ def test_what_48_layers_need_follows_from_a_few(plan_of_30b: Plan, rehearsals: R
     ("world_size", "flags"),
     [
         (64, ["--pipeline-model-parallel-size=2", "--context-parallel-size=2"]),
-        (1024, ["--pipeline-model-parallel-size=2", "--tensor-model-parallel-size=4"]),
+        pytest.param(
+            1024, ["--pipeline-model-parallel-size=2", "--tensor-model-parallel-size=4"], marks=pytest.mark.long
+        ),
     ],
 )
 def test_layouts_that_no_test_can_run_are_rehearsed(
@@ -153,6 +157,7 @@ def test_the_small_examples_are_planned(name: str, rehearsals: Rehearsals) -> No
     assert set(plan.ranks) == {"all", "hot"} and "Fits 2 x h100." in as_text(plan)
 
 
+@pytest.mark.long
 def test_a_search_ranks_what_fits_by_time(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(EXAMPLES / "qwen3_30b_a3b/dppo.toml"), "--world-size", "32", "--search"]
     assert main([*arguments, "tensor_model_parallel_size=2,4", "recompute=full,none"]) == 0

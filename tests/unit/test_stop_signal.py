@@ -76,7 +76,10 @@ def group(process: subprocess.Popen[str], number: signal.Signals) -> None:
     subprocess.run(["kill", f"-{number.value}", "--", f"-{process.pid}"], check=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+SIGNALS = [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGINT, signal.SIGHUP))]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_it_ends_at_once_while_there_is_nothing_to_save(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, LOADING)
     process.send_signal(number)
@@ -84,7 +87,7 @@ def test_it_ends_at_once_while_there_is_nothing_to_save(tmp_path: Path, number: 
     assert process.returncode == 0 and f"stopped  by {number.name} before the training began" in error
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_no_helper_dies_of_a_signal_to_the_group(tmp_path: Path, number: signal.Signals) -> None:
     """A manager of multiprocessing, a fork, a program."""
     process = start(tmp_path, HELPERS)

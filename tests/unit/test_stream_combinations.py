@@ -33,6 +33,10 @@ CONFIG = Qwen3MoeConfig(
     initializer_range=0.2,
 )
 LIMIT = 12
+EVERY = [
+    pytest.param(combination, id=str(combination), marks=[] if i % 5 == 1 else [pytest.mark.long])
+    for i, combination in enumerate(combinations(servers=False))
+]
 
 
 def prompt_at(position: int) -> Prompt:
@@ -68,7 +72,7 @@ def start(combination: Combination) -> tuple[Loop, LocalEngine]:
     return Loop(combination, engine, "local", prompt_at, publish, reference, LIMIT), engine
 
 
-@pytest.mark.parametrize("combination", combinations(servers=False), ids=str)
+@pytest.mark.parametrize("combination", EVERY)
 def test_who_sampled_what(combination: Combination, tmp_path: Path) -> None:
     loop, engine = start(combination)
     half = STEPS // 2

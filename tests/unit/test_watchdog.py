@@ -65,8 +65,20 @@ def start(folder: Path, world: int, who: int, how: str) -> list[subprocess.Popen
     ("world", "who", "how", "message"),
     [
         (2, 1, "stop", "rank 1 (process {pid} on {host}) has been in step 3, phase 'reward', for"),
-        (2, 0, "stop", "kept by rank 0 (process {pid} on {host}) or the launcher, has not answered for"),
-        (3, 2, "sleep", "rank 2 (process {pid} on {host}) has been in step 3, phase 'reward', for"),
+        pytest.param(
+            2,
+            0,
+            "stop",
+            "kept by rank 0 (process {pid} on {host}) or the launcher, has not answered for",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            3,
+            2,
+            "sleep",
+            "rank 2 (process {pid} on {host}) has been in step 3, phase 'reward', for",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_rank_that_stops_or_lags_is_named_by_another(
