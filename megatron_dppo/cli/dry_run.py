@@ -35,14 +35,14 @@ def dry_run(path: str | Path, found: Read, world_size: int | None) -> int:
     start = Start(found.config, size, rank, dry_run=True, unsure=found.unsure)
     for error in find_problems(start):
         problems.add(error)
-    if start.inputs is not None and not found.config.run.overwrite and not found.problems:
+    if start.inputs is not None and not start.config.run.overwrite and not found.problems:
         # A run looks at its checkpoints with all ranks and under the lock of the folder.
-        problems.attempt(find_resume_point, found.config, start.inputs)
+        problems.attempt(find_resume_point, start.config, start.inputs)
     if problems.errors and rank == 0:
         print("\n".join(start.notes))
     problems.raise_if_any()
     assert start.inputs is not None
     if rank == 0:
-        print(dump_toml(found.config))
-        print("\n".join([describe(start.inputs.layout, found.config), start.inputs.data_summary, *start.notes]))
+        print(dump_toml(start.config))
+        print("\n".join([describe(start.inputs.layout, start.config), start.inputs.data_summary, *start.notes]))
     return 0

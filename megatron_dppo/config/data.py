@@ -219,6 +219,10 @@ class RewardConfig(Section):
     """The last tokens before ``rollout.max_new_tokens``, over which the punishment grows linearly; 0 = none (DAPO)."""
     overlong_penalty: float = Field(1.0, gt=0)
     """Subtracted from the score of a response of ``rollout.max_new_tokens`` tokens."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Taken from the reward: this times the KL of the rollout policy to the reference, token by token (PPO, RLHF)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """k1 = log mu - log ref, unbiased; k2 = half its square; k3 = ref / mu - 1 + k1, unbiased and never negative."""
     timeout_seconds: float = Field(10.0, gt=0)
     """Limit for one sample, or for one call of a function for batches; a slower one is stopped and counted as
     failed."""

@@ -12,8 +12,8 @@ from megatron_dppo.config.section import Section
 class OptimizerConfig(Section):
     """Adam and its schedule (counted in rollout steps), in Megatron's words."""
 
-    lr: float = Field(gt=0)
-    """Highest learning rate."""
+    lr: float = Field(ge=0)
+    """Highest learning rate; 0 = everything runs, and no weight changes."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the decay."""
     lr_warmup_steps: int = Field(0, ge=0)

@@ -14,8 +14,12 @@ class RunConfig(Section):
     """Everything the run writes goes here."""
     seed: int = Field(0, ge=0)
     """Seeds weight initialisation, prompt order and sampling."""
-    num_steps: int = Field(gt=0)
-    """Rollout steps. One step = one batch of rollouts and ``train.mini_batches * train.epochs`` optimizer updates."""
+    num_steps: int = Field(0, ge=0)
+    """Rollout steps. One step = one batch of rollouts and ``train.mini_batches * train.epochs`` optimizer updates; 0 =
+    by ``num_epochs``."""
+    num_epochs: float | None = Field(None, gt=0)
+    """Instead of ``num_steps``: times through the prompts, ``rollout.prompts_per_step`` a step, rounded up to steps.
+    Oversampling and dynamic sampling take more prompts a step, and go through them sooner."""
     overwrite: bool = False
     """Start again in an ``output_dir`` that already holds a run; the old run is moved to ``old/`` in it. Once a job: a
     job that was requeued or restarted continues what it began."""
@@ -28,6 +32,17 @@ class RunConfig(Section):
     hang_minutes: float | None = Field(None, gt=0)
     """End when no rank has begun anything new for so long; say who is waited for. None = 0.9 ``timeout_minutes``, and
     0.9 ``wait_minutes`` while a rank samples, scores, publishes, saves or exports."""
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> RunConfig:
+        if self.num_epochs is None and not self.num_steps:
+            raise ValueError("num_steps = 0 without num_epochs; set one of them above 0")
+        if self.num_epochs is not None and self.num_steps:
+            raise ValueError(
+                f"num_steps = {self.num_steps} beside num_epochs = {self.num_epochs}; set one of them, and take the "
+                "other out (on the command line by the value null)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _limits_rise(self) -> RunConfig:

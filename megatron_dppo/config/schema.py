@@ -30,7 +30,8 @@ class ModelConfig(_Section):
     random_init: bool = False
     """Start from random weights drawn by the folder's config (only with a warm-up, or for tests)."""
     reference_path: str | None = None
-    """Hugging Face folder of the reference policy of ``loss.kl_coef``; None = the policy as it is before RL."""
+    """Hugging Face folder of the reference policy of ``loss.kl_coef`` and ``reward.kl_coef``; None = the policy as it
+    is before RL."""
     dtype: DType = "bf16"
     """Parameter dtype of training."""
     fused_head: bool = True
@@ -77,8 +78,11 @@ class TrainConfig(_Section):
     balance_ranks: bool = True
     """Move samples between data parallel ranks, so that the i-th micro-batches of all take the same time."""
     advantage: BuiltInAdvantage | str = "mean"
-    """Reward minus the group's mean, the same divided by its deviation, reward minus the mean of the others, or a
-    function of your own, ``path/to/file.py:function`` (docs/loss.md)."""
+    """Reward minus the group's mean, the same divided by its deviation, reward minus the mean of the others, the reward
+    itself (``none``), or a function of your own, ``path/to/file.py:function`` (docs/loss.md)."""
+    advantage_normalization: Literal["none", "batch"] = "none"
+    """``batch``: advantages minus their mean over all tokens of the step, over their deviation; with ``advantage`` =
+    ``none`` this is REINFORCE++, with ``mean`` its variant with a baseline."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Only a function of your own in ``advantage``: what it gets by name, beside rewards and their validity."""
     mask_truncated: bool = False
@@ -141,6 +145,11 @@ class Config(_Section):
     def needs_engine_routing(self) -> bool:
         """Whether the rollout engine has to report which experts it chose."""
         return self.train.router_replay in FROM_ENGINE
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities of the reference policy are computed."""
+        return "reference_logprobs" in self.loss.required_inputs or self.reward.kl_coef > 0
 
     @property
     def eval_max_new_tokens(self) -> int:
@@ -216,10 +225,10 @@ class Config(_Section):
                 f"{self.rollout.samples_per_prompt} = {samples} samples cannot be split into train.mini_batches = "
                 f"{self.train.mini_batches} equal parts"
             )
-        if self.model.reference_path is not None and "reference_logprobs" not in self.loss.required_inputs:
+        if self.model.reference_path is not None and not self.needs_reference:
             raise ValueError(
-                f"model.reference_path = {self.model.reference_path!r} has no effect without loss.kl_coef above 0 and "
-                "loss.kl_anchor = 'reference'"
+                f"model.reference_path = {self.model.reference_path!r} has no effect without reward.kl_coef above 0, "
+                "or loss.kl_coef above 0 and loss.kl_anchor = 'reference'"
             )
         if self.model.random_init and self.warmup.num_steps == 0:
             raise ValueError(

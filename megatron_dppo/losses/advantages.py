@@ -73,14 +73,15 @@ def advantages_by(
     options: Mapping[str, Any] | None = None,
     groups: Sequence[RolloutGroup] | None = None,
 ) -> Tensor:
-    """The advantages that ``train.advantage`` names: a mode of ``group_relative_advantages``, or a user's function.
+    """The advantages that ``train.advantage`` names: a mode of ``group_relative_advantages``, a user's function, or
+    ``none``, the rewards themselves.
 
     A user's function is called as ``f(rewards, valid, **options)``, and gets ``groups`` by name where it has a
     parameter of that name. As each data-parallel rank has groups of its own, the advantages of a group must not depend
     on other groups; the first call checks it.
 
     Args:
-        name: a mode, or ``path/to/file.py:function``.
+        name: a mode, ``none``, or ``path/to/file.py:function``.
         rewards: ``[groups, samples]`` float.
         valid: ``[groups, samples]`` bool.
         options: ``train.advantage_options``.
@@ -93,6 +94,8 @@ def advantages_by(
         FunctionError: a user's function raised, or returned something else than one finite number a sample.
         ValueError: as ``group_relative_advantages``.
     """
+    if name == "none":
+        return torch.where(valid, rewards, 0.0)
     if not is_function_name(name):
         return group_relative_advantages(rewards, cast(Literal["mean", "std", "leave_one_out"], name), valid)
     function, given = loaded(name, "train.advantage"), dict(options or {})

@@ -20,12 +20,10 @@ from megatron_dppo.losses.counterfactuals import counterfactual_metrics
 from megatron_dppo.losses.loss_metrics import common_metrics, policy_metrics
 from megatron_dppo.losses.own import own_loss, own_mask
 from megatron_dppo.losses.reduce import masked_sum, statistics_dtype
+from megatron_dppo.losses.returns import kl_estimate
 from megatron_dppo.losses.rules import Decision, decide
 from megatron_dppo.losses.tokens import Tokens, check_shapes, prepare
 from megatron_dppo.types import LossInputs, LossOutput, Metric
-
-_MAX_LOG_KL_RATIO = 20.0
-"""Limit of the log ratio inside the KL penalty: its estimate from one token explodes, as verl and Stable-RL know."""
 
 
 def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
@@ -192,17 +190,12 @@ def _centering_term(inputs: LossInputs, tokens: Tokens, keep: Tensor, config: Lo
 
 
 def _kl_term(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> Tensor:
-    """``[T]`` differentiable estimates of KL(pi || anchor) from one token (joschu.net/blog/kl-approx.html)."""
+    """``[T]`` differentiable estimates of KL(pi || anchor), see ``kl_estimate``."""
     anchor = tokens.rollout_logprobs
     if config.kl_anchor == "reference":
         assert inputs.reference_logprobs is not None
         anchor = torch.where(tokens.mask, inputs.reference_logprobs.detach().to(anchor.dtype), 0.0)
-    log_ratio = (tokens.logprobs - anchor).clamp(-_MAX_LOG_KL_RATIO, _MAX_LOG_KL_RATIO)
-    if config.kl_estimator == "k1":
-        return log_ratio
-    if config.kl_estimator == "k2":
-        return log_ratio.square() / 2
-    return torch.expm1(-log_ratio) + log_ratio
+    return kl_estimate(tokens.logprobs, anchor, config.kl_estimator)
 
 
 def _entropy(inputs: LossInputs) -> Tensor:

@@ -31,10 +31,14 @@ class Updater:
         trainer: the policy.
         train: mini-batches, epochs and packing.
         loss: the loss; ``required_inputs`` says what is recomputed.
+        with_reference: recompute the reference's log-probabilities even if the loss needs none.
     """
 
-    def __init__(self, trainer: PolicyTrainer, train: TrainConfig, loss: LossConfig) -> None:
+    def __init__(
+        self, trainer: PolicyTrainer, train: TrainConfig, loss: LossConfig, *, with_reference: bool = False
+    ) -> None:
         self._trainer, self._train, self._loss = trainer, train, loss
+        self._recomputed = loss.required_inputs | ({"reference_logprobs"} if with_reference else set())
         self._objective = policy_objective(loss)
         # Of the last update of a step, where pi and mu are furthest apart: once is enough, and costs nothing then.
         self._last_objective = policy_objective(loss, counterfactuals=True)
@@ -49,12 +53,11 @@ class Updater:
         """One update for each mini-batch of each epoch; the rollout log-probabilities stay the anchor of all.
 
         Args:
-            samples: this data-parallel rank's, as many on every rank.
+            samples: this data-parallel rank's, as many on every rank, as ``add_recomputed`` gave them.
             seed: of the order, the same on the ranks that share these samples.
             clock: gets the time of each part.
             check: gets the metrics of the first update before it is applied, and may refuse it by an exception.
         """
-        samples = self.add_recomputed(samples, clock)
         size = len(samples) // self._train.mini_batches
         for epoch in range(self._train.epochs):
             order = list(range(len(samples)))
@@ -72,7 +75,7 @@ class Updater:
                 yield result
 
     def add_recomputed(self, samples: Sequence[TrainingSample], clock: Clock) -> list[TrainingSample]:
-        """The samples with the log-probabilities that the loss compares with, before the first update changes them.
+        """The samples with the log-probabilities that are compared with, before the first update changes them.
 
         Only the last pipeline stage gets them; the others compute no loss.
         """
@@ -83,7 +86,7 @@ class Updater:
             result = with_all_routes(result, shape, own)
         records = self._train.router_replay == "recorded"
         for field in ("anchor_logprobs", "reference_logprobs"):
-            needed = field in self._loss.required_inputs
+            needed = field in self._recomputed
             # The anchor's pass computes what recording needs; without it recording has a pass of its own.
             with_routes = records and field == "anchor_logprobs"
             if needed or with_routes:

@@ -6,6 +6,7 @@ others (``share_inputs``).
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,16 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
     problems.raise_if_any()
     assert model.complete is not None and data is not None
     return Inputs(**vars(model.complete), **vars(data))
+
+
+def with_num_steps(config: Config, inputs: DataSets) -> Config:
+    """The configuration with ``run.num_steps`` for its ``run.num_epochs``; as it is without."""
+    epochs = config.run.num_epochs
+    if epochs is None:
+        return config
+    steps = math.ceil(epochs * len(inputs.train_prompts) / config.rollout.prompts_per_step)
+    run = config.run.model_copy(update={"num_steps": steps, "num_epochs": None})
+    return config.model_copy(update={"run": run})
 
 
 def read_model(config: Config, world_size: int, problems: Problems) -> FoundModel:

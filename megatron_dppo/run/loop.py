@@ -10,11 +10,11 @@ import torch
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import TrainingStopped
-from megatron_dppo.losses import advantages_by
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.rollout.collect import to_samples
+from megatron_dppo.run.advantages import group_advantages, kl_metrics, refined_advantages
 from megatron_dppo.run.evaluation import evaluate, finish_evaluation, reduce_over_samples
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
 from megatron_dppo.run.logbook import finish, log, step_metrics
@@ -90,11 +90,7 @@ def _train(session: Session, stop: StopSignal) -> None:
 
 def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[TrainingSample]:
     """Rewards to group-relative advantages to training samples."""
-    rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
-    valid = torch.tensor([[not r.reward_failed for r in group.rollouts] for group in groups])
-    train = config.train
-    advantages = advantages_by(train.advantage, rewards, valid, options=train.advantage_options, groups=groups)
-    samples = to_samples(groups, advantages.tolist())
+    samples = to_samples(groups, group_advantages(groups, config).tolist())
     if not config.train.mask_truncated:
         return samples
     cut = [r.completion.finish_reason == FinishReason.LENGTH for group in groups for r in group.rollouts]
@@ -113,12 +109,19 @@ def update_policy(
         TrainingStopped: the rollouts are not those of the policy; nothing was updated.
     """
     session.trainer.optimizer.set_step(session.step)
-    updater = Updater(session.trainer, session.config.train, session.config.loss)
+    config, trainer = session.config, session.trainer
+    updater = Updater(trainer, config.train, config.loss, with_reference=config.needs_reference)
     guard, results = first_update_guard(session, collected), []
-    seed = sampling_seed(session.config, "order", session.step, session.trainer.dp_rank)
+    samples = updater.add_recomputed(samples, clock)
+    with clock.part("waiting"):  # for the slowest rank's rollouts, where all ranks' are needed
+        samples = refined_advantages(samples, collected.groups, config, trainer.groups.dp)
+    seed = sampling_seed(config, "order", session.step, trainer.dp_rank)
     for result in updater.run(samples, seed, clock, guard):
         session.skipped_in_a_row = session.skipped_in_a_row + 1 if result.skipped else 0
         results.append(result)
+    if config.reward.kl_coef:
+        own = kl_metrics(samples, config, trainer.groups)
+        results[0] = replace(results[0], metrics={**results[0].metrics, **own})
     return results
 
 

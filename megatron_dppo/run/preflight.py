@@ -23,7 +23,7 @@ from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rollout.quantized import WeightQuantizer
 from megatron_dppo.run.engines import connect_servers, generate_function
 from megatron_dppo.run.folder import check_place
-from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs
+from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs, with_num_steps
 from megatron_dppo.run.output import output_problems, space_problems
 from megatron_dppo.run.servers import check_servers
 
@@ -71,6 +71,7 @@ def _inputs(start: Start) -> Iterable[UserError]:
     data = read_data(start.config, found, problems) if start.reads_data else None
     if found.complete is not None and data is not None:
         start.inputs = Inputs(**vars(found.complete), **vars(data))
+        start.config = with_num_steps(start.config, start.inputs)
     return problems.errors
 
 

@@ -30,7 +30,7 @@ from megatron_dppo.run.engines import build_engine, build_publisher, connect_ser
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.folder import open_folder
 from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
-from megatron_dppo.run.inputs import Inputs
+from megatron_dppo.run.inputs import Inputs, with_num_steps
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
 from megatron_dppo.run.sharing import find_sharing
@@ -115,10 +115,9 @@ class Session:
 def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     """Join the other ranks, warm up if asked, build the policy; close everything at the end."""
     started = time.time()
-    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    start = Start(config, world_size, rank)
+    start = Start(config, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")))
     errors = find_problems(start)
-    if world_size == 1:
+    if start.world_size == 1:
         require_inputs(start, errors)
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -130,13 +129,14 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     from megatron_dppo.mcore import setup
 
     setup.start_process_group(platform, config.run.wait_minutes)
-    console = Console(enabled=rank == 0 and config.log.progress)
+    console = Console(enabled=start.rank == 0 and config.log.progress)
     watchdog = Watchdog(config.run)
     session = scorer = None
     open_parts = ExitStack()
     try:
         world = setup.host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
+        config = with_num_steps(config, inputs)
         sharing = find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
         servers, function, scorer = connect_servers(config), generate_function(config), build_scorer(config)
         for note in open_parts.enter_context(open_folder(config)):
@@ -196,7 +196,7 @@ def _trainer(config: Config, inputs: Inputs, groups: ParallelGroups, platform: P
     else:
         weights = DictWeights(stream_model(build_hf_model(inputs.hf_config, torch.float32, seed=config.run.seed)))
     reference: Any = None
-    if phase == "rl" and "reference_logprobs" in config.loss.required_inputs:
+    if phase == "rl" and config.needs_reference:
         reference = FolderWeights(config.model.reference_path) if config.model.reference_path else weights
     return PolicyTrainer(
         config=config,

@@ -36,6 +36,9 @@ def test_recomputed_and_reference_logprobs_are_those_of_their_weights(short_run:
         loss__kl_coef=0.1,
         loss__entropy_coef=0.01,
         loss__aggregation="seq_mean_token_mean",
+        reward__kl_coef=0.5,
+        train__advantage="none",
+        train__advantage_normalization="batch",
         parallel__tensor_model_parallel_size=2,
     )
     result = train([*short_run, *SAME_WEIGHTS, *more], processes=2)
@@ -45,6 +48,7 @@ def test_recomputed_and_reference_logprobs_are_those_of_their_weights(short_run:
         assert step["train/anchor_abs_prob_diff"] < 1e-5, "the anchor is the policy before the update"
     assert abs(first["train/kl_penalty"]) < 1e-7, "before the first update the policy is its own reference"
     assert second["train/kl_penalty"] > 1e-7, "after it the reference stays behind"
+    assert abs(first["train/kl_in_reward"]) < 1e-6 < abs(second["train/kl_in_reward"])
 
 
 def test_sequence_losses_train_over_balanced_data_parallel_ranks(short_run: list[str], tmp_path: Path) -> None:

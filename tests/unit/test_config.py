@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.loss import LossConfig, LossName
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.run.inputs import with_num_steps
 from tests.unit.configs import config, minimal
 
 EXAMPLE = Path(__file__).parents[2] / "examples/chain_sum/dppo.toml"
@@ -148,7 +150,7 @@ def test_all_problems_are_listed_at_once(path: Path) -> None:
 def test_a_missing_section_and_a_missing_key_are_named() -> None:
     values = minimal()
     del values["optimizer"], values["run"]["num_steps"]
-    with pytest.raises(ConfigError, match=r"run\.num_steps is missing(.|\n)*optimizer is missing"):
+    with pytest.raises(ConfigError, match=r"num_steps = 0 without num_epochs(.|\n)*optimizer is missing"):
         validate(values, "test")
 
 
@@ -158,7 +160,8 @@ def test_a_missing_section_and_a_missing_key_are_named() -> None:
         ("run", "num_steps", "5"),
         ("run", "num_steps", 5.5),
         ("run", "num_steps", True),
-        ("run", "num_steps", 0),
+        ("run", "num_steps", -1),
+        ("run", "num_epochs", 0),
         ("run", "output_dir", 5),
         ("run", "overwrite", "yes"),
         ("run", "overwrite", 1),
@@ -231,8 +234,22 @@ def test_a_recomputed_anchor_is_refused_for_rollouts_of_older_weights() -> None:
             config(loss={"name": name}, train={"max_staleness": 1})
 
 
+def test_the_length_of_a_run_is_said_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"num_steps = 10 beside num_epochs = 2.0; set one of them"):
+        config(run={"num_epochs": 2.0})
+    file = tmp_path / "run.toml"
+    file.write_text(dump_toml(config()))
+    by_epochs = load_config(file, ["--run.num_steps", "null", "--run.num_epochs", "1.5"])
+    prompts = SimpleNamespace(train_prompts=range(33))
+    for settings, steps in ((by_epochs, 4), (config(), 10)):  # 33 * 1.5 / 16 = 3.1
+        resolved = with_num_steps(settings, prompts)
+        assert resolved.run.num_steps == steps and resolved.run.num_epochs is None
+        file.write_text(dump_toml(resolved))
+        assert load_config(file) == resolved
+
+
 def test_a_reference_policy_without_its_penalty_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"has no effect without loss\.kl_coef"):
+    with pytest.raises(ConfigError, match=r"has no effect without reward\.kl_coef above 0, or loss\.kl_coef"):
         config(model={"path": "model", "reference_path": "other"})
 
 

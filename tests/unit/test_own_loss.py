@@ -252,7 +252,7 @@ def test_bad_advantages_are_told(tmp_path: Path) -> None:
             continue
         with pytest.raises(FunctionError, match=f"train.advantage = '{name}'.*{message}"):
             advantages_by(name, rewards, valid)
-    with pytest.raises(ValueError, match="expected 'mean', 'std', 'leave_one_out' or 'path"):
+    with pytest.raises(ValueError, match="expected 'mean', 'std', 'leave_one_out', 'none' or 'path"):
         TrainConfig(advantage="median")
     with pytest.raises(ValueError, match="has no effect on advantage = 'std'"):
         TrainConfig(advantage="std", advantage_options={"a": 1})

@@ -1,0 +1,73 @@
+"""Advantages of single tokens: a KL penalty in the reward, returns, and the batch's mean and deviation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KlEstimator = Literal["k1", "k2", "k3"]
+_MAX_LOG_KL_RATIO = 20.0
+"""Limit of the log ratio: an estimate from one token explodes, as verl and Stable-RL know."""
+_VARIANCE_FLOOR = 1e-8
+
+
+def kl_estimate(logprobs: Tensor, anchor_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
+    """``[T]`` estimates of KL(p || anchor) from one token that p sampled (joschu.net/blog/kl-approx.html).
+
+    Example:
+        log p - log anchor = ln 2: k1 = .693, k2 = .240, k3 = 1/2 - 1 + ln 2 = .193.
+
+    Args:
+        logprobs: ``[T]`` log p of the token; a gradient passes through.
+        anchor_logprobs: ``[T]``.
+        estimator: k1 is unbiased and may be negative, k3 is unbiased and never is, k2 is half the square.
+    """
+    log_ratio = (logprobs - anchor_logprobs).clamp(-_MAX_LOG_KL_RATIO, _MAX_LOG_KL_RATIO)
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+def returns_to_go(rewards: Tensor) -> Tensor:
+    """``[T]`` the sum of the rewards from each token on, without discount.
+
+    Example:
+        >>> returns_to_go(torch.tensor([-1.0, 0.0, 2.0]))
+        tensor([1., 2., 2.])
+    """
+    return rewards.flip(0).cumsum(0).flip(0)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What ranks add up for the mean and the deviation of their tokens."""
+
+    count: float
+    total: float
+    squares: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> Moments:
+        """Of ``[N]`` values, in float64."""
+        wide = values.double()
+        return cls(len(values), float(wide.sum()), float(wide.square().sum()))
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+    def whiten(self, values: Tensor) -> Tensor:
+        """``(values - mean) / deviation``; 0 where there is no spread. The variance is Bessel's, plus 1e-8.
+
+        REINFORCE++ (arXiv 2501.03262, global advantage normalization), as verl's ``masked_whiten``.
+        """
+        if self.count < 2:
+            return torch.zeros_like(values)
+        mean = self.total / self.count
+        variance = max(0.0, self.squares - self.count * mean * mean) / (self.count - 1)
+        return ((values.double() - mean) / math.sqrt(variance + _VARIANCE_FLOOR)).to(values.dtype)

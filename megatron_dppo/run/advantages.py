@@ -1,0 +1,95 @@
+"""Advantages of a batch: of each group's rewards, less a KL penalty, over the deviation of all ranks' tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import add
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.losses import advantages_by
+from megatron_dppo.losses.returns import Moments, kl_estimate, returns_to_go
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import from_each
+from megatron_dppo.report.metrics import reduce_metrics
+from megatron_dppo.types import Metric, RolloutGroup, TrainingSample
+
+
+def group_advantages(groups: Sequence[RolloutGroup], config: Config, taken: Tensor | None = None) -> Tensor:
+    """``[groups, samples]`` by ``train.advantage``, of the rewards less what is ``taken [groups, samples]`` of them."""
+    rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
+    if taken is not None:
+        rewards = rewards - taken
+    train = config.train
+    return advantages_by(train.advantage, rewards, _valid(groups), options=train.advantage_options, groups=groups)
+
+
+def refined_advantages(
+    samples: Sequence[TrainingSample], groups: Sequence[RolloutGroup], config: Config, group: ProcessGroup | None
+) -> list[TrainingSample]:
+    """The samples with advantages that take more than the groups' rewards; a collective of the data-parallel ranks.
+
+    With ``reward.kl_coef`` a token's reward is ``-kl_coef * KL_t``, mu against the reference, and the response's score
+    comes with its last token. Advantages of groups are of the sums over a response. With ``train.advantage = "none"``
+    each token has the sum from itself on (REINFORCE++, arXiv 2501.03262).
+
+    Args:
+        samples: of this rank, siblings side by side, in the order of the groups; with ``reference_logprobs`` for a
+            penalty, but on pipeline stages that compute no loss.
+        groups: their rollouts.
+        config: the whole configuration.
+        group: the data-parallel ranks; None = this one alone.
+    """
+    result = list(samples)
+    valid = _valid(groups).flatten().tolist()
+    if config.reward.kl_coef and result:
+        penalties = [penalty_of(sample, config) for sample in result]
+        if config.train.advantage == "none":
+            values = [sample.advantages - returns_to_go(p) for sample, p in zip(result, penalties, strict=True)]
+        else:
+            taken = torch.stack([penalty.sum() for penalty in penalties]).view(len(groups), -1)
+            values = list(group_advantages(groups, config, taken).flatten())
+        result = [_with(*each) for each in zip(result, values, valid, strict=True)]
+    return _whitened(result, valid, group) if config.train.advantage_normalization == "batch" else result
+
+
+def penalty_of(sample: TrainingSample, config: Config) -> Tensor:
+    """``[T]`` what the KL to the reference takes from the reward of each token; 0 where the sample has no reference."""
+    settings, reference, own = config.reward, sample.reference_logprobs, sample.rollout_logprobs
+    if reference is None or own is None:
+        return torch.zeros(sample.num_tokens)
+    penalty = settings.kl_coef * kl_estimate(own, reference, settings.kl_estimator)
+    return torch.where(sample.loss_mask, penalty, 0.0)
+
+
+def kl_metrics(samples: Sequence[TrainingSample], config: Config, groups: ParallelGroups) -> dict[str, float]:
+    """``kl_in_reward``: the mean estimate of a token of all ranks, before ``reward.kl_coef``; a collective."""
+    first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
+    known = [sample for sample in samples if sample.reference_logprobs is not None]
+    total = sum(float(penalty_of(sample, config).sum()) for sample in known) / config.reward.kl_coef
+    mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in known))
+    return reduce_metrics([{"kl_in_reward": mean}], groups.world, contributes=first)
+
+
+def _whitened(
+    samples: Sequence[TrainingSample], valid: Sequence[bool], group: ProcessGroup | None
+) -> list[TrainingSample]:
+    """The advantages over the mean and deviation of all ranks' tokens; failed rewards stay at 0 and do not count."""
+    own = [s.advantages[s.loss_mask] for s, is_valid in zip(samples, valid, strict=True) if is_valid]
+    moments = reduce(add, from_each(Moments.of(torch.cat([torch.empty(0), *own])), group))
+    return [_with(s, moments.whiten(s.advantages), is_valid) for s, is_valid in zip(samples, valid, strict=True)]
+
+
+def _with(sample: TrainingSample, values: Tensor, is_valid: bool) -> TrainingSample:
+    mask = sample.loss_mask if is_valid else torch.zeros_like(sample.loss_mask)
+    return replace(sample, advantages=torch.where(mask, values, 0.0))
+
+
+def _valid(groups: Sequence[RolloutGroup]) -> Tensor:
+    return torch.tensor([[not r.reward_failed for r in group.rollouts] for group in groups])
