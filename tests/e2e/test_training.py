@@ -73,7 +73,14 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(short_run: list[str], tmp
     assert best < 4, "a learning rate this high ruins the model, so that the best is not the last"
 
 
-def test_the_other_losses_train_too(short_run: list[str], tmp_path: Path) -> None:
-    result = train([*short_run, *flags(loss__name="dppo_binary_kl")])
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "run/hf/model.safetensors").is_file()
+def test_epochs_at_learning_rate_zero_change_no_weight(short_run: list[str], base_model: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) for n in range(6)]
+    (tmp_path / "six.jsonl").write_text("\n".join(rows))
+    more = flags(run__num_steps="null", run__num_epochs=2, data__train=tmp_path / "six.jsonl", optimizer__lr=0)
+    result = train([*short_run, *more])
+    assert result.returncode == 0, result.stdout + result.stderr
+    steps = records(tmp_path / "run")[1:]
+    assert [step["step"] for step in steps] == [1, 2, 3]  # 2 * 6 prompts, 4 a step
+    assert all(step["train/learning_rate"] == 0 and step["train/grad_norm"] > 0 for step in steps)
+    before, after = FolderWeights(base_model), FolderWeights(tmp_path / "run/hf")
+    assert before.names() == after.names() and all(torch.equal(before[name], after[name]) for name in before.names())
