@@ -9,8 +9,9 @@ import torch
 
 from megatron_dppo.errors import ConfigError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Names of dtypes in the configuration."""
+_FINENESS = ("fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,16 @@ class Platform:
             torch.cuda.set_device(device)
             return cls(device, "nccl")
         return cls(torch.device("cpu"), "gloo")
+
+
+def coarser(first: str, second: str) -> str:
+    """The one of two dtypes that has fewer digits.
+
+    Example:
+        >>> coarser("fp16", "bf16")
+        'bf16'
+    """
+    return max(first, second, key=_FINENESS.index)
 
 
 def require_devices(local_world_size: int) -> None:

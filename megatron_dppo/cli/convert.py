@@ -28,7 +28,7 @@ def conversion_parser(description: str | None) -> argparse.ArgumentParser:
     )
     for name in _SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
     return parser
 
 

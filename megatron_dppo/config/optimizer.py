@@ -26,6 +26,15 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     clip_grad: float = Field(1.0, ge=0)
     """Global gradient norm limit; 0 = no clipping."""
+    initial_loss_scale: float = Field(16.0, gt=0)
+    """Only fp16: what the loss is multiplied by at first, so that small gradients do not vanish. The loss is a sum over
+    tokens here: a scale that is good for a mean is as many times too large."""
+    min_loss_scale: float = Field(2.0**-10, gt=0)
+    """Only fp16: overflows never lower it further."""
+    loss_scale_window: int = Field(200, ge=1)
+    """Only fp16: updates in a row without overflow, after which it is doubled."""
+    hysteresis: int = Field(1, ge=1)
+    """Only fp16: overflows before it is halved."""
     grad_reduce_in_fp32: bool = True
     """Add up the gradients of micro-batches and ranks in fp32; False = in the dtype of the weights, which halves their
     memory and traffic with bf16 and rounds every sum."""
@@ -66,6 +75,10 @@ class OptimizerConfig(Section):
             ValueError: it refuses them, or leaves them without effect.
         """
         dtypes = {key: getattr(self, key) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
+        keys = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        given = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+        if given and dtype != "fp16":
+            raise ValueError(f"{name}.{given[0]} has no effect with model.dtype = {dtype!r}; leave it out")
         low = [f"{name}.{key} = {value!r}" for key, value in dtypes.items() if value != "fp32"]
         if self.optimizer_cpu_offload and not self.use_precision_aware_optimizer:
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-DType = Literal["fp32", "bf16"]
+DType = Literal["fp32", "bf16", "fp16"]
 
 
 class Section(BaseModel):

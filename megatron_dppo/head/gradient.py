@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_dppo.head.mixed_gemm import WeightGradient
+from megatron_dppo.head.mixed_gemm import WeightGradient, is_half
 from megatron_dppo.head.row_plan import Rows, gradient_rows
 from megatron_dppo.head.rows import Head
 
@@ -17,8 +17,9 @@ from megatron_dppo.head.rows import Head
 class HeadGradient:
     """Takes the gradient of the logits chunk by chunk.
 
-    On the CPU the bf16 gradients of several chunks are put together, because the product with the hidden states, and
-    the sum that it is added to, cost less for many rows at a time. Otherwise that of a chunk overwrites its logits.
+    On the CPU the gradients of several chunks in bf16 or fp16 are put together, because the product with the hidden
+    states, and the sum that it is added to, cost less for many rows at a time. Otherwise that of a chunk overwrites its
+    logits.
 
     Args:
         head: the layer.
@@ -27,6 +28,7 @@ class HeadGradient:
         needed: whether hidden, weight and bias need a gradient.
         chunk: rows in a chunk.
         main_grad: add the weight's gradient to this fp32 tensor; None = keep it here.
+        scale: what all of it is multiplied by from the start; None = 1.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class HeadGradient:
         needed: tuple[bool, bool, bool],
         chunk: int,
         main_grad: Tensor | None,
+        scale: Tensor | None = None,
     ) -> None:
+        self.scale = scale
         self._head, self.rows, self._source = head, rows, hidden.detach()
         self.chunk, self.wanted = chunk, any(needed)
         self.in_main_grad = needed[1] and main_grad is not None
         count, weight = rows.num_gradient, head.weight
-        in_place = weight.is_cuda or weight.dtype != torch.bfloat16 or not any(needed)
+        in_place = weight.is_cuda or not is_half(weight.dtype) or not any(needed)
         at_a_time = chunk if in_place else gradient_rows(count, chunk, len(weight))
         self._room = None if in_place else weight.new_empty(min(at_a_time, count), len(weight))
         self._hidden = hidden.new_empty(count, hidden.shape[1]) if needed[0] else None
@@ -53,7 +57,7 @@ class HeadGradient:
     def place(self, logits: Tensor) -> Tensor:
         """Where the gradient of the next ``logits [n, W]`` goes; then call ``add`` with it."""
         if self._room is None:
-            # A bf16 row fills the first half of the fp32 row that it replaces.
+            # A row of two bytes a number fills the first half of the fp32 row that it replaces.
             return logits.view(self._head.weight.dtype)[:, : logits.shape[1]]
         if self._last - self._first + len(logits) > len(self._room):
             self._multiply(self._room)
@@ -135,7 +139,7 @@ class _AttachGradient(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss_sum: Tensor, gradient: HeadGradient
     ) -> Tensor:
-        ctx.gradients = gradient.result()
+        ctx.gradients, ctx.scale = gradient.result(), gradient.scale
         ctx.rows, ctx.added_to = gradient.rows, weight if gradient.in_main_grad else None
         return loss_sum.clone()
 
@@ -144,6 +148,8 @@ class _AttachGradient(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise ValueError("the loss of dppo_head_loss can be differentiated once; it keeps no logits to do it again")
+        if ctx.scale is not None:
+            upstream = upstream / ctx.scale
         if ctx.added_to is not None:
             _check_one(upstream)
         (of_hidden, of_weight, of_bias), ctx.gradients = ctx.gradients, None
@@ -155,11 +161,11 @@ class _AttachGradient(torch.autograd.Function):
 
 def _check_one(upstream: Tensor) -> None:
     if upstream.is_cuda:
-        torch._assert_async(upstream == 1, "with accumulate_main_grad the gradient of the loss must be 1")
+        torch._assert_async(upstream == 1, "with accumulate_main_grad the gradient of the loss must be grad_scale")
     elif float(upstream) != 1:
         raise ValueError(
-            f"with accumulate_main_grad the gradient of the loss must be 1, got {float(upstream)}: weight.main_grad "
-            "has the gradient already; scale the loss function instead"
+            f"with accumulate_main_grad the gradient of the loss must be grad_scale (1 by default), got "
+            f"{float(upstream)} times that: weight.main_grad has the gradient already"
         )
 
 

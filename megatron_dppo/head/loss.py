@@ -45,6 +45,7 @@ def dppo_head_loss(
     plan: RowPlan | None = None,
     chunk_tokens: int | None = None,
     accumulate_main_grad: bool = False,
+    grad_scale: Tensor | None = None,
 ) -> LossOutput:
     """``loss`` of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group, with its gradients.
 
@@ -59,14 +60,14 @@ def dppo_head_loss(
     Args:
         hidden, weight, group, vocab_size, temperature, bias: as in ``vocab_parallel_head_stats``.
         targets: of the T rows, the same on all ranks, and without ``sequence_ids``; the softmax is over ``kept`` sets.
-        loss: a sum over tokens in which each token's term depends on that token alone. It is called on some rows at a
-            time, with the same inputs on all ranks.
-        needs: what the loss gets beside the statistics of every loss. With ``topk_sums`` several shards exchange those
-            instead of the Top-K slots (``head.sums``), and the loss gets them in place of ``topk_logprobs``.
+        loss: a sum over tokens whose terms depend on that token alone; called on some rows at a time on all ranks.
+        needs: what the loss gets beside the statistics of every loss; ``topk_sums`` in place of ``topk_logprobs`` where
+            several shards exchange them (``head.sums``).
         plan: the rows with loss; None = all. A row that it leaves out has no loss, whatever the mask says.
         chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
         accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward (Megatron's gradient
-            accumulation fusion does so in backward). ``weight.grad`` gets zeros; ``loss_sum`` must get a gradient of 1.
+            accumulation fusion: in backward). ``weight.grad`` gets zeros; ``loss_sum`` must get ``grad_scale``.
+        grad_scale: scalar, the gradient that ``loss_sum`` is going to get, times which all are computed; None = 1.
 
     Returns:
         The loss of all rows: sums over the chunks, ``keep_mask [T]`` (False in rows outside the plan), and metrics
@@ -77,8 +78,7 @@ def dppo_head_loss(
             dtypes or devices do not fit, the shards cannot hold the vocabulary, the temperature is not positive, a
             label or a valid id is outside the vocabulary (on CUDA a device-side assertion, as for the next two), a
             valid id stands twice in its row, a label is outside its kept set, or ``main_grad`` does not fit. After
-            them, on every rank alike: the loss has a gradient in a row without one in the plan. In backward: a gradient
-            that ``accumulate_main_grad`` excludes.
+            them, on every rank: the loss has a gradient in a row without one in the plan. In backward: another one.
     """
     if needs.topk_sums is not None and needs.slot_gradient:
         raise ValueError("needs.slot_gradient needs the Top-K slots, needs.topk_sums exchanges their sums; choose one")
@@ -86,7 +86,7 @@ def dppo_head_loss(
     check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
     columns = Columns.of(head, targets, plan, vocab_size)
     rows, main_grad = Rows.of(hidden, plan), checked_main_grad(weight, accumulate_main_grad)
-    gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad)
+    gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad, grad_scale)
     run = _Run(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient)
     output = joined([_finish(run, pending) for pending in _pending(run)], rows)
     total = attach_gradient(output.loss_sum, hidden, weight, bias, gradient) if run.differentiates else output.loss_sum
@@ -101,12 +101,13 @@ def _gradient(
     bias: Tensor | None,
     chunk_tokens: int | None,
     main_grad: Tensor | None,
+    scale: Tensor | None,
 ) -> tuple[HeadGradient, int]:
     """What the gradient is gathered in, and how many chunks have their logits in memory at the same time."""
     needed = _needed(hidden), _needed(weight), _needed(bias)
     in_flight = chunks_in_flight(weight.device, head.group)
     size = chunk_size(chunk_tokens, rows, weight, in_flight, 1 if head.group is None else head.group.size())
-    return HeadGradient(head, rows, hidden, needed, size, main_grad), in_flight
+    return HeadGradient(head, rows, hidden, needed, size, main_grad, scale), in_flight
 
 
 def _needed(tensor: Tensor | None) -> bool:
@@ -255,7 +256,7 @@ def _differentiate(
     zeros = torch.zeros_like(totals.logprobs)
     if not wanted or not output.loss_sum.requires_grad:
         return output, zeros, None, None
-    found = iter(torch.autograd.grad(output.loss_sum, wanted, allow_unused=True))
+    found = iter(torch.autograd.grad(output.loss_sum, wanted, run.gradient.scale, allow_unused=True))
     by_leaf = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
     detached = replace(output, loss_sum=output.loss_sum.detach())
     return detached, zeros if by_leaf[0] is None else by_leaf[0], by_leaf[1], by_leaf[2]

@@ -1,8 +1,8 @@
-"""The three GEMMs of the head: bf16 products, added up in fp32.
+"""The three GEMMs of the head: bf16 or fp16 products, added up in fp32.
 
 On CUDA ``mm(out_dtype=float32)`` does it. On the CPU torch has no such GEMM, so the logits come from a float32 GEMM
-over a block of the weight at a time, converted in the cache. oneDNN may use bf16 instructions for it, as every input is
-a bf16 number: the products are exact either way.
+over a block of the weight at a time, converted in the cache. For bf16 numbers oneDNN may use bf16 instructions: the
+products are exact either way.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether numbers of two bytes are multiplied, and added up in fp32."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
 @contextmanager
-def _bf16_products() -> Iterator[None]:
+def _products_of(dtype: torch.dtype) -> Iterator[None]:
     """Float32 GEMMs on the CPU may round their inputs to bf16, for inputs that are bf16 numbers anyway."""
     setting = getattr(torch.backends.mkldnn, "matmul", None)
-    if setting is None:
+    if setting is None or dtype != torch.bfloat16:
         yield
         return
     before = setting.fp32_precision
@@ -46,13 +51,13 @@ def _blocks(weight: Tensor) -> Iterator[slice]:
 
 def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """``hidden [n, H] @ weight [W, H].T + bias [W]`` to ``out [n, W]`` in the accumulation dtype; returns ``out``."""
-    if hidden.dtype != torch.bfloat16:
+    if not is_half(hidden.dtype):
         torch.mm(hidden, weight.t(), out=out)
     elif hidden.is_cuda:
         torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
     else:
         rows = hidden.float()
-        with _bf16_products():
+        with _products_of(hidden.dtype):
             for block in _blocks(weight):
                 torch.mm(rows, weight[block].float().t(), out=out[:, block])
     return out if bias is None else out.add_(bias)
@@ -95,9 +100,9 @@ class WeightGradient:
 
 
 def _add_blocks(total: Tensor, dlogits: Tensor, hidden: Tensor, beta: float) -> None:
-    """``total = beta total + dlogits.T @ hidden`` on the CPU for bf16 factors; total [W, H] is fp32."""
+    """``total = beta total + dlogits.T @ hidden`` on the CPU for factors of two bytes; total [W, H] is fp32."""
     rows, step = hidden.float(), _BLOCK_ENTRIES // max(len(hidden), 1)
-    with _bf16_products():
+    with _products_of(hidden.dtype):
         for start in range(0, len(total), max(64, step)):
             block = slice(start, start + max(64, step))
             torch.addmm(total[block], dlogits[:, block].float().t(), rows, beta=beta, out=total[block])

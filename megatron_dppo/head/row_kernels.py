@@ -40,7 +40,7 @@ def row_statistics(
     A shard without entries, and a row of -inf, has m = y = -inf and t = o = 0. A NaN among the logits gives NaN.
 
     Args:
-        logits: ``[n, W]`` float32, float64 or bfloat16.
+        logits: ``[n, W]`` float32, float64, bfloat16 or float16.
         own: entries of the shard that are not padding; columns from ``own`` on are not read.
         labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
         ids: ``[n, K]`` int64 index in this shard, -1 = not of this shard or an unused slot; None = none.
@@ -82,7 +82,7 @@ def row_gradient(
         entropy: ``[n]`` H of the whole row; needed with ``grad_entropy``.
         temperature: divides the logits.
         out: ``[n, W]`` receives the gradient. It may lie in the memory of ``logits`` if its row i begins where row i of
-            the logits begins, and its elements are not larger: ``logits`` itself, or a bf16 view of it.
+            the logits begins, and its elements are not larger: ``logits`` itself, or a bf16 or fp16 view of it.
 
     Returns:
         ``out``.
@@ -262,7 +262,7 @@ def _row_blocks(own: int, logits: Tensor, *others: Tensor) -> Iterator[tuple[Ten
 
 
 def _triton_kernels(logits: Tensor) -> ModuleType | None:
-    """The Triton version for fp32 and bf16 logits on CUDA, where it is installed."""
+    """The Triton version for logits of at most fp32 on CUDA, where it is installed."""
     return _imported_triton_kernels() if logits.is_cuda and logits.dtype != torch.float64 else None
 
 

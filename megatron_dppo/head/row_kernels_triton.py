@@ -48,7 +48,7 @@ def row_statistics(
     """What each row of this shard contributes to the statistics of the whole vocabulary.
 
     Args:
-        logits: ``[n, W]`` fp32 or bf16, raw (before the temperature), rows contiguous.
+        logits: ``[n, W]`` fp32, bf16 or fp16, raw (before the temperature), rows contiguous.
         own: the columns from here on are padding and never looked at; 0 <= own <= W.
         labels: ``[n]`` int64, the label's column, -1 = not of this shard.
         ids: ``[n, K]`` int64 columns in any order, -1 = not of this shard or an unused slot; or None.
@@ -105,11 +105,11 @@ def row_gradient(
 ) -> Tensor:
     """Gradient of the logits, 0 in the padding, written to ``out`` and returned.
 
-    ``out`` may share the storage of ``logits``: be ``logits`` itself, or a bf16 view of the bytes of fp32 logits whose
-    rows start where theirs do (stride 2 W). The kernel walks a row from its first block to its last. The gradient of
-    block [a, b) takes no more bytes an entry than the logits, so it ends before the logits of entry b begin, and all
-    entries before b have been read: in earlier blocks, or in this one before a barrier of the row's threads. So a write
-    never passes a read. No other program touches the row.
+    ``out`` may share the storage of ``logits``: be ``logits`` itself, or a bf16 or fp16 view of the bytes of fp32
+    logits whose rows start where theirs do (stride 2 W). The kernel walks a row from its first block to its last. The
+    gradient of block [a, b) takes no more bytes an entry than the logits, so it ends before the logits of entry b
+    begin, and all entries before b have been read: in earlier blocks, or in this one before a barrier of the row's
+    threads. So a write never passes a read. No other program touches the row.
 
     Args:
         logits: ``[n, W]`` as in ``row_statistics``, with ``own``, ``labels`` and ``temperature``.
@@ -118,7 +118,7 @@ def row_gradient(
         grad_logprobs: ``[n]`` fp32, the loss' derivative by the label's log-probability.
         grad_entropy: ``[n]`` fp32, its derivative by the row's entropy, or None.
         entropy: ``[n]`` fp32, in nats; needed with ``grad_entropy``, else not looked at.
-        out: ``[n, W]`` bf16 or the dtype of ``logits``, rows contiguous.
+        out: ``[n, W]`` bf16, fp16 or the dtype of ``logits``, rows contiguous.
 
     Raises:
         ValueError: a shape, a dtype or a memory layout is not as above, or ``out`` shares the storage in another way.
@@ -151,9 +151,9 @@ def row_gradient(
 
 
 def _check_logits(logits: Tensor, own: int, labels: Tensor) -> None:
-    if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
+    if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16) or logits.stride(1) != 1:
         raise ValueError(
-            "row kernels: expected fp32 or bf16 logits [n, W] with contiguous rows, "
+            "row kernels: expected fp32, bf16 or fp16 logits [n, W] with contiguous rows, "
             f"got {logits.dtype} {[*logits.shape]}, strides {logits.stride()}"
         )
     if not 0 <= own <= logits.shape[1]:
@@ -163,9 +163,13 @@ def _check_logits(logits: Tensor, own: int, labels: Tensor) -> None:
 
 
 def _check_out(logits: Tensor, out: Tensor) -> None:
-    if out.shape != logits.shape or out.dtype not in (logits.dtype, torch.bfloat16) or out.stride(1) != 1:
+    if (
+        out.shape != logits.shape
+        or out.dtype not in (logits.dtype, torch.bfloat16, torch.float16)
+        or out.stride(1) != 1
+    ):
         raise ValueError(
-            f"row_gradient: expected bf16 or {logits.dtype} out {[*logits.shape]} with contiguous rows, "
+            f"row_gradient: expected bf16, fp16 or {logits.dtype} out {[*logits.shape]} with contiguous rows, "
             f"got {out.dtype} {[*out.shape]}, strides {out.stride()}"
         )
     row_bytes = [tensor.stride(0) * tensor.element_size() for tensor in (logits, out)]

@@ -18,7 +18,7 @@ _CPU_CHUNK_BYTES = 24_000_000
 _CPU_CHUNK_ROWS = (64, 512)
 """Fewer rows would leave the GEMM waiting for the weight; more bring nothing."""
 _CPU_GRADIENT_BYTES = 64_000_000
-"""Of bf16 gradients of logits that go through the other two GEMMs together."""
+"""Of gradients of logits in two bytes each that go through the other two GEMMs together."""
 _CPU_GRADIENT_ROWS = 128
 """Fewer would leave those GEMMs waiting for the weight and its gradient."""
 
@@ -175,7 +175,8 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
 
 
 def gradient_rows(rows: int, chunk: int, width: int) -> int:
-    """Rows whose bf16 gradients of ``width`` logits are together in memory on the CPU: whole chunks, about 64 MB."""
+    """Rows whose gradients of ``width`` logits, two bytes each, are together in memory on the CPU: whole chunks, about
+    64 MB."""
     most = max(_CPU_GRADIENT_BYTES // (2 * width), _CPU_GRADIENT_ROWS, chunk)
     times = max(1, -(-rows // most))
     return -(-max(1, -(-rows // times)) // chunk) * chunk

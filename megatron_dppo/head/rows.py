@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.head.mixed_gemm import accumulation_dtype, logits_into
+from megatron_dppo.head.mixed_gemm import accumulation_dtype, is_half, logits_into
 from megatron_dppo.head.row_kernels import (
     gradient_of_exponentials,
     row_gradient,
@@ -232,8 +232,8 @@ def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"expected bias [V_local] = ({len(weight)},), got {tuple(bias.shape)}")
-    if hidden.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise ValueError(f"hidden must be float32, float64 or bfloat16, got {hidden.dtype}")
+    if hidden.dtype not in (torch.float32, torch.float64) and not is_half(hidden.dtype):
+        raise ValueError(f"hidden must be float32, float64, bfloat16 or float16, got {hidden.dtype}")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and (tensor.dtype != hidden.dtype or tensor.device != hidden.device):
             raise ValueError(

@@ -73,8 +73,8 @@ def vocab_parallel_head_stats(
     """Log-probabilities, entropy and Top-K of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group.
 
     Args:
-        hidden: ``[T, H]`` float32, float64 or bfloat16, the same on all ranks. Its gradient is this shard's part: the
-            region that brought it to all ranks sums it.
+        hidden: ``[T, H]`` float32, float64, bfloat16 or float16, the same on all ranks. Its gradient is this shard's
+            part: the region that brought it to all ranks sums it.
         weight: ``[V_local, H]`` this rank's shard, in the dtype of ``hidden``. Not to be changed before backward.
         labels: ``[T]`` int64 global ids, the same on all ranks, like all other arguments.
         group: the vocabulary-parallel group; None = not sharded.

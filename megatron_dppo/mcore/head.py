@@ -141,6 +141,7 @@ class Head:
                 needs=self._needs(objective, row.own),
                 plan=row.plan,
                 accumulate_main_grad=self._accumulates(),
+                grad_scale=self._loss_scale(),
                 **self._common,
             )
         output = objective.loss(self.statistics(hidden, row, objective))
@@ -252,6 +253,14 @@ class Head:
         if slots * self._model.config.tensor_model_parallel_size >= _SUMS_PAY_FROM:
             return objective.needs
         return replace(objective.needs, topk_sums=None)
+
+    def _loss_scale(self) -> Tensor | None:
+        """What Megatron multiplies the loss by before the backward pass of fp16."""
+        config = self._model.config
+        if not config.fp16 or config.grad_scale_func is None or not torch.is_grad_enabled():
+            return None
+        scale: Tensor = config.grad_scale_func(torch.ones((), device=self._weight().device))
+        return scale.reshape(())
 
     def _accumulates(self) -> bool:
         """Straight into Megatron's gradient buffer, unless the embedding's gradient comes to the same weight.

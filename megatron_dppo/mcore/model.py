@@ -56,6 +56,7 @@ def transformer_config(
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
         bf16=model.dtype == "bf16",
+        fp16=model.dtype == "fp16",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         use_cpu_initialization=not platform.is_cuda,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.mcore.loss_scale import LossScale
 from megatron_dppo.mcore.offload import drop_gradient_copies, is_offloaded, offloaded_tensors, start_offloaded
 from megatron_dppo.mcore.optimizer_shards import use_boxes
 from megatron_dppo.platform import DTYPES
@@ -28,18 +29,28 @@ from megatron_dppo.platform import DTYPES
 def wrap_for_training(
     chunks: Sequence[GPTModel], config: TransformerConfig, parallel: ParallelConfig, *, grad_reduce_in_fp32: bool
 ) -> list[DistributedDataParallel]:
-    """Megatron's DistributedDataParallel around each chunk (and Float16Module below it for bf16)."""
+    """Megatron's DistributedDataParallel around each chunk (and Float16Module below it for bf16 and fp16)."""
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         grad_reduce_in_fp32=grad_reduce_in_fp32,
     )
-    modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    modules = [Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk for chunk in chunks]
     return [
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=(i > 0))
         for i, module in enumerate(modules)
     ]
+
+
+class Update(NamedTuple):
+    """What became of an update; equal on all ranks."""
+
+    applied: bool
+    grad_norm: float
+    """before clipping"""
+    has_lower_scale: bool = False
+    """it overflowed in fp16, and the next ones have a lower scale"""
 
 
 class Optimizer:
@@ -73,6 +84,7 @@ class Optimizer:
                 adam_eps=optimizer.adam_eps,
                 clip_grad=optimizer.clip_grad,
                 bf16=config.bf16,
+                fp16=config.fp16,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=parallel.use_distributed_optimizer,
                 overlap_param_gather=parallel.overlap_param_gather,
@@ -80,6 +92,7 @@ class Optimizer:
             ),
             self._chunks,
         )
+        self.loss_scale = LossScale(optimizer, next(chunks[0].parameters()).device) if config.fp16 else None
         # Megatron allocates the moments at the first update; a checkpoint before it would fail for want of them.
         for part in self.megatron.chained_optimizers:
             if is_offloaded(part):
@@ -88,6 +101,8 @@ class Optimizer:
                 part.init_state_fn(part.optimizer, part.config)
             if isinstance(part, DistributedOptimizer):
                 use_boxes(part)
+            if self.loss_scale is not None:
+                part.grad_scaler = self.loss_scale
         self._scheduler = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,
@@ -132,18 +147,16 @@ class Optimizer:
         self._scheduler.step(increment=1)
         return float(self.megatron.param_groups[0]["lr"])
 
-    def step(self) -> tuple[bool, float]:
-        """Update the weights unless the global gradient norm is not finite.
-
-        Returns:
-            (whether the update was applied, the gradient norm before clipping); equal on all ranks.
-        """
+    def step(self) -> Update:
+        """Update the weights unless the global gradient norm is not finite."""
         found_inf, norm = self.megatron.prepare_grads(), self.megatron.get_grad_norm()
-        if not math.isfinite(norm):
-            return False, float(norm)
+        overflow = not math.isfinite(norm)
+        has_lower = self.loss_scale is not None and self.loss_scale.settle(overflow=overflow)
+        if overflow:
+            return Update(False, float(norm), has_lower)
         with _known(self.megatron, prepare_grads=found_inf, get_grad_norm=norm):
             applied, _, _ = self.megatron.step()
-        return bool(applied), float(norm)
+        return Update(bool(applied), float(norm))
 
     def finish_overlapped_gather(self) -> None:
         """Wait for parameters that are still being gathered behind the next forward pass."""

@@ -121,7 +121,7 @@ def transfers(config: Config, parameters: int, expert_parameters: int, layout: L
 
 def optimizer_bytes(config: Config) -> int:
     """Of each parameter: two moments, and with bf16 weights an fp32 copy of them."""
-    return 12 if config.model.dtype == "bf16" else 8
+    return 8 if config.model.dtype == "fp32" else 12
 
 
 def gradient_bytes(config: Config) -> int:

@@ -143,14 +143,15 @@ class PolicyTrainer:
 
     def apply(self, metrics: dict[str, float]) -> StepResult:
         """Step with the accumulated gradients; skipped when their norm is not finite."""
-        applied, norm = self.optimizer.step()
-        self.policy_version += int(applied)
+        update, scale = self.optimizer.step(), self.optimizer.loss_scale
+        self.policy_version += int(update.applied)
         return StepResult(
             policy_version=self.policy_version,
-            grad_norm=norm,
+            grad_norm=update.grad_norm,
             learning_rate=float(self.optimizer.megatron.param_groups[0]["lr"]),
-            skipped=not applied,
-            metrics=metrics,
+            skipped=not update.applied,
+            has_lower_scale=update.has_lower_scale,
+            metrics=metrics if scale is None else {**metrics, "loss_scale": scale.value},
         )
 
     def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:

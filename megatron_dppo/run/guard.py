@@ -10,12 +10,14 @@ import torch
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import TrainingStopped
+from megatron_dppo.platform import coarser
 from megatron_dppo.types import Metric, RolloutGroup
 
 _LIMITS = {
     # By the coarser dtype of engine and trainer, for every engine alike: what they differ in is smaller than the
     # distance to these limits. docs/probe.md has the measurements.
     "fp32": 1e-3,
+    "fp16": 0.015,
     "bf16": 0.06,
 }
 """Of the mean |pi - mu| of an on-policy update."""
@@ -56,7 +58,7 @@ class FirstUpdateGuard:
             on_policy: whether the current weights sampled every token of the step. Tokens of older weights differ by
                 what was learned since, for which there is no limit.
         """
-        dtype = "fp32" if config.rollout.dtype == config.model.dtype == "fp32" else "bf16"
+        dtype = coarser(config.rollout.dtype, config.model.dtype)
         wanted, dropped_limit = config.train.max_first_prob_diff, config.train.max_dropped_fraction
         usual = None if config.rollout.perturbation.is_active else _LIMITS[dtype]
         if config.rollout.batch_invariant:

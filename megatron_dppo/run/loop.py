@@ -117,7 +117,8 @@ def update_policy(
         samples = refined_advantages(samples, collected.groups, config, trainer.groups.dp)
     seed = sampling_seed(config, "order", session.step, trainer.dp_rank)
     for result in updater.run(samples, seed, clock, guard):
-        session.skipped_in_a_row = session.skipped_in_a_row + 1 if result.skipped else 0
+        counts = result.skipped and not result.has_lower_scale
+        session.skipped_in_a_row = session.skipped_in_a_row + 1 if counts else 0
         results.append(result)
     if config.reward.kl_coef:
         own = kl_metrics(samples, config, trainer.groups)

@@ -12,7 +12,7 @@ from megatron_dppo.files.disk import existing_parent, require_space
 from megatron_dppo.run.folder import OLD
 from megatron_dppo.run.inputs import Inputs
 
-_BYTES = {"fp32": 4, "bf16": 2}
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OPTIMIZER_BYTES = 12
 """a parameter's fp32 copy and Adam's two moments in a checkpoint"""
 _LOGS = 10_000_000

@@ -15,7 +15,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 
 _MODULES = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 _ELSEWHERE = {
     "host": "set rollout.servers.host",
@@ -143,7 +143,7 @@ def _options(config: Config) -> dict[str, Any]:
         options["load-format"] = "dummy"
     if config.needs_engine_routing:
         options["enable-return-routed-experts"] = True
-    if config.rollout.dtype == "bf16":
+    if config.rollout.dtype != "fp32":
         options |= _fp32_head(engine, own)
     if config.rollout.weight_sync.delta:
         loaders = own.pop("custom-weight-loader", [])

@@ -128,3 +128,5 @@ class StepResult:
     """True when the gradient was not finite and the update was not applied."""
     metrics: Mapping[str, float]
     """Globally reduced values."""
+    has_lower_scale: bool = False
+    """It was an overflow of fp16, and the next updates have a lower loss scale: no sign of a fault."""

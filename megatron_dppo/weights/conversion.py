@@ -21,7 +21,7 @@ from megatron_dppo.data.packing import RowShape, pack
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config
-from megatron_dppo.platform import DTYPES, Platform
+from megatron_dppo.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder
 
 _LAYOUT_FILE = "conversion.json"
@@ -138,7 +138,7 @@ def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iter
     setup.start_process_group(platform, timeout_minutes=30.0)
     try:
         groups = setup.initialize_megatron(layout, platform, seed=0, timeout_minutes=30.0)
-        model_config = ModelConfig(path=hf_folder, dtype="bf16" if DTYPES[dtype] == torch.bfloat16 else "fp32")
+        model_config = ModelConfig.model_validate({"path": hf_folder, "dtype": dtype})
         config = model.transformer_config(hf_config, model_config, layout, platform)
         models = model.build_model(config, hf_config, dist.get_rank(groups.pp), platform.device)
         bridge = Bridge(models, shape, tied=hf_config.tie_word_embeddings, groups=groups)

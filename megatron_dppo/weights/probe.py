@@ -15,6 +15,7 @@ from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.errors import ContractBreach, ServerError
 from megatron_dppo.hf import end_tokens
 from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
+from megatron_dppo.platform import coarser
 from megatron_dppo.rollout.attempt import ask_each
 from megatron_dppo.rollout.probe import (
     Expectation,
@@ -70,7 +71,7 @@ class Probe:
         # What the run's own requests need is all that a server is known to take.
         most = min(_PROBE_TOKENS, context - UNUSED - new_tokens, prompts.longest + rollout.max_new_tokens - new_tokens)
         text, tokens = _long_prompt(tokenizer, prompts, most)
-        coarse = "fp32" if rollout.dtype == config.model.dtype == "fp32" else "bf16"
+        coarse = coarser(rollout.dtype, config.model.dtype)
         self._expected: dict[str, Any] = {
             "prompt": text,
             "prompt_token_ids": tokens,

@@ -1,7 +1,7 @@
-"""bf16 against bf16: our error against float64 is no larger than that of transformers in bf16 on the same weights.
+"""bf16 and fp16: our error against float64 is no larger than that of transformers in the same dtype and weights.
 
-All three have the same weights, rounded to bf16. The errors are those of the arithmetic; the bounds hold for this model
-(4 layers, hidden size 64), where one rounded router choice may send a token to another expert.
+All three have the same weights, rounded to that dtype. The errors are those of the arithmetic; the bounds hold for this
+model (4 layers, hidden size 64), where one rounded router choice may send a token to another expert.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.hf import build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import Platform
+from megatron_dppo.platform import DTYPES, Platform
 from megatron_dppo.policy.update import Updater
 from tests.distributed.objective import (
     TEMPERATURE,
@@ -31,7 +31,7 @@ from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.distributed
 
-DIRECTION = {"pg_is": 0.01, "dppo_topk_tv": 0.1}
+DIRECTION = {"pg_is": {"bf16": 0.01, "fp16": 1e-4}, "dppo_topk_tv": {"bf16": 0.1, "fp16": 3e-4}}
 """Variant -> bound of 1 - cosine of all gradients. A mask flips for a token whose divergence is at the threshold."""
 NORM, WORSE = 0.05, 2.0
 """Relative error of the norm, and how many times further off than transformers we may be."""
@@ -52,7 +52,7 @@ def norm(values: dict[str, Tensor]) -> float:
     return float(torch.cat([v.flatten() for v in values.values()]).double().norm())
 
 
-def run(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
+def run(rank: int, world_size: int, dtype: str, layouts: list[dict[str, Any]]) -> None:
     """Both variants on each layout."""
     from megatron_dppo.mcore.compat import apply_shims
 
@@ -62,36 +62,43 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
 
     rounded = model_of(Case())
     for parameter in rounded.parameters():
-        parameter.data = parameter.data.bfloat16().float()
+        parameter.data = parameter.data.to(DTYPES[dtype]).float()
     exact = in_float64(rounded)
     with torch.no_grad():
         samples = make_samples(exact)
-    peer = build_hf_model(rounded.config, torch.bfloat16)
+    peer = build_hf_model(rounded.config, DTYPES[dtype])
     peer.load_state_dict(rounded.state_dict())
     for layout in layouts:
         layout = dict(layout)
         in_fp32 = {"grad_reduce_in_fp32": layout.pop("grad_reduce_in_fp32", True)}
         sections = {"rollout": {"temperature": TEMPERATURE}, "optimizer": in_fp32}
-        trainer = build_trainer(Case(layout), rounded, platform, "bf16", **sections)
+        trainer = build_trainer(Case(layout), rounded, platform, dtype, **sections)
+        scale = 1.0 if dtype == "bf16" else trainer.optimizer.loss_scale.value
         for variant, bound in DIRECTION.items():
             loss = loss_config(variant)
             mine = samples[trainer.dp_rank :: trainer.layout.dp]
             batches = Updater(trainer, config_for(Case(layout)).train, loss).plan(mine)
             trainer.accumulate(batches, policy_objective(loss))
             parameter = next(trainer.models[0].parameters())
-            assert parameter.main_grad.dtype == (torch.float32 if in_fp32["grad_reduce_in_fp32"] else torch.bfloat16)
+            assert parameter.main_grad.dtype == (torch.float32 if in_fp32["grad_reduce_in_fp32"] else DTYPES[dtype])
             found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
             expected, theirs = gradients(exact, samples, variant), gradients(peer, samples, variant)
             ours, others = 1 - cosine(found, expected), 1 - cosine(theirs, expected)
-            size = abs(norm(found) / norm(expected) - 1)
-            print(f"{layout} {variant}: direction {ours:.1e} (transformers {others:.1e}), norm {size:.1e}", flush=True)
-            assert ours < bound and ours < WORSE * others, f"{layout} {variant}: {ours:.1e}, they {others:.1e}"
+            size = abs(norm(found) / scale / norm(expected) - 1)
+            print(
+                f"{dtype} {layout} {variant}: direction {ours:.1e} (transformers {others:.1e}), norm {size:.1e}",
+                flush=True,
+            )
+            assert ours < bound[dtype] and ours < WORSE * others, f"{layout} {variant}: {ours:.1e}, they {others:.1e}"
             assert size < NORM, f"{layout} {variant}: norm off by {size:.1e}"
         dist.barrier()
         parallel_state.destroy_model_parallel()
 
 
-def test_bf16_is_as_near_to_float64_as_transformers() -> None:
-    run_distributed(run, 1, [{}])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_is_as_near_to_float64_as_transformers(dtype: str) -> None:
     layouts = [{"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}]
-    run_distributed(run, 2, [*layouts, {**layouts[0], "grad_reduce_in_fp32": False}, {"grad_reduce_in_fp32": False}])
+    if dtype == "bf16":
+        run_distributed(run, 1, dtype, [{}])
+        layouts += [{**layouts[0], "grad_reduce_in_fp32": False}, {"grad_reduce_in_fp32": False}]
+    run_distributed(run, 2, dtype, layouts)

@@ -167,7 +167,7 @@ def test_a_missing_section_and_a_missing_key_are_named() -> None:
         ("run", "overwrite", 1),
         ("optimizer", "lr", "fast"),
         ("optimizer", "lr", float("nan")),
-        ("model", "dtype", "fp16"),
+        ("model", "dtype", "fp8"),
         ("model", "transformer", "full"),
         ("rollout", "samples_per_prompt", 1),
         ("rollout", "temperature", 0),

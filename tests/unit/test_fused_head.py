@@ -33,6 +33,8 @@ CASES = [
     BASE.but(dtype=torch.bfloat16, tokens=40, vocab_size=900, shard=240, hidden=32, k=20, temperature=1.0),
     BASE.but(bias=True, temperature=1.0),
     BASE.but(bias=True, dtype=torch.bfloat16, tokens=64),
+    BASE.but(dtype=torch.float16, tokens=64),
+    BASE.but(bias=True, dtype=torch.float16, tokens=40, vocab_size=900, shard=240, hidden=32, k=20),
     BASE.but(holes=True),
     BASE.but(holes=True, dtype=torch.float64, k=20),
     BASE.but(k=61, vocab_size=61),
@@ -253,7 +255,7 @@ def test_bad_input_is_refused_by_name() -> None:
     for match, changes in (
         (r"hidden \[T, H\] and weight \[V_local, H\], got \(13, 23\)", {"hidden": hidden[:, :23]}),
         ("weight is torch.float64", {"weight": weight.double()}),
-        ("float32, float64 or bfloat16, got torch.float16", {"hidden": hidden.half(), "weight": weight.half()}),
+        ("bfloat16 or float16, got torch.int64", {"hidden": hidden.long(), "weight": weight.long()}),
         (r"bias \[V_local\] = \(64,\), got \(61,\)", {"bias": torch.zeros(61)}),
         ("vocab_size = 65 does not fit 1 shards of 64", {"vocab_size": 65}),
         ("temperature must be above 0, got 0.0", {"temperature": 0.0}),

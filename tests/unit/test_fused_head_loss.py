@@ -18,6 +18,7 @@ from megatron_dppo.head.stats import loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.losses import policy_loss, supervised_loss
 from megatron_dppo.types import LossInputs, LossNeeds, LossOutput, Metric
 from tests.distributed.head_cases import (
+    GRAD_BOUND,
     TOKEN_LOSSES,
     HeadCase,
     HeadProblem,
@@ -229,8 +230,28 @@ def test_with_main_grad_the_gradient_of_the_loss_must_be_one() -> None:
     hidden, weight, _ = problem.leaves(None)
     weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
     got = run(problem, (hidden, weight, None), TOKEN_LOSSES["grpo"], accumulate_main_grad=True)
-    with pytest.raises(ValueError, match=r"must be 1, got 0\.5"):
+    with pytest.raises(ValueError, match=r"must be grad_scale \(1 by default\), got 0\.5 times that"):
         (got.loss_sum * 0.5).backward()
+
+
+@pytest.mark.parametrize("in_main_grad", [False, True])
+def test_small_gradients_in_fp16_need_their_scale_from_the_start(in_main_grad: bool) -> None:
+    """Advantages of 1e-8 give gradients of the logits below the smallest number of fp16."""
+    problem, config = make_head_problem(BASE.but(dtype=torch.float16, tokens=80)), TOKEN_LOSSES["pg_is"]
+    problem = replace(problem, targets=replace(problem.targets, advantages=problem.targets.advantages * 1e-8))
+    full = full_leaves(problem)
+    policy_loss(full_loss_inputs(problem, full), config).loss_sum.backward()
+    errors = []
+    for scale in (1.0, 2.0**24):
+        hidden, weight, _ = problem.leaves(None)
+        weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+        options = {"accumulate_main_grad": in_main_grad, "grad_scale": torch.tensor(scale)}
+        (run(problem, (hidden, weight, None), config, **options).loss_sum * scale).backward()
+        found = weight.main_grad if in_main_grad else weight.grad  # type: ignore[attr-defined]
+        for got, want in ((hidden.grad, full[0].grad), (found, full[1].grad)):
+            assert got is not None and want is not None
+            errors.append(float((got[: len(want)].double() / scale - want).norm() / want.norm()))
+    assert min(errors[:2]) > 0.01 and max(errors[2:]) < GRAD_BOUND[torch.float16], errors
 
 
 def test_a_weight_that_is_used_twice_gets_both_gradients() -> None:
