@@ -84,3 +84,15 @@ def test_epochs_at_learning_rate_zero_change_no_weight(short_run: list[str], bas
     assert all(step["train/learning_rate"] == 0 and step["train/grad_norm"] > 0 for step in steps)
     before, after = FolderWeights(base_model), FolderWeights(tmp_path / "run/hf")
     assert before.names() == after.names() and all(torch.equal(before[name], after[name]) for name in before.names())
+
+
+def test_fp16_lowers_its_loss_scale_until_nothing_overflows(short_run: list[str], tmp_path: Path) -> None:
+    more = flags(model__dtype="fp16", rollout__dtype="fp16", run__num_steps=3, optimizer__initial_loss_scale=4096)
+    result = train([*short_run, *more])
+    assert result.returncode == 0, result.stdout + result.stderr
+    steps = records(tmp_path / "run")[1:]
+    skipped = [step["train/skipped_updates"] for step in steps]
+    assert skipped[0] > 0 and skipped[-1] == 0, skipped
+    assert steps[-1]["train/loss_scale"] == 4096 / 2 ** sum(skipped)
+    assert steps[-1]["train/policy_version"] == 2 * len(steps) - sum(skipped), "every other update was applied"
+    assert all(step["train/abs_prob_diff_first"] < 2e-3 for step in steps)
