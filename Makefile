@@ -2,7 +2,7 @@
 # make demo-sglang, make demo-vllm    the same with rollouts from a real inference server on the CPU, installed into an
 #                     environment of its own (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
 # make test    set up, run all tests
-# make test-long      the whole runs that make test leaves out, as others cover nearly the same (six minutes)
+# make test-long      what make test leaves out, as others cover nearly the same (a quarter of an hour)
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour);
 #                     router replay on every layout; every combination of rollout policies on real servers
 # make bench-head    the head against other stacks' methods: counts and gates
@@ -75,6 +75,7 @@ test-slurm:
 
 test-matrix: engines
 	@tools/run_matrix.sh $(PYTHON312)
+	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/engines -m long
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/distributed/test_router_replay.py tests/engines/test_stream.py \
 		tests/unit/test_plan_offload.py tests/distributed/test_batch_invariant.py
 

@@ -76,7 +76,7 @@ def test_without_a_mismatch_there_is_rounding_and_one_dose_is_told_from_the_othe
     assert replayed["not_separated"]["router ids"] == "replayed in training already"
 
 
-@pytest.mark.parametrize("layout", ["tensor", "expert"])
+@pytest.mark.parametrize("layout", [pytest.param("tensor", marks=pytest.mark.long), "expert"])
 def test_a_batch_invariant_run_has_no_mismatch_at_all(short_run: list[str], tmp_path: Path, layout: str) -> None:
     more = flags(
         rollout__dtype="fp32",

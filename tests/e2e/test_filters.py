@@ -21,7 +21,7 @@ FILTERS = flags(rollout__temperature=1.3, rollout__top_p=0.9, rollout__top_k=20,
 TOPK_LOSS = flags(loss__name="dppo_topk_kl", loss__topk=8)
 
 
-@pytest.mark.parametrize("parallel", ["context", "tensor"])
+@pytest.mark.parametrize("parallel", [pytest.param("context", marks=pytest.mark.long), "tensor"])
 def test_on_policy_the_mean_ratio_is_one(short_run: list[str], tmp_path: Path, parallel: str) -> None:
     more = flags(**{f"parallel__{parallel}_{'model_' * (parallel == 'tensor')}parallel_size": 2})
     result = train([*short_run, *SAME_WEIGHTS, *FILTERS, *TOPK_LOSS, *more], processes=2)

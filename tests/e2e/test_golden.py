@@ -32,7 +32,7 @@ def first_difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
     return "" if found["weights"] == expected["weights"] else "the last update gives other weights"
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_demo_gives_the_numbers_that_it_gave(processes: int, tmp_path: Path) -> None:
     golden = read_golden()["runs"]
     found = run_golden(tmp_path / "run", processes)

@@ -51,6 +51,7 @@ def test_recomputed_and_reference_logprobs_are_those_of_their_weights(short_run:
     assert abs(first["train/kl_in_reward"]) < 1e-6 < abs(second["train/kl_in_reward"])
 
 
+@pytest.mark.long
 def test_sequence_losses_train_over_balanced_data_parallel_ranks(short_run: list[str], tmp_path: Path) -> None:
     result = train([*short_run, *SAME_WEIGHTS, *flags(loss__name="gspo")], processes=2)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -109,6 +109,7 @@ def test_killed_in_mid_save_and_resumed_equals_uninterrupted(
     assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {"step_000004", "step_000005"}
 
 
+@pytest.mark.long
 def test_a_run_continues_on_another_layout_and_with_another_learning_rate(run_flags: list[str], tmp_path: Path) -> None:
     """Tensor parallel 2 to one process, same data-parallel size: same prompts, and rewards that differ by rounding."""
     arguments = [*run_flags, *flags(run__output_dir=tmp_path / "run", parallel__expert_model_parallel_size=1)]

@@ -34,7 +34,7 @@ def test_without_replay_engine_and_trainer_choose_other_experts(short_run: list[
     [
         pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param({"context_parallel_size": 2}, marks=pytest.mark.long),
-        {"expert_model_parallel_size": 2},
+        pytest.param({"expert_model_parallel_size": 2}, marks=pytest.mark.long),
         {"pipeline_model_parallel_size": 2},
     ],
 )
@@ -58,6 +58,7 @@ def test_recorded_routing_is_replayed_in_the_later_updates_of_a_step(short_run: 
         assert step["train/router_live_disagreement"] > 0, "the updates move the router away from what was recorded"
 
 
+@pytest.mark.long
 def test_what_cannot_be_replayed_is_refused_with_the_reason(short_run: list[str]) -> None:
     for more, reason in (
         (flags(train__router_replay="recorded", train__mini_batches=1, train__epochs=1), "has no effect with one"),

@@ -16,10 +16,13 @@ SGLANG_VERSIONS = ("0.5.23", "0.5.20")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder needs real servers."""
-    for item in items:
-        if _HERE in item.path.parents:
-            item.add_marker("engines")
+    """Everything in this folder needs real servers; of the older SGLang a third runs without ``EVERYTHING``."""
+    own = [item for item in items if _HERE in item.path.parents]
+    for item in own:
+        item.add_marker("engines")
+    for place, item in enumerate(item for item in own if SGLANG_VERSIONS[1] in item.name):
+        if place % 3:
+            item.add_marker("long")
 
 
 @pytest.fixture(scope="session")
