@@ -48,6 +48,7 @@ LOSSES: Mapping[str, Loss] = {
 """Name -> loss with its candidates for the search; its defaults stand among them."""
 
 NONE = Mismatch("none", "", {})
+_HALF = ("bf16", "fp16")
 
 
 def _perturbed(name: str, key: str, values: Sequence[Any]) -> list[Mismatch]:
@@ -64,8 +65,9 @@ MISMATCHES: Mapping[str, Mismatch] = {
         *[Mismatch("staleness", str(age), {"train": {"max_staleness": age}}) for age in (1, 2, 4, 8)],
         *_perturbed("hidden_top_p", "unrecorded_top_p", [0.95, 0.9]),
         Mismatch("staleness", "4, lr 1e-3", {"train": {"max_staleness": 4}, "optimizer": {"lr": 1e-3}}),
+        *[Mismatch(f"{dtype} both", "", {name: {"dtype": dtype} for name in ("model", "rollout")}) for dtype in _HALF],
         Mismatch("hot", "", {"train": {"max_staleness": 8, "advantage": "std"}, "optimizer": {"lr": 3e-3}}),
     )
 }
-"""Label -> mismatch. ``hot``: rollouts of eight steps ago, advantages over their deviation, and a learning rate that
-is far too high."""
+"""Label -> mismatch. ``both``: trainer and engine in this dtype. ``hot``: rollouts of eight steps ago, advantages over
+their deviation, and a learning rate that is far too high."""

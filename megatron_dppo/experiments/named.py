@@ -97,6 +97,12 @@ _LONG_TAIL = Experiment(
     quick=(Block("rare_words", _LONG_LOSSES, ("staleness 4",), {}),),
     claims=_CLAIMS[:2],
 )
+_PRECISION = Experiment(
+    "precision",
+    "Engine and trainer both in bf16, and both in fp16",
+    blocks=(Block("rare_words", ("dppo_binary_tv", "grpo", "pg_is"), ("none", "bf16 both", "fp16 both"), {}),),
+    quick=(Block("rare_words", ("dppo_binary_tv",), ("bf16 both", "fp16 both"), {}),),
+)
 _TOKENS = ("dppo_binary_tv",)
 _RATIO_TV = Experiment(
     "ratio_tv",
@@ -113,6 +119,6 @@ _CLIPPED = Experiment(
     tokens="most_clipped",
 )
 EXPERIMENTS: Mapping[str, Experiment] = {
-    e.name: e for e in (_WINDTUNNEL, _STABILITY, _RATIO_TV, _CLIPPED, _RELAXED, _BAD, _LONG_TAIL)
+    e.name: e for e in (_WINDTUNNEL, _STABILITY, _RATIO_TV, _CLIPPED, _RELAXED, _BAD, _LONG_TAIL, _PRECISION)
 }
 """Name -> experiment."""
