@@ -18,7 +18,7 @@ ROWS, OWN, TEMPERATURE = 40, 32003, 0.7
 WIDTHS = {"even rows": 32064, "uneven rows": 32005}
 """Triton has a kernel of its own for sizes that are divisible by 16."""
 COUNTS = (0, 20, 64, 128)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FULL_WIDTH, FULL_ROWS = 151936, 4096
 TOKENS, HIDDEN, VOCABULARY, PADDED, K = 200, 256, 5003, 5056, 20
 
@@ -118,8 +118,12 @@ def check_gradient(name: str, logits: Tensor) -> Iterator[Result]:
         factor = g[:, None] if weight is None else g[:, None] + weight[:, None] * (finite + entropy[:, None])
         expected = torch.nn.functional.pad((hot[:, :OWN] - p * factor) / TEMPERATURE, (0, logits.shape[1] - OWN))
         extra = (None, None) if weight is None else (weight.to(device), entropy.float().to(device))
-        for out_name, dtype, bound in (("fp32", torch.float32, 1e-5), ("bf16", torch.bfloat16, 3e-3)):
-            if dtype not in (logits.dtype, torch.bfloat16):
+        for out_name, dtype, bound in (
+            ("fp32", torch.float32, 1e-5),
+            ("bf16", torch.bfloat16, 3e-3),
+            ("fp16", torch.float16, 1e-3),
+        ):
+            if dtype not in (logits.dtype, torch.bfloat16, torch.float16):
                 continue
             out = torch.full_like(logits, torch.nan, dtype=dtype)
             row_kernels.row_gradient(logits, OWN, labels.to(device), *given, *extra, TEMPERATURE, out)
@@ -169,7 +173,7 @@ def check_whole_head(name: str, device: torch.device, dtype: torch.dtype) -> Ite
     logprobs, entropy = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(1)
     wanted = torch.autograd.grad((slopes[0] * logprobs + slopes[1] * entropy).sum(), leaves)
     other = logp.scatter(1, ids, -torch.inf).scatter(1, labels[:, None], -torch.inf).logsumexp(1)
-    bound, gradient_bound = (1e-5, 2.5e-3) if dtype == torch.bfloat16 else (1e-5, 1e-5)
+    bound, gradient_bound = 1e-5, {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}.get(dtype, 1e-5)
 
     sizes = {"group": None, "vocab_size": VOCABULARY, "temperature": TEMPERATURE, "chunk_tokens": 64}
     moved = [t.to(device) for t in (labels, ids, slopes)]

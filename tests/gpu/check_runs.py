@@ -90,10 +90,13 @@ def check_losses(device: torch.device, place: str, close: float) -> Iterator[Res
 
 
 def check_modes(device: torch.device, place: str) -> Iterator[Result]:
-    """bf16 as a real run has it, and rollouts sampled beside training, with a thread of their own on the device."""
-    same = ONE_UPDATE | {"model__dtype": "bf16", "rollout__dtype": "bf16"}
-    steps = run(device, place, "bf16", **same)
-    yield Result("bf16, mean |p - q| of engine and trainer", max(s["train/abs_prob_diff"] for s in steps), 0.01)
+    """bf16 and fp16 as real runs have them, and rollouts sampled beside training, with a thread of their own."""
+    for dtype, bound in (("bf16", 0.01), ("fp16", 0.002)):
+        steps = run(device, place, dtype, **ONE_UPDATE, model__dtype=dtype, rollout__dtype=dtype)
+        yield Result(
+            f"{dtype}, mean |p - q| of engine and trainer", max(s["train/abs_prob_diff"] for s in steps), bound
+        )
+    yield Result("fp16, updates that overflowed", sum(s["train/skipped_updates"] for s in steps), 0.0)
     steps = run(device, place, "ahead", train__max_staleness=1, run__num_steps=3)
     wrong = sum(not math.isfinite(step["train/loss"]) for step in steps) + (len(steps) != 3)
     yield Result("max_staleness = 1, steps that are missing or not finite", float(wrong), 0.0)
