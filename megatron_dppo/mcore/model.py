@@ -13,6 +13,7 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import ModelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import model_shape, rope_theta
+from megatron_dppo.mcore.fp8 import check_fp8
 from megatron_dppo.mcore.fusions import default_fusions, kernels_in_words, output_layer_without_fusion
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.moe import balance_coefficients
@@ -82,6 +83,7 @@ def transformer_config(
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
     overrides = checked_overrides(model.transformer, router_replay=router_replay)
+    check_fp8(overrides, model.dtype, platform, transformer_engine=engine)
     moe = _moe_fields(hf_config)
     fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=engine, experts=bool(moe))
     return TransformerConfig(**(values | moe | fused | overrides | balance_coefficients(overrides, layout)))

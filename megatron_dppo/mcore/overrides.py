@@ -21,7 +21,7 @@ _OWNED = {
     "moe_single_grouped_weight": "the weights of all experts then have one name, which the mapping does not know",
     "use_grouped_gemm_for_shared_expert": "the shared expert's weights then have names that the mapping does not know",
     **dict.fromkeys(
-        ("fp8", "fp8_param", "fp4", "fp4_param"),
+        ("fp8_param", "fp4", "fp4_param"),
         "quantised weights can neither be loaded from nor exported to the Hugging Face format here",
     ),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set model.dtype"),

@@ -22,6 +22,7 @@ from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint import Save, load_checkpoint, read_state, save_checkpoint
 from megatron_dppo.mcore.device_state import DeviceState
 from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
+from megatron_dppo.mcore.fp8 import row_multiple
 from megatron_dppo.mcore.head import Head, Row
 from megatron_dppo.mcore.invariant import TILE, make_batch_invariant
 from megatron_dppo.mcore.model import build_model, transformer_config
@@ -96,10 +97,8 @@ class PolicyTrainer:
         self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, temperature, fused=fused)
         self.attention_length = attention_length(hf_config)
         self._cp_group = groups.cp if layout.cp > 1 else None
-        self.row_shape = RowShape(
-            row_multiple=layout.row_multiple * (TILE if config.rollout.batch_invariant else 1),
-            sequence_multiple=layout.sequence_multiple,
-        )
+        tile = TILE if config.rollout.batch_invariant else row_multiple(config.model.transformer)
+        self.row_shape = RowShape(row_multiple=layout.row_multiple * tile, sequence_multiple=layout.sequence_multiple)
         # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
         self._needs_equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._balance_losses = BalanceLosses(megatron_config)

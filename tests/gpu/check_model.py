@@ -18,6 +18,8 @@ FP32 = {"export": 0.0, "logprobs": 1e-5, "loss": 1e-4, "gradient": 1e-4, "grad_n
 BF16 = {"export": 0.0, "logprobs": 2e-2, "gradient_direction": 2e-2, "grad_norm": 5e-2}
 """bf16 keeps 8 bits and may route a token to another expert than fp32 does, so single parameters are not compared; nor
 is the loss, a sum of terms of both signs that nearly cancel."""
+FP8 = {"export": 0.0, "logprobs": 2e-1, "gradient_direction": 1e-1, "grad_norm": 2e-1}
+"""Products of 3 or 2 bits of mantissa, the weights as with bf16."""
 OWN_BF16 = 3.0
 """Bound on Megatron's bf16 error over that of transformers in bf16 on the same device: both round one model."""
 
@@ -48,6 +50,10 @@ def check(device: torch.device) -> Iterator[Result]:
             # ``errors`` are those of the last, the bf16 case.
             for name, own in transformers_bf16_errors(device).items():
                 yield Result(f"bf16 {name}, times transformers' own in bf16 here", errors[name] / own, OWN_BF16)
+            if engine and torch.cuda.get_device_capability(device) >= (8, 9):
+                errors = measure(Case(transformer={"fp8": "hybrid", "fp8_recipe": "tensorwise"}), platform, "bf16")
+                parallel_state.destroy_model_parallel()
+                yield from (Result(f"fp8 {name}", errors[name], bound) for name, bound in FP8.items())
         finally:
             dist.destroy_process_group()
 

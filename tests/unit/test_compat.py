@@ -43,7 +43,7 @@ def test_on_cpu_the_device_code_is_replaced_too() -> None:
 
 
 def test_fields_that_rename_or_quantise_weights_are_not_for_the_user() -> None:
-    names = ["moe_single_grouped_weight", "use_grouped_gemm_for_shared_expert", "fp8", "fp8_param", "fp4", "fp4_param"]
+    names = ["moe_single_grouped_weight", "use_grouped_gemm_for_shared_expert", "fp8_param", "fp4", "fp4_param"]
     program = f"""
 import torch
 from megatron_dppo.errors import ConfigError
