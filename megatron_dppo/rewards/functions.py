@@ -6,13 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.config.reward_options import BUILT_IN, read_options
+from megatron_dppo.config.reward_options import (
+    BUILT_IN,
+    JudgeOptions,
+    ReasoningGymOptions,
+    RewardModelOptions,
+    read_options,
+)
 from megatron_dppo.config.section import Section
 from megatron_dppo.errors import FunctionError, RewardError
 from megatron_dppo.functions import load_function
 from megatron_dppo.rewards import math as math_reward_module
 from megatron_dppo.rewards import reasoning_gym
-from megatron_dppo.rewards.signatures import Form, RunFacts, is_async, recognise
+from megatron_dppo.rewards.signatures import WHOLE_ITEM, Form, RunFacts, is_async, recognise
 from megatron_dppo.rewards.words import words_reward
 
 _ALSO = "".join(f"{name!r}, " for name in BUILT_IN)
@@ -66,8 +72,15 @@ def load(spec: FunctionSpec) -> RewardFunction:
 
 def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., Any], Form | None]:
     """The function, and its form where that is not our own of four arguments."""
-    if spec.name == "math":
-        return math_reward_module.math_reward, None
-    if spec.name == "words":
-        return words_reward, None
-    return reasoning_gym.make_reward(**options.model_dump()), None
+    # Imported where they are used: HTTP takes a while to load, in every process.
+    if isinstance(options, RewardModelOptions):
+        from megatron_dppo.rewards.reward_model import RewardModel
+
+        return RewardModel(options, spec.table), WHOLE_ITEM
+    if isinstance(options, JudgeOptions):
+        from megatron_dppo.rewards.judge import Judge
+
+        return Judge(options, spec.table), WHOLE_ITEM
+    if isinstance(options, ReasoningGymOptions):
+        return reasoning_gym.make_reward(partial_credit=options.partial_credit), None
+    return {"math": math_reward_module.math_reward, "words": words_reward}[spec.name], None
