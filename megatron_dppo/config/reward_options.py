@@ -30,7 +30,7 @@ class ServerOptions(Section):
     api_key_env: str = ""
     """Environment variable with the key, sent as ``Authorization: Bearer``; it is in no message."""
     retries: int = Field(3, ge=0)
-    """Further attempts at each server, within the time limit, where none is reached or all are busy (429, 502 to 504)."""
+    """Further attempts, within the time limit, where no server is reached or all are busy (429, 502, 503, 504)."""
     after_thinking: bool = False
     """Send only what follows the last ``</think>`` of a response."""
 
@@ -133,12 +133,43 @@ class JudgeOptions(ServerOptions):
         return self
 
 
+class CodeOptions(Section):
+    """Of ``code``."""
+
+    tests_key: str | None = None
+    """Column with the tests (``a.b`` = field ``b`` of column ``a``); None = the label."""
+    score: Literal["all", "share"] = "all"
+    """1 for a response that passes all tests, else 0; or the share of the tests that it passes."""
+    network: Literal["none", "allowed"] = "none"
+    """``none``: a machine that has no user namespaces is refused; ``allowed``: programs reach the network, and where
+    there are no namespaces they run with limits alone."""
+    seconds: float = Field(5.0, gt=0)
+    """Limit of one test; the CPU time's is a second more."""
+    total_seconds: float = Field(8.0, gt=0)
+    """Limit of all tests of a response, below ``timeout_seconds``; those that it leaves count as not passed."""
+    memory_mb: int = Field(1024, ge=64)
+    """Address space of each process."""
+    disk_mb: int = Field(64, ge=1)
+    """What a program may write; its folder is in memory."""
+    processes: int = Field(16, ge=1)
+    """With threads."""
+    open_files: int = Field(64, ge=16)
+    """Of each process."""
+    output_kb: int = Field(1024, ge=1)
+    """Of a program's output; one that writes more is ended."""
+    python: str = ""
+    """Interpreter, whose packages the programs have; ``""`` = that of the trainer without its environment's."""
+    preamble: str = "from typing import *"
+    """Code before a solution whose functions are called."""
+
+
 BUILT_IN: dict[str, type[Section]] = {
     "math": NoOptions,
     "reasoning_gym": ReasoningGymOptions,
     "words": NoOptions,
     "reward_model": RewardModelOptions,
     "judge": JudgeOptions,
+    "code": CodeOptions,
 }
 """The built-in functions and their options."""
 FILE_OPTIONS = ("tokenizer", "prompt_file")
@@ -174,4 +205,6 @@ def needs_label(function: str, options: Mapping[str, Any]) -> bool:
     """Whether a function is a built-in one that cannot score a sample without a label."""
     if function == "judge":
         return "{label}" in str(options.get("prompt"))
+    if function == "code":
+        return options.get("tests_key") is None
     return function in ("math", "reasoning_gym", "words")

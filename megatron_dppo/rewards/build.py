@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dppo.config.reward import RewardFunctionConfig
-from megatron_dppo.config.reward_options import needs_label
+from megatron_dppo.config.reward_options import BUILT_IN, CodeOptions, needs_label, read_options
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.functions import FunctionSpec
@@ -47,9 +47,16 @@ def _pool(config: Config, table: str, one: RewardFunctionConfig) -> FunctionPool
             f"{table}.function = {name!r} compares answers with labels, but data.label_key = '' says that "
             "there are none; name the column of the labels, or a reward function of your own"
         )
+    timeout = one.timeout_seconds or reward.timeout_seconds
+    options = read_options(name, one.options) if name in BUILT_IN else None
+    if isinstance(options, CodeOptions) and options.total_seconds + 2 > timeout:
+        raise RewardError(
+            f"{table}: options.total_seconds = {options.total_seconds:g} must stay 2 s below timeout_seconds = "
+            f"{timeout:g}, or a slow program would count as failed (no gradient) instead of as wrong"
+        )
     return FunctionPool(
         FunctionSpec(name, one.signature, _facts(config), one.options, table),
-        one.timeout_seconds or reward.timeout_seconds,
+        timeout,
         one.num_workers or reward.num_workers,
         async_concurrency=one.async_concurrency or reward.async_concurrency,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_dppo.config.reward_options import (
     BUILT_IN,
+    CodeOptions,
     JudgeOptions,
     ReasoningGymOptions,
     RewardModelOptions,
@@ -81,6 +82,10 @@ def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., Any],
         from megatron_dppo.rewards.judge import Judge
 
         return Judge(options, spec.table), WHOLE_ITEM
+    if isinstance(options, CodeOptions):
+        from megatron_dppo.rewards.code import Code
+
+        return Code(options, spec.table), WHOLE_ITEM
     if isinstance(options, ReasoningGymOptions):
         return reasoning_gym.make_reward(partial_credit=options.partial_credit), None
     return {"math": math_reward_module.math_reward, "words": words_reward}[spec.name], None
