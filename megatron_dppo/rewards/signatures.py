@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo.rewards.slime import SlimeArgs, SlimeSample
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -22,35 +22,6 @@ class RunFacts:
     """Column of the reference answer: TRL's functions get it under this name."""
     slime_args: Mapping[str, Any] = field(default_factory=dict)
     """slime's ``args``, by slime's names."""
-
-
-class SlimeArgs:
-    """The first argument of slime's functions; only what has a meaning here is set."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.__dict__.update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"args.{name} does not exist here; slime's args have {sorted(self.__dict__)} in this run")
-
-
-@dataclass
-class SlimeSample:
-    """The fields of slime's ``Sample`` (slime/utils/types.py) that a reward function reads."""
-
-    class Status(Enum):
-        """Why the response ended."""
-
-        COMPLETED = "completed"
-        TRUNCATED = "truncated"
-
-    prompt: str
-    response: str
-    label: str
-    metadata: dict[str, Any]
-    response_length: int
-    """tokens"""
-    status: Status
 
 
 def _ours(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:

@@ -286,6 +286,7 @@ def test_programs_that_take_all_they_can_get_are_ended_with_all_their_children(s
 def test_many_runs_at_a_time_do_not_share_their_limit_of_processes(sandbox: Sandbox) -> None:
     """The kernel counts processes by user, and all programs are the same nobody."""
     few = replace(sandbox, limits=replace(sandbox.limits, processes=3))
+    assert ended(few, COUNT) == Ended(0, "2\n"), "three with itself"
     source = "import subprocess, time\nprint(subprocess.run(['/bin/sleep', '0.5']).returncode)"
     results: list[Ended] = []
     threads = [threading.Thread(target=lambda: results.append(ended(few, source))) for _ in range(6)]
@@ -296,6 +297,16 @@ def test_many_runs_at_a_time_do_not_share_their_limit_of_processes(sandbox: Sand
     assert results == [Ended(0, "0\n")] * 6
 
 
+COUNT = """
+import os, time
+children = []
+try:
+    while pid := os.fork():
+        children.append(pid)
+    time.sleep(60)
+except OSError:
+    print(len(children))
+"""
 SYSTEM_PYTHON = "/usr/bin/python3"
 
 
@@ -322,9 +333,9 @@ os.setresuid(1234, 1234, 1234)
 module._LAUNCHER = sys.argv[1]
 sys.executable = sys.argv[2]
 python, visible = module.interpreter(sys.argv[2])
-found = module.Sandbox(python, visible, namespaces=True, network=False, limits=module.Limits(seconds=2.0, processes=4))
+found = module.Sandbox(python, (*visible, sys.argv[3]), namespaces=True, network=False, limits=module.Limits(seconds=2.0, processes=4))
 print(repr(module.probe(found)))
-for source in sys.argv[3:]:
+for source in sys.argv[4:]:
     ended = module.Run(found, {"main.py": source}).finish()
     print(ended.code, ended.output.strip(), ended.problem)
 """
@@ -334,14 +345,18 @@ for source in sys.argv[3:]:
 def test_a_user_without_rights_has_the_same_sandbox() -> None:
     sources = [
         "import os\nprint(os.getuid(), os.listdir('.'), os.path.exists('/etc/passwd'))",
-        "open('/usr/x', 'w')",
+        "",
         HOGS["fork bomb"],
         "import socket\nsocket.create_connection(('127.0.0.1', 22), 1)",
     ]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         shutil.copy(Path(harness.__file__).with_name("launcher.py"), folder)
         os.chmod(folder, 0o755)
-        command = [sys.executable, "-c", AS_ANOTHER_USER, f"{folder}/launcher.py", SYSTEM_PYTHON, *sources]
+        os.mkdir(f"{folder}/own")
+        os.chown(f"{folder}/own", 1234, 1234)  # as an environment is its user's own
+        sources[1] = f"print(open('{folder}/own/x', 'w'))"
+        command = [sys.executable, "-c", AS_ANOTHER_USER, f"{folder}/launcher.py", SYSTEM_PYTHON, f"{folder}/own"]
+        command += sources
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = [line.rstrip() for line in done.stdout.splitlines()]
