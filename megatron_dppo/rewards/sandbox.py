@@ -101,7 +101,7 @@ class Run:
             "stdin_fd": stdin if has_fd else None,
             "stdout_fd": stdout,
             "argv": [sandbox.python, "-I", "-B", "-X", "utf8", next(iter(files)), *arguments],
-            "env": {"PATH": "/usr/bin:/bin", "HOME": "/box", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+            "env": {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
             "memory_mb": self._limits.memory_mb,
             "disk_mb": self._limits.disk_mb,
             "processes": self._limits.processes,

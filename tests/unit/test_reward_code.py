@@ -223,7 +223,7 @@ def test_a_program_sees_nothing_of_the_machine(
     found = Run(sandbox, {"main.py": IS_OPEN + textwrap.dedent(source)}).finish()
     assert found.code == 0 and "sk-123" not in found.output
     assert found.output.splitlines() == [
-        "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH'] False False",
+        "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'TMPDIR'] False False",
         "False False ['main.py', 'stdin']",
         "True True ['null', 'urandom'] [0, 1, 2]",
     ]
@@ -333,7 +333,8 @@ os.setresuid(1234, 1234, 1234)
 module._LAUNCHER = sys.argv[1]
 sys.executable = sys.argv[2]
 python, visible = module.interpreter(sys.argv[2])
-found = module.Sandbox(python, (*visible, sys.argv[3]), namespaces=True, network=False, limits=module.Limits(seconds=2.0, processes=4))
+limits = module.Limits(seconds=2.0, processes=4)
+found = module.Sandbox(python, (*visible, sys.argv[3]), namespaces=True, network=False, limits=limits)
 print(repr(module.probe(found)))
 for source in sys.argv[4:]:
     ended = module.Run(found, {"main.py": source}).finish()

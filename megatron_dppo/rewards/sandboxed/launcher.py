@@ -65,7 +65,8 @@ def _make_root(job: dict[str, Any]) -> None:
         open(root + device, "w").close()
         _mount(device, root + device, flags=_BIND)
     os.makedirs(f"{root}/box")
-    os.symlink("box", f"{root}/tmp")
+    if not os.path.exists(f"{root}/tmp"):  # an interpreter may lie there
+        os.symlink("box", f"{root}/tmp")
     read_only = _Attributes(_ATTR_READ_ONLY | _ATTR_NOSUID, 0, 0, 0)
     _check(_libc.syscall(_MOUNT_SETATTR, _CWD, root.encode(), _RECURSIVE, ctypes.byref(read_only), 32), "mount_setattr")
     _mount("none", f"{root}/box", "tmpfs", _NOSUID | _NODEV, f"size={job['disk_mb']}m,mode=755")
@@ -125,7 +126,7 @@ def _program(job: dict[str, Any], status: int, user: int | None) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.write(3, b"ready")
     os.set_inheritable(3, False)
-    os.execve(job["argv"][0], job["argv"], job["env"])
+    os.execve(job["argv"][0], job["argv"], {**job["env"], "HOME": os.getcwd(), "TMPDIR": os.getcwd()})
 
 
 def _wait(pid: int) -> int:
