@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +19,7 @@ from megatron_dppo.rewards.functions import load
 from megatron_dppo.rewards.judge import Judge
 from megatron_dppo.rewards.reward_model import RewardModel
 from tests.unit.configs import config
-from tests.unit.http_stub import Call, Stub, serving
-
-
-@contextmanager
-def running(answers: dict[str, Any]) -> Iterator[Stub]:
-    """The stub in a thread of its own: the scoring process asks it."""
-    stub, ready, over = Stub(answers), threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        async with serving(stub):
-            ready.set()
-            await over.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    ready.wait(10)
-    try:
-        yield stub
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join()
-        loop.close()
+from tests.unit.http_stub import Call, running
 
 
 def item(completion: str, prompt: str = "Q", **rest: Any) -> RewardItem:
