@@ -17,7 +17,7 @@ from transformers import (
 
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer
 from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
-from tests.engines.tiny import END, SPECIAL, byte_tokenizer
+from tests.engines.tiny import END, SPECIAL, byte_tokenizer, make_tiny
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
 ITEMS = [
@@ -123,3 +123,20 @@ def test_sglang_scores_as_transformers_by_classify_and_embeddings(folders: dict[
         close(scores(engine, endpoint="sglang_classify", index=0, output="softmax"), plain.softmax(1)[:, 0])
         close(scores(engine, endpoint="sglang_classify", index=1, tokenizer=str(folder)), chat[:, 1])
         close(scores(engine, endpoint="openai_embeddings", index=0), plain[:, 0])
+
+
+def test_a_judge_behind_sglang_is_asked_and_read(tmp_path: Path) -> None:
+    """Its weights are random: any text of its own counts, found by a pattern that is empty at the end."""
+    folder = make_tiny(tmp_path / "judge", seed=0)
+    tokenizer = byte_tokenizer(SPECIAL)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    options = {"model": "judge", "prompt": "{prompt} {completion}", "system": "S", "max_tokens": 8}
+    options |= {"samples": 2, "temperature": 1.0, "pattern": "()$", "choices": {"": 1.0}}
+    log = tmp_path / "log"
+    with SharedEngine(lambda: start_sglang(folder, log, "--served-model-name", "judge")) as shared:
+        spec = FunctionSpec("judge", options=options | {"url": shared.engine().url})
+        scorer = RewardScorer(spec, 120.0, 1)
+        results = scorer.score(ITEMS[:3])
+        scorer.close()
+    assert [(result.failed, result.reward, result.error) for result in results] == [(False, 1.0, "")] * 3

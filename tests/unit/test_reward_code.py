@@ -62,6 +62,16 @@ def item(source: str, tests: Any, **metadata: Any) -> RewardItem:
     return RewardItem(prompt="", completion=text, label=label, metadata=metadata)
 
 
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+print('done')
+"""
+
 BLOCKS = [
     ("```python\na\n```\nor\n```py\nb\n```", "b\n"),
     ("```\nx = '```'\n```", "x = '```'\n"),
@@ -136,6 +146,15 @@ def test_a_program_that_hangs_is_wrong_and_a_row_without_tests_fails() -> None:
     assert odd.failed and "no tests of a known format" in odd.error
 
 
+@pytest.mark.parametrize("network", ["none", "allowed"])
+def test_a_sample_over_the_scorers_limit_ends_with_its_program(network: str) -> None:
+    options = {"seconds": 60.0, "total_seconds": 60.0, "network": network}
+    scorer = RewardScorer(FunctionSpec("code", options=options), 3.0, 1)
+    result = scorer.score([item(DAEMON + "time.sleep(600)", {"inputs": ["1"], "outputs": ["2"]})])[0]
+    assert result.failed and "took longer than" in result.error
+    scorer.close()
+
+
 def test_outputs_are_compared_by_lines_and_numbers_with_a_point_closely() -> None:
     same = [("1\n2", "1 \n2\n\n"), ("0.3333333", "0.33333334"), ("a 1e-9", "a 0.0"), ("", "\n")]
     other = [("1\n\n2", "1\n2"), ("1.0", "1"), ("2 1", "1 2"), ("nan", "1.0"), ("1", "1\n2"), ("0.34", "0.33")]
@@ -198,15 +217,6 @@ def isopen(f):
         return bool(os.fstat(f))
     except OSError:
         return False
-"""
-DAEMON = """
-import os, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        time.sleep(600)
-    os._exit(0)
-print('done')
 """
 
 
