@@ -74,7 +74,7 @@ def test_the_rlhf_example_scores_by_a_reward_model_without_labels(tmp_path: Path
     options = preference.options | {"tokenizer": str(tmp_path), "index": 0}
 
     async def classify(call: Call) -> Any:
-        return [{"embedding": [float(len(ids))]} for ids in call.body["input_ids"]]
+        return {"data": [{"index": i, "probs": [float(len(ids))]} for i, ids in enumerate(call.body["input"])]}
 
     with running({"/classify": classify}) as stub:
         functions = config.reward.functions | {
