@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from transformers import Qwen3Config
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.report.clock import Clock
+from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.engine import GroupRequest, Sampled
 from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.run.stream.collected import Collected
@@ -243,7 +243,7 @@ def test_with_real_requests_every_prompt_of_the_stream_is_answered_in_some_step(
 
 class AllDiffer:
     def score(self, items: Sequence[Any], *, is_batch: bool) -> list[Any]:
-        return [SimpleNamespace(reward=float(i), failed=False, parts={}) for i, _ in enumerate(items)]
+        return [RewardResult(reward=float(i)) for i, _ in enumerate(items)]
 
 
 CONFIG = Qwen3Config(eos_token_id=END)
