@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -176,9 +177,9 @@ def test_a_reward_that_fails_for_a_group_costs_that_group_and_for_a_step_the_run
         def score(self, items: Sequence[Any], *, is_batch: bool) -> list[Any]:
             assert not is_batch
             found = super().score(items, is_batch=is_batch)
-            for result, item in zip(found, items, strict=True):
-                result.failed = self.broken(int(item.prompt))
-            return found
+            return [
+                replace(result, failed=self.broken(int(item.prompt))) for result, item in zip(found, items, strict=True)
+            ]
 
     settings = {"engine": "sglang"}
     (step,) = make(Turtle({}), Fails(lambda i: i == 1), staleness=1, rollout=settings).steps(1)
