@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -204,7 +206,10 @@ def _explain(function: str, model: type[Section], detail: Mapping[str, Any]) -> 
 def needs_label(function: str, options: Mapping[str, Any]) -> bool:
     """Whether a function is a built-in one that cannot score a sample without a label."""
     if function == "judge":
-        return "{label}" in str(options.get("prompt"))
+        prompt = options.get("prompt")
+        with suppress(OSError, UnicodeDecodeError):  # told where the function is loaded
+            prompt = prompt or Path(str(options.get("prompt_file"))).read_text(encoding="utf-8")
+        return "{label}" in str(prompt)
     if function == "code":
         return options.get("tests_key") is None
     return function in ("math", "reasoning_gym", "words")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -290,6 +289,9 @@ def test_files_keys_and_labels_are_checked_at_the_start(tmp_path: Path, monkeypa
     build_scorer(config(data={"label_key": ""}, reward={"function": "reward_model", "options": MODEL})).close()
     with pytest.raises(RewardError, match="compares answers with labels"):
         build_scorer(config(data={"label_key": ""}, reward={"function": "judge", "options": JUDGE}))
+    (tmp_path / "judge.txt").write_text("{completion} {label}")
+    in_file = {key: value for key, value in JUDGE.items() if key != "prompt"} | {"prompt_file": f"{tmp_path}/judge.txt"}
+    with pytest.raises(RewardError, match="compares answers with labels"):
+        build_scorer(config(data={"label_key": ""}, reward={"function": "judge", "options": in_file}))
     without = JUDGE | {"prompt": "{completion}"}
     build_scorer(config(data={"label_key": ""}, reward={"function": "judge", "options": without})).close()
-    assert json.dumps(without)
