@@ -76,12 +76,20 @@ def row(name: str, field: FieldInfo) -> str:
     return f"| `{name}` | {kind} | {default} | {text} |"
 
 
+def is_section(kind: Any) -> bool:
+    """Whether a type is that of a section."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
 def section(name: str, model: type[BaseModel]) -> str:
     """The table of one section, and those of the sections inside it."""
     plain, nested = [], []
     for key, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if is_section(field.annotation):
             nested.append(section(f"{name}.{key}" if name else key, field.annotation))
+        elif (inner := typing.get_args(field.annotation)[1:]) and is_section(inner[0]):
+            plain.append(row(key, field))
+            nested.append(section(f"{name}.{key}.NAME", inner[0]))
         else:
             plain.append(row(key, field))
     about = (model.__doc__ or "").partition("\n\n    Example:")[0].strip().replace("``", "`")

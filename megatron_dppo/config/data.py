@@ -1,4 +1,4 @@
-"""The sections ``[data]``, ``[rollout]`` and ``[reward]``: what is asked, how it is answered and scored."""
+"""The sections ``[data]`` and ``[rollout]``: what is asked, and how it is answered."""
 
 from __future__ import annotations
 
@@ -201,63 +201,3 @@ _ENGINES_OF_SECTIONS = {
     "vllm": ("vllm",),
     "perturbation": ("local",),
 }
-
-
-class RewardConfig(Section):
-    """Verifiable reward."""
-
-    function: str = "math"
-    """``math`` (last boxed answer or Answer: line), ``reasoning_gym``, ``words`` (the share of the label's words), or
-    ``module:function`` or ``path/to/file.py:function`` of your own."""
-    signature: Literal["auto", "megatron_dppo", "slime", "verl", "trl"] = "auto"
-    """How your own function is called; ``auto`` = by the names of its parameters."""
-    partial_credit: bool = False
-    """Keep reasoning-gym's scores below 1 (instead of 0 for them)."""
-    format: float = Field(0.0, ge=0, lt=1)
-    """Added to the score of a response with exactly one closed answer and at most one, closed, thinking block."""
-    overlong_buffer_tokens: int = Field(0, ge=0)
-    """The last tokens before ``rollout.max_new_tokens``, over which the punishment grows linearly; 0 = none (DAPO)."""
-    overlong_penalty: float = Field(1.0, gt=0)
-    """Subtracted from the score of a response of ``rollout.max_new_tokens`` tokens."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Taken from the reward: this times the KL of the rollout policy to the reference, token by token (PPO, RLHF)."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """k1 = log mu - log ref, unbiased; k2 = half its square; k3 = ref / mu - 1 + k1, unbiased and never negative."""
-    timeout_seconds: float = Field(10.0, gt=0)
-    """Limit for one sample, or for one call of a function for batches; a slower one is stopped and counted as
-    failed."""
-    num_workers: int = Field(1, ge=1)
-    """Processes per rank that compute slow rewards."""
-    async_concurrency: int = Field(64, ge=1)
-    """Samples that an async function has under way at a time in one process."""
-
-    @model_validator(mode="after")
-    def _options_have_a_meaning(self) -> RewardConfig:
-        if self.partial_credit and self.function != "reasoning_gym":
-            raise ValueError(
-                f"partial_credit = true is an option of function = 'reasoning_gym', but function = {self.function!r}; "
-                "remove it"
-            )
-        if self.signature != "auto" and self.function in ("math", "reasoning_gym", "words"):
-            raise ValueError(
-                f"signature = {self.signature!r} is for a function of your own, but function = {self.function!r} is "
-                "built in; remove it"
-            )
-        if self.overlong_penalty != 1 and not self.overlong_buffer_tokens:
-            raise ValueError(
-                f"overlong_penalty = {self.overlong_penalty} has no effect without overlong_buffer_tokens; set it to "
-                "the number of tokens over which the punishment grows"
-            )
-        return self
-
-    def check_length(self, max_new_tokens: int) -> None:
-        """Refuse a punishment that would begin before the first token.
-
-        Raises:
-            ValueError: with what to change.
-        """
-        if self.overlong_buffer_tokens >= max_new_tokens:
-            raise ValueError(
-                f"reward.overlong_buffer_tokens = {self.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
-                f"{max_new_tokens}: every response would be punished. DAPO uses a fifth of it"
-            )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dppo.config.optimizer import OptimizerConfig
+from megatron_dppo.config.paths import resolve_paths
 from megatron_dppo.config.schema import Config, ParallelConfig
 from megatron_dppo.errors import ConfigError
 
@@ -25,23 +25,6 @@ _ALIASES: dict[str, tuple[str, str, Any]] = {
     "wandb_project": ("log", "wandb_project", None),
 }
 """Megatron's flags that live in another section here: name -> (section, key, value or None = takes one)."""
-
-_PATHS = (
-    ("model", "path"),
-    ("model", "reference_path"),
-    ("checkpoint", "fork_from"),
-    ("data", "train"),
-    ("data", "eval"),
-    ("warmup", "data"),
-)
-_FUNCTIONS = (
-    ("reward", "function"),
-    ("rollout", "generate"),
-    ("loss", "name"),
-    ("loss", "mask"),
-    ("train", "advantage"),
-)
-"""Where a path is one only with a function behind it: ``path/to/file.py:function``."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +77,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
         raise ConfigError(f"configuration file {str(path)!r} does not exist") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"configuration file {str(path)!r} is not valid TOML: {error}") from error
-    _resolve_paths(values, relative_to or file.parent)
+    resolve_paths(values, relative_to or file.parent)
     parsed, problems = _parse_overrides(overrides)
     for section, key, value in parsed:
         try:
@@ -165,39 +148,6 @@ def validate(values: dict[str, Any], origin: str) -> Config:
 def dump_toml(config: Config) -> str:
     """The resolved configuration as TOML; loading it again gives an equal ``Config``."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
-
-
-def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
-    for section, key in (*_PATHS, *_FUNCTIONS):
-        table = values.get(section)
-        if not isinstance(table, dict) or key not in table:
-            continue
-        if (section, key) in _PATHS or ".py:" in str(table[key]):
-            table[key] = _beside(table[key], folder)
-    _resolve_program(values, folder)
-
-
-def _resolve_program(values: dict[str, Any], folder: Path) -> None:
-    """The path of a program in ``rollout.servers.command``; a bare name is looked up in PATH."""
-    table: Any = values
-    for part in ("rollout", "servers", "command"):
-        table = table.get(part) if isinstance(table, dict) else None
-    if isinstance(table, list) and table and isinstance(table[0], str) and "/" in table[0]:
-        # Not a Path: "./serve" must keep its slash.
-        beside = os.path.join(folder, table[0])
-        table[0] = beside if os.path.exists(beside) else table[0]
-
-
-def _beside(value: Any, folder: Path) -> Any:
-    """A path that exists in ``folder``, as seen from here; in lists and tables each. Anything else as it is."""
-    if isinstance(value, list):
-        return [_beside(part, folder) for part in value]
-    if isinstance(value, dict):
-        return {name: _beside(part, folder) for name, part in value.items()}
-    if not isinstance(value, str) or value.startswith(("task:", "hf:")):
-        return value
-    file = value.rpartition(".py:")[0] + ".py" if ".py:" in value else value  # path/to/file.py:function
-    return str(folder / value) if (folder / file).exists() else value
 
 
 def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:
@@ -284,7 +234,8 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     """The closest known name for an unknown key, and what the section knows."""
     model: Any = Config
     for part in location[:-1]:
-        model = model.model_fields[part].annotation
+        # A table of sections by name has a type of its own for what is in it.
+        model = get_args(model)[1] if get_args(model) else model.model_fields[part].annotation
     known = list(model.model_fields)
     close = get_close_matches(str(location[-1]), known, 1)
     return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known)}"

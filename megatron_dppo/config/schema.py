@@ -11,10 +11,11 @@ from pydantic import Field, model_validator
 
 from megatron_dppo.config.batch_invariant import check_batch_invariant
 from megatron_dppo.config.checkpoint import CheckpointConfig
-from megatron_dppo.config.data import DataConfig, RewardConfig, RolloutConfig
+from megatron_dppo.config.data import DataConfig, RolloutConfig
 from megatron_dppo.config.evaluation import EvalConfig
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.optimizer import OptimizerConfig, WarmupOptimizerConfig
+from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.router_replay import FROM_ENGINE, RouterReplay, check_router_weights
 from megatron_dppo.config.run import LogConfig, RunConfig
 from megatron_dppo.config.section import DType

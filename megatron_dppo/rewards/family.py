@@ -7,13 +7,30 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
+from typing import Protocol
 
 _LIMIT_SECONDS = 5.0
 """What SIGKILL has not ended by then hangs in the kernel."""
 
 
-def end_family(process: BaseProcess) -> None:
+class Process(Protocol):
+    """A child, as multiprocessing's are."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its number."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        ...
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+        ...
+
+
+def end_family(process: Process) -> None:
     """SIGKILL a child of ours that leads a session, its session, its descendants and the sessions that these lead.
 
     What has left the session *and* was given up by its parent is not found (a daemon); it ends with the run.

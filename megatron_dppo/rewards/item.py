@@ -40,3 +40,5 @@ class RewardResult:
     """``score`` (without shaping), the function's own parts and the shaping's; empty for a plain number unshaped."""
     failed: bool = False
     error: str = ""
+    eval_score: float | None = None
+    """What an evaluation counts, where one of several functions is marked for it; None = the unshaped score."""

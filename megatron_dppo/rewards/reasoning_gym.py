@@ -14,7 +14,7 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.math import extract_answer
 
 
-def make_reward(*, partial_credit: bool) -> Callable[..., float]:
+def make_reward(*, partial_credit: bool = False) -> Callable[..., float]:
     """A reward function of our own form; each row names its task in ``source_dataset``.
 
     Raises:

@@ -1,20 +1,28 @@
-"""Scores batches of completions; a failing or hanging reward costs that sample only."""
+"""Scores batches of completions by one function or several; a reward that fails or hangs costs that sample only."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import wait
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.functions import FunctionSpec, load
+from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem, RewardResult
-from megatron_dppo.rewards.math import quick_math_reward
+from megatron_dppo.rewards.pool import FunctionPool, score_at_once
 from megatron_dppo.rewards.scoring import Outcome
 from megatron_dppo.rewards.shaping import Shaping
-from megatron_dppo.rewards.words import words_reward
-from megatron_dppo.rewards.worker import Worker
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of several functions."""
+
+    name: str
+    """of its score in the log"""
+    pool: FunctionPool
+    weight: float = 1.0
+    is_eval: bool = False
+    """whether an evaluation counts its score alone"""
 
 
 class RewardScorer:
@@ -33,7 +41,7 @@ class RewardScorer:
         shaping: what is added to the score.
 
     Raises:
-        RewardError: the function cannot be loaded, or its signature is not known.
+        RewardError: the function cannot be loaded, its signature is not known, or its options do not fit.
     """
 
     def __init__(
@@ -45,85 +53,71 @@ class RewardScorer:
         async_concurrency: int = 64,
         shaping: Shaping | None = None,
     ) -> None:
-        self._spec = FunctionSpec(function) if isinstance(function, str) else function
-        loaded = load(self._spec)
-        self._batched = loaded.form.batched
-        self._largest = async_concurrency if loaded.is_async else 1
+        spec = FunctionSpec(function) if isinstance(function, str) else function
+        pool = FunctionPool(spec, timeout_seconds, num_workers, async_concurrency=async_concurrency)
+        self._members: Sequence[Member] = [Member("", pool)]
         self._shaping = shaping or Shaping()
-        concurrent = loaded.is_async and not self._batched
-        self._workers = [Worker(self._spec, timeout_seconds, concurrent=concurrent) for _ in range(num_workers)]
+
+    @classmethod
+    def of_several(cls, members: Sequence[Member], shaping: Shaping | None = None) -> RewardScorer:
+        """A scorer by the weighted sum of several functions, whose processes work at the same time.
+
+        A result's parts are ``score`` (the sum without shaping), each function's score under its name, and its own
+        parts as ``NAME/PART``.
+        """
+        scorer = cls.__new__(cls)
+        scorer._members, scorer._shaping = list(members), shaping or Shaping()
+        return scorer
 
     def score(self, items: Sequence[RewardItem], *, is_batch: bool = True) -> list[RewardResult]:
         """One result an item, in order.
 
         Args:
             items: what is scored.
-            is_batch: they are enough to judge the function by.
+            is_batch: they are enough to judge the functions by.
 
         Raises:
-            RewardError: every one of several items of a batch failed, so the function itself is broken.
+            RewardError: a function failed on every one of several items of a batch, so it is broken itself.
         """
-        outcomes = {place: outcome for place, item in enumerate(items) if (outcome := self._quick(item)) is not None}
-        waiting = [place for place in range(len(items)) if place not in outcomes]
-        outcomes |= self._in_workers(waiting, items)
-        final = [self._result(item, outcomes[place]) for place, item in enumerate(items)]
+        found = score_at_once([member.pool for member in self._members], items)
+        if is_batch and len(items) > 1:
+            for member, outcomes in zip(self._members, found, strict=True):
+                self._require_some(member, outcomes)
+        final = [self._result(item, [outcomes[place] for outcomes in found]) for place, item in enumerate(items)]
         if is_batch and len(final) > 1 and all(result.failed for result in final):
-            raise RewardError(
-                f"reward.function = {self._spec.name!r} failed on all {len(final)} samples; first error: "
-                f"{final[0].error}"
-            )
+            raise RewardError(f"the rewards of all {len(final)} samples failed; first error: {final[0].error}")
         return final
 
-    def _quick(self, item: RewardItem) -> Outcome | None:
-        if self._spec.name == "words" and item.label.split():
-            return Outcome(words_reward(prompt="", completion=item.completion, label=item.label, metadata={}))
-        if self._spec.name != "math":
-            return None
-        verdict = quick_math_reward(item.completion, item.label, item.metadata)
-        return None if verdict is None else Outcome(verdict)
+    @staticmethod
+    def _require_some(member: Member, outcomes: dict[int, Outcome]) -> None:
+        if all(outcome.error for outcome in outcomes.values()):
+            spec = member.pool.spec
+            raise RewardError(
+                f"{spec.table}.function = {spec.name!r} failed on all {len(outcomes)} samples; first error: "
+                f"{outcomes[0].error}"
+            )
 
-    def _chunks(self, places: list[int]) -> Iterator[list[int]]:
-        share = -(-len(places) // len(self._workers))
-        size = share if self._batched else max(1, min(self._largest, share))
-        return (places[start : start + size] for start in range(0, len(places), max(1, size)))
-
-    def _in_workers(self, places: list[int], items: Sequence[RewardItem]) -> dict[int, Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        queue = deque(self._chunks(places))
-        idle, busy = list(self._workers), list[Worker]()
-        for worker in idle[: len(queue)]:
-            worker.launch()
-        while queue or busy:
-            while queue and idle:
-                busy.append(worker := idle.pop(0))
-                worker.submit(queue.popleft(), items)
-            wait([worker.connection for worker in busy], max(0.0, min(w.deadline for w in busy) - time.monotonic()))
-            for worker in list(busy):
-                chunk = worker.receive()
-                if chunk is None:
-                    continue
-                busy.remove(worker)
-                idle.append(worker)
-                outcomes |= chunk.outcomes
-                left = chunk.unscored
-                if len(left) == 1:
-                    outcomes[left[0]] = Outcome(0.0, {}, chunk.error)
-                elif left:
-                    queue.extendleft([left[len(left) // 2 :], left[: len(left) // 2]])
-        return outcomes
-
-    def _result(self, item: RewardItem, outcome: Outcome) -> RewardResult:
-        if outcome.error:
-            return RewardResult(reward=0.0, failed=True, error=outcome.error)
+    def _result(self, item: RewardItem, outcomes: Sequence[Outcome]) -> RewardResult:
+        pairs = list(zip(self._members, outcomes, strict=True))
+        alone = next((each.score for member, each in pairs if member.is_eval and not each.error), None)
+        if errors := [(member.name, each.error) for member, each in pairs if each.error]:
+            error = "; ".join(f"{name}: {text}" if name else text for name, text in errors)
+            return RewardResult(reward=0.0, failed=True, error=error, eval_score=alone)
+        parts: dict[str, float] = {}
+        for member, each in pairs:
+            prefix = f"{member.name}/" if member.name else ""
+            parts |= {member.name: each.score} if member.name else {}
+            parts |= {f"{prefix}{name}": value for name, value in each.parts.items()}
         extra = self._shaping.parts(item)
-        if both := sorted(extra.keys() & outcome.parts.keys()):
+        if both := sorted(extra.keys() & parts.keys()):
             problem = f"the function returned a part named {both[0]!r}, which is that of reward.{both[0]}*; rename it"
-            return RewardResult(reward=0.0, failed=True, error=problem)
-        parts = {**outcome.parts, **extra}
-        reward = outcome.score + sum(extra.values())
-        return RewardResult(reward=reward, parts={"score": outcome.score, **parts} if parts else {})
+            return RewardResult(reward=0.0, failed=True, error=problem, eval_score=alone)
+        parts |= extra
+        score = sum(member.weight * each.score for member, each in pairs)
+        reward = score + sum(extra.values())
+        return RewardResult(reward=reward, parts={"score": score, **parts} if parts else {}, eval_score=alone)
 
     def close(self) -> None:
         """Stop the workers."""
-        for worker in self._workers:
-            worker.close()
+        for member in self._members:
+            member.pool.close()

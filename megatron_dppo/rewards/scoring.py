@@ -179,7 +179,7 @@ def _outcome(value: Any) -> Outcome:
 
 def _score_one(function: RewardFunction, spec: FunctionSpec, item: RewardItem, runner: asyncio.Runner) -> Outcome:
     try:
-        value = call(function.form, function.function, [item], spec.facts)
+        value = call(function.form, function.function, [item], spec.facts, function.options)
         # A wrapper may hide that its function is async.
         return _outcome(runner.run(_awaited(value)) if inspect.isawaitable(value) else value)
     except BaseException as error:  # also SystemExit
@@ -189,7 +189,7 @@ def _score_one(function: RewardFunction, spec: FunctionSpec, item: RewardItem, r
 def _score_batch(
     function: RewardFunction, spec: FunctionSpec, items: Sequence[RewardItem], runner: asyncio.Runner
 ) -> list[Outcome]:
-    values = call(function.form, function.function, items, spec.facts)
+    values = call(function.form, function.function, items, spec.facts, function.options)
     if inspect.isawaitable(values):
         values = runner.run(_awaited(values))
     return [_outcome(value) for value in read_batch(values, len(items))]
@@ -208,7 +208,7 @@ async def _score_together(
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
-                outcome = _outcome(await call(function.form, function.function, [item], spec.facts))
+                outcome = _outcome(await call(function.form, function.function, [item], spec.facts, function.options))
         except BaseException as error:
             outcome = Outcome(0.0, {}, too_slow(timeout) if limit.expired() else error_text(error))
         channel.send(index, outcome)

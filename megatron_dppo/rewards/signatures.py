@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo.rewards.slime import SlimeArgs, SlimeSample
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -22,35 +22,6 @@ class RunFacts:
     """Column of the reference answer: TRL's functions get it under this name."""
     slime_args: Mapping[str, Any] = field(default_factory=dict)
     """slime's ``args``, by slime's names."""
-
-
-class SlimeArgs:
-    """The first argument of slime's functions; only what has a meaning here is set."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.__dict__.update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"args.{name} does not exist here; slime's args have {sorted(self.__dict__)} in this run")
-
-
-@dataclass
-class SlimeSample:
-    """The fields of slime's ``Sample`` (slime/utils/types.py) that a reward function reads."""
-
-    class Status(Enum):
-        """Why the response ended."""
-
-        COMPLETED = "completed"
-        TRUNCATED = "truncated"
-
-    prompt: str
-    response: str
-    label: str
-    metadata: dict[str, Any]
-    response_length: int
-    """tokens"""
-    status: Status
 
 
 def _ours(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
@@ -138,6 +109,12 @@ class Form:
     """Whether any other name is a column of the data."""
 
 
+def _item(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
+    return (items[0],), {}
+
+
+WHOLE_ITEM = Form("megatron_dppo", "f(item)", frozenset(), _item, None)
+"""That of built-in functions which need all of a sample."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL = frozenset({"prompts", "completions", "completion_ids"})
 FORMS = (
@@ -178,16 +155,31 @@ def _names(parameters: Sequence[inspect.Parameter]) -> set[str]:
     return {p.name for p in parameters if p.kind not in variable}
 
 
-def recognise(name: str, function: Callable[..., Any], signature: str = "auto") -> Form:
+def recognise(
+    name: str,
+    function: Callable[..., Any],
+    signature: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    table: str = "reward",
+) -> Form:
     """The form of a function, by ``reward.signature`` or, for ``auto``, by its parameters' names.
 
+    Args:
+        name: of the function, for messages.
+        function: the function.
+        signature: of its form.
+        options: what it gets by name beside its form's arguments.
+        table: of the configuration that names it.
+
     Raises:
-        RewardError: no form fits, several do, or the function needs an argument that its form does not have.
+        RewardError: no form fits, several do, or the function needs an argument that neither its form nor the options
+            have, or does not take one of the options.
     """
+    setting = f"{table}.function = {name!r}"
     try:
         parameters = _parameters(function)
     except (TypeError, ValueError) as error:
-        raise RewardError(f"reward.function = {name!r}: its parameters cannot be read ({error}); wrap it") from error
+        raise RewardError(f"{setting}: its parameters cannot be read ({error}); wrap it") from error
     names = _names(parameters)
     candidates = [form for form in FORMS if signature in ("auto", form.signature)]
     fitting = [form for form in candidates if form.marks & names]
@@ -196,49 +188,88 @@ def recognise(name: str, function: Callable[..., Any], signature: str = "auto") 
     if len(fitting) > 1:
         readings = " or ".join(f"{f.signature} {f.shape} (for {', '.join(sorted(f.marks & names))})" for f in fitting)
         raise RewardError(
-            f"reward.function = {name!r} with the parameters {sorted(names)} is ambiguous: it can be read as "
-            f"{readings}. Set reward.signature, or rename its parameters"
+            f"{setting} with the parameters {sorted(names)} is ambiguous: it can be read as "
+            f"{readings}. Set {table}.signature, or rename its parameters"
         )
     if not fitting:
         known = "; ".join(f"{form.signature}: {form.shape}" for form in FORMS)
         raise RewardError(
-            f"reward.function = {name!r} with the parameters {sorted(names)} has none of the known signatures "
-            f"({known}). Rename its parameters, or set reward.signature"
+            f"{setting} with the parameters {sorted(names)} has none of the known signatures "
+            f"({known}). Rename its parameters, or set {table}.signature"
         )
-    _check_callable_as(fitting[0], name, function, parameters)
+    _check_options(fitting[0], setting, table, parameters, options or {})
+    _check_callable_as(fitting[0], setting, table, function, parameters, options or {})
     return fitting[0]
 
 
+def _check_options(
+    form: Form, setting: str, table: str, parameters: Sequence[inspect.Parameter], options: Mapping[str, Any]
+) -> None:
+    by_name = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    if form.offered is None:
+        by_name -= {p.name for p in parameters[:2]}
+    by_name -= form.offered or frozenset()
+    takes_any = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
+    for option in options:
+        if option in (form.offered or ()):
+            raise RewardError(
+                f"{table}.options has {option!r}, which {setting} gets from the sample; give the option another name"
+            )
+        if option not in by_name and not takes_any:
+            raise RewardError(
+                f"{table}.options has {option!r}, which {setting} does not take; the options that it takes: "
+                f"{', '.join(sorted(by_name)) or 'none'}"
+            )
+
+
 def _check_callable_as(
-    form: Form, name: str, function: Callable[..., Any], parameters: Sequence[inspect.Parameter]
+    form: Form,
+    setting: str,
+    table: str,
+    function: Callable[..., Any],
+    parameters: Sequence[inspect.Parameter],
+    options: Mapping[str, Any],
 ) -> None:
     if form.offered is None:
         try:
-            inspect.signature(function).bind(None, None)
+            inspect.signature(function).bind(None, None, **options)
         except TypeError as error:
             raise RewardError(
-                f"reward.function = {name!r} cannot be called as {form.signature}'s {form.shape}: {error}"
+                f"{setting} cannot be called as {form.signature}'s {form.shape}: {error}. Give that parameter a "
+                f"default, or a value in {table}.options"
             ) from error
         return
     only_positional = [p.name for p in parameters if p.kind == inspect.Parameter.POSITIONAL_ONLY]
     needed = {p.name for p in parameters if p.default is inspect.Parameter.empty} & _names(parameters)
-    unknown = sorted(needed - form.offered) if not form.columns else []
+    unknown = sorted(needed - form.offered - set(options)) if not form.columns else []
     if only_positional or unknown:
         raise RewardError(
-            f"reward.function = {name!r} is called as {form.signature}'s {form.shape}, by name, which cannot fill "
-            f"{', '.join(only_positional or unknown)}. Give that parameter a default, or set reward.signature if "
-            "this is another form"
+            f"{setting} is called as {form.signature}'s {form.shape}, by name, which cannot fill "
+            f"{', '.join(only_positional or unknown)}. Give that parameter a default, or a value in {table}.options, "
+            f"or set {table}.signature if this is another form"
         )
 
 
-def call(form: Form, function: Callable[..., Any], items: Sequence[RewardItem], facts: RunFacts) -> Any:
-    """What the function returns, which is awaitable for an async one; a form that is not batched gets one item."""
+def call(
+    form: Form,
+    function: Callable[..., Any],
+    items: Sequence[RewardItem],
+    facts: RunFacts,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """What the function returns, which is awaitable for an async one; a form that is not batched gets one item.
+
+    Raises:
+        ValueError: an option has the name of a column of the data that the function takes, too.
+    """
     positional, named = form.arguments(items, facts)
     parameters = _parameters(function)
     if not any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters):
         names = _names(parameters)
         named = {key: value for key, value in named.items() if key in names}
-    return function(*positional, **named)
+    if both := sorted(named.keys() & (options or {}).keys()):
+        raise ValueError(f"the option {both[0]!r} is a column of the data as well; rename one of them")
+    return function(*positional, **named, **(options or {}))
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -142,8 +142,8 @@ class Worker:
         if problem:
             self.close()
             raise RewardError(
-                f"reward.function = {self._spec.name!r} cannot be used in a worker process: {problem}. Mend the "
-                "import, or install what it needs into this environment"
+                f"{self._spec.table}.function = {self._spec.name!r} cannot be used in a worker process: {problem}. "
+                "Mend the import, or install what it needs into this environment"
             )
 
     def close(self) -> None:

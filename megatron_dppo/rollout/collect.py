@@ -49,6 +49,7 @@ def score_completions(
             reward=result.reward,
             reward_failed=result.failed,
             reward_parts=result.parts,
+            eval_score=result.eval_score,
         )
         for prompt, completion, result in zip(repeated, completions, results, strict=True)
     ]

@@ -165,11 +165,13 @@ class Rollout:
     """True when the reward function raised or timed out; such a sample carries no training signal."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """``score`` (without shaping) and the named parts; empty when the reward is one unshaped number."""
+    eval_score: float | None = None
+    """The score of the one function that ``reward.functions`` marks with ``eval``, also where another one failed."""
 
     @property
     def score(self) -> float:
-        """The reward without shaping: what accuracy is computed from."""
-        return self.reward_parts.get("score", self.reward)
+        """What accuracy is computed from: ``eval_score``, else the reward without shaping."""
+        return self.reward_parts.get("score", self.reward) if self.eval_score is None else self.eval_score
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.report.clock import Clock
+from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.run.stream.collected import Collected
@@ -200,7 +201,7 @@ class _Scorer:
     """By a rule that leaves some groups without signal."""
 
     def score(self, items: Any, *, is_batch: bool) -> list[Any]:
-        return [SimpleNamespace(reward=float(sum(i.token_ids) % 3 > 0), failed=False, parts={}) for i in items]
+        return [RewardResult(reward=float(sum(i.token_ids) % 3 > 0)) for i in items]
 
 
 def numbers(groups: list[RolloutGroup]) -> list[Any]:

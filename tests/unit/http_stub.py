@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -77,3 +78,25 @@ def with_stub(stub: Stub, use: Callable[[str], Awaitable[T]]) -> T:
             return await use(stub.url)
 
     return asyncio.run(run())
+
+
+@contextmanager
+def running(answers: dict[str, Any]) -> Iterator[Stub]:
+    """The stub in a thread of its own, for other processes."""
+    stub, ready, over = Stub(answers), threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with serving(stub):
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    ready.wait(10)
+    try:
+        yield stub
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_dppo.report.clock import Clock
+from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.run.stream.stream import Stream
@@ -81,7 +82,7 @@ class FakeScorer:
 
     def score(self, items: Sequence[Any], *, is_batch: bool) -> list[Any]:
         return [
-            SimpleNamespace(reward=float(i % 2 if self._has_signal(int(item.prompt)) else 0), failed=False, parts={})
+            RewardResult(reward=float(i % 2 if self._has_signal(int(item.prompt)) else 0))
             for i, item in enumerate(items)
         ]
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.layout import ModelShape, resolve_layout
+from megatron_dppo.rewards import RewardItem
+from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.serving.command import plan_servers
+from tests.engines.tiny import SPECIAL, byte_tokenizer
+from tests.unit.http_stub import Call, running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.rglob("*.toml"))
@@ -57,3 +62,31 @@ def test_the_30b_example_fits_its_nodes() -> None:
     plans = plan_servers(config, {}, [str(i) for i in range(8)])
     assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["0,1", "2,3", "4,5", "6,7"]
     assert all("--enable-return-routed-experts" in plan.argv for plan in plans)
+
+
+def test_the_rlhf_example_scores_by_a_reward_model_without_labels(tmp_path: Path) -> None:
+    config = load_config(EXAMPLES / "rlhf/dppo.toml")
+    assert config.needs_reference and config.reward.kl_coef > 0 and config.data.label_key == ""
+    preference = config.reward.functions["preference"]
+    tokenizer = byte_tokenizer(SPECIAL)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    options = preference.options | {"tokenizer": str(tmp_path), "index": 0}
+
+    async def classify(call: Call) -> Any:
+        return {"data": [{"index": i, "probs": [float(len(ids))]} for i, ids in enumerate(call.body["input"])]}
+
+    with running({"/classify": classify}) as stub:
+        functions = config.reward.functions | {
+            "preference": preference.model_copy(update={"options": options | {"url": stub.url}})
+        }
+        reward = config.reward.model_copy(update={"functions": functions})
+        scorer = build_scorer(config.model_copy(update={"reward": reward}))
+        items = [
+            RewardItem(prompt="Q", completion=text, label="", metadata={"finish_reason": reason})
+            for text, reason in (("abc", "stop"), ("abcde", "length"))
+        ]
+        whole, cut = scorer.score(items)
+        scorer.close()
+    assert (whole.reward, cut.reward) == (4.0, 6.0 - 2.0) and cut.parts["finished"] == 1.0
+    assert cut.eval_score == 6.0

@@ -42,7 +42,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "losses": ({"config", "errors", "functions", "types"}, {"torch"}),
     "report": ({"errors", "files", "types"}, {"torch", "wandb", "matplotlib", "tqdm"}),
-    "rewards": ({"config", "errors", "functions", "types"}, {"numpy", "math_verify", "reasoning_gym"}),
+    "rewards": (
+        {"config", "errors", "functions", "types"},
+        {"aiohttp", "math_verify", "numpy", "reasoning_gym", "transformers"},
+    ),
     "serving": ({"config", "errors"}, set()),
     "hf": ({"config", "errors", "files", "types"}, {"torch", "safetensors", "transformers"}),
     "supervision": ({"config", "errors", "report"}, {"torch"}),

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.config.reward import RewardFunctionConfig
+from megatron_dppo.config.reward_options import BUILT_IN
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.run.changes import CLASSES, changes_between, check_changes, class_of
@@ -41,10 +43,17 @@ def keys(model: Any = Config, prefix: str = "") -> list[str]:
     return found
 
 
+def keys_in_tables() -> list[str]:
+    """Those of tables whose own names the user chooses, and of reward functions' options."""
+    own = [f"reward.functions.mine.{name}" for name in RewardFunctionConfig.model_fields if name != "options"]
+    options = {name for model in BUILT_IN.values() for name in model.model_fields}
+    return own + [f"reward{table}.options.{name}" for table in ("", ".functions.mine") for name in options]
+
+
 def test_every_key_has_a_class_and_every_pattern_a_key() -> None:
     from fnmatch import fnmatchcase
 
-    first = {key: next((p for p in CLASSES if fnmatchcase(key, p)), None) for key in keys()}
+    first = {key: next((p for p in CLASSES if fnmatchcase(key, p)), None) for key in [*keys(), *keys_in_tables()]}
     assert not [key for key, pattern in first.items() if pattern is None]
     assert not CLASSES.keys() - set(first.values()), "these patterns match nothing that an earlier one does not"
     assert class_of("new_section.key") == "results"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from transformers import Qwen3Config
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.report.clock import Clock
+from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.engine import GroupRequest, Sampled
 from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.run.stream.collected import Collected
@@ -176,9 +177,9 @@ def test_a_reward_that_fails_for_a_group_costs_that_group_and_for_a_step_the_run
         def score(self, items: Sequence[Any], *, is_batch: bool) -> list[Any]:
             assert not is_batch
             found = super().score(items, is_batch=is_batch)
-            for result, item in zip(found, items, strict=True):
-                result.failed = self.broken(int(item.prompt))
-            return found
+            return [
+                replace(result, failed=self.broken(int(item.prompt))) for result, item in zip(found, items, strict=True)
+            ]
 
     settings = {"engine": "sglang"}
     (step,) = make(Turtle({}), Fails(lambda i: i == 1), staleness=1, rollout=settings).steps(1)
@@ -243,7 +244,7 @@ def test_with_real_requests_every_prompt_of_the_stream_is_answered_in_some_step(
 
 class AllDiffer:
     def score(self, items: Sequence[Any], *, is_batch: bool) -> list[Any]:
-        return [SimpleNamespace(reward=float(i), failed=False, parts={}) for i, _ in enumerate(items)]
+        return [RewardResult(reward=float(i)) for i, _ in enumerate(items)]
 
 
 CONFIG = Qwen3Config(eos_token_id=END)

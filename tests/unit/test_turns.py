@@ -15,6 +15,7 @@ import torch
 from megatron_dppo.data.routing import is_missing
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.errors import ConfigError, GenerateError
+from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout import server_engine
 from megatron_dppo.rollout.collect import rollout_metrics, score_completions, to_samples
 from megatron_dppo.rollout.server_engine import ServerEngine
@@ -126,7 +127,7 @@ def test_given_tokens_leave_the_loss_and_every_count(run: Any) -> None:
 
     class Scorer:
         def score(self, items: Any, *, is_batch: bool) -> list[Any]:
-            return [SimpleNamespace(reward=float(i), failed=False, parts={}) for i, _ in enumerate(items)]
+            return [RewardResult(reward=float(i)) for i, _ in enumerate(items)]
 
     groups = score_completions(Scorer(), [prompt(0)], [found, found])  # type: ignore[arg-type]
     samples = to_samples(groups, [[-0.5, 0.5]])
@@ -154,7 +155,7 @@ def test_a_reward_of_the_function_stands_and_the_others_are_scored(run: Any) -> 
     class Scorer:
         def score(self, items: Any, *, is_batch: bool) -> list[Any]:
             assert len(items) == 1
-            return [SimpleNamespace(reward=7.0, failed=False, parts={})]
+            return [RewardResult(reward=7.0)]
 
     (group,) = score_completions(Scorer(), [prompt(0)], [run(rewarded), run(plain)])  # type: ignore[arg-type]
     assert [r.reward for r in group.rollouts] == [0.25, 7.0]
@@ -165,7 +166,7 @@ def test_completions_of_several_turns_and_versions_come_back_from_a_file(run: An
 
     class Scorer:
         def score(self, items: Any, *, is_batch: bool) -> list[Any]:
-            return [SimpleNamespace(reward=1.0, failed=False, parts={"a": 1.0}) for _ in items]
+            return [RewardResult(reward=1.0, parts={"a": 1.0}) for _ in items]
 
     groups = score_completions(Scorer(), [prompt(0)], [found, sibling])  # type: ignore[arg-type]
     save_groups(tmp_path / "a", [Stored(0, prompt(0), groups[0])])

@@ -271,8 +271,7 @@ class Stream:
         """What the scorer checks where it gets all groups of a step at once."""
         failed = [rollout.reward_failed for group in groups for rollout in group.rollouts]
         if failed and all(failed):
-            name = self._config.reward.function
-            raise RewardError(f"reward.function = {name!r} failed on all {len(failed)} samples of a step")
+            raise RewardError(f"{self._config.reward.described} failed on all {len(failed)} samples of a step")
 
     def _counts(self, draw: Draw) -> bool:
         """Whether the group of a draw is one of those that a step needs."""

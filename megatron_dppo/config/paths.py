@@ -1,0 +1,74 @@
+"""Paths of a configuration, which are relative to its file where they exist there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config.reward_options import BUILT_IN, FILE_OPTIONS
+
+_PATHS = (
+    ("model", "path"),
+    ("model", "reference_path"),
+    ("checkpoint", "fork_from"),
+    ("data", "train"),
+    ("data", "eval"),
+    ("warmup", "data"),
+)
+_FUNCTIONS = (
+    ("reward", "function"),
+    ("rollout", "generate"),
+    ("loss", "name"),
+    ("loss", "mask"),
+    ("train", "advantage"),
+)
+"""Where a path is one only with a function behind it: ``path/to/file.py:function``."""
+
+
+def resolve_paths(values: dict[str, Any], folder: Path) -> None:
+    """Make the paths of a configuration's models, data, functions and programs relative to the working directory."""
+    for section, key in (*_PATHS, *_FUNCTIONS):
+        table = values.get(section)
+        if not isinstance(table, dict) or key not in table:
+            continue
+        if (section, key) in _PATHS or ".py:" in str(table[key]):
+            table[key] = _beside(table[key], folder)
+    _resolve_program(values, folder)
+    _resolve_rewards(values.get("reward"), folder)
+
+
+def _resolve_program(values: dict[str, Any], folder: Path) -> None:
+    """The path of a program in ``rollout.servers.command``; a bare name is looked up in PATH."""
+    table: Any = values
+    for part in ("rollout", "servers", "command"):
+        table = table.get(part) if isinstance(table, dict) else None
+    if isinstance(table, list) and table and isinstance(table[0], str) and "/" in table[0]:
+        # Not a Path: "./serve" must keep its slash.
+        beside = os.path.join(folder, table[0])
+        table[0] = beside if os.path.exists(beside) else table[0]
+
+
+def _resolve_rewards(reward: Any, folder: Path) -> None:
+    """Files of several reward functions, and those in the options of built-in ones."""
+    functions = reward.get("functions") if isinstance(reward, dict) else None
+    several = [each for each in functions.values() if isinstance(each, dict)] if isinstance(functions, dict) else []
+    for table in several:
+        if ".py:" in str(table.get("function")):
+            table["function"] = _beside(table["function"], folder)
+    for table in [reward, *several] if isinstance(reward, dict) else []:
+        options = table.get("options")
+        if table.get("function") in BUILT_IN and isinstance(options, dict):
+            options |= {key: _beside(options[key], folder) for key in FILE_OPTIONS if key in options}
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    """A path that exists in ``folder``, as seen from here; in lists and tables each. Anything else as it is."""
+    if isinstance(value, list):
+        return [_beside(part, folder) for part in value]
+    if isinstance(value, dict):
+        return {name: _beside(part, folder) for name, part in value.items()}
+    if not isinstance(value, str) or value.startswith(("task:", "hf:")):
+        return value
+    file = value.rpartition(".py:")[0] + ".py" if ".py:" in value else value  # path/to/file.py:function
+    return str(folder / value) if (folder / file).exists() else value

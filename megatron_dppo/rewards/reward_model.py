@@ -1,0 +1,137 @@
+"""The reward of a model behind a server: SGLang or vLLM with a classification or embedding head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_dppo.config.reward_options import RewardModelOptions
+from megatron_dppo.errors import RewardError
+from megatron_dppo.rewards.batches import Batches
+from megatron_dppo.rewards.http import BadAnswer, ScoringServers
+from megatron_dppo.rewards.item import RewardItem
+
+
+class RewardModel:
+    """Scores one sample; those that are under way together share requests.
+
+    Raises:
+        RewardError: the key is not in the environment, or the tokenizer cannot be loaded or has no chat template.
+    """
+
+    def __init__(self, options: RewardModelOptions, table: str) -> None:
+        self._options = options
+        self._servers = ScoringServers(options, table)
+        self._batches = Batches(self._ask, options.batch_size)
+        self._tokenizer = None if options.tokenizer is None else _load_tokenizer(options.tokenizer, table)
+
+    async def __call__(self, item: RewardItem) -> float:
+        """The score.
+
+        Raises:
+            BadAnswer, Unreachable: of the servers.
+        """
+        return self._score(await self._batches.ask(self._question(item)))
+
+    def _question(self, item: RewardItem) -> Any:
+        """Two texts, one text, or token ids."""
+        completion = after_thinking(item.completion) if self._options.after_thinking else item.completion
+        if self._options.endpoint == "vllm_score":
+            return item.prompt, completion
+        if self._tokenizer is None:
+            return item.prompt + completion
+        messages = item.messages or ({"role": "user", "content": item.prompt},)
+        chat = [*(dict(message) for message in messages), {"role": "assistant", "content": completion}]
+        return self._tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+
+    async def _ask(self, questions: Sequence[Any]) -> list[list[float]]:
+        path, make, read = _ENDPOINTS[self._options.endpoint]
+        body = make(list(questions)) | ({"model": self._options.model} if self._options.model else {})
+        answer = await self._servers.post(path, body)
+        try:
+            rows = read(answer)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BadAnswer(f"{path}: the answer does not have the form of {self._options.endpoint!r}") from error
+        if len(rows) != len(questions):
+            raise BadAnswer(f"{path}: {len(rows)} answers to {len(questions)} samples")
+        return [_last_row(row) for row in rows]
+
+    def _score(self, row: list[Any]) -> float:
+        index = self._options.index
+        if any(isinstance(x, bool) or not isinstance(x, int | float) or not math.isfinite(x) for x in row):
+            raise BadAnswer(f"the server's answer has something else than finite numbers: {str(row)[:100]}")
+        if index is None and len(row) != 1:
+            raise BadAnswer(f"the server's answer has {len(row)} numbers; set options.index to the score's place")
+        if (index or 0) >= len(row):
+            raise BadAnswer(f"options.index = {index}, but the server's answer has {len(row)} numbers")
+        logit = float(row[index or 0])
+        if self._options.output == "sigmoid":
+            return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
+        if self._options.output == "softmax":
+            largest = max(row)
+            return math.exp(logit - largest) / sum(math.exp(x - largest) for x in row)
+        return logit
+
+
+def after_thinking(text: str) -> str:
+    """What follows the last ``</think>``."""
+    return text.rsplit("</think>", 1)[-1].lstrip()
+
+
+def _last_row(row: Any) -> list[Any]:
+    """The numbers of one sample; those of its last token where every token has some."""
+    if isinstance(row, list) and row and isinstance(row[-1], list):
+        row = row[-1]
+    if not isinstance(row, list) or not row:
+        raise BadAnswer(f"the server's answer has no numbers: {str(row)[:100]}")
+    return row
+
+
+def _sglang_body(questions: list[Any]) -> dict[str, Any]:
+    return {"text" if isinstance(questions[0], str) else "input_ids": questions}
+
+
+def _sglang_rows(answer: Any) -> list[Any]:
+    return [each["embedding"] for each in (answer if isinstance(answer, list) else [answer])]
+
+
+def _vllm_body(questions: list[Any]) -> dict[str, Any]:
+    return {"input": questions, "use_activation": False}
+
+
+def _pairs_body(questions: list[Any]) -> dict[str, Any]:
+    return {"text_1": [a for a, _ in questions], "text_2": [b for _, b in questions], "use_activation": False}
+
+
+def _data_rows(name: str) -> Callable[[Any], list[Any]]:
+    def read(answer: Any) -> list[Any]:
+        data = sorted(answer["data"], key=lambda each: int(each["index"]))
+        if [each["index"] for each in data] != list(range(len(data))):
+            raise BadAnswer("the answer's indices are not 0, 1, 2 ...")
+        return [[each[name]] if name == "score" else each[name] for each in data]
+
+    return read
+
+
+_ENDPOINTS: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]], Callable[[Any], list[Any]]]] = {
+    "sglang_classify": ("/classify", _sglang_body, _sglang_rows),
+    "vllm_classify": ("/classify", _vllm_body, _data_rows("probs")),
+    "vllm_pooling": ("/pooling", _vllm_body, _data_rows("data")),
+    "vllm_score": ("/score", _pairs_body, _data_rows("score")),
+    "openai_embeddings": ("/v1/embeddings", lambda questions: {"input": questions}, _data_rows("embedding")),
+}
+"""Path, body of a request, and the numbers of an answer. vLLM calls logits ``probs`` when no activation is used."""
+
+
+def _load_tokenizer(folder: str, table: str) -> Any:
+    from transformers import AutoTokenizer
+
+    setting = f"{table}.options.tokenizer = {folder!r}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise RewardError(f"{setting} cannot be loaded: {error}") from error
+    if not getattr(tokenizer, "chat_template", None):
+        raise RewardError(f"{setting} has no chat template; leave it out to send the texts as they stand")
+    return tokenizer

@@ -1,0 +1,227 @@
+"""Become a sandbox and run one program in it: ``python -I -S launcher.py STATUS_FD < job.json``.
+
+Four processes. The *launcher* reads the job and writes the maps of the new user namespace. The *maker* enters new
+namespaces (user, mount, process ids, IPC, host name, and network unless it is allowed), builds a root of read-only
+mounts, and starts *init*, process 1 in there. That one starts the *program* and ends with it, on which the kernel ends
+whatever the program has left. Without namespaces the launcher starts the program itself.
+
+``ready`` is written to STATUS_FD when all is set up; it is closed when the launcher ends. The exit code is the
+program's, or 128 + the signal that ended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+_NEW_MOUNTS, _NEW_HOST, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (
+    *(0x00020000, 0x04000000, 0x08000000),
+    *(0x10000000, 0x20000000, 0x40000000),
+)
+_NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_MOUNT_SETATTR, _RECURSIVE, _CWD, _ATTR_READ_ONLY, _ATTR_NOSUID = 442, 0x8000, -100, 1, 2
+_DEATH_SIGNAL, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 36, 38
+NOBODY = 65534
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def _mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    arguments = [source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), data.encode() or None]
+    _check(_libc.mount(*arguments), f"mount {target}")
+
+
+def _die_with_parent() -> None:
+    _check(_libc.prctl(_DEATH_SIGNAL, signal.SIGKILL), "prctl")
+
+
+def _make_root(job: dict[str, Any]) -> None:
+    """Read-only mounts of what an interpreter needs, a writable ``/box`` in memory, and nothing else."""
+    root = job["root"]
+    _mount("none", "/", flags=_REC | _PRIVATE)
+    _mount("none", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
+    for path in job["visible"]:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.isdir(path):
+            os.makedirs(root + path, exist_ok=True)
+            _mount(path, root + path, flags=_BIND | _REC)
+    os.makedirs(f"{root}/dev")
+    for device in ("/dev/null", "/dev/urandom"):
+        open(root + device, "w").close()
+        _mount(device, root + device, flags=_BIND)
+    os.makedirs(f"{root}/box")
+    if not os.path.exists(f"{root}/tmp"):  # an interpreter may lie there
+        os.symlink("box", f"{root}/tmp")
+    read_only = _Attributes(_ATTR_READ_ONLY | _ATTR_NOSUID, 0, 0, 0)
+    _check(_libc.syscall(_MOUNT_SETATTR, _CWD, root.encode(), _RECURSIVE, ctypes.byref(read_only), 32), "mount_setattr")
+    _mount("none", f"{root}/box", "tmpfs", _NOSUID | _NODEV, f"size={job['disk_mb']}m,mode=755")
+    os.chroot(root)
+    os.chdir("/box")
+
+
+def _write_files(job: dict[str, Any], owner: int | None) -> None:
+    for name, text in job["files"].items():
+        with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
+    if owner is not None:
+        for path in (".", *job["files"]):
+            os.chown(path, owner, owner)
+
+
+def _become(user: int | None) -> None:
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+
+
+def _limit(job: dict[str, Any]) -> None:
+    limits = {
+        resource.RLIMIT_AS: job["memory_mb"] << 20,
+        resource.RLIMIT_CPU: job["cpu_seconds"],
+        resource.RLIMIT_FSIZE: job["disk_mb"] << 20,
+        resource.RLIMIT_NPROC: job["processes"],
+        resource.RLIMIT_NOFILE: job["open_files"],
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, value in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def _program(job: dict[str, Any], status: int, user: int | None) -> None:
+    """Turn this process into the program."""
+    os.setsid()
+    _write_files(job, user)
+    inputs = os.open(job["stdin_file"], os.O_RDONLY) if job["stdin_fd"] is None else job["stdin_fd"]
+    outputs = 1 if job["stdout_fd"] is None else job["stdout_fd"]
+    nowhere = os.open("/dev/null", os.O_WRONLY)
+    os.dup2(outputs, 1)
+    os.dup2(inputs, 0)
+    os.dup2(nowhere, 2)
+    os.dup2(status, 3)
+    os.closerange(4, 1 << 16)
+    _become(user)
+    _limit(job)
+    _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+    for number in range(1, signal.NSIG):
+        if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.write(3, b"ready")
+    os.set_inheritable(3, False)
+    os.execve(job["argv"][0], job["argv"], {**job["env"], "HOME": os.getcwd(), "TMPDIR": os.getcwd()})
+
+
+def _wait(pid: int) -> int:
+    """The exit code of a child; others that end meanwhile are buried."""
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _child(run: Any) -> int:
+    """Fork; the child runs the function and never returns. 125 = it could not be set up."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _die_with_parent()
+        run()
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}".encode())
+    os._exit(125)
+
+
+def _init(job: dict[str, Any], status: int, user: int | None) -> None:
+    pid = _child(lambda: _program(job, status, user))
+    os.closerange(0, 1 << 16)
+    os._exit(_wait(pid))
+
+
+def _make(job: dict[str, Any], status: int, user: int | None, to_launcher: int, from_launcher: int) -> None:
+    flags = _NEW_USER | _NEW_MOUNTS | _NEW_PIDS | _NEW_IPC | _NEW_HOST | (0 if job["network"] else _NEW_NETWORK)
+    _check(_libc.unshare(flags), "unshare")
+    os.write(to_launcher, b"1")
+    if os.read(from_launcher, 1) != b"1":
+        raise OSError("the user namespace has no maps")
+    _make_root(job)
+    pid = _child(lambda: _init(job, status, user))
+    os.closerange(0, 1 << 16)
+    os._exit(_wait(pid))
+
+
+def _map_users(pid: int) -> None:
+    """Root: 0 for the setup and an unprivileged 1 for the program, nobody outside. Others: themselves, as 1."""
+    if os.getuid() == 0:
+        maps = {"uid_map": f"0 0 1\n1 {NOBODY} 1", "gid_map": f"0 0 1\n1 {NOBODY} 1"}
+    else:
+        maps = {"setgroups": "deny", "uid_map": f"1 {os.getuid()} 1", "gid_map": f"1 {os.getgid()} 1"}
+    for name, text in maps.items():
+        with open(f"/proc/{pid}/{name}", "w") as file:
+            file.write(text)
+
+
+def _in_namespaces(job: dict[str, Any], status: int) -> int:
+    user = 1 if os.getuid() == 0 else None
+    here, to_launcher = os.pipe()
+    from_launcher, there = os.pipe()
+    pid = _child(lambda: _make(job, status, user, to_launcher, from_launcher))
+    os.close(to_launcher)
+    if os.read(here, 1) == b"1":
+        _map_users(pid)
+        os.write(there, b"1")
+    os.close(there)
+    return _wait(pid)
+
+
+def _without(job: dict[str, Any], status: int) -> int:
+    user = NOBODY if os.getuid() == 0 else None
+    os.chdir(job["root"])
+    code = _wait(_child(lambda: _program(job, status, user)))
+    _end_children()
+    return code
+
+
+def _end_children() -> None:
+    """Until this process has none: those of whatever is killed become its own (``_SUBREAPER``)."""
+    while True:
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="latin-1") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                    os.kill(int(name), signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+
+
+def main() -> None:
+    """Read the job, run it."""
+    status = int(sys.argv[1])
+    _die_with_parent()
+    _check(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "prctl")  # whatever is left stays findable below this process
+    job = json.loads(sys.stdin.buffer.read())
+    os._exit((_in_namespaces if job["namespaces"] else _without)(job, status))
+
+
+if __name__ == "__main__":
+    main()
