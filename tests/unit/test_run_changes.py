@@ -17,6 +17,7 @@ from tests.unit.configs import config
 FREE = {
     *(
         "run.output_dir",
+        "run.num_epochs",
         "run.overwrite",
         "run.threads_per_rank",
         "run.timeout_minutes",
