@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.lora import LoraConfig
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.bridge import ADAPTERS, StageTensors, all_gather, global_names
-from megatron_dppo.mcore.lora_layer import LinearAdapter, Part, Place
+from megatron_dppo.mcore.lora_layer import PARTS, LinearAdapter, Part, Place
 from megatron_dppo.parallel.groups import ParallelGroups
 
 PEFT_PREFIX = "base_model.model."
@@ -47,9 +47,7 @@ class Adapters(Module):
 
     def of_layers(self) -> Iterator[LinearAdapter]:
         """All of them."""
-        for adapter in self.children():
-            assert isinstance(adapter, LinearAdapter)
-            yield adapter
+        yield from cast("Iterator[LinearAdapter]", self.children())
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -59,7 +57,7 @@ class Adapters(Module):
         return {
             f"{prefix}{name}.{own}": tensor
             for name, adapter in self.named_children()
-            for own, tensor in adapter.sharded().items()
+            for own, tensor in cast(LinearAdapter, adapter).sharded().items()
         }
 
 
@@ -131,7 +129,7 @@ class Lora:
             adapter.place.key(projection, part): adapter.parameter(projection, part)
             for adapter in adapters
             for projection in adapter.place.hf_names()
-            for part in ("A", "B")
+            for part in PARTS
         }
 
     @contextmanager
@@ -163,7 +161,7 @@ class Lora:
         """
         for place in self._places:
             for projection in place.hf_names():
-                for part in ("A", "B"):
+                for part in PARTS:
                     yield from self._whole(place, projection, part, value)
 
     def _whole(

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from megatron_dppo.mcore.mapping import Rule
 from megatron_dppo.parallel.groups import ParallelGroups
 
 Part = Literal["A", "B"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class LinearAdapter(Module):
             if place.is_split("A"):
                 a = a.chunk(parts, 2)[index]
             b = torch.zeros(len(modules), self._sizes[name], config.rank)
-            for part, value in (("A", a), ("B", b)):
+            for part, value in zip(PARTS, (a, b), strict=True):
                 own = (value if self._experts else value[0]).to(weight).contiguous()
                 self.register_parameter(f"{name}_{part}", self._marked(Parameter(own), part))
 
@@ -201,7 +202,7 @@ class LinearAdapter(Module):
         """The parameters for Megatron's checkpoints, by their names in this module."""
         result = {}
         for projection in self.place.hf_names():
-            for part in ("A", "B"):
+            for part in PARTS:
                 parameter = self.parameter(projection, part)
                 offsets = [(0, _rank(self._groups.ep), _size(self._groups.ep))] if self._experts else []
                 copy = _rank(self._tp)

@@ -39,6 +39,7 @@ OURS = (
     "base",
     "base.partial",
     "hf",
+    "hf-adapter",
     "hf.partial",
     "weights",
     "tensorboard",

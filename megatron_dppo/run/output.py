@@ -10,6 +10,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files.disk import existing_parent, require_space
 from megatron_dppo.run.folder import OLD
+from megatron_dppo.run.hf_weights import adapter_parameter_count
 from megatron_dppo.run.inputs import Inputs
 
 _BYTES = {"fp32": 4, "bf16": 2}
@@ -49,8 +50,11 @@ def weights_bytes(config: Config, inputs: Inputs) -> int:
 
 
 def checkpoint_bytes(config: Config, inputs: Inputs) -> int:
-    """Of one checkpoint, an estimate: weights, their fp32 copy and two moments."""
-    return inputs.num_parameters * (_BYTES[config.model.dtype] + _OPTIMIZER_BYTES)
+    """Of one checkpoint, an estimate: what is trained, its fp32 copy and two moments."""
+    trained = inputs.num_parameters
+    if config.lora.rank:
+        trained = adapter_parameter_count(inputs.hf_config, config.lora)
+    return trained * (_BYTES[config.model.dtype] + _OPTIMIZER_BYTES)
 
 
 def space_for_save(config: Config, inputs: Inputs) -> int:
