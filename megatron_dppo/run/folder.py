@@ -40,6 +40,7 @@ OURS = (
     "base.partial",
     "hf",
     "hf-adapter",
+    "hf-adapter.partial",
     "hf.partial",
     "weights",
     "tensorboard",

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_dppo.config.lora import LoraConfig
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import build_hf_model, stream_model
+from megatron_dppo.hf import adapter_sizes, build_hf_model, stream_model
 
 
 def expected_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
@@ -26,11 +26,11 @@ def parameter_count(hf_config: Any) -> int:
     return sum(torch.Size(shape).numel() for shape in expected_shapes(hf_config).values())
 
 
-def adapter_parameter_count(hf_config: Any, lora: LoraConfig) -> int:
-    """All numbers of the adapters."""
-    shapes = {name: shape for name, shape in expected_shapes(hf_config).items() if name.endswith(".weight")}
-    of = [shape for name, shape in shapes.items() if name.split(".")[-2] in lora.target_modules]
-    return sum(lora.rank * sum(shape) for shape in of)
+def trained_count(config: Config, hf_config: Any) -> int:
+    """The numbers that training changes: all weights, or the adapters."""
+    if not config.lora.rank:
+        return parameter_count(hf_config)
+    return sum(adapter_sizes(expected_shapes(hf_config), config.lora).values())
 
 
 def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path") -> None:

@@ -10,7 +10,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files.disk import existing_parent, require_space
 from megatron_dppo.run.folder import OLD
-from megatron_dppo.run.hf_weights import adapter_parameter_count
+from megatron_dppo.run.hf_weights import trained_count
 from megatron_dppo.run.inputs import Inputs
 
 _BYTES = {"fp32": 4, "bf16": 2}
@@ -51,9 +51,7 @@ def weights_bytes(config: Config, inputs: Inputs) -> int:
 
 def checkpoint_bytes(config: Config, inputs: Inputs) -> int:
     """Of one checkpoint, an estimate: what is trained, its fp32 copy and two moments."""
-    trained = inputs.num_parameters
-    if config.lora.rank:
-        trained = adapter_parameter_count(inputs.hf_config, config.lora)
+    trained = trained_count(config, inputs.hf_config) if config.lora.rank else inputs.num_parameters
     return trained * (_BYTES[config.model.dtype] + _OPTIMIZER_BYTES)
 
 

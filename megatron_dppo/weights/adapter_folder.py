@@ -89,3 +89,50 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[s
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         fsync(target.parent)
+
+
+def fused_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The layout of PEFT 0.18 for transformers 5, which keeps the weights of all experts in one parameter.
+
+    PEFT 0.18 takes ``[experts, out, in]`` for ``[experts, in, out]``: what it calls A is B, and the other way round.
+
+    Returns:
+        Tensors and configuration.
+    """
+    result, experts = dict(tensors), dict[str, dict[tuple[int, str], dict[str, Tensor]]]()
+    for name in tensors:
+        if found := _EXPERT.match(name):
+            pair = experts.setdefault(found[1], {}).setdefault((int(found[2]), found[3]), {})
+            pair[found[4]] = result.pop(name)
+    if not experts:
+        return result, dict(config)
+    kinds = {kind for pairs in experts.values() for _, kind in pairs}
+    for layer, pairs in experts.items():
+        numbers = sorted({expert for expert, _ in pairs})
+        for inner, parts in (("base_layer.", ("gate", "up")), ("", ("down",))):
+            if kinds & set(parts):
+                inner = inner if "down" in kinds else ""
+                fused = [_fused({p: pairs[e, p] for p in parts if p in kinds}, parts) for e in numbers]
+                result[f"{layer}.{inner}lora_A.weight"] = torch.cat([b.t() for b, _ in fused]).contiguous()
+                rows = torch.stack([a for _, a in fused]).permute(2, 1, 0)
+                result[f"{layer}.{inner}lora_B.weight"] = rows.flatten(1).contiguous()
+    return result, {**config, **_fused_config(config, kinds, {name.split(".")[-3] for name in result})}
+
+
+def _fused(pairs: Mapping[str, Mapping[str, Tensor]], parts: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """B ``[out, n * rank]`` and A ``[n * rank, in]`` of the parts that one parameter holds."""
+    some = next(iter(pairs.values()))
+    b = [pairs[part]["B"] if part in pairs else torch.zeros_like(some["B"]) for part in parts]
+    a = [pairs[part]["A"] if part in pairs else torch.zeros_like(some["A"]) for part in parts]
+    return torch.block_diag(*b), torch.cat(a)
+
+
+def _fused_config(config: Mapping[str, Any], kinds: set[str], modules: set[str]) -> dict[str, Any]:
+    fused = {"gate_up_proj": bool(kinds & {"gate", "up"}), "down_proj": "down" in kinds}
+    twice = r".*\.experts\.gate_up_proj"
+    return {
+        "target_modules": [name for name in config["target_modules"] if name in modules],
+        "target_parameters": [f"mlp.experts.{name}" for name, there in fused.items() if there],
+        "rank_pattern": {twice: 2 * config["r"]} if fused["gate_up_proj"] else {},
+        "alpha_pattern": {twice: 2 * config["lora_alpha"]} if fused["gate_up_proj"] else {},
+    }

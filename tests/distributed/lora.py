@@ -185,14 +185,11 @@ def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform: Platform) -> dict[str, float]:
     """Errors of everything about one layout."""
-    lora = {"rank": RANK, "alpha": ALPHA, "target_modules": list(targets)}
-    model = hf_reference(case.tied, case.dense, case.shared, case.mixed)
-    trainer = build_trainer(case, model, platform, "fp32", lora=lora)
-    base = {name: value.clone() for name, value in stream_model(model)}
+    trainer = build(case, targets, platform)
+    base = dict(stream_model(hf_reference(case.tied, case.dense, case.shared, case.mixed)))
     started = on_cpu(trainer.export_weights())
     assert all(torch.equal(started[name], value) for name, value in base.items()), "B is not zero at the start"
     put(trainer, {name: value.float() for name, value in reference.adapters.items()})
-    trainer.optimizer.megatron.reload_model_params()
     errors = {"adapters": worst(on_cpu(trainer.export_adapters()), reference.adapters)}
     errors["merged"] = worst(on_cpu(trainer.export_weights()), reference.merged)
     mine = range(trainer.dp_rank, len(samples()), trainer.layout.dp)
@@ -222,6 +219,68 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
     return errors
 
 
+def update(trainer: Any, case: Case, step: int) -> None:
+    """One update from the reference's batch."""
+    own = samples()[trainer.dp_rank :: trainer.layout.dp]
+    trainer.optimizer.set_step(step)
+    trainer.update(Updater(trainer, config_for(case).train, LOSS).plan(own), policy_objective(LOSS))
+
+
+def read(folder: Path, case: Case, targets: tuple[str, ...]) -> Reference:
+    """What ``write_references`` made."""
+    with torch.serialization.safe_globals([Reference]):
+        found: Reference = torch.load(_file(folder, case, targets), weights_only=True)
+    return found
+
+
+def build(case: Case, targets: tuple[str, ...], platform: Platform) -> Any:
+    """A trainer with adapters."""
+    lora = {"rank": RANK, "alpha": ALPHA, "target_modules": list(targets)}
+    model = hf_reference(case.tied, case.dense, case.shared, case.mixed)
+    return build_trainer(case, model, platform, "fp32", lora=lora)
+
+
+def save(rank: int, world_size: int, cases: dict[str, Case], folder: Path) -> None:
+    """All updates but the last on each layout, then a checkpoint."""
+    platform = on_this_cpu()
+    from megatron.core import parallel_state
+
+    for name, case in cases.items():
+        trainer = build(case, ALL, platform)
+        put(trainer, {name: value.float() for name, value in read(folder, case, ALL).adapters.items()})
+        for step in range(STEPS - 1):
+            update(trainer, case, step)
+        trainer.save(folder / name, STEPS - 1, {}, keep=1)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+
+
+def load(rank: int, world_size: int, cases: list[tuple[str, Case]], folder: Path) -> None:
+    """Each checkpoint on another layout: the last update gives the adapters of the uninterrupted reference."""
+    platform = on_this_cpu()
+    from megatron.core import parallel_state
+
+    from megatron_dppo.mcore.checkpoint import checkpoints
+
+    for name, case in cases:
+        trainer = build(case, ALL, platform)
+        trainer.load(checkpoints(folder / name)[0], same_layout=False)
+        update(trainer, case, STEPS - 1)
+        apart = worst(on_cpu(trainer.export_adapters()), read(folder, case, ALL).final)
+        assert apart < TOLERANCE, f"checkpoint {name} on {case}: adapters off by {apart:.1e}"
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+
+
+def on_this_cpu() -> Platform:
+    """The platform, with Megatron made fit for it."""
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    return platform
+
+
 def check_frozen(trainer: Any, base: dict[str, Tensor]) -> None:
     """The base has not moved, has no gradient, and the optimizer does not know of it."""
     from megatron_dppo.mcore.optim import optimizer_tensors
@@ -242,16 +301,11 @@ def check_frozen(trainer: Any, base: dict[str, Tensor]) -> None:
 
 def run(rank: int, world_size: int, cases: list[tuple[Case, tuple[str, ...]]], folder: Path) -> None:
     """Several layouts in one set of processes."""
-    from megatron_dppo.mcore.compat import apply_shims
-
-    platform = Platform.detect(force_cpu=True)
-    apply_shims(platform)
+    platform = on_this_cpu()
     from megatron.core import parallel_state
 
     for case, targets in cases:
-        with torch.serialization.safe_globals([Reference]):
-            reference = torch.load(_file(folder, case, targets), weights_only=True)
-        errors = measure(case, targets, reference, platform)
+        errors = measure(case, targets, read(folder, case, targets), platform)
         wrong = {name: value for name, value in errors.items() if not value < TOLERANCE}
         assert not wrong, f"{case}, {targets} on rank {rank}: {wrong}"
         dist.barrier()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.layouts import ALLGATHER, CP, EP, EP4, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
-from tests.distributed.lora import ALL, run, write_references
+from tests.distributed.lora import ALL, load, run, save, write_references
 from tests.distributed.parity import Case
 from tests.distributed.spawn import run_distributed
 
@@ -43,3 +43,10 @@ CASES = {
 def test_adapters_equal_transformers_in_float64(processes: int, tmp_path: Path) -> None:
     write_references(tmp_path, CASES[processes])
     run_distributed(run, processes, CASES[processes], tmp_path, timeout=400.0)
+
+
+def test_checkpoints_of_adapters_continue_on_other_layouts(tmp_path: Path) -> None:
+    write_references(tmp_path, [(Case(), ALL)])
+    run_distributed(save, 2, {"tp": Case(TP), "ep": Case(EP)}, tmp_path)
+    run_distributed(load, 2, [("tp", Case(PP))], tmp_path)
+    run_distributed(load, 4, [("ep", Case(EP4)), ("ep", Case(ETP))], tmp_path)
