@@ -1,7 +1,7 @@
 """A run's adapters as a folder in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Each expert's adapters have a name of their own, as in PEFT for models whose experts are modules. docs/lora.md says which
-versions load it how; ``fused_experts`` is the other layout.
+Each expert's adapters have a name of their own, as in PEFT for models whose experts are modules. docs/lora.md says
+which versions load it how; ``fused_experts`` is the other layout.
 """
 
 from __future__ import annotations
