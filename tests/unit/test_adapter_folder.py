@@ -52,3 +52,32 @@ def test_peft_018_loads_fused_experts(case: Case, targets: tuple[str, ...], tmp_
     lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=list(targets))
     write_adapter(tmp_path / "adapter", *fused_experts(adapters_of(side), adapter_config(lora, "unused")))
     assert peft_error(side, case, tmp_path / "adapter") < 1e-6
+
+
+def test_fused_experts_by_the_formula_of_peft_018() -> None:
+    """``delta[e, i, o] = sum_r B[o, r, e] A[e, r, i]`` of its ``ParamWrapper``, for a parameter ``[experts, i, o]``."""
+    generator, prefix = torch.Generator().manual_seed(0), "base_model.model.model.layers.3.mlp.experts"
+    experts, rank, width, hidden = 3, 2, 5, 7
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    tensors, expected = (
+        {},
+        {"gate_up": torch.zeros(experts, 2 * width, hidden), "down": torch.zeros(experts, hidden, 5)},
+    )
+    for e in range(experts):
+        for i, (kind, (rows, columns)) in enumerate(shapes.items()):
+            a, b = torch.rand(rank, columns, generator=generator), torch.rand(rows, rank, generator=generator)
+            tensors |= {f"{prefix}.{e}.{kind}_proj.lora_{p}.weight": x for p, x in (("A", a), ("B", b))}
+            where = expected["down"][e] if kind == "down" else expected["gate_up"][e, i * width : (i + 1) * width]
+            where += b @ a
+    attention = {"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight": torch.ones(2, 2)}
+    found, config = fused_experts(tensors | attention, adapter_config(LoraConfig(rank=rank, alpha=6.0), "unused"))
+    for kind, name, width_of in (("gate_up", "base_layer.", 2 * rank), ("down", "", rank)):
+        a, b = (found.pop(f"{prefix}.{name}lora_{part}.weight") for part in "AB")
+        product = torch.einsum(
+            "ore,eri->eio", b.reshape(len(b), width_of, experts), a.reshape(experts, width_of, a.shape[1])
+        )
+        torch.testing.assert_close(product, expected[kind])
+    assert found == attention and config["target_modules"] == ["q_proj"]
+    assert config["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    (pattern,) = config["rank_pattern"]
+    assert (config["rank_pattern"][pattern], config["alpha_pattern"][pattern], config["r"]) == (4, 12, 2)
