@@ -78,7 +78,7 @@ class LinearAdapter(Module):
     Args:
         place: which layer.
         weight: its frozen weight on this rank, or that of one of its experts.
-        experts: the local experts' numbers; empty = no expert's layer.
+        experts: the local experts' numbers, of the whole model; one, which does not matter, for any other layer.
         config: rank and scale.
         groups: process groups.
         sequence_parallel: whether tokens are split over tensor parallelism outside of the layer.
@@ -112,7 +112,7 @@ class LinearAdapter(Module):
         """rows of each projection in the local weight, in the weight's order"""
         self._experts = place.rule.is_expert
         columns = weight.shape[1] * (parts if place.is_split("A") else 1)
-        modules = [place.hf_names(expert) for expert in (experts if self._experts else (0,))]
+        modules = [place.hf_names(expert) for expert in experts]
         for name in modules[0]:
             a = torch.stack([kaiming_uniform(config.rank, columns, f"{seed} {names[name]}") for names in modules])
             if place.is_split("A"):
@@ -204,13 +204,13 @@ class LinearAdapter(Module):
         for projection in self.place.hf_names():
             for part in PARTS:
                 parameter = self.parameter(projection, part)
-                offsets = [(0, _rank(self._groups.ep), _size(self._groups.ep))] if self._experts else []
-                copy = _rank(self._tp)
+                ep, copy = self._groups.ep, dist.get_rank(self._tp)
+                offsets = [(0, dist.get_rank(ep), dist.get_world_size(ep))] if self._experts else []
                 if self.place.is_split(part):
                     axis = parameter.dim() - (2 if part == "B" else 1)
-                    offsets.append((axis, copy, _size(self._tp)))
+                    offsets.append((axis, copy, dist.get_world_size(self._tp)))
                     copy = 0
-                data_rank = _rank(self._groups.edp if self._experts else self._groups.dp_cp)
+                data_rank = dist.get_rank(self._groups.edp if self._experts else self._groups.dp_cp)
                 result[f"{projection}_{part}"] = ShardedTensor.from_rank_offsets(
                     self.place.key(projection, part), parameter, *offsets, replica_id=(0, copy, data_rank)
                 )
@@ -222,11 +222,3 @@ def kaiming_uniform(rank: int, columns: int, name: str) -> Tensor:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     bound = 1 / math.sqrt(columns)
     return torch.empty(rank, columns).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group)
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group)
