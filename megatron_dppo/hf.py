@@ -7,7 +7,7 @@ entry per expert), whatever a transformers version keeps in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dppo.config.layout import ModelShape
+from megatron_dppo.config.lora import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.types import RoutingShape
 
@@ -149,6 +150,12 @@ def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
                 gate, up = w.chunk(2, dim=0)
                 yield f"{match[1]}.{e}.gate_proj.weight", gate
                 yield f"{match[1]}.{e}.up_proj.weight", up
+
+
+def adapter_sizes(shapes: Mapping[str, Sequence[int]], lora: LoraConfig) -> dict[str, int]:
+    """The numbers in A and B together of each weight that gets them, of all weights by their names on disk."""
+    matrices = {name: shape for name, shape in shapes.items() if name.endswith(".weight")}
+    return {n: lora.rank * sum(shape) for n, shape in matrices.items() if n.split(".")[-2] in lora.target_modules}
 
 
 @torch.no_grad()

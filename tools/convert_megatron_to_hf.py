@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py CHECKPOINT HF_FOLDER OUT_FOLDER \
         --expert-model-parallel-size 8
 
-HF_FOLDER gives config.json and the tokenizer; its weights are not read.
+HF_FOLDER gives config.json and the tokenizer; its weights are read for a checkpoint of adapters alone (docs/lora.md).
 """
 
 from __future__ import annotations

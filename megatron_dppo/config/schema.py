@@ -13,6 +13,7 @@ from megatron_dppo.config.batch_invariant import check_batch_invariant
 from megatron_dppo.config.checkpoint import CheckpointConfig
 from megatron_dppo.config.data import DataConfig, RolloutConfig
 from megatron_dppo.config.evaluation import EvalConfig
+from megatron_dppo.config.lora import LoraConfig, check_lora
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.optimizer import OptimizerConfig, WarmupOptimizerConfig
 from megatron_dppo.config.reward import RewardConfig
@@ -130,6 +131,7 @@ class Config(_Section):
 
     run: RunConfig
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     rollout: RolloutConfig
@@ -174,6 +176,12 @@ class Config(_Section):
     def _router_weights_fit(self) -> Config:
         if self.train.router_replay_weights:
             check_router_weights(self.train.router_replay, self.rollout.engine, self.model.transformer)
+        return self
+
+    @model_validator(mode="after")
+    def _lora_fits(self) -> Config:
+        if self.lora.rank:
+            check_lora(self)
         return self
 
     @model_validator(mode="after")

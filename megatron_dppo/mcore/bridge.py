@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
@@ -29,6 +30,10 @@ class WeightSource(Protocol):
         """All names."""
 
 
+ADAPTERS = "adapters"
+"""What of a model chunk is no part of the Hugging Face model (``mcore.lora``)."""
+
+
 def global_names(chunks: Sequence[GPTModel], first_expert: int) -> dict[str, Tensor]:
     """The parameters of this rank by name, with the layer and expert indices of the whole model."""
     result = {}
@@ -36,6 +41,8 @@ def global_names(chunks: Sequence[GPTModel], first_expert: int) -> dict[str, Ten
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
 
         for name, parameter in chunk.named_parameters():
+            if name.startswith(f"{ADAPTERS}."):
+                continue
             name = _shift_index(r"^(decoder\.layers\.)(\d+)", name, offset)
             name = _shift_index(r"(\.experts\.linear_fc[12]\.weight)(\d+)$", name, first_expert)
             result[name] = parameter
@@ -44,6 +51,37 @@ def global_names(chunks: Sequence[GPTModel], first_expert: int) -> dict[str, Ten
 
 def _shift_index(pattern: str, name: str, by: int) -> str:
     return re.sub(pattern, lambda match: f"{match[1]}{int(match[2]) + by}", name)
+
+
+class StageTensors:
+    """Tensors that each live on one pipeline stage, fetched from there by their names.
+
+    Args:
+        mine: those of this rank.
+        pp: the stages.
+    """
+
+    def __init__(self, mine: Mapping[str, Tensor], pp: ProcessGroup | None) -> None:
+        self._mine, self._pp = mine, pp
+        self._device = next(iter(mine.values())).device
+        stages: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size(pp))]
+        dist.all_gather_object(stages, {name: (p.shape, p.dtype) for name, p in mine.items()}, group=pp)
+        self._owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        for stage, names in enumerate(stages):
+            for name, (shape, dtype) in names.items():
+                self._owners.setdefault(name, (stage, shape, dtype))
+
+    def fetch(self, name: str, value: Callable[[Tensor], Tensor]) -> Tensor:
+        """``value`` of a tensor on all stages (a collective of them); it keeps the tensor's shape and dtype."""
+        stage, shape, dtype = self._owners[name]
+        if dist.get_world_size(self._pp) == 1:
+            return value(self._mine[name])
+        if dist.get_rank(self._pp) == stage:
+            local = value(self._mine[name]).contiguous()
+        else:
+            local = torch.empty(shape, dtype=dtype, device=self._device)
+        dist.broadcast(local, group=self._pp, group_src=stage)
+        return local
 
 
 class Bridge:
@@ -61,22 +99,9 @@ class Bridge:
         self._local_experts = (shape.num_experts or 1) // dist.get_world_size(groups.ep)
         self._parameters = global_names(chunks, dist.get_rank(groups.ep) * self._local_experts)
         self._padded_vocab = padded_vocab_size(shape.vocab_size, dist.get_world_size(groups.tp))
-        self._owners = self._find_owners()
+        self._stages = StageTensors(self._parameters, groups.pp)
 
-    def _find_owners(self) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
-        """For each parameter: the pipeline rank that holds it, and the shape and dtype of its shard there."""
-        stages: list[dict[str, tuple[torch.Size, torch.dtype]]] = [
-            {} for _ in range(dist.get_world_size(self._groups.pp))
-        ]
-        mine = {name: (p.shape, p.dtype) for name, p in self._parameters.items()}
-        dist.all_gather_object(stages, mine, group=self._groups.pp)
-        owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
-        for stage, names in enumerate(stages):
-            for name, (shape, dtype) in names.items():
-                owners.setdefault(name, (stage, shape, dtype))
-        return owners
-
-    def _shard_group(self, rule: mapping.Rule) -> dist.ProcessGroup | None:
+    def _shard_group(self, rule: mapping.Rule) -> ProcessGroup | None:
         return self._groups.etp if rule.is_expert else self._groups.tp
 
     @torch.no_grad()
@@ -124,7 +149,7 @@ class Bridge:
         """
         for rule, layer, expert in mapping.parameters(self._shape, self._tied):
             if not rule.is_expert:
-                full = self._gather_shards(rule, self._from_owner(rule.names(layer, 0)[0], value))
+                full = self._gather_shards(rule, self._stages.fetch(rule.names(layer, 0)[0], value))
                 if rule.padded:
                     full = full[: self._shape.vocab_size]
                 yield from self._named(rule, layer, expert, full)
@@ -136,34 +161,22 @@ class Bridge:
     ) -> Iterator[tuple[str, Tensor]]:
         ep = self._groups.ep
         mine = dist.get_rank(ep) * self._local_experts + local
-        full = self._gather_shards(rule, self._from_owner(rule.names(layer, mine)[0], value))
-        for ep_rank, tensor in enumerate(_all_gather(full, ep)):
+        full = self._gather_shards(rule, self._stages.fetch(rule.names(layer, mine)[0], value))
+        for ep_rank, tensor in enumerate(all_gather(full, ep)):
             yield from self._named(rule, layer, ep_rank * self._local_experts + local, tensor)
 
     def _named(self, rule: mapping.Rule, layer: int, expert: int, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         names = rule.names(layer, expert)[1]
         return zip(names, rule.split(full, self._shape), strict=True)
 
-    def _from_owner(self, name: str, value: Callable[[Tensor], Tensor]) -> Tensor:
-        stage, shape, dtype = self._owners[name]
-        pp = self._groups.pp
-        if dist.get_world_size(pp) == 1:
-            return value(self._parameters[name])
-        if dist.get_rank(pp) == stage:
-            local = value(self._parameters[name]).contiguous()
-        else:
-            device = next(iter(self._parameters.values())).device
-            local = torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(local, group=pp, group_src=stage)
-        return local
-
     def _gather_shards(self, rule: mapping.Rule, local: Tensor) -> Tensor:
         if rule.shard_dim is None:
             return local
-        return mapping.unshard(rule, _all_gather(local, self._shard_group(rule)))
+        return mapping.unshard(rule, all_gather(local, self._shard_group(rule)))
 
 
-def _all_gather(local: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+def all_gather(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """The tensors of all ranks of a group, which have the same shape."""
     parts = dist.get_world_size(group)
     if parts == 1:
         return [local]

@@ -27,6 +27,7 @@ from megatron_dppo.mcore.checkpoint_folder import STATE, checkpoint_name, checkp
 from megatron_dppo.mcore.checkpoint_reader import read_sharded
 from megatron_dppo.mcore.checkpoint_writer import StreamedSave, shared_save
 from megatron_dppo.mcore.finite import all_finite
+from megatron_dppo.mcore.lora import trained_part
 from megatron_dppo.mcore.optim import Optimizer
 from megatron_dppo.mcore.setup import random_states, restore_random_states
 from megatron_dppo.parallel.groups import ParallelGroups
@@ -226,7 +227,7 @@ def load_checkpoint(
         del template["random_states"]  # one a rank, and the ranks are others now
     loaded = read_sharded(template, checkpoint, groups.edp)
     for key, model in zip(_model_keys(models), models, strict=True):
-        model.load_state_dict(loaded[key])
+        trained_part(model).load_state_dict(loaded[key])
     optimizer.load_state_dict(loaded["optimizer"])
     if same_layout:
         restore_random_states(loaded["random_states"])
@@ -263,13 +264,14 @@ def load_model(checkpoint: Path, models: Sequence[GPTModel], *, groups: Parallel
         raise CheckpointError(f"{checkpoint} is damaged: {damage}. Take a copy, or an older checkpoint")
     loaded = read_sharded(_sharded_model(models), checkpoint, groups.edp)
     for key, model in zip(_model_keys(models), models, strict=True):
-        model.load_state_dict(loaded[key])
+        trained_part(model).load_state_dict(loaded[key])
     return f"{checkpoint}: {damage}" if damage else ""
 
 
 def _sharded_model(models: Sequence[GPTModel]) -> dict[str, Any]:
     keys = _model_keys(models)
-    return {key: model.sharded_state_dict(metadata=dict(_METADATA)) for key, model in zip(keys, models, strict=True)}
+    parts: list[Any] = [trained_part(model) for model in models]
+    return {key: part.sharded_state_dict(metadata=dict(_METADATA)) for key, part in zip(keys, parts, strict=True)}
 
 
 def _model_keys(models: Sequence[GPTModel]) -> list[str]:

@@ -83,7 +83,7 @@ class Transfers:
     sync_by_handle: bool
     """whether each rank has such buckets, and its server reads them where they are"""
     checkpoint: int
-    """bytes of one checkpoint: weights, fp32 copies and both moments"""
+    """bytes of one checkpoint: what is trained, fp32 copies and both moments"""
     export: int
     """bytes of the Hugging Face folder"""
     save_host: int
@@ -98,12 +98,15 @@ _SAVE_HOST = 4
 (``benchmarks/checkpoint.py``)."""
 
 
-def transfers(config: Config, parameters: int, expert_parameters: int, layout: Layout, machine: Machine) -> Transfers:
-    """By the number of parameters; the time is that of the link or memory alone, without gathering."""
+def transfers(config: Config, parameters: int, trained: tuple[int, int], layout: Layout, machine: Machine) -> Transfers:
+    """By the number of parameters; the time is that of the link or memory alone, without gathering.
+
+    ``trained``: how many of them have gradients, or are adapters; and how many of these are in routed experts.
+    """
     size = DTYPES[config.model.dtype].itemsize
     sent = parameters * size
-    checkpoint = parameters * (size + optimizer_bytes(config))
-    held = sum(count for count, _ in buffers(parameters, expert_parameters, layout))
+    checkpoint = trained[0] * (size + optimizer_bytes(config))
+    held = sum(count for count, _ in buffers(*trained, layout))
     served, sync = config.rollout.engine != "local", config.rollout.weight_sync
     by_handle = served and sync.method == "ipc"
     link = machine.memory_bandwidth / _HANDED_OVER if by_handle else machine.network_bandwidth

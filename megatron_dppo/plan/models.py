@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from megatron_dppo.config.lora import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
+from megatron_dppo.hf import adapter_sizes, build_hf_model, read_hf_config, stream_model
 
 # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
 _QWEN3_30B_A3B: Mapping[str, Any] = {
@@ -83,3 +84,11 @@ def parameter_counts(hf_config: Any) -> tuple[int, int]:
         model = build_hf_model(hf_config, torch.float32)
     counts = [(name, tensor.numel()) for name, tensor in stream_model(model)]
     return sum(count for _, count in counts), sum(count for name, count in counts if ".experts." in name)
+
+
+def adapter_counts(hf_config: Any, lora: LoraConfig) -> tuple[int, int]:
+    """The numbers in all adapters; and in those of routed experts."""
+    with torch.device("meta"):
+        model = build_hf_model(hf_config, torch.float32)
+    sizes = adapter_sizes({name: tuple(tensor.shape) for name, tensor in stream_model(model)}, lora)
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in name)

@@ -15,7 +15,7 @@ from megatron_dppo.plan.child import Question
 from megatron_dppo.plan.columns import Columns, columns_of
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.measured import Measured
-from megatron_dppo.plan.models import model_config, parameter_counts
+from megatron_dppo.plan.models import adapter_counts, model_config, parameter_counts
 from megatron_dppo.plan.rehearsals import Rehearsals
 from megatron_dppo.plan.rehearse import Role
 from megatron_dppo.plan.roles import roles
@@ -33,6 +33,8 @@ class Model:
     parameters: int
     expert_parameters: int
     """of these, in routed experts"""
+    trained: tuple[int, int]
+    """the same two of what has gradients: of all weights, or of the adapters"""
     note: str | None
     """where the sizes come from, if not from the folder"""
 
@@ -46,7 +48,15 @@ class Model:
         hf_config, note = model_config(config.model.path)
         shape = model_shape(hf_config)
         parameters, experts = parameter_counts(hf_config)
-        return cls(hf_config=hf_config, shape=shape, parameters=parameters, expert_parameters=experts, note=note)
+        trained = adapter_counts(hf_config, config.lora) if config.lora.rank else (parameters, experts)
+        return cls(
+            hf_config=hf_config,
+            shape=shape,
+            parameters=parameters,
+            expert_parameters=experts,
+            trained=trained,
+            note=note,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +139,7 @@ def make_plan(
     model = model or Model.of(config)
     layout = resolve_layout(config, world_size, model.shape)
     batch = batch_of(config, layout)
-    moved = transfers(config, model.parameters, model.expert_parameters, layout, machine)
+    moved = transfers(config, model.parameters, model.trained, layout, machine)
     chosen = roles(layout, model.shape.num_experts is not None, None if kinds is None else list(kinds))
     found = rehearsals.ask(
         [

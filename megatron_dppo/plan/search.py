@@ -195,5 +195,6 @@ def least_bytes(config: Config, model: Model, layout: Layout) -> int:
     """
     size = DTYPES[config.model.dtype].itemsize
     held = sum(count for count, _ in buffers(model.parameters, model.expert_parameters, layout))
-    kept = optimizer_bytes_on_device(config) * model.parameters / layout.world_size
-    return (size + gradient_bytes(config)) * held + round(kept)
+    trained = sum(count for count, _ in buffers(*model.trained, layout))
+    kept = optimizer_bytes_on_device(config) * model.trained[0] / layout.world_size
+    return size * held + gradient_bytes(config) * trained + round(kept)

@@ -25,6 +25,7 @@ from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forw
 from megatron_dppo.mcore.fp8 import row_multiple
 from megatron_dppo.mcore.head import Head, Row
 from megatron_dppo.mcore.invariant import TILE, make_batch_invariant
+from megatron_dppo.mcore.lora import Lora
 from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.moe import BalanceLosses
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
@@ -45,7 +46,8 @@ class PolicyTrainer:
         config: the whole configuration.
         hf_config: the transformers config of the model.
         weights: the initial weights, full tensors by Hugging Face name.
-        reference: the reference policy's; kept on the host and swapped in for ``logprobs(reference=True)``.
+        reference: the reference policy's; kept on the host and swapped in for ``logprobs(reference=True)``. With
+            adapters None = the model without them.
         layout: the checked layout.
         groups: its process groups.
         platform: the device of this process.
@@ -54,6 +56,7 @@ class PolicyTrainer:
 
     Attributes:
         policy_version: optimizer updates applied so far.
+        lora: the adapters, the only weights that are trained then; None = all are.
         dp_rank: this rank's index among ranks with different samples.
         optimizer: the optimizer; ``optimizer.set_step`` sets the learning rate.
         device_state: moves what it keeps on the device to the host and back, between updates.
@@ -82,11 +85,13 @@ class PolicyTrainer:
             make_batch_invariant(platform.device)
         megatron_config = transformer_config(hf_config, config.model, layout, platform, router_replay=replay != "off")
         self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
-        self.bridge = Bridge(self.models, model_shape(hf_config), tied=hf_config.tie_word_embeddings, groups=groups)
-        self._reference = None
+        shape, tied = model_shape(hf_config), bool(hf_config.tie_word_embeddings)
+        self.bridge = Bridge(self.models, shape, tied=tied, groups=groups)
+        self.lora = Lora(self.models, shape, groups, config.lora, config.run.seed) if config.lora.rank else None
+        self._as_reference = None if self.lora is None else self.lora.without
         if reference is not None:
             self.bridge.load(reference)
-            self._reference = ReferenceWeights(self.models)
+            self._as_reference = ReferenceWeights(self.models).swapped_in
         self.bridge.load(weights)
         self._chunks = wrap_for_training(
             self.models, megatron_config, config.parallel, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32
@@ -163,12 +168,12 @@ class PolicyTrainer:
         Raises:
             RuntimeError: ``reference`` without reference weights.
         """
-        if reference and self._reference is None:
+        if reference and self._as_reference is None:
             raise RuntimeError("this trainer has no reference policy: pass reference= when it is built")
         self.optimizer.finish_overlapped_gather()
         mode: ReplayMode | None = "replay" if self._replay_mode == "replay" and not reference else None
         with (
-            self._reference.swapped_in() if reference and self._reference else nullcontext(),
+            self._as_reference() if reference and self._as_reference else nullcontext(),
             self._routing(batches, mode) as plain,
         ):
             return forward_logprobs(self._chunks, plain, self._head, self._cp_group)
@@ -208,12 +213,18 @@ class PolicyTrainer:
         return found, self._replay.recorded(batches) if self._replay is not None and mode == "record" else []
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the full weights by Hugging Face name (a collective; see ``Bridge.export``).
+        """Stream the full weights by Hugging Face name, adapters merged (a collective; see ``Bridge.export``).
 
         Not to be called between ``accumulate`` and ``apply``: Megatron would then skip the next parameter gather.
         """
         self.optimizer.finish_overlapped_gather()
-        return self.bridge.export()
+        return self.bridge.export(Tensor.detach if self.lora is None else self.lora.merged)
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the adapters by PEFT's names; the same rules."""
+        assert self.lora is not None
+        self.optimizer.finish_overlapped_gather()
+        return self.lora.export()
 
     @property
     def is_last_stage(self) -> bool:
@@ -276,19 +287,9 @@ class PolicyTrainer:
     ) -> Save:
         """Write a checkpoint of this step; ``state`` is the caller's own, as JSON. See ``save_checkpoint``."""
         self.optimizer.finish_overlapped_gather()
-        state, groups = {**state, "policy_version": self.policy_version}, self.groups
-        return save_checkpoint(
-            folder,
-            step,
-            self.models,
-            self.optimizer,
-            state,
-            keep,
-            best,
-            groups=groups,
-            also=also,
-            background=background,
-        )
+        state = {**state, "policy_version": self.policy_version}
+        more: dict[str, Any] = {"groups": self.groups, "also": also, "background": background}
+        return save_checkpoint(folder, step, self.models, self.optimizer, state, keep, best, **more)
 
     def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
         """Restore a checkpoint, also one of another layout, and return the caller's state."""

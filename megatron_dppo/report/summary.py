@@ -85,6 +85,7 @@ def written_files(folder: Path) -> str:
         "curves.png": "training curves",
         "checkpoints": "Megatron checkpoints, to resume from",
         "hf": "the model as a Hugging Face folder",
+        "hf-adapter": "its adapters as a folder for PEFT",
         "samples.jsonl": "answers at each evaluation",
         "summary.json": "the numbers above",
         "config.toml": "the resolved configuration",

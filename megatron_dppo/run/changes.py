@@ -22,6 +22,8 @@ CLASSES: dict[str, Class] = {
     "run.num_steps": "results",  # the schedule of the learning rate ends there; see _is_harmless
     "run.*": "free",
     "model.*": "results",
+    "lora.alpha": "results",
+    "lora.*": "fixed",  # a checkpoint holds these adapters and no other weights
     "parallel.*": "free",  # the same curve up to rounding; what Megatron cannot reshard is refused
     "data.train": "fixed",
     "data.*": "results",

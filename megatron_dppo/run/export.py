@@ -11,6 +11,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.files.disk import require_space
 from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.run.inputs import Inputs
+from megatron_dppo.weights.adapter_folder import save_adapter
 from megatron_dppo.weights.hf_folder import save_hf_folder
 
 if TYPE_CHECKING:
@@ -18,10 +19,20 @@ if TYPE_CHECKING:
 
 
 def export_hf(trainer: PolicyTrainer, inputs: Inputs, config: Config, target: Path, dtype: torch.dtype) -> None:
-    """Write the current weights as a Hugging Face folder; a collective, each rank writes some of the files.
+    """Write the current weights, adapters merged, as a Hugging Face folder; a collective, each rank writes some files.
 
     Raises:
         DiskError: on all ranks, when it cannot be written.
     """
     agreed(lambda: require_space(target, inputs.num_parameters * dtype.itemsize, "the export"), trainer.groups.world)
     save_hf_folder(target, config.model.path, trainer.export_weights(), dtype, group=trainer.groups.world)
+
+
+def export_adapter(trainer: PolicyTrainer, config: Config, target: Path) -> None:
+    """Write the adapters as a folder for PEFT (a collective).
+
+    Raises:
+        DiskError: on all ranks, when it cannot be written.
+    """
+    base = str(Path(config.model.path).absolute())
+    save_adapter(target, trainer.export_adapters(), config.lora, base, group=trainer.groups.world)

@@ -39,6 +39,8 @@ OURS = (
     "base",
     "base.partial",
     "hf",
+    "hf-adapter",
+    "hf-adapter.partial",
     "hf.partial",
     "weights",
     "tensorboard",

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import build_hf_model, stream_model
+from megatron_dppo.hf import adapter_sizes, build_hf_model, stream_model
 
 
 def expected_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
@@ -23,6 +24,13 @@ def expected_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
 def parameter_count(hf_config: Any) -> int:
     """All weights; tied ones once."""
     return sum(torch.Size(shape).numel() for shape in expected_shapes(hf_config).values())
+
+
+def trained_count(config: Config, hf_config: Any) -> int:
+    """The numbers that training changes: all weights, or the adapters."""
+    if not config.lora.rank:
+        return parameter_count(hf_config)
+    return sum(adapter_sizes(expected_shapes(hf_config), config.lora).values())
 
 
 def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path") -> None:

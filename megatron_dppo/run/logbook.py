@@ -17,7 +17,7 @@ from megatron_dppo.rollout.collect import rollout_metrics
 from megatron_dppo.rollout.pool import PoolCounts
 from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.run.evaluation import prefixed, read_answers, reduce_over_samples
-from megatron_dppo.run.export import export_hf
+from megatron_dppo.run.export import export_adapter, export_hf
 from megatron_dppo.run.session import Session
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.types import Metric, StepResult, TrainingSample
@@ -120,10 +120,12 @@ def log(session: Session, step: int, values: dict[str, float]) -> None:
 
 
 def finish(session: Session) -> None:
-    """Export the model, draw the curves, print what changed."""
+    """Export the model and its adapters, draw the curves, print what changed."""
     config = session.config
     if config.checkpoint.export_hf:
         export_hf(session.trainer, session.inputs, config, session.folder / "hf", DTYPES[config.model.dtype])
+    if config.lora.rank:
+        export_adapter(session.trainer, config, session.folder / "hf-adapter")
     agreed(lambda: _summarize(session), session.groups.world)
 
 

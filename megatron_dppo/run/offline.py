@@ -107,7 +107,7 @@ def _give_checkpoint(
                 f"{', '.join(there) or 'none'}. Name one with --step, or a Hugging Face folder with --model"
             )
         converter.load_megatron(checkpoint)
-        _give(config, engine, hf_config, device, converter.bridge.export)
+        _give(config, engine, hf_config, device, converter.export)
     return str(checkpoint)
 
 

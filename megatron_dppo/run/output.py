@@ -10,6 +10,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files.disk import existing_parent, require_space
 from megatron_dppo.run.folder import OLD
+from megatron_dppo.run.hf_weights import trained_count
 from megatron_dppo.run.inputs import Inputs
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -49,8 +50,12 @@ def weights_bytes(config: Config, inputs: Inputs) -> int:
 
 
 def checkpoint_bytes(config: Config, inputs: Inputs) -> int:
-    """Of one checkpoint, an estimate: weights, their fp32 copy and two moments."""
-    return inputs.num_parameters * (_BYTES[config.model.dtype] + _OPTIMIZER_BYTES)
+    """Of one checkpoint, an estimate: what is trained, its fp32 copy and two moments."""
+    return _trained(config, inputs) * (_BYTES[config.model.dtype] + _OPTIMIZER_BYTES)
+
+
+def _trained(config: Config, inputs: Inputs) -> int:
+    return trained_count(config, inputs.hf_config) if config.lora.rank else inputs.num_parameters
 
 
 def space_for_save(config: Config, inputs: Inputs) -> int:
@@ -74,6 +79,7 @@ def run_bytes(config: Config, inputs: Inputs) -> int:
     total = (kept + checkpoint.keep_best) * checkpoint_bytes(config, inputs) + _LOGS
     total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
     total += weights_bytes(config, inputs) * checkpoint.export_hf
+    total += _trained(config, inputs) * _BYTES[config.model.dtype] * (config.lora.rank > 0)
     if config.rollout.engine != "local" and config.rollout.weight_sync.method == "disk":
         total += 2 * parameters * _BYTES[config.rollout.dtype]
     return total

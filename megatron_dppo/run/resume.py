@@ -44,8 +44,9 @@ class ResumePoint:
 def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     """What a checkpoint must agree with, on any layout."""
     hf_config = inputs.hf_config
+    lora = {"lora": [config.lora.rank, sorted(config.lora.target_modules)]} if config.lora.rank else {}
     identity = {
-        "model": {**vars(model_shape(hf_config)), "tied": bool(hf_config.tie_word_embeddings)},
+        "model": {**vars(model_shape(hf_config)), "tied": bool(hf_config.tie_word_embeddings), **lora},
         "seed": config.run.seed,
         "data": config.data.train,
         "prompts": inputs.train_prompts.fingerprint(),

@@ -197,7 +197,8 @@ def _trainer(config: Config, inputs: Inputs, groups: ParallelGroups, platform: P
         weights = DictWeights(stream_model(build_hf_model(inputs.hf_config, torch.float32, seed=config.run.seed)))
     reference: Any = None
     if phase == "rl" and config.needs_reference:
-        reference = FolderWeights(config.model.reference_path) if config.model.reference_path else weights
+        own = None if config.lora.rank else weights  # with adapters the base model is there
+        reference = FolderWeights(config.model.reference_path) if config.model.reference_path else own
     return PolicyTrainer(
         config=config,
         hf_config=inputs.hf_config,

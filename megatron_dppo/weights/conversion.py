@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.layout import Layout, resolve_parallel
+from megatron_dppo.config.lora import LoraConfig
 from megatron_dppo.config.schema import ModelConfig, ParallelConfig
 from megatron_dppo.data.packing import RowShape, pack
 from megatron_dppo.data.samples import to_training_sample
@@ -38,6 +39,8 @@ class Converter:
     models: list[Any]
     bridge: Any
     groups: Any
+    lora: Any = None
+    """the adapters of the checkpoint that was read"""
 
     def load_hf(self) -> None:
         """Take the weights of the Hugging Face folder."""
@@ -57,23 +60,34 @@ class Converter:
         """Take the weights of a ``torch_dist`` checkpoint, converted or written in training, of any layout.
 
         Its files are compared with its manifest; one that has none (of another program) is read after a word on stderr.
+        One that holds adapters alone goes on the weights of the Hugging Face folder.
         """
         from megatron_dppo.mcore.checkpoint import load_model
+        from megatron_dppo.mcore.lora import Lora
 
+        config = _lora_of(checkpoint)
+        if config.rank:
+            self.load_hf()
+            self.lora = Lora(self.models, model_shape(self.hf_config), self.groups, config, seed=0)
         note = load_model(checkpoint, self.models, groups=self.groups)
         if note and dist.get_rank() == 0:
             print(f"note: {note}", file=sys.stderr)
 
     def save_hf(self, target: Path, dtype: torch.dtype) -> None:
         """Stream the weights to a Hugging Face folder; each rank writes some of its files."""
-        save_hf_folder(target, self.hf_folder, self.bridge.export(), dtype, group=dist.group.WORLD)
+        save_hf_folder(target, self.hf_folder, self.export(), dtype, group=dist.group.WORLD)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the full weights by Hugging Face name, adapters merged (a collective)."""
+        exported: Iterator[tuple[str, Tensor]] = self.bridge.export(*([] if self.lora is None else [self.lora.merged]))
+        return exported
 
     def problems(self) -> list[str]:
         """Differences between the model's weights and the Hugging Face folder: names, shapes, dtypes, every bit."""
         source = FolderWeights(self.hf_folder)
         expected, found = source.names(), set()
         result = []
-        for name, tensor in self.bridge.export():
+        for name, tensor in self.export():
             found.add(name)
             if name not in expected:
                 result.append(f"{name} is not in {self.hf_folder}")
@@ -107,6 +121,14 @@ class Converter:
             error = error.to(device)
             dist.all_reduce(error, dist.ReduceOp.MAX)
         return float(error)
+
+
+def _lora_of(checkpoint: Path) -> LoraConfig:
+    """The adapters of a checkpoint that training wrote; rank 0 for any other."""
+    file = checkpoint / "state.json"
+    if not file.is_file():
+        return LoraConfig()
+    return LoraConfig(**json.loads(file.read_text()).get("config", {}).get("lora", {}))
 
 
 def _transformers_logprobs(folder: Path, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -243,20 +243,36 @@ def test_the_key_value_cache_of_the_30b_example() -> None:
 def test_sync_and_checkpoint_bytes() -> None:
     config, model = big(), Model.of(big())
     layout, experts = layout_of(config, 32), model.expert_parameters
-    found = transfers(config, PARAMETERS, experts, layout, H100)
+    found = transfers(config, PARAMETERS, (PARAMETERS, experts), layout, H100)
     assert (found.sync, found.checkpoint, found.sync_buffer) == (2 * PARAMETERS, 14 * PARAMETERS, 2 * GIB)
     assert found.sync_host == 0
     delta = big("--rollout.weight_sync.method", "tensor", "--rollout.weight_sync.delta", "true")
-    assert transfers(delta, PARAMETERS, experts, layout, H100).sync_host == 2 * PARAMETERS
+    assert transfers(delta, PARAMETERS, (PARAMETERS, experts), layout, H100).sync_host == 2 * PARAMETERS
     assert found.save_host == 14 * PARAMETERS // 32  # copied, to be written in the background
     assert found.sync_seconds == pytest.approx(2 * PARAMETERS / (0.7 * 50e9)) and not found.sync_by_handle
     shared = big("--rollout.servers.colocated", "true", "--rollout.weight_sync.method", "ipc")
-    handed = transfers(shared, PARAMETERS, experts, layout, H100)
+    handed = transfers(shared, PARAMETERS, (PARAMETERS, experts), layout, H100)
     assert handed.sync_seconds == pytest.approx(4 * 2 * PARAMETERS / (0.7 * 3.35e12)) and handed.sync_by_handle
     at_once = big("--checkpoint.async_save", "false")
-    assert transfers(at_once, PARAMETERS, experts, layout, H100).save_host == 4 * (
+    assert transfers(at_once, PARAMETERS, (PARAMETERS, experts), layout, H100).save_host == 4 * (
         (PARAMETERS - experts) // 2 + experts // 8
     )
+
+
+def test_adapters_alone_have_gradients_and_optimizer() -> None:
+    """The 30B: per layer q [4096], k and v [512], o from 4096, and 128 experts of 768, all of width 2048."""
+    config = big("--lora.rank", "32")
+    model = Model.of(config)
+    experts = 48 * 128 * 3 * 32 * (768 + 2048)
+    attention = 48 * 32 * (2 * (4096 + 2048) + 2 * (512 + 2048))
+    assert model.trained == (attention + experts, experts)
+    layout = layout_of(config, 32)
+    found = transfers(config, model.parameters, model.trained, layout, H100)
+    assert (found.sync, found.checkpoint) == (2 * PARAMETERS, 14 * (attention + experts))
+    dense = PARAMETERS - model.expert_parameters
+    adapters = 4 * (attention / 2 + experts / 8) + 12 * (attention + experts) / 32
+    expected = 2 * (dense / 2 + model.expert_parameters / 8) + adapters
+    assert least_bytes(config, model, layout) == pytest.approx(expected, abs=100)
 
 
 def test_the_batch_arithmetic() -> None:

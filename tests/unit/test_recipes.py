@@ -24,12 +24,13 @@ EXAMPLES = ROOT / "examples"
 PAPER = EXAMPLES / "paper"
 STATED = re.compile(r"^# Planned on (\d+) x (\w+)\.$", re.M)
 
-# arXiv 2602.04879, table 1 and appendix E, column by column; the fifth one, with LoRA, has no file yet.
+# arXiv 2602.04879, table 1 and appendix E, column by column.
 TABLE = {
     "moe_base": ("Qwen3-30B-A3B-Base", 1024, 16384, 256, 32, 16, 1e-6, 5, "off"),
     "moe_base_r3": ("Qwen3-30B-A3B-Base", 1024, 16384, 256, 32, 16, 1e-6, 5, "rollout"),
     "moe_thinking": ("Qwen3-30B-A3B", 1024, 16384, 256, 32, 16, 1e-6, 5, "off"),
     "dense_base": ("Qwen3-8B-Base", 1024, 8000, 128, 32, 8, 1e-6, 10, "off"),
+    "moe_base_lora": ("Qwen3-30B-A3B-Base", 1024, 8000, 128, 16, 8, 1e-5, 10, "off"),
 }
 
 
@@ -38,7 +39,11 @@ def test_the_recipes_are_the_papers_columns() -> None:
     for file in PAPER.glob("*.toml"):
         config = load_config(file)
         rollout, train = config.rollout, config.train
-        assert (rollout.temperature, config.loss.name, config.loss.thresholds) == (1.0, "dppo_binary_tv", (0.2, 0.2))
+        adapters = file.stem == "moe_base_lora"
+        threshold = 0.15 if adapters else 0.2
+        assert (config.lora.rank, config.lora.alpha) == ((32, 64.0) if adapters else (0, None))
+        assert (rollout.temperature, config.loss.name) == (1.0, "dppo_binary_tv")
+        assert config.loss.thresholds == (threshold, threshold)
         assert (config.loss.ratio_cap, train.advantage, train.epochs, train.max_staleness) == (5.0, "mean", 1, 0)
         evaluation = config.eval
         assert (evaluation.samples_per_prompt, evaluation.temperature, evaluation.top_p) == (32, 0.7, 0.95)
