@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.fp8 import check_fp8, row_multiple
+from megatron_dppo.mcore.compat import apply_shims
 from megatron_dppo.platform import Platform
 
 CPU, GPU = Platform(torch.device("cpu"), "gloo"), Platform(torch.device("cuda", 0), "nccl")
@@ -45,6 +45,9 @@ def test_it_is_refused_by_name_where_it_cannot_be(
     message: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    apply_shims(CPU)
+    from megatron_dppo.mcore.fp8 import check_fp8
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if message is None:
         check_fp8(fields, dtype, platform, transformer_engine=engine)
@@ -54,6 +57,9 @@ def test_it_is_refused_by_name_where_it_cannot_be(
 
 
 def test_rows_are_whole_tiles() -> None:
+    apply_shims(CPU)
+    from megatron_dppo.mcore.fp8 import row_multiple
+
     assert row_multiple({}) == row_multiple({"moe_z_loss_coeff": 0.1}) == 1
     assert row_multiple(HYBRID) == row_multiple(HYBRID | {"fp8_recipe": "tensorwise"}) == 16
     assert row_multiple(HYBRID | {"fp8_recipe": "mxfp8"}) == 32

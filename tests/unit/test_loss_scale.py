@@ -7,10 +7,13 @@ import torch
 
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.mcore.compat import apply_shims
+from megatron_dppo.platform import Platform
 from tests.unit import configs
 
 
 def test_overflows_halve_it_and_a_window_without_one_doubles_it() -> None:
+    apply_shims(Platform.detect(force_cpu=True))
     from megatron_dppo.mcore.loss_scale import LossScale
 
     settings = OptimizerConfig(lr=1e-3, initial_loss_scale=8.0, min_loss_scale=2.0, loss_scale_window=3, hysteresis=2)
