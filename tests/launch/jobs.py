@@ -56,8 +56,11 @@ class Job:
     def until(self, text: str, timeout: float = 120, *, times: int = 1) -> None:
         """Wait until the job has printed a text so many times."""
         end = time.monotonic() + timeout
-        while self.output.count(text) < times:
-            assert self.state in ("PENDING", "CONFIGURING", "RUNNING"), f"{self.state} without {text!r}:\n{self.output}"
+        while True:
+            state = self.state  # before the output: a job that ends has printed all that it will
+            if self.output.count(text) >= times:
+                return
+            assert state in ("PENDING", "CONFIGURING", "RUNNING"), f"{state} without {text!r}:\n{self.output}"
             assert time.monotonic() < end, f"no {text!r}:\n{self.output}"
             time.sleep(0.2)
 
