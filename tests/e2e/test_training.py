@@ -76,7 +76,13 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(short_run: list[str], tmp
 def test_epochs_at_learning_rate_zero_change_no_weight(short_run: list[str], base_model: Path, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) for n in range(6)]
     (tmp_path / "six.jsonl").write_text("\n".join(rows))
-    more = flags(run__num_steps="null", run__num_epochs=2, data__train=tmp_path / "six.jsonl", optimizer__lr=0)
+    more = flags(
+        run__num_steps="null",
+        run__num_epochs=2,
+        data__train=tmp_path / "six.jsonl",
+        optimizer__lr=0,
+        optimizer__min_lr=0,
+    )
     result = train([*short_run, *more])
     assert result.returncode == 0, result.stdout + result.stderr
     steps = records(tmp_path / "run")[1:]
@@ -87,12 +93,13 @@ def test_epochs_at_learning_rate_zero_change_no_weight(short_run: list[str], bas
 
 
 def test_fp16_lowers_its_loss_scale_until_nothing_overflows(short_run: list[str], tmp_path: Path) -> None:
-    more = flags(model__dtype="fp16", rollout__dtype="fp16", run__num_steps=3, optimizer__initial_loss_scale=4096)
+    first = 2**18
+    more = flags(model__dtype="fp16", rollout__dtype="fp16", run__num_steps=6, optimizer__initial_loss_scale=first)
     result = train([*short_run, *more])
     assert result.returncode == 0, result.stdout + result.stderr
     steps = records(tmp_path / "run")[1:]
     skipped = [step["train/skipped_updates"] for step in steps]
     assert skipped[0] > 0 and skipped[-1] == 0, skipped
-    assert steps[-1]["train/loss_scale"] == 4096 / 2 ** sum(skipped)
+    assert steps[-1]["train/loss_scale"] == first / 2 ** sum(skipped)
     assert steps[-1]["train/policy_version"] == 2 * len(steps) - sum(skipped), "every other update was applied"
     assert all(step["train/abs_prob_diff_first"] < 2e-3 for step in steps)
