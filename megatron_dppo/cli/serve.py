@@ -41,12 +41,14 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         UserError: a wrong configuration, a server that does not start, or not again after it has died.
     """
     from megatron_dppo.config.io import load_config
-    from megatron_dppo.run.preflight import check_flags
     from megatron_dppo.serving.command import check_engine, plan_servers
     from megatron_dppo.serving.gpus import visible_gpus
 
     config = load_config(options.config, overrides)
-    check_flags(config)
+    if config.model.transformer:  # else without torch, which takes seconds to import
+        from megatron_dppo.run.preflight import check_flags
+
+        check_flags(config)
     if options.print_mode:
         print(_mode(config))
         return 0
