@@ -152,6 +152,13 @@ def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
                 yield f"{match[1]}.{e}.up_proj.weight", up
 
 
+def weight_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
+    """Every weight of a model of this configuration, by its name on disk; nothing is allocated."""
+    with torch.device("meta"):
+        model = build_hf_model(hf_config, torch.float32)
+    return {name: tuple(tensor.shape) for name, tensor in stream_model(model)}
+
+
 def adapter_sizes(shapes: Mapping[str, Sequence[int]], lora: LoraConfig) -> dict[str, int]:
     """The numbers in A and B together of each weight that gets them, of all weights by their names on disk."""
     matrices = {name: shape for name, shape in shapes.items() if name.endswith(".weight")}

@@ -27,11 +27,8 @@ class LossScale(MegatronGradScaler):
 
     def __init__(self, settings: OptimizerConfig, device: torch.device) -> None:
         self._scale = torch.tensor([settings.initial_loss_scale], dtype=torch.float, device=device)
-        self._lowest, self._window, self._patience = (
-            settings.min_loss_scale,
-            settings.loss_scale_window,
-            settings.hysteresis,
-        )
+        self._lowest, self._window = settings.min_loss_scale, settings.loss_scale_window
+        self._patience = settings.hysteresis
         self._without, self._left = 0, settings.hysteresis
 
     @property

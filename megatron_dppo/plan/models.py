@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_dppo.config.lora import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import adapter_sizes, build_hf_model, read_hf_config, stream_model
+from megatron_dppo.hf import adapter_sizes, read_hf_config, weight_shapes
 
 # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
 _QWEN3_30B_A3B: Mapping[str, Any] = {
@@ -80,15 +79,15 @@ def model_config(path: str) -> tuple[Any, str | None]:
 
 def parameter_counts(hf_config: Any) -> tuple[int, int]:
     """All weights of the model, tied ones once; and those of its routed experts."""
-    with torch.device("meta"):
-        model = build_hf_model(hf_config, torch.float32)
-    counts = [(name, tensor.numel()) for name, tensor in stream_model(model)]
-    return sum(count for _, count in counts), sum(count for name, count in counts if ".experts." in name)
+    counts = {name: math.prod(shape) for name, shape in weight_shapes(hf_config).items()}
+    return sum(counts.values()), _of_experts(counts)
 
 
 def adapter_counts(hf_config: Any, lora: LoraConfig) -> tuple[int, int]:
     """The numbers in all adapters; and in those of routed experts."""
-    with torch.device("meta"):
-        model = build_hf_model(hf_config, torch.float32)
-    sizes = adapter_sizes({name: tuple(tensor.shape) for name, tensor in stream_model(model)}, lora)
-    return sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in name)
+    sizes = adapter_sizes(weight_shapes(hf_config), lora)
+    return sum(sizes.values()), _of_experts(sizes)
+
+
+def _of_experts(counts: Mapping[str, int]) -> int:
+    return sum(count for name, count in counts.items() if ".experts." in name)

@@ -16,6 +16,7 @@ from megatron_dppo.rewards.code_tests import Assertions, Call, Lines, Test, read
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.sandbox import Limits, Run, Sandbox, SandboxError, interpreter, probe
 from megatron_dppo.rewards.sandboxed import harness
+from megatron_dppo.rewards.thinking import after_thinking
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3")
@@ -79,7 +80,7 @@ class Code:
 
 def last_block(completion: str) -> str | None:
     """The last closed fenced block of Python after the thinking; None when there is none."""
-    blocks = _FENCE.findall(completion.rsplit("</think>", 1)[-1])
+    blocks = _FENCE.findall(after_thinking(completion))
     fitting = [code for language, code in blocks if language.lower() in _PYTHON]
     return fitting[-1] if fitting else None
 

@@ -12,7 +12,7 @@ from megatron_dppo.config.reward_options import JudgeOptions
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.http import BadAnswer, ScoringServers
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.reward_model import after_thinking
+from megatron_dppo.rewards.thinking import after_thinking
 
 _PLACES = re.compile(r"\{(prompt|completion|label)\}")
 
@@ -43,7 +43,7 @@ class Judge:
 
     def question(self, item: RewardItem) -> str:
         """The template with the sample in it; braces in the sample are text."""
-        completion = after_thinking(item.completion) if self._options.after_thinking else item.completion
+        completion = after_thinking(item.completion).lstrip() if self._options.after_thinking else item.completion
         if self._options.markers:
             completion = between_markers(completion)
         values = {"prompt": asked_text(item), "completion": completion, "label": item.label}
@@ -74,7 +74,7 @@ class Judge:
         Raises:
             BadAnswer: it has none, or one outside the limits.
         """
-        options, answer = self._options, after_thinking(answer)
+        options, answer = self._options, after_thinking(answer).lstrip()
         found = list(re.finditer(options.pattern, answer) if options.pattern else self._words.finditer(answer))
         if not found or found[-1][found[-1].re.groups] is None:
             raise BadAnswer(f"the judge's answer has no score: ...{answer[-200:]!r}")

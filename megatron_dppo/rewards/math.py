@@ -16,6 +16,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_dppo.rewards.thinking import after_thinking
+
 _BOXED = "\\boxed{"
 _ANSWER_LINE = re.compile(r"^\s*\**answer\s*:\**\s*(.+?)\s*$", re.IGNORECASE | re.MULTILINE)
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
@@ -32,7 +34,7 @@ def extract_answer(text: str) -> str | None:
     Returns None when there is none, when the last box is not closed, or when the braces of the ``Answer:`` line do not
     match (such a line could close the box that math-verify gets it in, and hide the rest of itself).
     """
-    text = text.rsplit("</think>", 1)[-1]
+    text = after_thinking(text)
     start = text.rfind(_BOXED)
     if start >= 0:
         return _balanced(text, start + len(_BOXED))

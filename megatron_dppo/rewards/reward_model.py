@@ -11,6 +11,7 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.batches import Batches
 from megatron_dppo.rewards.http import BadAnswer, ScoringServers
 from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo.rewards.thinking import after_thinking
 
 
 class RewardModel:
@@ -36,7 +37,7 @@ class RewardModel:
 
     def _question(self, item: RewardItem) -> Any:
         """Two texts, one text, or token ids."""
-        completion = after_thinking(item.completion) if self._options.after_thinking else item.completion
+        completion = after_thinking(item.completion).lstrip() if self._options.after_thinking else item.completion
         if self._options.endpoint == "vllm_score":
             return item.prompt, completion
         if self._tokenizer is None:
@@ -72,11 +73,6 @@ class RewardModel:
             largest = max(row)
             return math.exp(logit - largest) / sum(math.exp(x - largest) for x in row)
         return logit
-
-
-def after_thinking(text: str) -> str:
-    """What follows the last ``</think>``."""
-    return text.rsplit("</think>", 1)[-1].lstrip()
 
 
 def _last_row(row: Any) -> list[Any]:

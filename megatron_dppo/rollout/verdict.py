@@ -43,12 +43,12 @@ class Tolerance:
 TOLERANCES = {
     # Two programs that add up in another order differ by some 1e-6 a token; large models add longer sums.
     "fp32": Tolerance(mean=3e-5, largest=1e-4, probability=3e-5, odds=3e-4, unexplained=3e-4, routes=0.02, topk=3e-4),
-    # 8 bits of mantissa: 0.4 % of each logit. A token near the border of two experts may go to the other one, which
-    # moves its log-probability by any amount; so no single token is looked at.
     # 11 bits: an eighth of bf16's rounding, and as much room for tokens that go to another expert as half of bf16's.
     "fp16": Tolerance(
         mean=0.25, largest=float("inf"), probability=0.05, odds=0.2, unexplained=0.015, routes=0.2, topk=0.3
     ),
+    # 8 bits of mantissa: 0.4 % of each logit. A token near the border of two experts may go to the other one, which
+    # moves its log-probability by any amount; so no single token is looked at.
     "bf16": Tolerance(
         mean=0.5, largest=float("inf"), probability=0.1, odds=0.4, unexplained=0.03, routes=0.4, topk=0.6
     ),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.report.metrics import reduce_metrics
@@ -16,6 +14,7 @@ from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rollout.collect import score_completions
 from megatron_dppo.run.eval_scores import eval_params, metrics_by_set
 from megatron_dppo.run.offline import Offline
+from megatron_dppo.run.sampling import sampling_params, sampling_seed
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 
 _TOGETHER = 1024
@@ -73,12 +72,14 @@ def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> 
     """
     prompts = offline.prompts.read(source, "train", "prompts", in_order=True)
     assert prompts is not None
-    n, scorer = offline.config.rollout.samples_per_prompt, build_scorer(offline.config) if scored else None
+    config, rollout = offline.config, offline.config.rollout
+    n, scorer = rollout.samples_per_prompt, build_scorer(config) if scored else None
     part = max(1, _TOGETHER // n)
     try:
         for start in range(0, len(prompts), part):
             asked = [prompts[i] for i in range(start, min(start + part, len(prompts)))]
-            completions = _sampled(offline, asked, n, _params(offline.config, start))
+            params = sampling_params(rollout, rollout.max_new_tokens, sampling_seed(config, "generate", start, 0))
+            completions = _sampled(offline, asked, n, params)
             if scorer is None:
                 yield from (_row(asked[i // n], completion, {}) for i, completion in enumerate(completions))
             else:
@@ -101,19 +102,6 @@ def write_lines(file: Path, lines: Iterable[str]) -> int:
             target.write(line + "\n")
             count += 1
     return count
-
-
-def _params(config: Config, start: int) -> SamplingParams:
-    """How ``[rollout]`` says that answers to the prompts from ``start`` on are sampled."""
-    rollout = config.rollout
-    return SamplingParams(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        seed=random.Random(f"{config.run.seed}/generate/{start}").getrandbits(31),
-    )
 
 
 def _sampled(offline: Offline, prompts: Sequence[Prompt], n: int, params: SamplingParams) -> list[Completion]:

@@ -7,20 +7,13 @@ from math import comb
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rewards.math import extract_answer
+from megatron_dppo.run.sampling import sampling_params
 from megatron_dppo.types import Metric, Rollout, RolloutGroup, SamplingParams
 
 
 def eval_params(config: Config) -> SamplingParams:
     """How ``[eval]`` says that answers are sampled."""
-    settings = config.eval
-    return SamplingParams(
-        max_new_tokens=config.eval_max_new_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        seed=config.run.seed,
-    )
+    return sampling_params(config.eval, config.eval_max_new_tokens, config.run.seed)
 
 
 def metrics_by_set(

@@ -9,28 +9,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import adapter_sizes, build_hf_model, stream_model
-
-
-def expected_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
-    """Every weight of a model of this configuration, by its name on disk; nothing is allocated."""
-    with torch.device("meta"):
-        model = build_hf_model(hf_config, torch.float32)
-    return {name: tuple(tensor.shape) for name, tensor in stream_model(model)}
+from megatron_dppo.hf import weight_shapes
 
 
 def parameter_count(hf_config: Any) -> int:
     """All weights; tied ones once."""
-    return sum(torch.Size(shape).numel() for shape in expected_shapes(hf_config).values())
-
-
-def trained_count(config: Config, hf_config: Any) -> int:
-    """The numbers that training changes: all weights, or the adapters."""
-    if not config.lora.rank:
-        return parameter_count(hf_config)
-    return sum(adapter_sizes(expected_shapes(hf_config), config.lora).values())
+    return sum(torch.Size(shape).numel() for shape in weight_shapes(hf_config).values())
 
 
 def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path") -> None:
@@ -63,7 +48,7 @@ def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path")
                 found |= {weight: tuple(handle.get_slice(weight).get_shape()) for weight in handle.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{folder / name} is not a readable safetensors file: {error}") from error
-    expected = expected_shapes(hf_config)
+    expected = weight_shapes(hf_config)
     missing = [name for name in expected if name not in found]
     other = [name for name in expected if name in found and found[name] != expected[name]]
     if missing or other:

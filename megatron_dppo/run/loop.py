@@ -18,9 +18,9 @@ from megatron_dppo.run.advantages import group_advantages, kl_metrics, refined_a
 from megatron_dppo.run.evaluation import evaluate, finish_evaluation, reduce_over_samples
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
 from megatron_dppo.run.logbook import finish, log, step_metrics
+from megatron_dppo.run.sampling import sampling_seed
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.session_state import begin, finish_save, save_session
-from megatron_dppo.run.stream.asking import sampling_seed
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.supervision.processes import no_orphans, stop_when_torchrun_dies
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal

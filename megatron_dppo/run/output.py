@@ -9,11 +9,11 @@ from pathlib import Path
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files.disk import existing_parent, require_space
+from megatron_dppo.hf import adapter_sizes, weight_shapes
+from megatron_dppo.platform import DTYPES
 from megatron_dppo.run.folder import OLD
-from megatron_dppo.run.hf_weights import trained_count
 from megatron_dppo.run.inputs import Inputs
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OPTIMIZER_BYTES = 12
 """a parameter's fp32 copy and Adam's two moments in a checkpoint"""
 _LOGS = 10_000_000
@@ -46,16 +46,19 @@ def _why_not(folder: Path) -> str | None:
 
 def weights_bytes(config: Config, inputs: Inputs) -> int:
     """Of the weights alone, in the dtype of training."""
-    return inputs.num_parameters * _BYTES[config.model.dtype]
+    return inputs.num_parameters * DTYPES[config.model.dtype].itemsize
 
 
 def checkpoint_bytes(config: Config, inputs: Inputs) -> int:
     """Of one checkpoint, an estimate: what is trained, its fp32 copy and two moments."""
-    return _trained(config, inputs) * (_BYTES[config.model.dtype] + _OPTIMIZER_BYTES)
+    return _trained(config, inputs) * (DTYPES[config.model.dtype].itemsize + _OPTIMIZER_BYTES)
 
 
 def _trained(config: Config, inputs: Inputs) -> int:
-    return trained_count(config, inputs.hf_config) if config.lora.rank else inputs.num_parameters
+    """The numbers that training changes."""
+    if not config.lora.rank:
+        return inputs.num_parameters
+    return sum(adapter_sizes(weight_shapes(inputs.hf_config), config.lora).values())
 
 
 def space_for_save(config: Config, inputs: Inputs) -> int:
@@ -79,9 +82,9 @@ def run_bytes(config: Config, inputs: Inputs) -> int:
     total = (kept + checkpoint.keep_best) * checkpoint_bytes(config, inputs) + _LOGS
     total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
     total += weights_bytes(config, inputs) * checkpoint.export_hf
-    total += _trained(config, inputs) * _BYTES[config.model.dtype] * (config.lora.rank > 0)
+    total += _trained(config, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
     if config.rollout.engine != "local" and config.rollout.weight_sync.method == "disk":
-        total += 2 * parameters * _BYTES[config.rollout.dtype]
+        total += 2 * parameters * DTYPES[config.rollout.dtype].itemsize
     return total
 
 

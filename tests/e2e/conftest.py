@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import flags, train
+from tests.e2e.runs import flags, from_base, train
 
 
 @pytest.fixture(scope="session")
@@ -29,12 +29,10 @@ def base_model(base_run: Path) -> Path:
 @pytest.fixture
 def short_run(base_model: Path, tmp_path: Path) -> list[str]:
     """Arguments of a small run from the warmed-up model, in ``tmp_path / "run"``."""
-    return flags(
+    return from_base(
+        base_model,
         run__output_dir=tmp_path / "run",
         run__num_steps=2,
-        model__path=base_model,
-        model__random_init="false",
-        warmup__num_steps=0,
         rollout__prompts_per_step=4,
         rollout__samples_per_prompt=4,
         eval__max_prompts=8,

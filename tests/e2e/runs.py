@@ -47,6 +47,11 @@ def flags(**values: Any) -> list[str]:
     return [part for key, value in values.items() for part in (f"--{key.replace('__', '.')}", str(value))]
 
 
+def from_base(base_model: Path, **more: Any) -> list[str]:
+    """``flags`` of a run from the warmed-up model."""
+    return flags(model__path=base_model, model__random_init="false", warmup__num_steps=0, **more)
+
+
 def records(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

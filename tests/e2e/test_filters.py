@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.runs import flags, records, step_records, train
+from tests.e2e.runs import flags, from_base, records, step_records, train
 from tests.e2e.test_losses import SAME_WEIGHTS
 from tests.e2e.test_resume import assert_same_run, kill_all, start, wait_for
 
@@ -38,11 +38,9 @@ def test_on_policy_the_mean_ratio_is_one(short_run: list[str], tmp_path: Path, p
 def test_killed_with_partial_rollouts_in_the_checkpoint_and_resumed_equals_uninterrupted(
     base_model: Path, tmp_path: Path
 ) -> None:
-    arguments = flags(
+    arguments = from_base(
+        base_model,
         run__num_steps=4,
-        model__path=base_model,
-        model__random_init="false",
-        warmup__num_steps=0,
         rollout__prompts_per_step=4,
         rollout__samples_per_prompt=4,
         rollout__oversample=1.5,

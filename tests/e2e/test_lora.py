@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dppo.hf import FolderWeights
-from tests.e2e.runs import ROOT, environment, flags, step_records, train, without_timings
+from tests.e2e.runs import ROOT, environment, flags, from_base, step_records, train, without_timings
 
 pytestmark = pytest.mark.e2e
 RANK, ALPHA = 4, 16.0
@@ -22,11 +22,9 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def run_flags(base_model: Path) -> list[str]:
-    return flags(
+    return from_base(
+        base_model,
         run__num_steps=STEPS,
-        model__path=base_model,
-        model__random_init="false",
-        warmup__num_steps=0,
         lora__rank=RANK,
         lora__alpha=ALPHA,
         rollout__prompts_per_step=4,

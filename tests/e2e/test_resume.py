@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_dppo.hf import FolderWeights
-from tests.e2e.runs import command, environment, flags, train, without_timings
+from tests.e2e.runs import command, environment, flags, from_base, train, without_timings
 
 pytestmark = pytest.mark.e2e
 
@@ -22,11 +22,9 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def run_flags(base_model: Path) -> list[str]:
-    return flags(
+    return from_base(
+        base_model,
         run__num_steps=STEPS,
-        model__path=base_model,
-        model__random_init="false",
-        warmup__num_steps=0,
         rollout__prompts_per_step=4,
         rollout__samples_per_prompt=4,
         eval__max_prompts=16,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.types import LeftOut
-from tests.e2e.runs import flags, records, train, without_timings
+from tests.e2e.runs import flags, from_base, records, train, without_timings
 from tests.e2e.test_resume import assert_same_run, kill_all, start, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -19,11 +19,9 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def run_flags(base_model: Path) -> list[str]:
-    return flags(
+    return from_base(
+        base_model,
         run__num_steps=STEPS,
-        model__path=base_model,
-        model__random_init="false",
-        warmup__num_steps=0,
         rollout__prompts_per_step=4,
         rollout__samples_per_prompt=8,
         rollout__dynamic_sampling="true",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.engine import GroupRequest, RolloutEngine
+from megatron_dppo.run.sampling import sampling_params, sampling_seed
 from megatron_dppo.run.stream.draw import Draw, Place, Scoring
 from megatron_dppo.types import Prompt, SamplingParams
 
@@ -93,17 +93,14 @@ class Asking:
             return Draw(step, sampled_at, places)
         rollout = self._config.rollout
         prompts = [self._prompts[place.position] for place in places]
-        params = SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
+        params = sampling_params(
+            rollout,
+            rollout.max_new_tokens,
+            sampling_seed(self._config, purpose, step, self._dp_rank),
             kept_sets=rollout.filters,
             topk_logprobs=self._config.loss.topk if self._config.loss.is_topk else 0,
             routed_experts=self._config.needs_engine_routing,
             router_weights=self._config.needs_engine_routing and self._config.train.router_replay_weights,
-            seed=sampling_seed(self._config, purpose, step, self._dp_rank),
         )
         sampled = self._engine.submit(
             [
@@ -122,15 +119,3 @@ class Asking:
 def oversampled(count: int, factor: float) -> int:
     """``count * factor`` rounded up, but for what is only the error of a product in binary (100 * 1.1)."""
     return math.ceil(round(count * factor, 6))
-
-
-def sampling_seed(config: Config, purpose: str, step: int, dp_rank: int) -> int:
-    """A seed for a step and a data-parallel rank, a function of the configuration alone (so that resume is exact).
-
-    Args:
-        config: of the run.
-        purpose: different draws of one step have different names.
-        step: the rollout step.
-        dp_rank: data-parallel rank.
-    """
-    return random.Random(f"{config.run.seed}/{purpose}/{step}/{dp_rank}").getrandbits(31)
