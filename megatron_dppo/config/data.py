@@ -170,6 +170,11 @@ class RolloutConfig(Section):
                 "GPU. Set it to 'ipc' (the servers open the trainer's memory), or to 'disk' (weight_sync.folder in "
                 "/dev/shm keeps it in memory)"
             )
+        if self.servers.colocated and self.weight_sync.method == "adapter":
+            raise ValueError(
+                "servers.colocated = true with weight_sync.method = 'adapter': servers that release their memory lose "
+                "the base model, which is not sent again. Set it to 'ipc' or 'disk'"
+            )
         if self.weight_sync.delta and self.engine != "sglang":
             raise ValueError(
                 f"weight_sync.delta = true with engine = {self.engine!r}: vLLM loads each layer into fresh memory and "

@@ -56,11 +56,15 @@ _PASSES_BY = {
 
 
 def check_lora(config: Config) -> None:
-    """Whether the other sections fit adapters.
+    """Whether the other sections fit adapters, or to be without.
 
     Raises:
         ValueError: one does not, with what to change.
     """
+    if config.rollout.weight_sync.method == "adapter":
+        _check_adapter_sync(config)
+    if not config.lora.rank:
+        return
     if config.warmup.num_steps:
         raise ValueError(
             f"lora.rank = {config.lora.rank} with warmup.num_steps = {config.warmup.num_steps}: the warm-up trains all "
@@ -72,3 +76,16 @@ def check_lora(config: Config) -> None:
                 f"lora.rank = {config.lora.rank} with model.transformer.{key} = "
                 f"{config.model.transformer[key]!r}: {reason}. Leave it out"
             )
+
+
+def _check_adapter_sync(config: Config) -> None:
+    if not config.lora.rank:
+        raise ValueError(
+            "rollout.weight_sync.method = 'adapter' with lora.rank = 0: there is no adapter to send. Set lora.rank, or "
+            "the method to 'distributed' or 'disk'"
+        )
+    if config.model.random_init:
+        raise ValueError(
+            "rollout.weight_sync.method = 'adapter' with model.random_init = true: the servers read the base model "
+            "from model.path themselves, so its weights have to be there"
+        )

@@ -180,8 +180,7 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _lora_fits(self) -> Config:
-        if self.lora.rank:
-            check_lora(self)
+        check_lora(self)
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
 
-WeightSyncMethod = Literal["distributed", "ipc", "disk", "tensor"]
+WeightSyncMethod = Literal["distributed", "ipc", "disk", "tensor", "adapter"]
 
 
 class ServersConfig(Section):
@@ -63,7 +63,8 @@ class WeightSyncConfig(Section):
     method: WeightSyncMethod = "distributed"
     """``distributed``: broadcast over NCCL, or gloo without GPUs; ``ipc``: servers open the trainer's memory, on its
     GPUs (``servers.colocated``) or its CPU; ``disk``: a folder that trainer and servers share; ``tensor``: by value
-    over HTTP, for small models on one machine."""
+    over HTTP, for small models on one machine; ``adapter``: only the adapters of ``[lora]``, in such a folder, which
+    the servers add to the base model that they started with (``docs/lora.md``)."""
     bucket_megabytes: int = Field(512, gt=0)
     """Weights that are sent together; a tensor that is larger goes alone. Rank 0 holds two of them, with ``ipc`` each
     rank on a server's GPU."""
@@ -73,9 +74,10 @@ class WeightSyncConfig(Section):
     """Send by ``tensor`` only the bytes that changed since the version before, to the SGLang servers that are proved to
     have exactly that one. Rank 0 keeps a copy of the weights in the host's memory (``docs/engines.md``)."""
     folder: str | None = None
-    """Where ``disk`` writes; None = ``weights`` in run.output_dir."""
+    """Where ``disk`` and ``adapter`` write; None = ``weights`` in run.output_dir."""
     checksum_every: int = Field(1, ge=0)
-    """Syncs between proofs that each server holds what it was sent, tensor by tensor; 0 = never."""
+    """Syncs between proofs that each server holds what it was sent, tensor by tensor; 0 = never. With ``adapter``
+    once for each server: that it has the base model."""
     probe_every: int = Field(1, ge=0)
     """Syncs between probes, in which the trainer recomputes a response's log-probabilities; 0 = only the first one."""
     timeout_seconds: float = Field(300.0, gt=0)
@@ -101,6 +103,6 @@ class WeightSyncConfig(Section):
 
     @model_validator(mode="after")
     def _folder_is_for_disk(self) -> WeightSyncConfig:
-        if self.folder is not None and self.method != "disk":
+        if self.folder is not None and self.method not in ("disk", "adapter"):
             raise ValueError(f"folder = {self.folder!r} has no effect with method = {self.method!r}; remove it")
         return self

@@ -24,6 +24,8 @@ from megatron_dppo.mcore.bridge import ADAPTERS, StageTensors, all_gather, globa
 from megatron_dppo.mcore.lora_layer import PARTS, LinearAdapter, Part, Place
 from megatron_dppo.parallel.groups import ParallelGroups
 
+_DRAWN = 0.25
+"""What an adapter of ``Lora.drawn`` adds, as a part of its layer's weight"""
 PEFT_PREFIX = "base_model.model."
 """PEFT's name of the model that it wraps."""
 
@@ -140,6 +142,25 @@ class Lora:
             yield
         finally:
             self._switch(True)
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Inside, every B is random and an adapter adds a quarter of what its layer gives; A stays, and the weights are
+        those of before afterwards. Who leaves out an adapter, or takes it for another's, has another policy then."""
+        adapters = [adapter for chunk in self._chunks for adapter in chunk.of_layers()]
+        kept = [p.detach().clone() for adapter in adapters for p in adapter.b()]
+        weights: dict[LinearAdapter, list[Tensor]] = {}
+        for weight, (adapter, _) in self._of_weight.items():
+            weights.setdefault(adapter, []).append(weight)
+        try:
+            with torch.no_grad():
+                for adapter in adapters:
+                    adapter.draw_b(weights[adapter], _DRAWN)
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip((p for a in adapters for p in a.b()), kept, strict=True):
+                    parameter.copy_(value)
 
     def _switch(self, is_on: bool) -> None:
         for adapters in self._chunks:

@@ -140,6 +140,35 @@ class LinearAdapter(Module):
         """One of them."""
         return self.get_parameter(f"{projection}_{part}")
 
+    def b(self) -> list[Parameter]:
+        """B of each projection."""
+        return [self.parameter(projection, "B") for projection in self.place.hf_names()]
+
+    def draw_b(self, weights: Sequence[Tensor], size: float) -> None:
+        """Fill B at random so that ``s B A`` is about ``size`` times as large as the weight, entry by entry.
+
+        Ranks that hold copies of a parameter draw the same.
+
+        Args:
+            weights: the layer's, on this rank; of experts each local one's.
+            size: of ``s B A``.
+        """
+        rms = self._rms(weights)
+        for projection, module in self.place.hf_names().items():
+            a, b = (self.parameter(projection, part) for part in PARTS)
+            if self.place.is_split("B"):
+                module = f"{module} {dist.get_rank(self._tp)}"
+            if self._experts:
+                module = f"{module} {dist.get_rank(self._groups.ep)}"
+            drawn = torch.randn(b.shape, generator=_generator(module)).to(b.device)
+            b.copy_(drawn * (size * rms / (self._scale * self._rms([a]) * a.shape[-2] ** 0.5)))
+
+    def _rms(self, parts: Sequence[Tensor]) -> Tensor:
+        """Of the entries of parameters whose parts or copies the ranks of tensor parallelism have."""
+        squares = torch.stack([part.float().square().mean() for part in parts]).mean()
+        dist.all_reduce(squares, group=self._tp)
+        return (squares / dist.get_world_size(self._tp)).sqrt()
+
     def joined(self) -> tuple[Tensor, Tensor]:
         """A of all projections ``[n * rank, in]`` and B ``[out, n * rank]``, for the weight as Megatron has it."""
         names = list(self.place.hf_names())
@@ -219,6 +248,9 @@ class LinearAdapter(Module):
 
 def kaiming_uniform(rank: int, columns: int, name: str) -> Tensor:
     """``[rank, columns]`` as PEFT draws A (kaiming_uniform with a = sqrt(5)), by a generator that ``name`` seeds."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     bound = 1 / math.sqrt(columns)
-    return torch.empty(rank, columns).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+    return torch.empty(rank, columns).uniform_(-bound, bound, generator=_generator(name))
+
+
+def _generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))

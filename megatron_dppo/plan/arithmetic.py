@@ -104,7 +104,8 @@ def transfers(config: Config, parameters: int, trained: tuple[int, int], layout:
     ``trained``: how many of them have gradients, or are adapters; and how many of these are in routed experts.
     """
     size = DTYPES[config.model.dtype].itemsize
-    sent = parameters * size
+    by_adapter = config.rollout.weight_sync.method == "adapter"
+    sent = (trained[0] if by_adapter else parameters) * size
     checkpoint = trained[0] * (size + optimizer_bytes(config))
     held = sum(count for count, _ in buffers(*trained, layout))
     served, sync = config.rollout.engine != "local", config.rollout.weight_sync
@@ -113,11 +114,11 @@ def transfers(config: Config, parameters: int, trained: tuple[int, int], layout:
     return Transfers(
         sync=sent,
         sync_seconds=sent / (link * machine.reached_bandwidth) if served else None,
-        sync_buffer=2 * sync.bucket_megabytes * 2**20 if served else 0,
+        sync_buffer=2 * sync.bucket_megabytes * 2**20 if served and not by_adapter else 0,
         sync_host=parameters * DTYPES[config.rollout.dtype or config.model.dtype].itemsize if sync.delta else 0,
         sync_by_handle=by_handle,
         checkpoint=checkpoint,
-        export=sent,
+        export=parameters * size,
         save_host=checkpoint // layout.world_size if config.checkpoint.async_save else _SAVE_HOST * held,
     )
 

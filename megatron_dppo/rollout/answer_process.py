@@ -66,7 +66,8 @@ class _Process:
 
     def _begin(self, settings: dict[str, Any]) -> None:
         client, deadlines = _CLIENTS[settings["engine"]], Deadlines(**settings["deadlines"])
-        self._servers = [client(url, api_key=settings["api_key"], deadlines=deadlines) for url in settings["urls"]]
+        common = {"api_key": settings["api_key"], "deadlines": deadlines, "adapter": settings["adapter"]}
+        self._servers = [client(url, **common) for url in settings["urls"]]
         contract = settings["contract"]
         self._ask = checked(Contract(**{**contract, "end_tokens": tuple(contract["end_tokens"])}))
 

@@ -38,6 +38,8 @@ class AnswerSettings:
     api_key: str | None
     deadlines: Deadlines
     contract: Contract
+    adapter: bool = False
+    """see the clients"""
 
 
 class _Process:

@@ -165,6 +165,10 @@ class InferenceServer(Protocol):
         weights go on to be served under the old version.
         """
 
+    async def update_adapter(self, folder: str, version: int) -> None:
+        """Load adapters in PEFT's format in place of those before, while paused; all requests of clients with
+        ``adapter`` are answered with them. The base weights stay."""
+
     async def begin_update(self) -> None:
         """Open a series of ``receive_*`` calls, after ``pause``; one that was left open before is closed first."""
 

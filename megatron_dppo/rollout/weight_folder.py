@@ -1,4 +1,4 @@
-"""New weights for a server from a folder: what SGLang and vLLM have in common."""
+"""New weights or adapters for a server from a folder: what SGLang and vLLM have in common."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.errors import CheckpointError, ServerError
 from megatron_dppo.rollout.memory import ReleasedMemory
+
+ADAPTER = "megatron_dppo"
+"""What servers call the adapter of the run"""
 
 
 def check_weights(folder: Path) -> None:
@@ -54,7 +57,24 @@ class FolderUpdates(ReleasedMemory):
     async def _read_folder(self, folder: str) -> None: ...
 
     @abstractmethod
+    async def _read_adapter(self, folder: str) -> None: ...
+
+    @abstractmethod
     async def _finish(self, version: int) -> None: ...
+
+    async def update_adapter(self, folder: str, version: int) -> None:
+        """See ``InferenceServer``.
+
+        Raises:
+            RuntimeError: not paused: requests would be answered with half of the new weights.
+            CheckpointError: the folder is on this machine too, and incomplete; the server was not asked.
+        """
+        if not self._paused:
+            raise RuntimeError(f"{self.url}: update_adapter without pause")
+        check_weights(Path(folder))
+        await self._set_version(self._unfinished)
+        await self._read_adapter(folder)
+        await self._finish(version)
 
     async def update_from_disk(self, folder: str, version: int) -> None:
         """See ``InferenceServer``.

@@ -26,6 +26,7 @@ from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.own_engine import OwnEngine
 from megatron_dppo.serving.command import api_key
+from megatron_dppo.weights.adapter_folder import adapter_config
 from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -42,11 +43,16 @@ def connect_servers(config: Config) -> list[InferenceServer]:
     """
     if config.rollout.engine == "local":
         return []
-    servers, deadlines, key = config.rollout.servers, _deadlines(config), _key(config)
+    servers, key = config.rollout.servers, _key(config)
+    common: dict[str, Any] = {"api_key": key, "deadlines": _deadlines(config), "adapter": _by_adapter(config)}
     admin = api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
     if config.rollout.engine == "vllm":
-        return [VLLMServer(url, api_key=key, deadlines=deadlines) for url in servers.resolved_urls]
-    return [SGLangServer(url, api_key=key, admin_api_key=admin, deadlines=deadlines) for url in servers.resolved_urls]
+        return [VLLMServer(url, **common) for url in servers.resolved_urls]
+    return [SGLangServer(url, admin_api_key=admin, **common) for url in servers.resolved_urls]
+
+
+def _by_adapter(config: Config) -> bool:
+    return config.rollout.weight_sync.method == "adapter"
 
 
 def _deadlines(config: Config) -> Deadlines:
@@ -70,6 +76,7 @@ def _answers(
         api_key=_key(config),
         deadlines=_deadlines(config),
         contract=contract_of(hf_config, tokenizer),
+        adapter=_by_adapter(config),
     )
     return AnswerProcesses(count, settings)
 
@@ -172,6 +179,7 @@ def weight_sync(config: Config, hf_config: Any, device: torch.device, sharing: S
         device=device,
         tied=hf_config.tie_word_embeddings,
         sharing=sharing,
+        adapter=adapter_config(config.lora, config.model.path) if _by_adapter(config) else None,
     )
 
 
@@ -184,6 +192,7 @@ def build_publisher(
     sharing: Sharing | None = None,
 ) -> Publisher:
     """What gives new weights to the engines of all ranks; ``sharing`` is what ``find_sharing`` gave."""
+    from megatron_dppo.weights.adapter_proof import AdapterProof
     from megatron_dppo.weights.probe import Probe
     from megatron_dppo.weights.publish import LocalPublisher, OwnPublisher, ServerPublisher
 
@@ -195,4 +204,5 @@ def build_publisher(
     assert engine is None or isinstance(engine, ServerEngine)
     sync = weight_sync(config, inputs.hf_config, platform.device, sharing) if dist.get_rank() == 0 else None
     probe = Probe(trainer, config, inputs.hf_config, inputs.tokenizer, inputs.train_prompts)
-    return ServerPublisher(trainer, engine, sync, config, probe, sharing)
+    adapters = AdapterProof(trainer, sync, config, probe) if _by_adapter(config) else None
+    return ServerPublisher(trainer, engine, sync, config, probe, sharing, adapters)

@@ -30,6 +30,8 @@ from megatron_dppo.run.starts import load_run_config
 from megatron_dppo.weights.conversion import open_converter
 
 _VERSION = 0
+_OF_A_TRAINER = {"ipc": "the memory of a trainer", "adapter": "the adapters of a trainer"}
+"""What methods of the weight sync give that is not the weights of a folder"""
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,10 @@ def _give(
         engine.update_weights(weights(), _VERSION)
         return
     assert isinstance(engine, ServerEngine)
-    if config.rollout.weight_sync.method == "ipc":
+    method = config.rollout.weight_sync.method
+    if method in _OF_A_TRAINER:
         raise ConfigError(
-            "rollout.weight_sync.method = 'ipc' gives servers the memory of a trainer, and there is none here; "
+            f"rollout.weight_sync.method = {method!r} gives servers {_OF_A_TRAINER[method]}, and there is none here; "
             "override it: --rollout.weight_sync.method distributed (or disk)"
         )
     sync, good = weight_sync(config, hf_config, device), dict[str, ServerInfo]()

@@ -85,6 +85,8 @@ def run_bytes(config: Config, inputs: Inputs) -> int:
     total += _trained(config, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
     if config.rollout.engine != "local" and config.rollout.weight_sync.method == "disk":
         total += 2 * parameters * DTYPES[config.rollout.dtype].itemsize
+    if config.rollout.weight_sync.method == "adapter":
+        total += 2 * _trained(config, inputs) * DTYPES[config.rollout.dtype].itemsize
     return total
 
 

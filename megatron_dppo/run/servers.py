@@ -59,6 +59,7 @@ def needs_of(config: Config, inputs: Inputs | None) -> Needs:
         topk=config.loss.topk if config.loss.is_topk else 0,
         routed_experts=config.needs_engine_routing,
         weight_sync=config.rollout.weight_sync.method,
+        adapter_rank=config.lora.rank if config.rollout.weight_sync.method == "adapter" else 0,
         delta=config.rollout.weight_sync.delta,
         colocated=config.rollout.servers.colocated,
         kept_ids=config.rollout.top_k if config.rollout.filters else 0,

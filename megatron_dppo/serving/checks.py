@@ -32,6 +32,8 @@ class Needs:
     """0 = no Top-K"""
     routed_experts: bool
     weight_sync: WeightSyncMethod
+    adapter_rank: int = 0
+    """of the adapter that it has to add to its weights; 0 = none"""
     delta: bool = False
     """whether it has to take only what changed of its weights"""
     colocated: bool = False
@@ -89,6 +91,9 @@ def _sglang(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator
             "megatron-dppo serve, or with megatron_dppo/serving/sglang_extension in PYTHONPATH and "
             f"--custom-weight-loader {LOADER}"
         )
+    if needs.adapter_rank:
+        takes = bool(info.get("enable_lora", True))
+        yield from _small_adapter(takes, info.get("max_lora_rank"), needs.adapter_rank)
     if needs.weight_sync != "disk":
         for name, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
             if int(info.get(name) or 1) > 1:
@@ -118,11 +123,23 @@ def _vllm(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator[s
     most = model.get("max_logprobs")
     if needs.topk and isinstance(most, int) and 0 <= most < needs.topk + 1:
         yield f"--max-logprobs is {most}; loss.topk = {needs.topk} needs --max-logprobs {needs.topk + 1}"
-    if needs.weight_sync != "disk" and parallel.get("worker_extension_cls") != _EXTENSION:
+    if needs.adapter_rank:
+        lora = config.get("lora_config")
+        most = lora.get("max_lora_rank") if isinstance(lora, Mapping) else None
+        yield from _small_adapter(lora is not None or "lora_config" not in config, most, needs.adapter_rank)
+    if needs.weight_sync not in ("disk", "adapter") and parallel.get("worker_extension_cls") != _EXTENSION:
         yield (
             f"runs without our worker extension, which rollout.weight_sync.method = {needs.weight_sync!r} needs; start "
             "it with megatron-dppo serve, or as docs/engines.md says"
         )
+
+
+def _small_adapter(takes: bool, most: Any, rank: int) -> Iterator[str]:
+    """What a version does not tell is no reason to complain."""
+    if not takes:
+        yield f"takes no adapters; start it with megatron-dppo serve, or with --enable-lora --max-lora-rank {rank}"
+    elif isinstance(most, int) and most < rank:
+        yield f"--max-lora-rank is {most}, and lora.rank = {rank}; start it with --max-lora-rank {rank} or more"
 
 
 def _keeps_memory(flag: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.config.lora import LoraConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 
@@ -37,6 +38,9 @@ _RELEASING: Mapping[str, dict[str, Any]] = {
     "vllm": {"enable-sleep-mode": True},
 }
 """What a server needs to release its memory."""
+
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What --max-lora-rank may be (vllm/config/lora.py, 0.32)."""
 
 _EXTENSIONS = Path(__file__).parent
 """What servers load, in a folder for each engine. Not a part of this package: those of vLLM import vLLM."""
@@ -86,6 +90,8 @@ def plan_servers(
         )
     if config.rollout.engine == "vllm":
         env |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _with_extension("vllm", environ)}
+        if config.rollout.weight_sync.method == "adapter":
+            env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     elif config.rollout.weight_sync.delta:
         env |= {"PYTHONPATH": _with_extension("sglang", environ)}
     command = servers.command or [sys.executable, "-m", _MODULES[config.rollout.engine]]
@@ -145,6 +151,8 @@ def _options(config: Config) -> dict[str, Any]:
         options["enable-return-routed-experts"] = True
     if config.rollout.dtype != "fp32":
         options |= _fp32_head(engine, own)
+    if config.rollout.weight_sync.method == "adapter":
+        options |= _adapters(engine, config.lora)
     if config.rollout.weight_sync.delta:
         loaders = own.pop("custom-weight-loader", [])
         options["custom-weight-loader"] = [LOADER, *(loaders if isinstance(loaders, list) else [loaders])]
@@ -173,6 +181,18 @@ def _fp32_head(engine: str, own: dict[str, Any]) -> dict[str, Any]:
     if isinstance(own.get(name), dict):
         own[name] = head | own[name]
     return {name: head}
+
+
+def _adapters(engine: str, lora: LoraConfig) -> dict[str, Any]:
+    """What a server needs to add the adapters of a run to its weights."""
+    options: dict[str, Any] = {"enable-lora": True, "lora-target-modules": list(lora.target_modules)}
+    if engine == "sglang":
+        # One of each batch may be for the bare weights: SGLang's own health check.
+        return options | {"max-lora-rank": lora.rank, "max-loras-per-batch": 2}
+    sizes = [size for size in _VLLM_RANKS if size >= lora.rank]
+    if not sizes:
+        raise ConfigError(f"lora.rank = {lora.rank}: vLLM takes adapters up to rank {_VLLM_RANKS[-1]}; lower it")
+    return options | {"max-lora-rank": sizes[0], "max-loras": 1}
 
 
 def _arguments(config: Config, options: Mapping[str, Any]) -> list[str]:

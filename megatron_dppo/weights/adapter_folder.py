@@ -47,10 +47,15 @@ def save_adapter(
     """
     stream, leads = iter(adapters), is_leader(group)
     try:
-        found = {name: tensor.detach().cpu().contiguous() for name, tensor in stream} if leads else {}
+        found = on_cpu(stream) if leads else {}
     finally:
         drain(stream)
     agreed(lambda: write_adapter(target, found, adapter_config(lora, base)) if leads else None, group)
+
+
+def on_cpu(adapters: WeightStream) -> dict[str, Tensor]:
+    """All of a stream, for ``write_adapter``."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in adapters}
 
 
 def adapter_config(lora: LoraConfig, base: str) -> dict[str, Any]:

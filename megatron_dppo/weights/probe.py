@@ -50,6 +50,10 @@ class Findings(NamedTuple):
     silent: dict[str, str]
     """no answer that could be judged: dead, restarted, too slow, overloaded"""
 
+    def joined(self, others: Findings) -> Findings:
+        """Those of two probes."""
+        return Findings(others.wrong | self.wrong, others.silent | self.silent)
+
 
 class Probe:
     """Asks servers for a response, and computes the same on the trainer's own shards.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -38,18 +39,22 @@ class WeightProofs:
         self._versions: dict[str, int] = {}
         self._sums: dict[str, tuple[RankSums, ...]] = {}
 
-    async def begin(self, servers: Sequence[InferenceServer], attempt: Attempt, *, again: bool) -> SyncProof:
+    async def begin(
+        self, servers: Sequence[InferenceServer], attempt: Attempt, *, again: bool, sends: bool = True
+    ) -> SyncProof:
         """Before anything is sent to the paused servers.
 
         Args:
             servers: that get the weights.
             attempt: notes who fails.
             again: the same weights as in the attempt before: a server that failed is compared with what it had then.
+            sends: whether anything will be; otherwise a server knows nothing of how its tensors were loaded.
         """
         layouts: dict[str, WeightLayout] = {}
 
         async def ask(server: InferenceServer) -> None:
-            layouts[server.url] = await server.weight_layout()
+            layout = await server.weight_layout()
+            layouts[server.url] = replace(layout, complete=layout.complete and sends)
             record = self._records.setdefault(server.url, ServerRecord())
             same = self._versions.get(server.url) == attempt.infos[server.url].policy_version
             if not record.known or not (same or again):

@@ -14,6 +14,7 @@ from megatron_dppo.rollout.attempt import SyncResult, wait_for_one
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.weights.adapter_proof import AdapterProof
 from megatron_dppo.weights.handles import Sharing
 from megatron_dppo.weights.memory import release_all
 from megatron_dppo.weights.probe import Findings, Probe
@@ -107,6 +108,7 @@ class ServerPublisher:
         config: the whole configuration.
         probe: what looks at servers after a sync.
         sharing: of the method ``ipc``, the same on all ranks; None with the other methods.
+        adapters: of the method ``adapter``; None with the other methods.
     """
 
     def __init__(
@@ -117,9 +119,10 @@ class ServerPublisher:
         config: Config,
         probe: Probe,
         sharing: Sharing | None = None,
+        adapters: AdapterProof | None = None,
     ) -> None:
         self._trainer, self._engine, self._sync, self._config = trainer, engine, sync, config
-        self._probe, self._sharing = probe, sharing
+        self._probe, self._sharing, self._adapters = probe, sharing, adapters
         self._published = 0
         self._told: set[str] = set()
 
@@ -188,7 +191,8 @@ class ServerPublisher:
         from_leader(ask, self._trainer.groups.world)
 
     def _attempt(self, version: int, kept: Mapping[str, ServerInfo], *, is_last: bool, probes: bool) -> _Verdict:
-        weights, result = self._trainer.export_weights(), SyncResult(version, {})
+        export = self._trainer.export_weights if self._adapters is None else self._trainer.export_adapters
+        weights, result = export(), SyncResult(version, {})
         if self._sync is not None:
             result = self._sync.send(weights, version, kept)
         elif self._sharing is not None:
@@ -197,7 +201,12 @@ class ServerPublisher:
             drain(weights)
         result = from_leader(lambda: result, self._trainer.groups.world)
         fresh = [url for url in result.good if url not in kept]
-        found = self._probe.run(self._sync, fresh, version) if probes and fresh else Findings({}, {})
+        found = Findings({}, {})
+        if self._adapters is not None:
+            result, found = self._adapters.run(result, fresh)
+            fresh = [url for url in fresh if url in result.good]
+        if probes and fresh:
+            found = self._probe.run(self._sync, fresh, version).joined(found)
         wrong, lost = found.wrong, found.wrong | found.silent
         if wrong and is_last:
             # Servers that sample from other weights, or mean something else, are not to be worked around.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.hf import drain
 from megatron_dppo.rollout.attempt import Attempt, SyncResult
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
+from megatron_dppo.weights.adapter_folder import on_cpu, write_adapter
 from megatron_dppo.weights.delta import Deltas
 from megatron_dppo.weights.handles import HandleTransfer, SharedStream, Sharing, as_sent
 from megatron_dppo.weights.hf_folder import save_hf_folder
@@ -50,6 +51,8 @@ class WeightSync:
             a tied Qwen3-MoE, which a tied model's weights alone never fill.
         transport: how a bucket reaches the members of a group; None = a process group of torch.
         sharing: of the method ``ipc``, for which the other ranks take part; None with the other methods.
+        adapter: of the method ``adapter``, PEFT's configuration: the weights that are sent are adapters. None with the
+            other methods.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class WeightSync:
         tied: bool = False,
         transport: GroupTransport | None = None,
         sharing: Sharing | None = None,
+        adapter: Mapping[str, Any] | None = None,
     ) -> None:
         self._servers, self._config, self._tied = list(servers), config, tied
         self._model_folder, self._folder, self._dtype = model_folder, weights_folder, dtype
@@ -71,7 +75,7 @@ class WeightSync:
         self._deltas = Deltas() if config.delta else None
         giving = whole if self._deltas is None else self._deltas.giving
         self._buckets = BucketTransfer(self._servers, config, device, transport or TorchTransport(), giving)
-        self._sharing = sharing
+        self._sharing, self._adapter = sharing, adapter
         self._handles = None if sharing is None else HandleTransfer(self._servers, sharing)
         self._proofs = WeightProofs(kv_heads(model_folder))
         self._versions: list[int] = []
@@ -115,6 +119,23 @@ class WeightSync:
         self._proofs.done(list(result.good), version, proof)
         return result
 
+    def prove_base(self, weights: Weights, urls: Collection[str]) -> SyncResult:
+        """Whether servers have these weights, without sending them: those that adapters are added to."""
+        return self._runner.run(self._prove_base(weights, urls))
+
+    async def _prove_base(self, weights: Weights, urls: Collection[str]) -> SyncResult:
+        attempt = Attempt(self._versions[-1], {})
+        servers = [server for server in self._servers if server.url in urls]
+        try:
+            await attempt.each(servers, lambda server: _info(server, _ALIVE_SECONDS), absent=True)
+            proof = await self._proofs.begin(attempt.left(servers), attempt, again=False, sends=False)
+            for _ in proof.watch(as_sent(weights, self._dtype, tied=self._tied)):
+                pass
+            await proof.judge(attempt.left(servers), attempt)
+        finally:
+            drain(weights)
+        return attempt.result()
+
     def run(
         self, work: Callable[[list[InferenceServer]], Coroutine[Any, Any, T]], urls: Iterable[str] | None = None
     ) -> T:
@@ -140,7 +161,7 @@ class WeightSync:
         # A server whose trainer died in a sync is paused: it answers, but its health check fails.
         await attempt.each(attempt.left(self._servers), lambda server: server.pause())
         await attempt.each(attempt.left(self._servers), lambda server: server.wake_weights())
-        every = self._config.checksum_every
+        every = 0 if self._adapter is not None else self._config.checksum_every
         proof = None
         # Another attempt at the same weights is checked as the one before.
         if every and (len(self._versions) - 1) % every == 0:
@@ -149,8 +170,8 @@ class WeightSync:
         if self._deltas is not None:
             self._deltas.choose(attempt.left(self._servers), attempt, again=again)
             watched = self._deltas.watch(watched, attempt.version)
-        if self._config.method == "disk":
-            await self._through_disk(watched, attempt)
+        if self._config.method in ("disk", "adapter"):
+            await self._through_folder(watched, attempt)
         elif self._handles is not None and isinstance(weights, SharedStream):
             await self._handles.send(watched, weights, attempt)
         else:
@@ -182,19 +203,25 @@ class WeightSync:
             if len(broke) < len(attempt.left(self._servers)):
                 attempt.fail_all(broke, "gets the weights after the others: it broke off an attempt before")
 
-    async def _through_disk(self, weights: Weights, attempt: Attempt) -> None:
+    async def _through_folder(self, weights: Weights, attempt: Attempt) -> None:
         folder = self._folder / f"version_{attempt.version:06d}"
         try:
             with disk_errors(folder, "the weights for the servers"):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                save_hf_folder(folder, self._model_folder, weights, self._dtype)
+                if self._adapter is None:
+                    save_hf_folder(folder, self._model_folder, weights, self._dtype)
+                else:
+                    write_adapter(folder, on_cpu(weights), self._adapter)
         except (OSError, DiskError) as error:
             servers = attempt.left(self._servers)
             return attempt.fail_all(servers, f"the weights could not be written to {folder}: {error}")
-        await attempt.each(
-            attempt.left(self._servers),
-            lambda server: server.update_from_disk(str(folder.resolve()), attempt.version),
-        )
+        path, by_adapter = str(folder.resolve()), self._adapter is not None
+
+        def read(server: InferenceServer) -> Awaitable[None]:
+            update = server.update_adapter if by_adapter else server.update_from_disk
+            return update(path, attempt.version)
+
+        await attempt.each(attempt.left(self._servers), read)
         for old in sorted(self._folder.glob("version_*"))[:-_KEPT_FOLDERS]:
             shutil.rmtree(old)
 

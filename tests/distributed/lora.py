@@ -216,7 +216,30 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
         errors["grad_norm"] = max(errors["grad_norm"], abs(norm / reference.norms[step] - 1))
     errors["after"] = worst(on_cpu(trainer.export_adapters()), reference.final)
     check_frozen(trainer, base)
-    return errors
+    return errors | {"drawn": drawn_error(trainer, case, targets, updater, mine)}
+
+
+def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Updater, mine: range) -> float:
+    """Random adapters are one set on all ranks, of the right size, change the policy, and go away again."""
+    side, before = Float64(case, targets), on_cpu(trainer.export_adapters())
+    with trainer.lora.drawn():
+        side.adapters = {name: value.double() for name, value in on_cpu(trainer.export_adapters()).items()}
+        found = updater.add_recomputed([samples()[i] for i in mine], Clock())
+    after = on_cpu(trainer.export_adapters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    for weight, a, b in side.names:
+        added = ALPHA / RANK * side.adapters[b] @ side.adapters[a]
+        assert 0.15 < float(added.norm() / side.base[weight].norm()) < 0.4, weight
+    worst_apart, moved = 0.0, []
+    with torch.no_grad():
+        expected, base = side.logprobs(side.weights()), side.logprobs(side.base)
+    for sample, i in zip(found, mine, strict=True):
+        if sample.anchor_logprobs is not None:
+            own = expected[i][sample.loss_mask]
+            worst_apart = max(worst_apart, float((sample.anchor_logprobs[sample.loss_mask] - own).norm() / own.norm()))
+            moved.append(float((own - base[i][sample.loss_mask]).abs().mean()))
+    assert not moved or max(moved) > 0.02, moved
+    return worst_apart
 
 
 def update(trainer: Any, case: Case, step: int) -> None:

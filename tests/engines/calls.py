@@ -22,12 +22,13 @@ LONG = tuple((7 * i) % 250 + 3 for i in range(300))
 """A prompt that fills pages of the prefix cache."""
 
 
-def call(engine: Engine, use: Callable[[InferenceServer], Awaitable[T]]) -> T:
+def call(engine: Engine, use: Callable[[InferenceServer], Awaitable[T]], *, adapter: bool = False) -> T:
     """Run ``use`` with a client of the server."""
 
     async def run() -> T:
         client = {"sglang": SGLangServer, "vllm": VLLMServer}[engine.kind]
-        server: InferenceServer = client(engine.url, deadlines=Deadlines(control=60, update=120, generate=120))
+        deadlines = Deadlines(control=60, update=120, generate=120)
+        server: InferenceServer = client(engine.url, deadlines=deadlines, adapter=adapter)
         try:
             return await use(server)
         finally:

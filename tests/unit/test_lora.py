@@ -13,6 +13,9 @@ from megatron_dppo.config.lora import TARGETS, LoraConfig
 from megatron_dppo.run.changes import class_of
 from tests.distributed.parity import Case, config_for
 
+BY_ADAPTER = {"method": "adapter"}
+RANDOM = {"model": {"path": "m", "random_init": True}}
+
 
 @pytest.mark.parametrize(
     ("sections", "message"),
@@ -26,6 +29,18 @@ from tests.distributed.parity import Case, config_for
         ({"lora": {"rank": 4, "dropout": 0.1}}, "Extra inputs are not permitted"),
         ({"lora": {"rank": 4}, "warmup": {"num_steps": 5}}, r"warmup\.num_steps = 5: the warm-up trains all weights"),
         ({"lora": {"rank": 4}, "model": {"transformer": {"moe_shared_expert_overlap": True}}}, "exchange nothing"),
+        ({"rollout": {"engine": "vllm", "weight_sync": BY_ADAPTER}}, r"lora\.rank = 0: there is no adapter to send"),
+        (
+            {"lora": {"rank": 4}, "rollout": {"engine": "vllm", "weight_sync": BY_ADAPTER}, **RANDOM},
+            r"model\.random_init = true: the servers read the base model from model\.path themselves",
+        ),
+        (
+            {
+                "lora": {"rank": 4},
+                "rollout": {"engine": "sglang", "weight_sync": BY_ADAPTER, "servers": {"colocated": True}},
+            },
+            "lose the base model",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(sections: dict[str, Any], message: str) -> None:

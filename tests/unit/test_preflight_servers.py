@@ -102,6 +102,13 @@ def test_a_server_that_cannot_serve_the_run_is_told_with_the_flag_that_mends_it(
     assert problems_of("sglang", servers(sglang(custom_weight_loader=["megatron_dppo_delta.load"])), **delta) == []
     (loader,) = problems_of("sglang", servers(sglang(custom_weight_loader=[])), **delta)
     assert "--custom-weight-loader megatron_dppo_delta.load" in loader
+    adapter = without | {"rollout__weight_sync__method": "adapter", "lora__rank": "32", "warmup__num_steps": "0"}
+    adapter |= {"model__random_init": "false"}
+    assert problems_of("sglang", servers(sglang(enable_lora=True, max_lora_rank=32)), **adapter) == []
+    (lora,) = problems_of("sglang", servers(sglang(enable_lora=None)), **adapter)
+    (rank,) = problems_of("vllm", servers(vllm(lora_config={"max_lora_rank": 16}, parallel_config={})), **adapter)
+    assert "--enable-lora --max-lora-rank 32" in lora and "--max-lora-rank is 16, and lora.rank = 32" in rank
+    assert len(problems_of("vllm", servers(vllm(lora_config=None)), **adapter)) == 1
     topk = {"loss__name": "dppo_topk_tv", "data__max_prompt_tokens": "200"}
     assert problems_of("vllm", servers(vllm()), **topk) == []
     bad = servers(vllm(model={"logprobs_mode": "raw_logprobs", "max_logprobs": 20}, parallel_config={}))

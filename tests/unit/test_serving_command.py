@@ -102,6 +102,19 @@ def test_a_bf16_server_computes_its_logits_in_fp32_unless_told_otherwise(
     assert flag not in shlex.join(plans(config_of(engine, rollout={"dtype": "fp32"}))[0].argv)
 
 
+def test_a_server_that_gets_adapters_is_told_their_rank_and_targets() -> None:
+    sections = {"rollout": {"weight_sync": {"method": "adapter"}}, "lora": {"rank": 24, "target_modules": ["q_proj"]}}
+    (plan,) = plans(config_of(**sections))
+    line = "--enable-lora --lora-target-modules q_proj --max-lora-rank 24 --max-loras-per-batch 2"
+    assert line in shlex.join(plan.argv)
+    (plan,) = plans(config_of("vllm", **sections))
+    assert "--enable-lora --lora-target-modules q_proj --max-lora-rank 32 --max-loras 1" in shlex.join(plan.argv)
+    assert plan.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    sections["lora"]["rank"] = 513
+    with pytest.raises(ConfigError, match=r"lora\.rank = 513: vLLM takes adapters up to rank 512"):
+        plans(config_of("vllm", **sections))
+
+
 def test_other_overrides_of_vllms_model_config_keep_the_fp32_head() -> None:
     (plan,) = plans(config_of("vllm", rollout={"vllm": {"hf_overrides": {"rope_scaling": 2}}}))
     assert """--hf-overrides '{"head_dtype": "float32", "rope_scaling": 2}'""" in shlex.join(plan.argv)

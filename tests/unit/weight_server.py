@@ -34,6 +34,7 @@ def make(
     folder: Path,
     dtype: torch.dtype = torch.float32,
     sharing: Sharing | None = None,
+    adapter: dict[str, object] | None = None,
     **keys: object,
 ) -> WeightSync:
     method = "tensor" if sharing is None else "ipc"
@@ -47,6 +48,7 @@ def make(
         dtype=dtype,
         device=CPU,
         sharing=sharing,
+        adapter=adapter,
     )
 
 
@@ -71,6 +73,7 @@ class FakeServer:
         self.fails: dict[str, int] = {}
         self.ignores, self.corrupts, self.packs = set[str](), set[str](), set[str]()
         self.plain, self.frozen = True, False
+        self.adapter = dict[str, Tensor]()
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -151,6 +154,12 @@ class FakeServer:
         self._called("update_from_disk")
         assert self.paused
         self._load({k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()})
+        self.version = version
+
+    async def update_adapter(self, folder: str, version: int) -> None:
+        self._called("update_adapter")
+        assert self.paused
+        self.adapter = load_file(Path(folder) / "adapter_model.safetensors")
         self.version = version
 
     def _load(self, tensors: dict[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo.rollout.sglang.weights import WeightUpdates
 from megatron_dppo.rollout.sglang.wire import decode_generation, generate_body, version_parts, wire_id
+from megatron_dppo.rollout.weight_folder import ADAPTER
 
 _FLAT_TOPK = (0, 5, 22)
 """The first version that sends the Top-K of responses as base64 instead of nested lists."""
@@ -26,6 +27,7 @@ class SGLangServer(WeightUpdates):
         api_key: the server's ``--api-key``.
         admin_api_key: its ``--admin-api-key``, where it has one of its own.
         deadlines: of each kind of call.
+        adapter: whether requests are for the adapter that ``update_adapter`` gave, instead of the bare weights.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class SGLangServer(WeightUpdates):
         api_key: str | None = None,
         admin_api_key: str | None = None,
         deadlines: Deadlines | None = None,
+        adapter: bool = False,
     ) -> None:
+        self._adapter = ADAPTER if adapter else None
         self._deadlines = deadlines or Deadlines()
         connect = self._deadlines.connect
         self._http = HttpClient(url, api_key=api_key, connect_timeout=connect)
@@ -97,7 +101,7 @@ class SGLangServer(WeightUpdates):
             ConfigError: top-p or top-k sampling.
         """
         flat = await self._version() >= _FLAT_TOPK
-        body = generate_body(request, flat=flat)
+        body = generate_body(request, flat=flat, adapter=self._adapter)
         answer = await self._http.post("/generate", body, timeout=self._deadlines.generate)
         return decode_generation(answer, request, self.url + "/generate")
 

@@ -21,13 +21,15 @@ from megatron_dppo.rollout.memory import Part
 from megatron_dppo.rollout.replies import checked_success, version_name
 from megatron_dppo.rollout.server import transfer_group_name
 from megatron_dppo.rollout.sglang.wire import version_parts
-from megatron_dppo.rollout.weight_folder import FolderUpdates
+from megatron_dppo.rollout.weight_folder import ADAPTER, FolderUpdates
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 
 _SESSIONS = (0, 5, 21)
 """The first version with begin_weight_update, and that flushes its caches while retracted requests wait."""
 _DIGESTS = ((0, 5, 19), (0, 6))
 """Versions whose digests are those that ``megatron_dppo_digest`` computes: from, and below."""
+_NO_ADAPTER = "does not exist"
+"""Stands in SGLang's message when it has no adapter that it could unload."""
 _LOADER = "megatron_dppo_delta.load"
 """of ``serving/sglang_extension``"""
 _UNTOUCHED = "weights iterator"
@@ -78,6 +80,15 @@ class WeightUpdates(FolderUpdates):
         # The format is named because the server would otherwise repeat that of its start, which may be "dummy".
         body = {"model_path": folder, "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
         await self._update("/update_weights_from_disk", body)
+
+    async def _read_adapter(self, folder: str) -> None:
+        """SGLang replaces none in place. What it has unloaded it would load again for a request that names it."""
+        try:
+            await self._update("/unload_lora_adapter", {"lora_name": ADAPTER})
+        except ServerError as error:
+            if _NO_ADAPTER not in error.detail:
+                raise
+        await self._update("/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder})
 
     async def begin_update(self) -> None:
         """See ``InferenceServer``.

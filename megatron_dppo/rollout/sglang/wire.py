@@ -75,12 +75,13 @@ def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> di
     }
 
 
-def generate_body(request: GenerateRequest, *, flat: bool) -> dict[str, Any]:
+def generate_body(request: GenerateRequest, *, flat: bool, adapter: str | None = None) -> dict[str, Any]:
     """The body of ``/generate``.
 
     Args:
         request: what to continue.
         flat: whether the server knows the flat Top-K encoding of responses (0.5.22).
+        adapter: the server's name of what is added to its weights.
     """
     body: dict[str, Any] = {
         "rid": wire_id(request.request_id),
@@ -93,6 +94,8 @@ def generate_body(request: GenerateRequest, *, flat: bool) -> dict[str, Any]:
         "top_logprobs_num": max(request.params.topk_logprobs, 1),
         "return_prompt_token_ids": True,
     }
+    if adapter is not None:
+        body["lora_path"] = adapter
     if flat:
         body |= {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
     if request.routing is not None:

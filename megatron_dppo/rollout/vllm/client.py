@@ -10,6 +10,7 @@ from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo.rollout.vllm.weights import WeightUpdates
 from megatron_dppo.rollout.vllm.wire import decode_generation, generate_body, wire_id
+from megatron_dppo.rollout.weight_folder import ADAPTER
 
 _GENERATE = "/inference/v1/generate"
 
@@ -24,9 +25,13 @@ class VLLMServer(WeightUpdates):
         url: ``http://host:port``.
         api_key: the server's ``--api-key``. vLLM asks for it only where text is generated, not for control calls.
         deadlines: of each kind of call.
+        adapter: whether requests are for the adapter that ``update_adapter`` gave, instead of the bare weights.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None = None, deadlines: Deadlines | None = None, adapter: bool = False
+    ) -> None:
+        self._adapter = ADAPTER if adapter else None
         self._deadlines = deadlines or Deadlines()
         connect = self._deadlines.connect
         self._http = HttpClient(url, api_key=api_key, connect_timeout=connect)
@@ -85,7 +90,7 @@ class VLLMServer(WeightUpdates):
             ServerError: no answer, a refusal, or an answer that lacks what was asked for (``ContractBreach``).
             ConfigError: top-p or top-k sampling.
         """
-        body = generate_body(request)
+        body = generate_body(request, self._adapter)
         try:
             answer = await self._http.post(_GENERATE, body, timeout=self._deadlines.generate)
         except ServerError as error:

@@ -21,7 +21,7 @@ from megatron_dppo.rollout.http import Deadlines, HttpClient
 from megatron_dppo.rollout.memory import Part
 from megatron_dppo.rollout.replies import INCOMPLETE, checked_success, version_name
 from megatron_dppo.rollout.server import transfer_group_name
-from megatron_dppo.rollout.weight_folder import FolderUpdates
+from megatron_dppo.rollout.weight_folder import ADAPTER, FolderUpdates
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 
 _EXTENSION, _BACKEND = "megatron_dppo_vllm.WorkerExtension", "megatron_dppo"
@@ -84,6 +84,10 @@ class WeightUpdates(FolderUpdates):
         if await self._extended():
             body = {"method": "megatron_dppo_load", "kwargs": {"folder": folder}}
         await self._update("/collective_rpc", body)
+
+    async def _read_adapter(self, folder: str) -> None:
+        body = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}
+        await self._update("/v1/load_lora_adapter", body)
 
     async def begin_update(self) -> None:
         """See ``InferenceServer``.

@@ -77,8 +77,8 @@ def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> di
     }
 
 
-def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """The body of ``/inference/v1/generate``."""
+def generate_body(request: GenerateRequest, adapter: str | None = None) -> dict[str, Any]:
+    """The body of ``/inference/v1/generate``; ``adapter``: the server's name of what is added to its weights."""
     sampling = sampling_params(request.params, request.stop_token_ids)
     if request.routing is not None:
         sampling["routed_experts_prompt_start"] = request.routing_start
@@ -87,6 +87,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
         "token_ids": list(request.token_ids),
         "sampling_params": sampling,
         "return_token_ids": True,
+        **({} if adapter is None else {"model": adapter}),
     }
 
 

@@ -30,7 +30,7 @@ def sums_as_loaded(model: nn.Module) -> dict[str, str]:
 
 def plain_name(name: str) -> str:
     """As vLLM's checkpoints and SGLang call it."""
-    return name.replace(".routed_experts.", ".")
+    return name.replace(".routed_experts.", ".").replace(".base_layer.", ".")  # the latter in layers with adapters
 
 
 def digest_of(tensor: Tensor) -> str:
@@ -75,8 +75,9 @@ def stop_noting(model: nn.Module) -> None:
 
 @torch.inference_mode()
 def _fingerprint(module: Any, weight: Tensor) -> str:
-    # The shape before packing, which vLLM keeps for reloads.
-    width = get_layerwise_info(module).restore_metadata[0]["weight"].shape[-1]
+    # The shape before packing, which vLLM keeps for reloads; not of layers with adapters.
+    known = get_layerwise_info(module).restore_metadata[0].get("weight")
+    width = module.input_size_per_partition if known is None else known.shape[-1]
     inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     output = module.cpu_linear(inputs, weight, None)
     return hashlib.sha256(output.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()

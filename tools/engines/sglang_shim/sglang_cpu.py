@@ -11,7 +11,7 @@ Two things are done, nothing else:
 1. Packages of ``STANDINS`` that are not installed become importable. What they hold can be named, decorated with and
    inherited from; launching a kernel raises. ``importlib.util.find_spec`` goes on to answer None for them, so that
    torch and transformers do not believe that they are there.
-2. Two functions that call CUDA on any device do not (``_FIXES``).
+2. Functions that call CUDA on any device do not (``_FIXES``).
 """
 
 from __future__ import annotations
@@ -195,7 +195,23 @@ def _no_synchronize(module: Any) -> None:
     module.torch.cuda.synchronize = lambda *_: None
 
 
+def _not_pinned(module: Any) -> None:
+    """Reason: LoRA puts small tables of the host into pinned memory whatever the device is, and fails.
+
+    Affected: 0.5.20 and 0.5.23. Delete when: ``--enable-lora`` starts with ``--device cpu``.
+    """
+    torch = module.torch
+
+    def plain(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+    for name in ("tensor", "empty", "zeros", "ones", "arange"):
+        setattr(torch, name, plain(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self
+
+
 _FIXES: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.lora.layers": _not_pinned,
     "sglang.srt.mem_cache.pool_host.common": _plain_host_buffer,
     "sglang.srt.utils.weight_checker": _no_synchronize,
 }
