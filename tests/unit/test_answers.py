@@ -261,7 +261,10 @@ def test_a_generation_without_tokens_stays_one() -> None:
     case.use(case.stub(nothing), run)
 
 
-def test_a_process_that_nothing_was_asked_of_ends_at_once() -> None:
+def test_a_process_that_nothing_was_asked_of_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a busy machine it takes longer to start than a run would wait for its end.
+    monkeypatch.setattr("megatron_dppo.rollout.answers._EXIT_SECONDS", 60.0)
+
     async def run() -> int | None:
         answers = Case("sglang").answers("http://127.0.0.1:9")
         (process,) = answers._processes
