@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {"topk_logprobs": 4, "temperature": 0.7},
     "filtered": {"top_p": 0.8, "top_k": 20, "kept_sets": True},
 }
+IN_SHORT = (("tp", "topk"), ("ep", "filtered"))
 
 
 def prompts(step: int, dp_rank: int) -> list[Prompt]:
@@ -160,8 +161,14 @@ def test_kernels_give_a_token_the_same_bits_in_any_batch() -> None:
     run_distributed(check_kernels, 1)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("layout", ["tp", "ep"])
+@pytest.mark.parametrize(
+    ("layout", "setting"),
+    [
+        pytest.param(layout, setting, marks=[] if (layout, setting) in IN_SHORT else [pytest.mark.long])
+        for layout in ("tp", "ep")
+        for setting in SETTINGS
+    ],
+)
 def test_the_reported_log_probabilities_are_the_trainers_to_the_bit(layout: str, setting: str, tmp_path: Path) -> None:
     case = Case(TP if layout == "tp" else EP, shared=layout == "tp" and setting == "topk", micro_batch_tokens=128)
     steps = STEPS if setting == "plain" else min(STEPS, 2)

@@ -24,6 +24,7 @@ if os.environ.get("RANK", "0") != "0":
 """
 
 
+@pytest.mark.long
 def test_rank_0_alone_opens_the_data_and_tells_what_is_wrong_with_them(tmp_path: Path) -> None:
     """Python starts with a hook that lets no other rank open a data file, whatever opens it."""
     (tmp_path / "sitecustomize.py").write_text(GUARD)

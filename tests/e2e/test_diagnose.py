@@ -56,6 +56,7 @@ def test_the_parts_of_a_run_with_every_mismatch_close_on_two_ranks(short_run: li
         assert size[cause] > 1e-3, f"{cause} is there on purpose: {size}"
 
 
+@pytest.mark.long
 def test_without_a_mismatch_there_is_rounding_and_one_dose_is_told_from_the_others(
     short_run: list[str], tmp_path: Path
 ) -> None:
@@ -76,7 +77,8 @@ def test_without_a_mismatch_there_is_rounding_and_one_dose_is_told_from_the_othe
     assert replayed["not_separated"]["router ids"] == "replayed in training already"
 
 
-@pytest.mark.parametrize("layout", [pytest.param("tensor", marks=pytest.mark.long), "expert"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["tensor", "expert"])
 def test_a_batch_invariant_run_has_no_mismatch_at_all(short_run: list[str], tmp_path: Path, layout: str) -> None:
     more = flags(
         rollout__dtype="fp32",

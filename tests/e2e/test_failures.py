@@ -78,6 +78,7 @@ def test_non_finite_gradients_are_skipped_counted_and_then_stop_the_run(short_ru
     assert len(list((rewards / "run/checkpoints").glob("step_*"))) == 1, "the weights are saved before the stop"
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_model_or_seed_is_refused(
     short_run: list[str], tmp_path: Path, base_model: Path
 ) -> None:

@@ -35,6 +35,7 @@ def test_on_policy_the_mean_ratio_is_one(short_run: list[str], tmp_path: Path, p
         assert 1 < step["rollout/kept_ids"] < 20, "the filters cut, and left a choice"
 
 
+@pytest.mark.long
 def test_killed_with_partial_rollouts_in_the_checkpoint_and_resumed_equals_uninterrupted(
     base_model: Path, tmp_path: Path
 ) -> None:

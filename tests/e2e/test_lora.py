@@ -77,6 +77,7 @@ def test_both_exports_are_the_same_policy(folder: Path, base_model: Path) -> Non
     assert records[-1]["train/abs_prob_diff_first"] < 1e-5, "the engine samples with the merged weights"
 
 
+@pytest.mark.long
 def test_a_stopped_run_continues_bit_for_bit(run_flags: list[str], folder: Path, tmp_path: Path) -> None:
     arguments = [*run_flags, *flags(run__output_dir=tmp_path / "run")]
     assert train([*arguments, *flags(run__num_steps=2)], processes=2).returncode == 0

@@ -143,6 +143,7 @@ def test_sigterm_saves_and_the_next_run_continues(run_flags: list[str], uninterr
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.long
 def test_a_fork_at_a_step_is_the_run_from_there_on(run_flags: list[str], uninterrupted: Path, tmp_path: Path) -> None:
     """With the same settings bit for bit; with other settings and prompts from the same weights; the source stays."""
     source = uninterrupted / "checkpoints/step_000004"

@@ -21,6 +21,7 @@ def steps(short_run: list[str], tmp_path: Path, processes: int = 2, **more: Any)
     return records(tmp_path / "run")[1:]
 
 
+@pytest.mark.long
 def test_without_replay_engine_and_trainer_choose_other_experts(short_run: list[str], tmp_path: Path) -> None:
     found = steps(short_run, tmp_path, train__router_replay="compare")
     for step in found:

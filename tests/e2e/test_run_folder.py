@@ -24,6 +24,7 @@ def starts(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_several_starts_in_one_folder(short_run: list[str], tmp_path: Path) -> None:
     """One story, because each start costs ten seconds."""
     folder = tmp_path / "run"

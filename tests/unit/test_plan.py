@@ -169,6 +169,7 @@ def test_a_search_ranks_what_fits_by_time(capsys: pytest.CaptureFixture[str]) ->
     assert len(fast) == 2 and fast == sorted(fast)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_said_with_the_nearest_settings_that_do(rehearsals: Rehearsals) -> None:
     small = replace(H100, name="half", memory=44 * GIB)
 

@@ -115,7 +115,11 @@ def planned_by_another_test(file: Path) -> bool:
 FILES = [file for file in sorted(EXAMPLES.rglob("*.toml")) if not planned_by_another_test(file)]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(f, marks=[pytest.mark.long] if i % 3 else []) for i, f in enumerate(FILES)],
+    ids=lambda f: f"{f.parent.name}/{f.stem}",
+)
 def test_every_example_fits_what_it_says(file: Path, rehearsals: Rehearsals) -> None:
     number, name = hardware(file)
     config = load_config(file)
