@@ -19,7 +19,7 @@ from tests.faults.simulation.run import run_many, shrunk
 from tests.faults.simulation.seams import installed
 from tests.faults.simulation.world import simulate
 
-SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
+SCHEDULES = int(os.environ.get("SCHEDULES", "1000"))
 MOST = 150
 """Schedules within which a mechanism that was taken out has to show."""
 

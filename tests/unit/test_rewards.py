@@ -19,7 +19,7 @@ def score(*, prompt, completion, label, metadata):
     if completion == "hang":
         time.sleep(600)
     if completion == "slow":
-        time.sleep(1.6)
+        time.sleep(8)
     if completion == "raise":
         raise ValueError("boom")
     if completion == "exit":
