@@ -22,7 +22,8 @@ from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import ConfigError, Problems
-from megatron_dppo.hf import model_shape, read_hf_config, rope_theta
+from megatron_dppo.families import family_of
+from megatron_dppo.hf import model_shape, read_hf_config
 from megatron_dppo.parallel.objects import from_leader
 from megatron_dppo.run.hf_weights import check_weights_fit, parameter_count
 
@@ -157,7 +158,7 @@ def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, grou
 def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     """Whether the model has what the configuration asks of it."""
     problems, path = Problems(), config.model.path
-    problems.attempt(rope_theta, hf_config)
+    problems.attempt(family_of(hf_config).rope, hf_config)
     if not config.model.random_init:
         problems.attempt(check_weights_fit, path, hf_config)
     if config.loss.is_topk and config.loss.topk > shape.vocab_size:

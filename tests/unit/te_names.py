@@ -88,7 +88,7 @@ def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
     shape = model_shape(config)
     for name, parameter in global_names(chunks, 0).items():
         try:
-            rule, layer, expert = mapping.find_rule(name, config.tie_word_embeddings)
+            rule, layer, expert = mapping.find_rule(name, shape, config.tie_word_embeddings)
         except KeyError:
             yield f"{name}: no rule maps it"
             continue

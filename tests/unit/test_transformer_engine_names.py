@@ -43,10 +43,10 @@ def unpacked(requirement: str, folder: Path) -> Path:
 WRONG = """
 import megatron_dppo.mcore.mapping as mapping, tests.unit.te_names as names, tests.unit.te_stub as stub
 find = mapping.find_rule
-def without_fc1(name, tied):
+def without_fc1(name, shape, tied):
     if "linear_fc1.layer_norm_weight" in name:
         raise KeyError(name)
-    return find(name, tied)
+    return find(name, shape, tied)
 mapping.find_rule = without_fc1
 real = names.stub_transformer_engine
 def renamed(folder):
