@@ -86,7 +86,7 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of ``query [T, heads, d]`` over ``key [T, groups, d]``, ``value [T, groups, e]``: ``[T, heads * e]``."""
+        """``query [T, heads, d]``, ``key [T, groups, d]`` and ``value [T, groups, e]`` to ``[T, heads * e]``."""
         del attention_mask, attn_mask_type, attention_bias
         if not isinstance(packed_seq_params, PackedRow):
             raise ValueError("SDPACoreAttention expects packed rows: packed_seq_params=PackedRow.of(batch, starts)")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,9 +182,38 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
                 "dense model, which has no routers; remove it"
             )
         )
+    for problem in family_problems(config, shape):
+        problems.add(problem)
     if config.model.reference_path is not None:
         problems.attempt(_check_reference, config.model.reference_path, shape)
     problems.raise_if_any()
+
+
+def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+    """What the configuration asks for that is not there for models of this family."""
+    noise = config.rollout.perturbation.router_noise
+    for key, value, has_it, reason in (
+        (
+            "lora.rank",
+            config.lora.rank,
+            shape.has_latent_attention,
+            "latent attention has no adapters here; use 0",
+        ),
+        (
+            "rollout.batch_invariant",
+            config.rollout.batch_invariant,
+            shape.has_latent_attention,
+            "its attention kernel is for grouped queries; use false",
+        ),
+        (
+            "rollout.perturbation.router_noise",
+            noise,
+            shape.has_router_bias,
+            "the noise is for routers that choose by a softmax; use 0",
+        ),
+    ):
+        if value and has_it:
+            yield ConfigError(f"{key} = {value!r} with a model of type {shape.family!r}: {reason}")
 
 
 class PromptReader:

@@ -94,14 +94,26 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = x.reshape(-1, module.hidden_dim) @ module.weight.T
+    scores, order = router_scores(module, logits)
+    indices = order.topk(module.top_k, dim=-1).indices
+    return logits, combined(module, scores, indices), indices
+
+
+def router_scores(module: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """``[tokens, experts]`` by which a router of transformers weighs experts, and by which it chooses them."""
     bias = getattr(module, "e_score_correction_bias", None)
     if bias is None:
-        scores, indices = logits.softmax(-1).topk(module.top_k, dim=-1)
-        return logits, scores / scores.sum(-1, keepdim=True) if module.norm_topk_prob else scores, indices
+        return logits.softmax(-1), logits.softmax(-1)
     scores = logits.sigmoid()
     grouped = (scores + bias).unflatten(-1, (module.num_group, -1))
-    order = grouped.topk(2, -1).values.sum(-1).argsort(-1, descending=True)
-    grouped = grouped.scatter(1, order[:, module.topk_group :, None].expand(-1, -1, grouped.shape[-1]), -torch.inf)
-    indices = grouped.flatten(1).topk(module.top_k, dim=-1).indices
-    chosen = scores.gather(1, indices)
-    return logits, module.routed_scaling_factor * chosen / chosen.sum(-1, keepdim=True), indices
+    ranks = grouped.topk(2, -1).values.sum(-1).argsort(-1, descending=True)
+    losers = ranks[:, module.topk_group :, None].expand(-1, -1, grouped.shape[-1])
+    return scores, grouped.scatter(1, losers, -torch.inf).flatten(1)
+
+
+def combined(module: Any, scores: Tensor, experts: Tensor) -> Tensor:
+    """``[tokens, k]`` that the outputs of the ``experts`` are multiplied by."""
+    weights = scores.gather(1, experts)
+    if module.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * getattr(module, "routed_scaling_factor", 1.0)

@@ -35,6 +35,19 @@ SIZES: dict[str, Any] = dict(
 EXPERTS: dict[str, Any] = dict(moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2)
 
 
+SIGMOID: dict[str, Any] = dict(
+    moe_intermediate_size=64,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+    num_mtp_layers=0,
+)
+LATENT: dict[str, Any] = dict(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
+
+
 def hf_config(model: str) -> Any:
     import transformers
 
@@ -42,6 +55,13 @@ def hf_config(model: str) -> Any:
         return transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32, norm_topk_prob=True, decoder_sparse_step=2)
     if model == "qwen3":
         return transformers.Qwen3Config(**SIZES, head_dim=32)
+    if model == "llama":
+        return transformers.LlamaConfig(**SIZES)
+    if model == "glm4_moe":
+        return transformers.Glm4MoeConfig(**SIZES, **SIGMOID, head_dim=32, attention_bias=True)
+    if model == "deepseek_v3":
+        sizes = SIZES | SIGMOID | LATENT | {"num_key_value_heads": SIZES["num_attention_heads"]}
+        return transformers.DeepseekV3Config(**sizes, q_lora_rank=64)
     return transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=64, qkv_bias=True)
 
 
