@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -36,6 +37,21 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """``x [..., in]`` to ``[..., out]``."""
         return torch.nn.functional.linear(x, self.weight), None
+
+
+_LAYERS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's, with exactly the layers that its spec names.
+
+    0.19 chooses some of them itself: Transformer Engine's with a norm in them for all that come after a latent, and also
+    where queries have none (Moonlight), which is another model.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """What 0.19 asks for."""
+        return {name: getattr(submodules, name) for name in _LAYERS}
 
 
 def replicate_latents() -> None:

@@ -20,6 +20,7 @@ _OWNED = {
     "moe_enable_routing_replay": "set train.router_replay",
     "moe_single_grouped_weight": "the weights of all experts then have one name, which the mapping does not know",
     "use_grouped_gemm_for_shared_expert": "the shared expert's weights then have names that the mapping does not know",
+    "mla_down_proj_fusion": "the latents' weights then have names that the mapping does not know",
     **dict.fromkeys(
         ("fp8_param", "fp4", "fp4_param"),
         "quantised weights can neither be loaded from nor exported to the Hugging Face format here",

@@ -59,9 +59,9 @@ def hf_config(model: str) -> Any:
         return transformers.LlamaConfig(**SIZES)
     if model == "glm4_moe":
         return transformers.Glm4MoeConfig(**SIZES, **SIGMOID, head_dim=32, attention_bias=True)
-    if model == "deepseek_v3":
+    if model in ("deepseek_v3", "moonlight"):
         sizes = SIZES | SIGMOID | LATENT | {"num_key_value_heads": SIZES["num_attention_heads"]}
-        return transformers.DeepseekV3Config(**sizes, q_lora_rank=64)
+        return transformers.DeepseekV3Config(**sizes, q_lora_rank=64 if model == "deepseek_v3" else None)
     return transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=64, qkv_bias=True)
 
 
@@ -119,7 +119,8 @@ def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
         if parameter.shape != expected:
             yield f"{name}: {tuple(parameter.shape)}, expected {tuple(expected)}"
         # The router's weight is the one that Megatron makes on the CPU, and keeps in fp32 if asked to.
-        if parameter.dtype != torch.bfloat16 or parameter.device.type != "meta":
+        dtype = torch.float32 if name.endswith("router.expert_bias") else torch.bfloat16
+        if parameter.dtype != dtype or parameter.device.type != "meta":
             yield f"{name}: {parameter.dtype} on {parameter.device}"
         if rule.is_expert and getattr(parameter, "allreduce", True) != (layout.ep == 1):
             yield f"{name}: allreduce = {getattr(parameter, 'allreduce', None)} with ep = {layout.ep}"
@@ -133,9 +134,10 @@ def fusions(chunks: Any) -> dict[str, bool]:
 
     model = chunks[0]
     fused = {name: bool(getattr(model.config, name)) for name in FUSIONS}
-    linear = model.decoder.layers[0].self_attention.linear_qkv
+    attention = model.decoder.layers[0].self_attention
+    linear = getattr(attention, "linear_qkv", None) or attention.linear_kv_up_proj
     return fused | {
-        "linear_qkv.fuse_wgrad_accumulation": linear.fuse_wgrad_accumulation,
+        "attention.fuse_wgrad_accumulation": linear.fuse_wgrad_accumulation,
         "output_layer": getattr(getattr(model, "output_layer", None), "gradient_accumulation_fusion", False),
     }
 
