@@ -45,8 +45,8 @@ _LAYERS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernor
 class LatentAttention(MLASelfAttention):
     """Megatron's, with exactly the layers that its spec names.
 
-    0.19 chooses some of them itself: Transformer Engine's with a norm in them for all that come after a latent, and also
-    where queries have none (Moonlight), which is another model.
+    0.19 chooses some of them itself: Transformer Engine's, with a norm in it for queries that are made of no latent
+    (Moonlight), which is another model.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:

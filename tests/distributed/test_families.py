@@ -1,0 +1,144 @@
+"""Every family of models on every layout equals transformers in float64, and biases of routers are what they should be.
+
+CI takes some of the grid, ``make test-long`` all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.losses import policy_objective
+from megatron_dppo.platform import Platform
+from megatron_dppo.policy.update import Updater
+from tests.distributed.families import OWN
+from tests.distributed.layouts import ALLGATHER, CP, EP, EP4, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
+from tests.distributed.parity import LOSS, Case, build_trainer, config_for, hf_reference, run, samples
+from tests.distributed.spawn import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+Layouts = list[tuple[dict[str, Any], dict[str, Any]]]
+DENSE: dict[int, Layouts] = {
+    1: [({}, {}), ({}, FULL), ({}, SELECTIVE)],
+    2: [(TP, {}), ({**TP, "sequence_parallel": False}, {}), (CP, {}), (PP, {}), (VPP, {}), ({}, {}), (OVERLAP, {})],
+    4: [({**TP, **CP}, {}), ({**CP, **PP}, {}), ({**TP, **PP}, FULL)],
+}
+EXPERTS: dict[int, Layouts] = {
+    1: DENSE[1],
+    2: [
+        (TP, {}),
+        ({**TP, "expert_tensor_parallel_size": 2}, SELECTIVE),
+        (CP, {}),
+        (PP, {}),
+        (VPP, FULL),
+        (EP, {}),
+        (EP, ALLGATHER),
+        ({}, {}),
+        ({"use_distributed_optimizer": False}, {}),
+    ],
+    4: [
+        ({**TP, **CP}, {}),
+        ({**CP, **PP}, FULL),
+        ({**CP, **EP4}, {}),
+        ({**TP, **ETP, **OVERLAP}, SELECTIVE),
+        ({**TP, **PP, **EP}, {}),
+        ({**CP, **VPP, **EP}, {}),
+    ],
+}
+SAMPLED: dict[int, list[Case]] = {
+    1: [Case(family="qwen2", tied=True), Case(family="mistral"), Case(family="moonlight")],
+    2: [
+        Case(TP, family="llama"),
+        Case(VPP, family="llama", transformer=FULL),
+        Case(EP, family="glm4_moe"),
+        Case(PP, family="glm4_moe", tied=True),
+        Case(TP, family="deepseek_v3"),
+        Case(CP, family="deepseek_v3", transformer=SELECTIVE),
+    ],
+    4: [
+        Case({**TP, **CP}, family="llama"),
+        Case({**TP, **ETP, **OVERLAP}, family="glm4_moe"),
+        Case({**TP, **PP, **EP}, family="deepseek_v3"),
+    ],
+}
+
+
+def whole_grid(processes: int) -> list[Case]:
+    """Every family on every layout of so many processes."""
+    cases = []
+    for family in OWN:
+        has_experts = family in ("glm4_moe", "deepseek_v3", "moonlight")
+        for parallel, transformer in (EXPERTS if has_experts else DENSE)[processes]:
+            cases.append(Case(parallel, family=family, transformer=transformer, tied=len(cases) % 5 == 0))
+    return cases
+
+
+@pytest.mark.parametrize("processes", sorted(SAMPLED))
+def test_families_equal_transformers(processes: int) -> None:
+    run_distributed(run, processes, SAMPLED[processes])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", sorted(EXPERTS))
+def test_families_equal_transformers_on_all_layouts(processes: int) -> None:
+    run_distributed(run, processes, whole_grid(processes), timeout=1800.0)
+
+
+def exported(trainer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The biases of the routers by name, and all other weights."""
+    found = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    biases = {name: found.pop(name) for name in list(found) if name.endswith("e_score_correction_bias")}
+    return biases, found
+
+
+def biases_of_routers(rank: int, world_size: int, folder: str) -> None:
+    """In bf16: exact through an update; balanced when asked to, and then in the checkpoint; a reference has its own."""
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    from megatron.core import parallel_state
+
+    from megatron_dppo.mcore.reference import ReferenceWeights
+
+    model = hf_reference(False, family="glm4_moe")
+    given = {name: bias for name, bias in model.state_dict().items() if name.endswith("e_score_correction_bias")}
+    checkpoint = None
+    for rate in (0.0, 0.01, 0.01):
+        case = Case(EP, family="glm4_moe", transformer={"moe_router_bias_update_rate": rate} if rate else {})
+        trainer = build_trainer(case, model, platform, "bf16")
+        if checkpoint is not None:
+            trainer.load(checkpoint)
+            again, weights = exported(trainer)
+            assert all(torch.equal(again[name], bias) for name, bias in biases.items())
+            assert all(torch.equal(weights[name], weight) for name, weight in others.items())
+            break
+        biases, before = exported(trainer)
+        assert biases.keys() == given.keys() and all(torch.equal(biases[name], given[name]) for name in given)
+        reference = ReferenceWeights(trainer.models)
+        updater = Updater(trainer, config_for(case).train, LOSS)
+        batches = updater.plan(samples()[trainer.dp_rank :: trainer.layout.dp])
+        trainer.apply(trainer.accumulate(batches, policy_objective(LOSS)))
+        biases, others = exported(trainer)
+        assert any(not torch.equal(others[name], weight) for name, weight in before.items())
+        for name, bias in biases.items():
+            steps = (bias - given[name]) / 0.01
+            assert bias.dtype == torch.float32 and bool(steps.abs().max() > 0.5) == bool(rate)
+            assert bool((steps.abs() < 1e-4).logical_or((steps.abs() - 1).abs() < 1e-4).all())
+        with reference.swapped_in():
+            assert all(torch.equal(bias, given[name]) for name, bias in exported(trainer)[0].items())
+        assert all(torch.equal(bias, biases[name]) for name, bias in exported(trainer)[0].items())
+        if rate:
+            checkpoint = trainer.save(Path(folder), 1, {"layout": {}}, keep=1).path
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+
+
+def test_biases_of_routers_stay_or_follow_the_load(tmp_path: Path) -> None:
+    run_distributed(biases_of_routers, 2, str(tmp_path))
