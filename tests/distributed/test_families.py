@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf import DictWeights, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.update import Updater
@@ -105,10 +107,16 @@ def biases_of_routers(rank: int, world_size: int, folder: str) -> None:
     from megatron.core import parallel_state
 
     model, case = hf_reference(False, family="glm4_moe"), Case(EP, family="glm4_moe")
-    check_update(build_trainer(case, model, platform, "bf16"), case, model, rate=0.0)
+    trainer = build_trainer(case, model, platform, "bf16")
+    with_more = DictWeights([*stream_model(model), ("model.layers.4.eh_proj.weight", torch.zeros(1))])
+    with pytest.raises(CheckpointError, match=r"1 unexpected.*layers.4.eh_proj"):
+        trainer.bridge.load(with_more)
+    check_update(trainer, case, model, rate=0.0)
     parallel_state.destroy_model_parallel()
+    model.config.num_nextn_predict_layers = 1  # a layer for further tokens, which is left out
     case = Case(EP, family="glm4_moe", transformer={"moe_router_bias_update_rate": 0.01})
     trainer = build_trainer(case, model, platform, "bf16")
+    trainer.bridge.load(with_more)
     check_update(trainer, case, model, rate=0.01)
     saved, found = trainer.save(Path(folder), 1, {}, keep=1).path, exported(trainer)
     parallel_state.destroy_model_parallel()
