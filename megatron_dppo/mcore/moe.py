@@ -24,12 +24,15 @@ def router_biases(model: Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def router_biases_kept(models: Sequence[Module]) -> Iterator[None]:
-    """Around a conversion of models to another dtype: the same tensors are the biases afterwards, not rounded."""
+    """Around a conversion of models to another dtype: the same tensors are the biases afterwards, not rounded.
+
+    So are the counts of tokens that they may follow: in bf16 a count would end at 256.
+    """
     routers = [m for model in models for m in model.modules() if isinstance(getattr(m, _BIAS, None), Tensor)]
-    kept = [(router, getattr(router, _BIAS)) for router in routers]
+    kept = [(router, name, getattr(router, name)) for router in routers for name in (_BIAS, "local_tokens_per_expert")]
     yield
-    for router, bias in kept:
-        setattr(router, _BIAS, bias)
+    for router, name, buffer in kept:
+        setattr(router, name, buffer)
 
 
 def balance_coefficients(overrides: dict[str, Any], layout: Layout) -> dict[str, Any]:
