@@ -19,14 +19,13 @@ from torch import Tensor
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.lora import LoraConfig
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.families import family_of
 from megatron_dppo.types import RoutingShape
 
 WeightStream = Iterable[tuple[str, Tensor]]
 _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
+_KEPT_IN_FP32 = "e_score_correction_bias"
 _ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
-
-
-_MODEL_TYPES = ("qwen3_moe", "qwen3", "qwen2_moe")
 
 
 def read_hf_config(path: str | Path) -> Any:
@@ -54,38 +53,7 @@ def model_shape(hf_config: Any) -> ModelShape:
     Raises:
         CheckpointError: an architecture, or a feature of it, that there is no mapping for.
     """
-    if hf_config.model_type not in _MODEL_TYPES:
-        raise CheckpointError(
-            f"model_type {hf_config.model_type!r} has no mapping to Megatron; expected one of {', '.join(_MODEL_TYPES)}"
-        )
-    unsupported = {
-        "attention_bias": getattr(hf_config, "attention_bias", False),
-        "use_sliding_window": hf_config.use_sliding_window,
-        "hidden_act": hf_config.hidden_act != "silu",
-    }
-    for key, present in unsupported.items():
-        if present:
-            raise CheckpointError(f"config.json has {key} = {getattr(hf_config, key)!r}, which is not supported")
-    return ModelShape(
-        num_layers=hf_config.num_hidden_layers,
-        num_attention_heads=hf_config.num_attention_heads,
-        num_query_groups=hf_config.num_key_value_heads,
-        num_experts=getattr(hf_config, "num_experts", None),
-        hidden_size=hf_config.hidden_size,
-        vocab_size=hf_config.vocab_size,
-        has_qkv_bias=getattr(hf_config, "qkv_bias", False),
-        has_qk_norm=hf_config.model_type != "qwen2_moe",
-        has_shared_expert=hf_config.model_type == "qwen2_moe",
-        dense_layers=_dense_layers(hf_config),
-    )
-
-
-def _dense_layers(hf_config: Any) -> tuple[int, ...]:
-    """The layers of a mixture-of-experts model that have none, by transformers' rule."""
-    if getattr(hf_config, "num_experts", None) is None:
-        return ()
-    step, named = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
-    return tuple(i for i in range(hf_config.num_hidden_layers) if i in named or (i + 1) % step)
+    return family_of(hf_config).shape(hf_config)
 
 
 def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | None:
@@ -100,6 +68,7 @@ def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | No
         dense_layers=frozenset(shape.dense_layers),
         weights=weights,
         weights_add_to_one=hf_config.norm_topk_prob,
+        weights_scale=getattr(hf_config, "routed_scaling_factor", 1.0),
     )
 
 
@@ -108,15 +77,6 @@ def end_tokens(hf_config: Any, tokenizer: Any) -> frozenset[int]:
     configured = hf_config.eos_token_id
     several = configured if isinstance(configured, list) else [configured]
     return frozenset({tokenizer.eos_token_id} | {token for token in several if token is not None})
-
-
-def rope_theta(hf_config: Any) -> float:
-    """The base of the rotary embedding, wherever the transformers version keeps it."""
-    parameters = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    kind = parameters.get("rope_type", "default")
-    if kind != "default":
-        raise CheckpointError(f"config.json has rope_type = {kind!r}; only the default rotary embedding is supported")
-    return float(parameters.get("rope_theta") or hf_config.rope_theta)
 
 
 def preload_models() -> None:
@@ -131,7 +91,16 @@ def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) 
     with torch.random.fork_rng(devices=[]):
         if seed is not None:
             torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False).eval()
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False).eval()
+    if dtype.itemsize < 4:  # from_config rounds what from_pretrained keeps
+        for bias in router_biases(model).values():
+            bias.data = bias.float()
+    return model
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What a weight of a model in ``dtype`` is stored and sent in: the biases by which routers choose stay fp32."""
+    return torch.float32 if name.endswith(_KEPT_IN_FP32) else dtype
 
 
 def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -172,7 +141,7 @@ def copy_into_model(model: Any, weights: WeightStream) -> None:
     Raises:
         CheckpointError: a name that the model does not have, a wrong shape, or weights that never came.
     """
-    targets = dict(model.named_parameters())
+    targets = {**dict(model.named_parameters()), **router_biases(model)}
     elements_left = {name: parameter.numel() for name, parameter in targets.items()}
     for name, tensor in weights:
         target, key = (targets[name], name) if name in targets else _expert_slice(targets, name)
@@ -183,6 +152,11 @@ def copy_into_model(model: Any, weights: WeightStream) -> None:
     missing = sorted(key for key, left in elements_left.items() if left)
     if missing:
         raise CheckpointError(f"weights never came for {missing[:5]} ({len(missing)} parameters in all)")
+
+
+def router_biases(model: Any) -> dict[str, Tensor]:
+    """The biases by which the routers of a transformers model choose experts, which are no parameters, by name."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(_KEPT_IN_FP32)}
 
 
 def _expert_slice(targets: dict[str, Tensor], name: str) -> tuple[Tensor, str]:

@@ -13,6 +13,8 @@ from megatron_dppo.errors import ConfigError
 class ModelShape:
     """The sizes of a model that a layout has to divide."""
 
+    family: str
+    """``model_type`` of config.json"""
     num_layers: int
     num_attention_heads: int
     num_query_groups: int
@@ -20,9 +22,17 @@ class ModelShape:
     hidden_size: int
     vocab_size: int
     has_qkv_bias: bool = False
-    has_qk_norm: bool = True
+    has_qk_norm: bool = False
     has_shared_expert: bool = False
-    """One expert more that every token visits, behind a gate of its own (Qwen2-MoE)."""
+    """One expert more that every token visits."""
+    has_router_bias: bool = False
+    """Routers choose by scores plus a bias (a buffer)."""
+    has_latent_attention: bool = False
+    """MLA instead of grouped queries."""
+    has_latent_queries: bool = False
+    """With MLA: queries are made of a latent too."""
+    num_mtp_layers: int = 0
+    """Layers after the last that predict further tokens; they are left out."""
     dense_layers: tuple[int, ...] = ()
     """Layers without experts in a mixture-of-experts model, from 0."""
 

@@ -50,6 +50,7 @@ class LoraConfig(Section):
 _PASSES_BY = {
     "moe_shared_expert_overlap": "the shared expert's layers then exchange nothing themselves",
     "use_transformer_engine_op_fuser": "the fused operations do not call the layers that have adapters",
+    "moe_router_bias_update_rate": "checkpoints hold adapters alone, and would lose the biases",
     "delay_wgrad_compute": "frozen weights have no gradient that could be delayed",
 }
 """Switches of Megatron's under which a layer is not computed as its adapter takes it to be."""

@@ -108,14 +108,16 @@ def _check_weights(routes: Tensor, shape: RoutingShape, request: str) -> None:
     Raises:
         ValueError: weights beside a missing expert, a missing or non-finite one beside an expert, one outside of 0 to
             1, or a row with another sum than the model's (``norm_topk_prob``: one; else at most one); with the place.
+            Both are multiplied by the model's scale.
     """
     absent = routes[..., 0] == MISSING_EXPERT[routes.dtype]
-    weights, sums = weights_of(routes, shape), "at most 1"
-    good = (weights >= 0) & (weights <= 1 + _SLACK)
+    weights, scale = weights_of(routes, shape), shape.weights_scale
+    sums, most = f"at most {scale:g}", scale * (1 + _SLACK)
+    good = (weights >= 0) & (weights <= most)
     total = weights.sum(-1)
-    adds = total <= 1 + _SLACK
+    adds = total <= most
     if shape.weights_add_to_one:
-        adds, sums = adds & (total >= 1 - _SLACK), "1 (norm_topk_prob)"
+        adds, sums = adds & (total >= scale * (1 - _SLACK)), f"{scale:g} (norm_topk_prob)"
     right = torch.where(absent, weights.isnan().all(-1), good.all(-1) & adds)
     if bool(right.all()):
         return
@@ -124,7 +126,7 @@ def _check_weights(routes: Tensor, shape: RoutingShape, request: str) -> None:
     experts = experts_of(routes, shape)[row, layer].tolist()
     raise ValueError(
         f"{request}: router weights, row {row}, layer {layer}: {found} of experts {experts}; expected "
-        f"{shape.topk} numbers of 0 to 1 that add up to {sums}, or none (NaN) where the experts are missing"
+        f"{shape.topk} numbers of 0 to {scale:g} that add up to {sums}, or none (NaN) where the experts are missing"
     )
 
 

@@ -86,7 +86,7 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of ``query [T, heads, d]`` over ``key, value [T, groups, d]``; returns ``[T, heads * d]``."""
+        """``query [T, heads, d]``, ``key [T, groups, d]`` and ``value [T, groups, e]`` to ``[T, heads * e]``."""
         del attention_mask, attn_mask_type, attention_bias
         if not isinstance(packed_seq_params, PackedRow):
             raise ValueError("SDPACoreAttention expects packed rows: packed_seq_params=PackedRow.of(batch, starts)")
@@ -99,10 +99,12 @@ class SDPACoreAttention(MegatronModule):
             parts = bucket.queries.spread(query), bucket.keys.spread(key), bucket.keys.spread(value)
             found.append(bucket.queries.collect(self._attend(*parts, mask)))
         tokens = torch.cat([bucket.queries.tokens for bucket in packed_seq_params.buckets])
-        return torch.empty_like(query).index_copy(0, tokens, torch.cat(found)).flatten(1)
+        # Values may have heads of another size than queries and keys.
+        empty = value.new_empty(*query.shape[:-1], value.shape[-1])
+        return empty.index_copy(0, tokens, torch.cat(found)).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """``query [batch, q, heads, d]``, ``key, value [batch, s, groups, d]`` to the shape of ``query``."""
+        """``query [batch, q, heads, d]``, ``key, value [batch, s, groups, d or e]`` to ``[batch, q, heads, e]``."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         repeat = q.shape[1] // k.shape[1]
         # Without the copies the backward needs less memory; with a mask, CUDA's fast kernels know no groups.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -15,8 +16,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.families.rules import OUTPUT, Rule
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.model import padded_vocab_size
+from megatron_dppo.mcore.moe import router_biases
 from megatron_dppo.parallel.groups import ParallelGroups
 
 
@@ -35,12 +38,12 @@ ADAPTERS = "adapters"
 
 
 def global_names(chunks: Sequence[GPTModel], first_expert: int) -> dict[str, Tensor]:
-    """The parameters of this rank by name, with the layer and expert indices of the whole model."""
+    """The parameters of this rank, routers' biases too, by name with layer and expert indices of the whole model."""
     result = {}
     for chunk in chunks:
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
 
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in chain(chunk.named_parameters(), router_biases(chunk)):
             if name.startswith(f"{ADAPTERS}."):
                 continue
             name = _shift_index(r"^(decoder\.layers\.)(\d+)", name, offset)
@@ -101,7 +104,7 @@ class Bridge:
         self._padded_vocab = padded_vocab_size(shape.vocab_size, dist.get_world_size(groups.tp))
         self._stages = StageTensors(self._parameters, groups.pp)
 
-    def _shard_group(self, rule: mapping.Rule) -> ProcessGroup | None:
+    def _shard_group(self, rule: Rule) -> ProcessGroup | None:
         return self._groups.etp if rule.is_expert else self._groups.tp
 
     @torch.no_grad()
@@ -113,7 +116,7 @@ class Bridge:
         """
         self._check_names(source.names())
         for name, parameter in self._parameters.items():
-            rule, layer, expert = mapping.find_rule(name, self._tied)
+            rule, layer, expert = mapping.find_rule(name, self._shape, self._tied)
             hf_names = rule.names(layer, expert)[1]
             full = rule.join([source[hf_name] for hf_name in hf_names], self._shape)
             if rule.padded:
@@ -131,7 +134,8 @@ class Bridge:
         expected: set[str] = set()
         for rule, layer, expert in mapping.parameters(self._shape, self._tied):
             expected.update(rule.names(layer, expert)[1])
-        missing, extra = expected - found, found - expected - set(mapping.OUTPUT.hf)
+        extra = {name for name in found - expected - set(OUTPUT.hf) if not mapping.is_left_out(name, self._shape)}
+        missing = expected - found
         if missing or extra:
             raise CheckpointError(
                 f"the weights do not fit config.json: {len(missing)} missing (e.g. {sorted(missing)[:2]}), "
@@ -157,7 +161,7 @@ class Bridge:
                 yield from self._export_experts(rule, layer, expert, value)
 
     def _export_experts(
-        self, rule: mapping.Rule, layer: int, local: int, value: Callable[[Tensor], Tensor]
+        self, rule: Rule, layer: int, local: int, value: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         ep = self._groups.ep
         mine = dist.get_rank(ep) * self._local_experts + local
@@ -165,11 +169,11 @@ class Bridge:
         for ep_rank, tensor in enumerate(all_gather(full, ep)):
             yield from self._named(rule, layer, ep_rank * self._local_experts + local, tensor)
 
-    def _named(self, rule: mapping.Rule, layer: int, expert: int, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _named(self, rule: Rule, layer: int, expert: int, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         names = rule.names(layer, expert)[1]
         return zip(names, rule.split(full, self._shape), strict=True)
 
-    def _gather_shards(self, rule: mapping.Rule, local: Tensor) -> Tensor:
+    def _gather_shards(self, rule: Rule, local: Tensor) -> Tensor:
         if rule.shard_dim is None:
             return local
         return mapping.unshard(rule, all_gather(local, self._shard_group(rule)))

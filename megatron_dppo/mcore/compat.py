@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.mcore.fused_adam import FusedAdam
+from megatron_dppo.mcore.gloo import collectives_of_one, uneven_collectives
 from megatron_dppo.mcore.torch_proxy import bind_proxy, cuda_type_names
 from megatron_dppo.mcore.transformer_engine import has_transformer_engine, version_of_none
 from megatron_dppo.platform import Platform
@@ -134,48 +134,6 @@ def _splits_to_host() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
 
-def _uneven_collectives() -> None:
-    from megatron.core.tensor_parallel import mappings
-
-    even_gather, even_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-
-    def gather(x: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        if output_split_sizes is None or group.size() == 1:
-            return even_gather(x, group, None, use_global_buffer)
-        sizes = [int(n) for n in output_split_sizes]
-        padded = x.new_zeros([max(sizes), *x.shape[1:]])
-        padded[: x.shape[0]] = x
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)], 0)
-
-    def reduce_scatter(x: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        if input_split_sizes is None or group.size() == 1:
-            return even_reduce_scatter(x, group, None, use_global_buffer)
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return torch.split(x, [int(n) for n in input_split_sizes], 0)[group.rank()].clone()
-
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
-
-
-def _collectives_of_one() -> None:
-    from megatron.core.distributed import param_and_grad_buffer
-
-    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(collective)
-        def call(output: Any, source: Any, *args: Any, group: Any = None, **more: Any) -> Any:
-            # The only shard of a buffer is the buffer: what should arrive is there.
-            if group is not None and group.size() == 1 and output.data_ptr() == source.data_ptr():
-                return None
-            return collective(output, source, *args, group=group, **more)
-
-        return call
-
-    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        setattr(param_and_grad_buffer, name, unless_alone(getattr(param_and_grad_buffer, name)))
-
-
 def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -235,6 +193,12 @@ def _recompute_flag() -> None:
     random.CheckpointWithoutOutput.__init__ = init
 
 
+def _replicated_latents() -> None:
+    from megatron_dppo.mcore.latent import replicate_latents
+
+    replicate_latents()
+
+
 _ALL = "0.16.1 to 0.19.2"
 _DEVICE_AGNOSTIC = "Megatron Core takes the device from its process group instead of torch.cuda"
 
@@ -249,9 +213,9 @@ SHIMS = (
         on_cuda=True,
     ),
     Shim(_splits_to_host, "all-to-all split sizes become lists only when they are on CUDA", _ALL, _DEVICE_AGNOSTIC),
-    Shim(_uneven_collectives, "gloo has no all-gather and reduce-scatter of uneven parts", _ALL, "gloo gets them"),
+    Shim(uneven_collectives, "gloo has no all-gather and reduce-scatter of uneven parts", _ALL, "gloo gets them"),
     Shim(
-        _collectives_of_one,
+        collectives_of_one,
         "gloo copies a whole buffer in a group of one rank, which takes three times as long as Adam",
         _ALL,
         "the distributed optimizer leaves such collectives out",
@@ -293,6 +257,14 @@ SHIMS = (
         "selective recompute takes 'fp8 is not None' for fp8 and needs Transformer Engine then",
         "0.16.1",
         "0.16.1 is no longer supported",
+        on_cuda=True,
+    ),
+    Shim(
+        _replicated_latents,
+        "latent attention takes only Transformer Engine's layers for latents that are whole on every rank; with "
+        "Megatron's split ones a rank's part of the gradient of the rotated keys is lost under tensor parallelism",
+        _ALL,
+        "latent attention takes any layer, and MLASelfAttention sums that gradient",
         on_cuda=True,
     ),
 )

@@ -21,7 +21,8 @@ from torch.nn import Parameter
 from megatron_dppo.mcore.grouped_gemm import grouped_linear
 
 
-def _device(config: TransformerConfig) -> torch.device:
+def device_of(config: TransformerConfig) -> torch.device:
+    """Where its layers' weights are made."""
     if config.use_cpu_initialization:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -44,7 +45,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         del eps  # the config's value is the model's
         self.eps = config.layernorm_epsilon
-        self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config)))
+        self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device_of(config)))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
-        self.layer_norm_weight = Parameter(torch.ones(input_size, dtype=config.params_dtype, device=_device(config)))
+        self.layer_norm_weight = Parameter(torch.ones(input_size, dtype=config.params_dtype, device=device_of(config)))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -103,7 +104,7 @@ class _GroupedLinear(torch.nn.Module):
         parts = pg_collection.expt_tp.size()
         shape = (output_size // parts, input_size) if self.shard_dim == 0 else (output_size, input_size // parts)
         for i in range(num_gemms):
-            weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=_device(config)))
+            weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device_of(config)))
             if config.perform_initialization:
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight)

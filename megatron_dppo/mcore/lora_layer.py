@@ -31,9 +31,9 @@ from torch.nn import Module, Parameter
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.lora import LoraConfig
+from megatron_dppo.families.rules import Rule
 from megatron_dppo.mcore.grouped_gemm import grouped_linear
 from megatron_dppo.mcore.layers import rms_norm
-from megatron_dppo.mcore.mapping import Rule
 from megatron_dppo.parallel.groups import ParallelGroups
 
 Part = Literal["A", "B"]

@@ -1,157 +1,29 @@
-"""The table between Hugging Face and Megatron weights (Qwen3, Qwen3-MoE, Qwen2-MoE), both directions from one table.
+"""The weights of a whole model, Megatron's names and Hugging Face's, by the rules of its family; and their shards.
 
-A rule joins the Hugging Face tensors of one Megatron parameter into the *full* Megatron tensor and splits it again;
 ``shard`` and ``unshard`` cut a full tensor for tensor parallelism. Pure tensor algebra: no Megatron, no collectives.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.config.layout import ModelShape
-
-Join = Callable[[Sequence[Tensor], ModelShape], Tensor]
-Split = Callable[[Tensor, ModelShape], list[Tensor]]
-
-
-def _only(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    return parts[0]
-
-
-def _alone(full: Tensor, shape: ModelShape) -> list[Tensor]:
-    return [full]
-
-
-def _join_qkv(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """Megatron keeps, for each query group, its query heads, its key head and its value head together."""
-    groups, trailing = shape.num_query_groups, parts[0].shape[1:]
-    return torch.cat([p.reshape(groups, -1, *trailing) for p in parts], 1).reshape(-1, *trailing)
-
-
-def _split_qkv(full: Tensor, shape: ModelShape) -> list[Tensor]:
-    groups, trailing = shape.num_query_groups, full.shape[1:]
-    heads = shape.num_attention_heads // groups
-    unit = full.shape[0] // (groups * (heads + 2))
-    parts = full.reshape(groups, -1, *trailing).split([heads * unit, unit, unit], 1)
-    return [p.reshape(-1, *trailing) for p in parts]
-
-
-def _join_gated(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    return torch.cat(list(parts), 0)
-
-
-def _split_gated(full: Tensor, shape: ModelShape) -> list[Tensor]:
-    return list(full.chunk(2, 0))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One Megatron parameter and its Hugging Face tensors.
-
-    ``{layer}`` and ``{expert}`` stand for global indices. ``shard_dim`` is the dimension that tensor parallelism
-    cuts (None = replicated); ``gated`` parameters are cut in each half; ``padded`` ones have a padded vocabulary.
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    shard_dim: int | None = None
-    join: Join = _only
-    split: Split = _alone
-    gated: bool = False
-    padded: bool = False
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether the parameter belongs to one expert."""
-        return "{expert}" in self.megatron
-
-    def names(self, layer: int, expert: int) -> tuple[str, tuple[str, ...]]:
-        """The Megatron name and the Hugging Face names for a layer and an expert."""
-        fill = {"layer": layer, "expert": expert}
-        return self.megatron.format(**fill), tuple(name.format(**fill) for name in self.hf)
-
-
-_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
-
-ATTENTION_RULES = (
-    Rule(_M + "self_attention.linear_qkv.layer_norm_weight", (_H + "input_layernorm.weight",)),
-    Rule(
-        _M + "self_attention.linear_qkv.weight",
-        tuple(_H + f"self_attn.{x}_proj.weight" for x in "qkv"),
-        shard_dim=0,
-        join=_join_qkv,
-        split=_split_qkv,
-    ),
-    Rule(_M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), shard_dim=1),
-)
-QKV_BIAS_RULES = (
-    Rule(
-        _M + "self_attention.linear_qkv.bias",
-        tuple(_H + f"self_attn.{x}_proj.bias" for x in "qkv"),
-        shard_dim=0,
-        join=_join_qkv,
-        split=_split_qkv,
-    ),
-)
-QK_NORM_RULES = (
-    Rule(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",)),
-    Rule(_M + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",)),
-)
-DENSE_RULES = (
-    Rule(_M + "mlp.linear_fc1.layer_norm_weight", (_H + "post_attention_layernorm.weight",)),
-    Rule(
-        _M + "mlp.linear_fc1.weight",
-        tuple(_H + f"mlp.{x}_proj.weight" for x in ("gate", "up")),
-        shard_dim=0,
-        join=_join_gated,
-        split=_split_gated,
-        gated=True,
-    ),
-    Rule(_M + "mlp.linear_fc2.weight", (_H + "mlp.down_proj.weight",), shard_dim=1),
-)
-MOE_RULES = (
-    Rule(_M + "pre_mlp_layernorm.weight", (_H + "post_attention_layernorm.weight",)),
-    Rule(_M + "mlp.router.weight", (_H + "mlp.gate.weight",)),
-    Rule(
-        _M + "mlp.experts.linear_fc1.weight{expert}",
-        tuple(_H + "mlp.experts.{expert}." + f"{x}_proj.weight" for x in ("gate", "up")),
-        shard_dim=0,
-        join=_join_gated,
-        split=_split_gated,
-        gated=True,
-    ),
-    Rule(_M + "mlp.experts.linear_fc2.weight{expert}", (_H + "mlp.experts.{expert}.down_proj.weight",), shard_dim=1),
-)
-SHARED_EXPERT_RULES = (
-    Rule(_M + "mlp.shared_experts.gate_weight", (_H + "mlp.shared_expert_gate.weight",)),
-    Rule(
-        _M + "mlp.shared_experts.linear_fc1.weight",
-        tuple(_H + f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")),
-        shard_dim=0,
-        join=_join_gated,
-        split=_split_gated,
-        gated=True,
-    ),
-    Rule(_M + "mlp.shared_experts.linear_fc2.weight", (_H + "mlp.shared_expert.down_proj.weight",), shard_dim=1),
-)
-EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), shard_dim=0, padded=True)
-FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
-OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), shard_dim=0, padded=True)
-TIED_OUTPUT = Rule("output_layer.weight", EMBEDDING.hf, shard_dim=0, padded=True)
+from megatron_dppo.families import family_of
+from megatron_dppo.families.rules import EMBEDDING, FINAL_NORM, OUTPUT, TIED_OUTPUT, Rule
 
 
 def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]:
     """Every ``(rule, layer, expert)`` of a model, in the order of the network; tied output weights are left out."""
     yield EMBEDDING, 0, 0
-    rules = ATTENTION_RULES + QKV_BIAS_RULES * shape.has_qkv_bias + QK_NORM_RULES * shape.has_qk_norm
-    experts = MOE_RULES + SHARED_EXPERT_RULES * shape.has_shared_expert
+    family = family_of(shape)
+    attention = family.attention(shape)
     for layer in range(shape.num_layers):
-        for rule in rules + (experts if shape.num_experts and layer not in shape.dense_layers else DENSE_RULES):
+        has_experts = shape.num_experts is not None and layer not in shape.dense_layers
+        for rule in attention + (family.experts if has_experts else family.dense):
             for expert in range(shape.num_experts or 1) if rule.is_expert else (0,):
                 yield rule, layer, expert
     yield FINAL_NORM, 0, 0
@@ -159,7 +31,7 @@ def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]
         yield OUTPUT, 0, 0
 
 
-def find_rule(name: str, tied: bool) -> tuple[Rule, int, int]:
+def find_rule(name: str, shape: ModelShape, tied: bool) -> tuple[Rule, int, int]:
     """The rule, layer and expert of a Megatron parameter name with *global* indices.
 
     Raises:
@@ -168,12 +40,17 @@ def find_rule(name: str, tied: bool) -> tuple[Rule, int, int]:
     layer_match = re.match(r"decoder\.layers\.(\d+)\.", name)
     expert_match = re.search(r"\.experts\.linear_fc[12]\.weight(\d+)$", name)
     layer, expert = (int(m[1]) if m else 0 for m in (layer_match, expert_match))
-    output = TIED_OUTPUT if tied else OUTPUT
-    attention = (*ATTENTION_RULES, *QKV_BIAS_RULES, *QK_NORM_RULES)
-    for rule in (*attention, *DENSE_RULES, *MOE_RULES, *SHARED_EXPERT_RULES, EMBEDDING, FINAL_NORM, output):
+    family, output = family_of(shape), TIED_OUTPUT if tied else OUTPUT
+    for rule in (*family.attention(shape), *family.dense, *family.experts, EMBEDDING, FINAL_NORM, output):
         if rule.names(layer, expert)[0] == name:
             return rule, layer, expert
     raise KeyError(f"no rule maps the Megatron parameter {name!r} to Hugging Face")
+
+
+def is_left_out(name: str, shape: ModelShape) -> bool:
+    """Whether a Hugging Face weight is of the layers after the last, which have no place in the model."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and 0 <= int(layer[1]) - shape.num_layers < shape.num_mtp_layers
 
 
 def shard(rule: Rule, full: Tensor, rank: int, parts: int) -> Tensor:

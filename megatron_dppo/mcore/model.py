@@ -1,4 +1,4 @@
-"""A Hugging Face config (Qwen3-MoE, Qwen3, Qwen2-MoE) to Megatron's TransformerConfig and GPTModel."""
+"""A Hugging Face config to Megatron's TransformerConfig and GPTModel; what differs between families is theirs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import ModelConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.hf import model_shape, rope_theta
+from megatron_dppo.families import family_of
+from megatron_dppo.hf import model_shape
 from megatron_dppo.mcore.fp8 import check_fp8
 from megatron_dppo.mcore.fusions import default_fusions, kernels_in_words, output_layer_without_fusion
 from megatron_dppo.mcore.head import hand_out_hidden_states
@@ -38,21 +39,17 @@ def transformer_config(
     """Megatron's config; ``model.transformer`` overrides come last (see ``checked_overrides``)."""
     engine = platform.is_cuda and has_transformer_engine()
     refuse_what_has_no_attention(model.dtype, layout.cp, transformer_engine=engine)
-    dtype, shape = DTYPES[model.dtype], model_shape(hf_config)
+    dtype, own = DTYPES[model.dtype], family_of(hf_config).fields(hf_config, model_shape(hf_config))
     values: dict[str, Any] = dict(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
-        num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
         ffn_hidden_size=hf_config.intermediate_size,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.has_qkv_bias,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
-        qk_layernorm=shape.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -84,9 +81,10 @@ def transformer_config(
     )
     overrides = checked_overrides(model.transformer, router_replay=router_replay)
     check_fp8(overrides, model.dtype, platform, transformer_engine=engine)
-    moe = _moe_fields(hf_config)
-    fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=engine, experts=bool(moe))
-    return TransformerConfig(**(values | moe | fused | overrides | balance_coefficients(overrides, layout)))
+    experts = "num_moe_experts" in own
+    fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=engine, experts=experts)
+    kind = MLATransformerConfig if own.get("multi_latent_attention") else TransformerConfig
+    return kind(**(values | fused | own | overrides | balance_coefficients(overrides, layout)))
 
 
 def kernels_note(config: TransformerConfig, model: ModelConfig) -> str:
@@ -111,29 +109,6 @@ def checked_config(
         ) from error
 
 
-def _moe_fields(hf_config: Any) -> dict[str, Any]:
-    if getattr(hf_config, "num_experts", None) is None:
-        return {}
-    extra: dict[str, Any] = {}
-    shape = model_shape(hf_config)
-    if shape.has_shared_expert:
-        extra |= dict(
-            moe_shared_expert_intermediate_size=hf_config.shared_expert_intermediate_size, moe_shared_expert_gate=True
-        )
-    if shape.dense_layers:
-        extra["moe_layer_freq"] = [int(i not in shape.dense_layers) for i in range(shape.num_layers)]
-    return extra | dict(
-        moe_ffn_hidden_size=hf_config.moe_intermediate_size,
-        num_moe_experts=hf_config.num_experts,
-        moe_router_topk=hf_config.num_experts_per_tok,
-        moe_router_pre_softmax=not hf_config.norm_topk_prob,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_grouped_gemm=True,
-    )
-
-
 def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
     """The model chunks of this rank (one, or one per virtual pipeline stage), with uninitialised weights."""
     virtual = config.virtual_pipeline_model_parallel_size
@@ -149,7 +124,7 @@ def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device:
                 pre_process=pp_rank == 0 and stage == 0,
                 post_process=pp_rank == last_stage and stage == (virtual or 1) - 1,
                 position_embedding_type="rope",
-                rotary_base=rope_theta(hf_config),
+                **family_of(hf_config).rope(hf_config).arguments(),
                 share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
                 vp_stage=vp_stage,
             )

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.mcore.loss_scale import LossScale
+from megatron_dppo.mcore.moe import router_biases_kept
 from megatron_dppo.mcore.offload import drop_gradient_copies, is_offloaded, offloaded_tensors, start_offloaded
 from megatron_dppo.mcore.optimizer_shards import use_boxes
 from megatron_dppo.platform import DTYPES
@@ -36,7 +37,8 @@ def wrap_for_training(
         overlap_param_gather=parallel.overlap_param_gather,
         grad_reduce_in_fp32=grad_reduce_in_fp32,
     )
-    modules = [Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk for chunk in chunks]
+    with router_biases_kept(chunks):
+        modules = [Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk for chunk in chunks]
     return [
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=(i > 0))
         for i, module in enumerate(modules)

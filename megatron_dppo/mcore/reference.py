@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from megatron_dppo.mcore.moe import router_biases
+
 
 class ReferenceWeights:
     """A copy of this rank's shard, made when the model holds the reference policy.
@@ -20,7 +22,9 @@ class ReferenceWeights:
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._parameters = [
+            tensor for chunk in chunks for tensor in (*chunk.parameters(), *dict(router_biases(chunk)).values())
+        ]
         self._host = [_to_host(parameter) for parameter in self._parameters]
 
     @contextmanager

@@ -12,6 +12,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -22,6 +23,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_dppo.mcore.attention import SDPACoreAttention
 from megatron_dppo.mcore.invariant import InvariantCoreAttention, is_batch_invariant
+from megatron_dppo.mcore.latent import LatentAttention, ReplicatedLinear
 from megatron_dppo.mcore.layers import (
     ColumnParallelGroupedLinear,
     LayerNormColumnParallelLinear,
@@ -36,7 +38,11 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     if not config.use_cpu_initialization and has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        if config.multi_latent_attention:
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.module = LatentAttention
+        return block
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [_layer_spec(config, first + i) for i in range(get_num_layers_to_build(config, vp_stage))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
@@ -45,7 +51,23 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
 def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
     frequency = config.moe_layer_freq
     is_moe = config.num_moe_experts is not None and (not isinstance(frequency, list) or bool(frequency[layer]))
-    attention = ModuleSpec(
+    latent = config.multi_latent_attention
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm if latent else IdentityOp,
+            self_attention=_latent_spec() if latent else _grouped_spec(config),
+            self_attn_bda=get_bias_dropout_add,
+            # A dense MLP has its norm inside linear_fc1, as in Transformer Engine.
+            pre_mlp_layernorm=RMSNorm if is_moe else IdentityOp,
+            mlp=_moe_spec() if is_moe else _dense_spec(),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _grouped_spec(config: TransformerConfig) -> ModuleSpec:
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -56,16 +78,23 @@ def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
             k_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
         ),
     )
+
+
+def _latent_spec() -> ModuleSpec:
+    """As Megatron's own with Transformer Engine: latents are whole on every rank, and normed by what takes them."""
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            # A dense MLP has its norm inside linear_fc1, as in Transformer Engine.
-            pre_mlp_layernorm=RMSNorm if is_moe else IdentityOp,
-            mlp=_moe_spec() if is_moe else _dense_spec(),
-            mlp_bda=get_bias_dropout_add,
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=LayerNormColumnParallelLinear,
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_up_proj=LayerNormColumnParallelLinear,
+            core_attention=SDPACoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
         ),
     )
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
+from megatron_dppo.families import family_of
+from megatron_dppo.hf import model_shape
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.platform import DTYPES
 
@@ -34,8 +36,8 @@ class Rollouts:
 def rollouts(config: Config, hf_config: Any, parameters: int, machine: Machine) -> Rollouts:
     """One server holds the weights in ``rollout.dtype``, split over its GPUs, and fills the rest with the cache."""
     size = DTYPES[config.rollout.dtype or config.model.dtype].itemsize
-    heads, dim = hf_config.num_key_value_heads, _head_dim(hf_config)
-    per_token = 2 * hf_config.num_hidden_layers * heads * dim * size
+    heads, numbers = _cached(hf_config)
+    per_token = hf_config.num_hidden_layers * heads * numbers * size
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if config.rollout.engine == "local":
         return Rollouts(bytes_per_token=per_token, gpus_per_server=1, room=None, tokens_in_flight=None, longest=longest)
@@ -64,8 +66,13 @@ def _options(config: Config) -> dict[str, Any]:
     return {key.replace("_", "-"): value for key, value in options.items()}  # as ``serve`` reads them
 
 
-def _head_dim(hf_config: Any) -> int:
-    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+def _cached(hf_config: Any) -> tuple[int, int]:
+    """Heads of a layer's cache that GPUs can share among them, and the numbers of one for a token."""
+    shape = model_shape(hf_config)
+    own = family_of(hf_config).fields(hf_config, shape)
+    if shape.has_latent_attention:
+        return 1, own["kv_lora_rank"] + own["qk_pos_emb_head_dim"]
+    return shape.num_query_groups, 2 * own["kv_channels"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from megatron_dppo.hf import routing_shape
+from megatron_dppo.config.layout import ModelShape
+from megatron_dppo.families import family_of
+from megatron_dppo.hf import model_shape
 
 
 def attention_length(hf_config: Any) -> float:
@@ -12,15 +15,29 @@ def attention_length(hf_config: Any) -> float:
 
     A weight is one multiplication a token, a pair of positions two for each head and dimension; backward doubles both.
     """
-    heads, groups, hidden = hf_config.num_attention_heads, hf_config.num_key_value_heads, hf_config.hidden_size
-    dim = getattr(hf_config, "head_dim", None) or hidden // heads
-    dense = 3 * hidden * hf_config.intermediate_size
-    layers, of_layer = hf_config.num_hidden_layers, 2 * hidden * dim * (heads + groups)
-    shape = routing_shape(hf_config)
-    num_dense = layers if shape is None else len(shape.dense_layers)
-    weights = layers * of_layer + num_dense * dense + hidden * hf_config.vocab_size
-    if shape is not None:
-        experts = shape.topk * hf_config.moe_intermediate_size
-        shared = getattr(hf_config, "shared_expert_intermediate_size", 0)
+    shape = model_shape(hf_config)
+    own, hidden, layers = family_of(hf_config).fields(hf_config, shape), shape.hidden_size, shape.num_layers
+    of_layer, of_pair = _latent(own, shape) if shape.has_latent_attention else _grouped(own, shape)
+    num_dense = layers if shape.num_experts is None else len(shape.dense_layers)
+    weights = layers * of_layer + num_dense * 3 * hidden * hf_config.intermediate_size + hidden * shape.vocab_size
+    if shape.num_experts is not None:
+        experts = own["moe_router_topk"] * own["moe_ffn_hidden_size"]
+        shared = own.get("moe_shared_expert_intermediate_size", 0)
         weights += (layers - num_dense) * hidden * (3 * (experts + shared) + shape.num_experts)
-    return weights / (layers * heads * dim)
+    return weights / (layers * of_pair / 2)
+
+
+def _grouped(own: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
+    """The weights of a layer's attention, and the multiplications of a pair of positions."""
+    heads, dim = shape.num_attention_heads, own["kv_channels"]
+    return 2 * shape.hidden_size * dim * (heads + shape.num_query_groups), 2 * heads * dim
+
+
+def _latent(own: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
+    """The same of latent attention, whose keys and values are made of latents."""
+    heads, hidden, keys, values = shape.num_attention_heads, shape.hidden_size, own["kv_lora_rank"], own["v_head_dim"]
+    rotated, plain, queries = own["qk_pos_emb_head_dim"], own["qk_head_dim"], own["q_lora_rank"]
+    of_queries = heads * (plain + rotated)
+    weights = hidden * of_queries if queries is None else queries * (hidden + of_queries)
+    weights += hidden * (keys + rotated) + keys * heads * (plain + values) + heads * values * hidden
+    return weights, of_queries + heads * values

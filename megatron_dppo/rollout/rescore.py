@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dppo.rollout.routers import combine_weights
 from megatron_dppo.rollout.sampler import filters_of
 from megatron_dppo.types import (
     MISSING_EXPERT,
@@ -54,9 +55,7 @@ class ForcedRoutes:
         given = experts_of(own, self._shape).to(live.device)
         known = given != MISSING_EXPERT[given.dtype]
         experts = torch.where(known, given.to(live.dtype), live)
-        weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts.long())
-        if router.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights = combine_weights(router, logits, experts)
         weights = torch.where(known, weights.to(live_weights.dtype), live_weights)
         if self._shape.weights:
             values = weights_of(own, self._shape).to(live.device)

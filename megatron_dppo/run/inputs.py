@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import ConfigError, Problems
-from megatron_dppo.hf import model_shape, read_hf_config, rope_theta
+from megatron_dppo.families import family_of
+from megatron_dppo.hf import model_shape, read_hf_config
 from megatron_dppo.parallel.objects import from_leader
 from megatron_dppo.run.hf_weights import check_weights_fit, parameter_count
 
@@ -157,7 +158,7 @@ def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, grou
 def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     """Whether the model has what the configuration asks of it."""
     problems, path = Problems(), config.model.path
-    problems.attempt(rope_theta, hf_config)
+    problems.attempt(family_of(hf_config).rope, hf_config)
     if not config.model.random_init:
         problems.attempt(check_weights_fit, path, hf_config)
     if config.loss.is_topk and config.loss.topk > shape.vocab_size:
@@ -181,9 +182,38 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
                 "dense model, which has no routers; remove it"
             )
         )
+    for problem in family_problems(config, shape):
+        problems.add(problem)
     if config.model.reference_path is not None:
         problems.attempt(_check_reference, config.model.reference_path, shape)
     problems.raise_if_any()
+
+
+def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+    """What the configuration asks for that is not there for models of this family."""
+    noise = config.rollout.perturbation.router_noise
+    for key, value, has_it, reason in (
+        (
+            "lora.rank",
+            config.lora.rank,
+            shape.has_latent_attention,
+            "latent attention has no adapters here; use 0",
+        ),
+        (
+            "rollout.batch_invariant",
+            config.rollout.batch_invariant,
+            shape.has_latent_attention,
+            "its attention kernel is for grouped queries; use false",
+        ),
+        (
+            "rollout.perturbation.router_noise",
+            noise,
+            shape.has_router_bias,
+            "the noise is for routers that choose by a softmax; use 0",
+        ),
+    ):
+        if value and has_it:
+            yield ConfigError(f"{key} = {value!r} with a model of type {shape.family!r}: {reason}")
 
 
 class PromptReader:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problems, SeveralProblems, UserError
+from megatron_dppo.hf import model_shape
 from megatron_dppo.losses.own_check import check_own_functions
 from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.platform import Platform, require_devices
@@ -124,6 +125,11 @@ def _megatron(start: Start) -> Iterable[UserError]:
         found = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
         if platform.is_cuda:
             start.notes.append(model.kernels_note(found, config.model))
+        if left_out := model_shape(hf_config).num_mtp_layers:
+            start.notes.append(
+                f"model    config.json names {left_out} layer(s) for further tokens (num_nextn_predict_layers); "
+                "they are left out, neither trained nor exported"
+            )
     return ()
 
 

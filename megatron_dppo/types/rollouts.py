@@ -53,6 +53,8 @@ class RoutingShape:
     """whether the k combine weights of a row stand beside its experts, see ``types.router_weights``"""
     weights_add_to_one: bool = True
     """``norm_topk_prob`` of the model; else they add to at most one"""
+    weights_scale: float = 1.0
+    """that they are multiplied by afterwards (``routed_scaling_factor``)"""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.hf import stored_dtype
 from megatron_dppo.parallel.objects import from_each, from_leader
 from megatron_dppo.rollout.attempt import Attempt
 from megatron_dppo.rollout.handles import Handle, SharedBucket
@@ -52,7 +53,7 @@ class Sharing:
 def as_sent(weights: Weights, dtype: torch.dtype, *, tied: bool) -> Weights:
     """Copies in the type that is sent; of a tied model the output layer too, under its own name."""
     for name, tensor in weights:
-        sent = tensor.detach().to(dtype, copy=True)
+        sent = tensor.detach().to(stored_dtype(name, dtype), copy=True)
         yield name, sent
         if tied and name == "model.embed_tokens.weight":
             yield "lm_head.weight", sent

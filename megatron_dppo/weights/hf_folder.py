@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.errors import DiskError
 from megatron_dppo.files.atomic import fsync
 from megatron_dppo.files.disk import disk_errors
-from megatron_dppo.hf import WeightStream, drain
+from megatron_dppo.hf import WeightStream, drain, stored_dtype
 from megatron_dppo.parallel.objects import agreed, from_each
 
 _WHAT = "the weights"
@@ -119,13 +119,14 @@ class _Files:
         """Write the tensors of the stream that belong to this rank's files."""
         number = filled = 0
         for name, tensor in weights:
-            size = tensor.numel() * self._dtype.itemsize
+            dtype = stored_dtype(name, self._dtype)
+            size = tensor.numel() * dtype.itemsize
             if filled and filled + size > self._max_bytes:
                 self._flush(number)
                 number, filled = number + 1, 0
             if number % self._size == self._rank:
                 self._wait()
-                self._buffer[name] = tensor.detach().to("cpu", self._dtype, copy=True).contiguous()
+                self._buffer[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
             self._place[name] = number
             self._bytes += size
             filled += size

@@ -20,6 +20,7 @@ from megatron_dppo.losses import policy_objective
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.types import KeptSets, LossInputs, TrainingSample
+from tests.distributed.families import in_float64
 from tests.distributed.kept import keep, top_p
 from tests.distributed.parity import Case, build_trainer, config_for, gradient_reader, hf_reference, on_cpu
 from tests.distributed.plain_losses import plain_loss
@@ -108,30 +109,6 @@ def model_of(case: Case) -> Any:
     with torch.no_grad():
         model.lm_head.weight.mul_(SHARPNESS)
     return model
-
-
-def in_float64(model: Any) -> Any:
-    """A float64 copy that computes in float64 throughout: transformers' norms and router round to fp32."""
-    config = type(model.config)(**model.config.to_dict())
-    config._experts_implementation = "eager"  # the grouped one has no float64
-    copy = build_hf_model(config, torch.float64)
-    copy.load_state_dict(model.state_dict())
-    for module in copy.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = lambda x, m=module: _norm(m, x)
-        elif type(module).__name__.endswith("TopKRouter"):
-            module.forward = lambda x, m=module: _route(m, x)
-    return copy
-
-
-def _norm(module: Any, x: Tensor) -> Tensor:
-    return module.weight * x * (x.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
-
-
-def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = x.reshape(-1, module.hidden_dim) @ module.weight.T
-    scores, indices = logits.softmax(-1).topk(module.top_k, dim=-1)
-    return logits, scores / scores.sum(-1, keepdim=True) if module.norm_topk_prob else scores, indices
 
 
 def distribution(model: Any, tokens: Tensor) -> Tensor:

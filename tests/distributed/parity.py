@@ -20,6 +20,7 @@ from megatron_dppo.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import TrainingSample
+from tests.distributed.families import family_config, in_float64
 
 STEPS, SAMPLES = 3, 16
 LR, BETAS, EPS, CLIP = 1e-2, (0.9, 0.95), 1e-4, 1.0
@@ -38,6 +39,8 @@ class Case:
     """Qwen2-MoE: a shared expert behind a gate, biases of q, k and v, no norms of q and k"""
     mixed: bool = False
     """a dense layer, the third, between those with experts"""
+    family: str = ""
+    """one of ``tests.distributed.families``, instead of those above, against float64"""
     transformer: dict[str, Any] = field(default_factory=dict)
     filtered: bool = False
     """the rollouts were sampled under top-p: most tokens have a kept set"""
@@ -45,10 +48,12 @@ class Case:
     fused_head: bool = True
 
 
-def hf_config(tied: bool, dense: bool = False, shared: bool = False, mixed: bool = False) -> Any:
+def hf_config(tied: bool, dense: bool = False, shared: bool = False, mixed: bool = False, family: str = "") -> Any:
     """A small Qwen3-MoE, Qwen3 or Qwen2-MoE with grouped queries and a vocabulary that is no multiple of anything."""
     from transformers import Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
+    if family:
+        return family_config(family, tied=tied)
     experts: dict[str, Any] = dict(
         moe_intermediate_size=48,
         num_experts=8,
@@ -77,14 +82,17 @@ def hf_config(tied: bool, dense: bool = False, shared: bool = False, mixed: bool
     )
 
 
-def hf_reference(tied: bool, dense: bool = False, shared: bool = False, mixed: bool = False) -> Any:
+def hf_reference(tied: bool, dense: bool = False, shared: bool = False, mixed: bool = False, family: str = "") -> Any:
     """The transformers model, with norms that are not all one and biases that are not all zero."""
-    model = build_hf_model(hf_config(tied, dense, shared, mixed), torch.float32, seed=0)
+    model = build_hf_model(hf_config(tied, dense, shared, mixed, family), torch.float32, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -104,14 +112,16 @@ class HFSide:
     """The same objective in plain transformers, one sequence at a time, divided by the token count."""
 
     def __init__(self, case: Case, rounded: bool = False) -> None:
-        self.model = hf_reference(case.tied, case.dense, case.shared, case.mixed)
+        self.model = hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family)
+        if case.family:
+            self.model = in_float64(self.model)
         if rounded:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.bfloat16().float()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
 
     def logprobs(self, sample: TrainingSample) -> Tensor:
-        logits = self.model(sample.tokens[None]).logits[0].float()
+        logits = self.model(sample.tokens[None]).logits[0]
         return logits.log_softmax(-1).gather(-1, sample.labels[:, None]).squeeze(-1)
 
     def backward(self) -> tuple[float, float]:
@@ -134,7 +144,7 @@ class HFSide:
         return float(norm)
 
     def gradients(self) -> dict[str, Tensor]:
-        holder = build_hf_model(self.model.config, torch.float32)
+        holder = build_hf_model(self.model.config, self.model.dtype)
         for target, source in zip(holder.parameters(), self.model.parameters(), strict=True):
             target.data = source.grad.clone() if source.grad is not None else torch.zeros_like(source)
         return dict(stream_model(holder))
@@ -246,7 +256,13 @@ def gradient_reader(trainer: Any) -> Callable[[Tensor], Tensor]:
                         full[id(parameter)].view(-1)[own] = parameter.main_grad.view(-1)[own]
         for parameter in parameters:
             dist.all_reduce(full[id(parameter)], group=optimizer.data_parallel_group)
-    return lambda parameter: full.get(id(parameter), parameter.main_grad)
+
+    def read(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):  # the bias of a router
+            return torch.zeros_like(tensor)
+        return full.get(id(tensor), tensor.main_grad)
+
+    return read
 
 
 def logprob_error(updater: Updater, hf: HFSide, mine: list[TrainingSample]) -> float:

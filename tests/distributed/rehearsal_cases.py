@@ -25,8 +25,10 @@ def inputs(case: Case, world_size: int, dtype: str = "fp32") -> tuple[Config, An
     """What is rehearsed of a case; replayed routes make the experts equally busy, as a rehearsal takes them to be. They
     have weights where layers are recomputed."""
     with_weights = bool(case.transformer)
-    replay = {} if case.dense else {"train": {"router_replay": "rollout", "router_replay_weights": with_weights}}
-    config, model = config_for(case, dtype, **replay), hf_config(case.tied, case.dense, case.shared, case.mixed)
+    model = hf_config(case.tied, case.dense, case.shared, case.mixed, case.family)
+    has_experts = model_shape(model).num_experts is not None
+    replay = {"train": {"router_replay": "rollout", "router_replay_weights": with_weights}} if has_experts else {}
+    config = config_for(case, dtype, **replay)
     return config, model, resolve_layout(config, world_size, model_shape(model))
 
 
@@ -42,7 +44,7 @@ def _real_rank(rank: int, world_size: int, case: Case, dtype: str, folder: str) 
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
-    loaded = dict(stream_model(hf_reference(case.tied, case.dense, case.shared, case.mixed)))
+    loaded = dict(stream_model(hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family)))
     measured = update(*inputs(case, world_size, dtype), loaded, platform)
     (Path(folder) / f"real{rank}").write_bytes(pickle.dumps(measured))
     dist.barrier()

@@ -21,7 +21,7 @@ from megatron_dppo.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import TrainingSample, with_weights
-from tests.distributed.objective import in_float64
+from tests.distributed.families import combined, in_float64, router_scores
 from tests.distributed.parity import (
     LOSS,
     Case,
@@ -34,7 +34,14 @@ from tests.distributed.parity import (
 )
 
 TOLERANCE = 2e-5
-MODELS = (Case(), Case(shared=True), Case(mixed=True), Case(tied=True))
+MODELS = (
+    Case(),
+    Case(shared=True),
+    Case(mixed=True),
+    Case(tied=True),
+    Case(family="glm4_moe"),
+    Case(family="deepseek_v3"),
+)
 
 
 @dataclass
@@ -58,7 +65,7 @@ class Reference:
 
 def model_of(case: Case) -> Any:
     """The model that both sides start from."""
-    return hf_reference(case.tied, case.dense, case.shared, case.mixed)
+    return hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family)
 
 
 def foreign_routes(sample: TrainingSample, model: Any, seed: int) -> Tensor:
@@ -77,7 +84,7 @@ def foreign_weights(sample: TrainingSample, model: Any, seed: int) -> Tensor:
     """Random weights ``[T, L, k]`` fp32 that add up to what those of the model do."""
     generator = torch.Generator().manual_seed(100 + seed)
     size = (sample.num_tokens, model.config.num_hidden_layers, model.config.num_experts_per_tok)
-    weights = torch.randn(size, generator=generator).softmax(-1)
+    weights = torch.randn(size, generator=generator).softmax(-1) * getattr(model.config, "routed_scaling_factor", 1.0)
     return weights if model.config.norm_topk_prob else weights * torch.rand(size[:2], generator=generator)[..., None]
 
 
@@ -104,13 +111,12 @@ class ForcedRouters:
 
     def _route(self, module: Any, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = x.reshape(-1, module.hidden_dim) @ module.weight.T
-        weights = logits.softmax(-1)
-        chosen = self.live[layer] = weights.topk(module.top_k, dim=-1).indices
+        weights, order = router_scores(module, logits)
+        chosen = self.live[layer] = order.topk(module.top_k, dim=-1).indices
         if self._routes is not None:
             given = self._routes[:, layer]
             chosen = torch.where(is_missing(self._routes)[:, [layer]], chosen, given.long())
-        found = weights.gather(1, chosen)
-        found = found / found.sum(-1, keepdim=True) if module.norm_topk_prob else found
+        found = combined(module, weights, chosen)
         self.live_weights[layer] = torch.zeros_like(weights).scatter(1, chosen, found.detach())
         if self._routes is not None and self._weights is not None:
             straight = found + (self._weights[:, layer].to(found.dtype) - found).detach()
@@ -178,7 +184,8 @@ def make_reference(case: Case, *, weights: bool) -> Reference:
 
 
 def _file(folder: Path, case: Case, weights: bool) -> Path:
-    return folder / f"tied={case.tied} shared={case.shared} mixed={case.mixed} weights={weights}.pt"
+    model = f"tied={case.tied} shared={case.shared} mixed={case.mixed} family={case.family}"
+    return folder / f"{model} weights={weights}.pt"
 
 
 def write_references(folder: Path) -> Path:

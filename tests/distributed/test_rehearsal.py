@@ -21,6 +21,7 @@ CASES = [
     (2, Case(PP, micro_batch_tokens=64, transformer=FULL), "fp32"),
     (2, Case({**CP, **EP}, micro_batch_tokens=64), "fp32"),
     (2, Case(VPP, micro_batch_tokens=64), "fp32"),
+    (2, Case({**TP, **EP}, micro_batch_tokens=64, family="deepseek_v3"), "bf16"),
     (4, Case({**TP, **PP, **EP}, micro_batch_tokens=64), "fp32"),
     (4, Case({**TP, **ETP, **OVERLAP}, micro_batch_tokens=64, transformer=SELECTIVE), "fp32"),
 ]

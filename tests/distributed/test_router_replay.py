@@ -28,8 +28,11 @@ LAYOUTS = {
         Case(transformer=MOE, mixed=True),
         Case(transformer=BLOCK),
         Case(micro_batch_tokens=8),
+        Case(family="deepseek_v3"),
     ],
     2: [
+        Case(TP, family="deepseek_v3"),
+        Case(EP, transformer=FULL, family="glm4_moe"),
         Case(TP),
         Case(TP, transformer=FULL, shared=True),
         Case(CP),
@@ -53,7 +56,7 @@ LAYOUTS = {
     ],
 }
 WEIGHTED = {
-    1: [Case(), Case(shared=True), Case(transformer=MOE, mixed=True), Case(transformer=BLOCK)],
+    1: [Case(), Case(shared=True), Case(transformer=MOE, mixed=True), Case(transformer=BLOCK), Case(family="glm4_moe")],
     2: [
         Case(CP),
         Case(TP, transformer=FULL, shared=True),

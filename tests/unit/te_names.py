@@ -35,6 +35,19 @@ SIZES: dict[str, Any] = dict(
 EXPERTS: dict[str, Any] = dict(moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2)
 
 
+SIGMOID: dict[str, Any] = dict(
+    moe_intermediate_size=64,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+    num_mtp_layers=0,
+)
+LATENT: dict[str, Any] = dict(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
+
+
 def hf_config(model: str) -> Any:
     import transformers
 
@@ -42,6 +55,13 @@ def hf_config(model: str) -> Any:
         return transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32, norm_topk_prob=True, decoder_sparse_step=2)
     if model == "qwen3":
         return transformers.Qwen3Config(**SIZES, head_dim=32)
+    if model == "llama":
+        return transformers.LlamaConfig(**SIZES)
+    if model == "glm4_moe":
+        return transformers.Glm4MoeConfig(**SIZES, **SIGMOID, head_dim=32, attention_bias=True)
+    if model in ("deepseek_v3", "moonlight"):
+        sizes = SIZES | SIGMOID | LATENT | {"num_key_value_heads": SIZES["num_attention_heads"]}
+        return transformers.DeepseekV3Config(**sizes, q_lora_rank=64 if model == "deepseek_v3" else None)
     return transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=64, qkv_bias=True)
 
 
@@ -88,7 +108,7 @@ def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
     shape = model_shape(config)
     for name, parameter in global_names(chunks, 0).items():
         try:
-            rule, layer, expert = mapping.find_rule(name, config.tie_word_embeddings)
+            rule, layer, expert = mapping.find_rule(name, shape, config.tie_word_embeddings)
         except KeyError:
             yield f"{name}: no rule maps it"
             continue
@@ -99,7 +119,8 @@ def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
         if parameter.shape != expected:
             yield f"{name}: {tuple(parameter.shape)}, expected {tuple(expected)}"
         # The router's weight is the one that Megatron makes on the CPU, and keeps in fp32 if asked to.
-        if parameter.dtype != torch.bfloat16 or parameter.device.type != "meta":
+        dtype = torch.float32 if name.endswith("router.expert_bias") else torch.bfloat16
+        if parameter.dtype != dtype or parameter.device.type != "meta":
             yield f"{name}: {parameter.dtype} on {parameter.device}"
         if rule.is_expert and getattr(parameter, "allreduce", True) != (layout.ep == 1):
             yield f"{name}: allreduce = {getattr(parameter, 'allreduce', None)} with ep = {layout.ep}"
@@ -113,9 +134,10 @@ def fusions(chunks: Any) -> dict[str, bool]:
 
     model = chunks[0]
     fused = {name: bool(getattr(model.config, name)) for name in FUSIONS}
-    linear = model.decoder.layers[0].self_attention.linear_qkv
+    attention = model.decoder.layers[0].self_attention
+    linear = getattr(attention, "linear_qkv", None) or attention.linear_kv_up_proj
     return fused | {
-        "linear_qkv.fuse_wgrad_accumulation": linear.fuse_wgrad_accumulation,
+        "attention.fuse_wgrad_accumulation": linear.fuse_wgrad_accumulation,
         "output_layer": getattr(getattr(model, "output_layer", None), "gradient_accumulation_fusion", False),
     }
 

@@ -75,11 +75,11 @@ def test_dppo_without_rollout_logprobs(refused) -> None:
 
 def test_wrong_hugging_face_folder(refused, tmp_path: Path) -> None:
     assert "config.json is missing" in refused("--model.path", str(tmp_path))
-    copy = tmp_path / "llama"
+    copy = tmp_path / "gemma"
     shutil.copytree(MODEL, copy)
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
-    assert "model_type 'llama' has no mapping" in refused("--model.path", str(copy))
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
+    assert "model_type 'gemma' has no mapping" in refused("--model.path", str(copy))
 
 
 def test_folder_without_weights(refused) -> None:

@@ -184,7 +184,13 @@ def test_experts_cost_what_a_token_visits() -> None:
 
 def test_which_ranks_meet_follows_from_the_layout() -> None:
     shape = ModelShape(
-        num_layers=4, num_attention_heads=8, num_query_groups=4, num_experts=16, hidden_size=64, vocab_size=64
+        family="qwen3_moe",
+        num_layers=4,
+        num_attention_heads=8,
+        num_query_groups=4,
+        num_experts=16,
+        hidden_size=64,
+        vocab_size=64,
     )
 
     def lockstep(world: int, **sizes: Any) -> int:

@@ -11,7 +11,8 @@ import pytest
 from megatron_dppo.data.chain_sum import demonstration, problems
 from megatron_dppo.data.task_models import write_model_folder
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.hf import build_hf_model, read_hf_config, rope_theta
+from megatron_dppo.families import family_of
+from megatron_dppo.hf import build_hf_model, read_hf_config
 from megatron_dppo.rewards import math_reward
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +99,7 @@ def test_the_opening_of_a_box_is_one_token_and_bos_comes_first_only_on_request(t
 def test_the_model_has_the_size_that_the_hyperparameters_were_found_for(tokenizer: Any) -> None:
     config = read_hf_config(FOLDER)
     assert config.vocab_size == len(tokenizer) == 53
-    assert rope_theta(config) == 10_000.0
+    assert family_of(config).rope(config).theta == 10_000.0
     import torch
 
     model = build_hf_model(config, torch.float32, seed=0)

@@ -19,6 +19,7 @@ from tests.unit.http_stub import Call, running
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.rglob("*.toml"))
 QWEN3_30B_A3B = ModelShape(
+    family="qwen3_moe",
     num_layers=48,
     num_attention_heads=32,
     num_query_groups=4,

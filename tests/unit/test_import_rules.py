@@ -47,14 +47,15 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"aiohttp", "math_verify", "numpy", "reasoning_gym", "transformers"},
     ),
     "serving": ({"config", "errors"}, set()),
-    "hf": ({"config", "errors", "files", "types"}, {"torch", "safetensors", "transformers"}),
+    "families": ({"config", "errors"}, {"torch"}),
+    "hf": ({"config", "errors", "families", "files", "types"}, {"torch", "safetensors", "transformers"}),
     "supervision": ({"config", "errors", "report"}, {"torch"}),
     "rollout": (
         {"data", "errors", "functions", "hf", "rewards", "types"},
         {"aiohttp", "modelopt", "numpy", "orjson", "pybase64", "torch", "transformers", "safetensors"},
     ),
     "mcore": (
-        {"config", "errors", "files", "head", "hf", "losses", "parallel", "platform", "types"},
+        {"config", "errors", "families", "files", "head", "hf", "losses", "parallel", "platform", "types"},
         {"torch", "megatron", "transformer_engine"},
     ),
     "policy": (
@@ -62,6 +63,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "config",
             "data",
             "errors",
+            "families",
             "files",
             "head",
             "hf",
@@ -76,7 +78,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "plan": (
-        {"config", "data", "errors", "head", "hf", "losses", "mcore", "platform", "policy", "types"},
+        {"config", "data", "errors", "families", "head", "hf", "losses", "mcore", "platform", "policy", "types"},
         {"torch", "transformers"},
     ),
     "weights": (
@@ -85,8 +87,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"safetensors", "torch", "transformers"},
     ),
     "run": (
-        {"config", "data", "errors", "files", "hf", "losses", "mcore", "parallel", "platform", "policy", "report"}
-        | {"rewards", "rollout", "serving", "supervision", "types", "weights"},
+        {"config", "data", "errors", "families", "files", "hf", "losses", "mcore", "parallel", "platform", "policy"}
+        | {"report", "rewards", "rollout", "serving", "supervision", "types", "weights"},
         {"numpy", "torch", "safetensors"},
     ),
     "doctor": (

@@ -12,7 +12,13 @@ from megatron_dppo.errors import ConfigError
 from tests.unit.configs import config
 
 MOE = ModelShape(
-    num_layers=8, num_attention_heads=16, num_query_groups=4, num_experts=8, hidden_size=64, vocab_size=100
+    family="qwen3_moe",
+    num_layers=8,
+    num_attention_heads=16,
+    num_query_groups=4,
+    num_experts=8,
+    hidden_size=64,
+    vocab_size=100,
 )
 DENSE = replace(MOE, num_experts=None)
 NAMES = {

@@ -54,7 +54,7 @@ def test_real_models_map_completely(config: Any, expected: dict[str, tuple[int, 
     found: dict[str, tuple[int, ...]] = {}
     for rule, layer, expert in mapping.parameters(shape, tied=False):
         name, hf_names = rule.names(layer, expert)
-        assert mapping.find_rule(name, tied=False) == (rule, layer, expert)
+        assert mapping.find_rule(name, shape, tied=False) == (rule, layer, expert)
         full = rule.join([weights[n] for n in hf_names], shape)
         parts = rule.split(full, shape)
         assert [p.shape for p in parts] == [weights[n].shape for n in hf_names], name
@@ -103,7 +103,7 @@ def test_each_tensor_parallel_shard_holds_whole_query_groups() -> None:
         head_dim=4,
     )
     shape, weights = model_shape(config), dict(stream_model(AutoModelForCausalLM.from_config(config)))
-    rule, _, _ = mapping.find_rule("decoder.layers.0.self_attention.linear_qkv.weight", tied=False)
+    rule, _, _ = mapping.find_rule("decoder.layers.0.self_attention.linear_qkv.weight", shape, tied=False)
     parts = [weights[n] for n in rule.names(0, 0)[1]]
     small = model_shape(Qwen3Config(**(config.to_dict() | {"num_attention_heads": 4, "num_key_value_heads": 2})))
     for rank in range(2):

@@ -14,7 +14,7 @@ from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.perturbation import Perturbation
 from megatron_dppo.rollout.rescore import ForcedRoutes, rescore, with_filter
 from megatron_dppo.types import Prompt, SamplingParams, TrainingSample, with_weights
-from tests.distributed.objective import in_float64
+from tests.distributed.families import in_float64
 from tests.distributed.parity import Case, hf_reference, samples
 from tests.distributed.replay import ForcedRouters, foreign_routes, foreign_weights
 
@@ -22,10 +22,19 @@ TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0, decode=lambda ids, s
 TEMPERATURE = 0.7
 
 
+CASES = {
+    "plain": Case(),
+    "shared": Case(shared=True),
+    "mixed": Case(mixed=True),
+    "glm": Case(family="glm4_moe"),
+    "deepseek": Case(family="deepseek_v3"),
+}
+
+
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("case", [Case(), Case(shared=True), Case(mixed=True)], ids=["plain", "shared", "mixed"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_given_experts_and_weights_are_used_and_what_is_missing_stays_live(case: Case, weighted: bool) -> None:
-    model = hf_reference(case.tied, case.dense, case.shared, case.mixed)
+    model = hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family)
     shape = routing_shape(model.config, weights=weighted)
     assert shape is not None
     routed = []
@@ -34,7 +43,7 @@ def test_given_experts_and_weights_are_used_and_what_is_missing_stays_live(case:
         routes = with_weights(routes, foreign_weights(sample, model, i)) if weighted else routes
         routed.append(replace(sample, routed_experts=routes))
     found = rescore(model, routed, temperature=TEMPERATURE, forced=ForcedRoutes(model, shape))
-    exact = in_float64(hf_reference(case.tied, case.dense, case.shared, case.mixed))
+    exact = in_float64(hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family))
     routers = ForcedRouters(exact)
     for i, (sample, row) in enumerate(zip(routed, found, strict=True)):
         weights = foreign_weights(sample, model, i) if weighted else None

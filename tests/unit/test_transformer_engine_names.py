@@ -23,18 +23,21 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3_moe", "world": 1},
     {"model": "qwen2_moe", "tp": 2, "ep": 4, "world": 8},
     {"model": "qwen3", "tp": 2, "cp": 2, "world": 4},
+    {"model": "glm4_moe", "world": 1},
+    {"model": "deepseek_v3", "tp": 2, "ep": 2, "cp": 2, "world": 8},
+    {"model": "moonlight", "world": 1},
     {"model": "qwen3_moe", "pp": 2, "ep": 2, "world": 4, "transformer": {"use_te_activation_func": True}},
 ]
-PARAMETERS = [65, 55, 35, 24]
+PARAMETERS = [65, 55, 35, 82, 74, 90, 24]
 
 
 WRONG = """
 import megatron_dppo.mcore.mapping as mapping, tests.unit.te_names as names, tests.unit.te_stub as stub
 find = mapping.find_rule
-def without_fc1(name, tied):
+def without_fc1(name, shape, tied):
     if "linear_fc1.layer_norm_weight" in name:
         raise KeyError(name)
-    return find(name, tied)
+    return find(name, shape, tied)
 mapping.find_rule = without_fc1
 real = names.stub_transformer_engine
 def renamed(folder):
@@ -88,11 +91,11 @@ def check(found: list[dict[str, Any]], version: str) -> None:
         )
         assert not experts or "TEColumnParallelGroupedLinear" in model["kinds"]
         assert model["fusions"] == {
-            "apply_rope_fusion": True,
+            "apply_rope_fusion": case["model"] not in ("deepseek_v3", "moonlight"),
             "moe_permute_fusion": experts,
             "bias_activation_fusion": not own_activation,
             "gradient_accumulation_fusion": True,
-            "linear_qkv.fuse_wgrad_accumulation": True,
+            "attention.fuse_wgrad_accumulation": True,
             "output_layer": False,
         }
 

@@ -1,0 +1,157 @@
+"""Every family of models on every layout equals transformers in float64, and biases of routers are what they should be.
+
+CI takes some of the grid, ``make test-long`` all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf import DictWeights, stream_model
+from megatron_dppo.losses import policy_objective
+from megatron_dppo.platform import Platform
+from megatron_dppo.policy.update import Updater
+from tests.distributed.families import OWN
+from tests.distributed.layouts import ALLGATHER, CP, EP, EP4, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
+from tests.distributed.parity import LOSS, Case, build_trainer, config_for, hf_reference, run, samples
+from tests.distributed.spawn import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+Layouts = list[tuple[dict[str, Any], dict[str, Any]]]
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
+DENSE: dict[int, Layouts] = {
+    1: [({}, {}), ({}, FULL), ({}, CORE)],
+    2: [(TP, {}), ({**TP, "sequence_parallel": False}, {}), (CP, {}), (PP, {}), (VPP, {}), ({}, {}), (OVERLAP, {})],
+    4: [({**TP, **CP}, {}), ({**CP, **PP}, {}), ({**TP, **PP}, FULL)],
+}
+EXPERTS: dict[int, Layouts] = {
+    1: [({}, {}), ({}, FULL), ({}, SELECTIVE)],
+    2: [
+        (TP, {}),
+        ({**TP, "expert_tensor_parallel_size": 2}, SELECTIVE),
+        (CP, {}),
+        (PP, {}),
+        (VPP, FULL),
+        (EP, {}),
+        (EP, ALLGATHER),
+        ({}, {}),
+        ({"use_distributed_optimizer": False}, {}),
+    ],
+    4: [
+        ({**TP, **CP}, {}),
+        ({**CP, **PP}, FULL),
+        ({**CP, **EP4}, {}),
+        ({**TP, **ETP, **OVERLAP}, SELECTIVE),
+        ({**TP, **PP, **EP}, {}),
+        ({**CP, **VPP, **EP}, {}),
+    ],
+}
+SAMPLED: dict[int, list[Case]] = {
+    1: [Case(family="qwen2", tied=True), Case(family="mistral"), Case(family="moonlight")],
+    2: [
+        Case(TP, family="llama"),
+        Case(VPP, family="llama", transformer=FULL),
+        Case(EP, family="glm4_moe"),
+        Case(PP, family="glm4_moe", tied=True),
+        Case(TP, family="deepseek_v3"),
+        Case(CP, family="deepseek_v3", transformer=SELECTIVE),
+    ],
+    4: [
+        Case({**TP, **CP}, family="llama"),
+        Case({**TP, **ETP, **OVERLAP}, family="glm4_moe"),
+        Case({**TP, **PP, **EP}, family="deepseek_v3"),
+    ],
+}
+
+
+ALIKE = {"mistral": "llama", "moonlight": "deepseek_v3"}
+"""What several processes see alike."""
+
+
+def whole_grid(processes: int) -> list[Case]:
+    """Every family on every layout of so many processes."""
+    cases = []
+    for family in OWN:
+        has_experts = family in ("glm4_moe", "deepseek_v3", "moonlight")
+        layouts = (EXPERTS if has_experts else DENSE)[processes]
+        for parallel, transformer in layouts[:1] if processes > 1 and family in ALIKE else layouts:
+            cases.append(Case(parallel, family=family, transformer=transformer, tied=len(cases) % 5 == 0))
+    return cases
+
+
+@pytest.mark.parametrize("processes", sorted(SAMPLED))
+def test_families_equal_transformers(processes: int) -> None:
+    run_distributed(run, processes, SAMPLED[processes])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", sorted(EXPERTS))
+def test_families_equal_transformers_on_all_layouts(processes: int) -> None:
+    run_distributed(run, processes, whole_grid(processes), timeout=1800.0)
+
+
+def exported(trainer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The biases of the routers by name, and all other weights."""
+    found = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    biases = {name: found.pop(name) for name in list(found) if name.endswith("e_score_correction_bias")}
+    return biases, found
+
+
+def biases_of_routers(rank: int, world_size: int, folder: str) -> None:
+    """In bf16: exact through an update; balanced when asked to, and then in the checkpoint; a reference has its own."""
+    from megatron_dppo.mcore.compat import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    from megatron.core import parallel_state
+
+    model, case = hf_reference(False, family="glm4_moe"), Case(EP, family="glm4_moe")
+    trainer = build_trainer(case, model, platform, "bf16")
+    with_more = DictWeights([*stream_model(model), ("model.layers.4.eh_proj.weight", torch.zeros(1))])
+    with pytest.raises(CheckpointError, match=r"1 unexpected.*layers.4.eh_proj"):
+        trainer.bridge.load(with_more)
+    check_update(trainer, case, model, rate=0.0)
+    parallel_state.destroy_model_parallel()
+    model.config.num_nextn_predict_layers = 1  # a layer for further tokens, which is left out
+    case = Case(EP, family="glm4_moe", transformer={"moe_router_bias_update_rate": 0.01})
+    trainer = build_trainer(case, model, platform, "bf16")
+    trainer.bridge.load(with_more)
+    check_update(trainer, case, model, rate=0.01)
+    saved, found = trainer.save(Path(folder), 1, {}, keep=1).path, exported(trainer)
+    parallel_state.destroy_model_parallel()
+    trainer = build_trainer(case, model, platform, "bf16")
+    trainer.load(saved)
+    for weights, again in zip(found, exported(trainer), strict=True):
+        assert weights and all(torch.equal(again[name], weight) for name, weight in weights.items())
+
+
+def check_update(trainer: Any, case: Case, model: Any, *, rate: float) -> None:
+    """What becomes of the biases in one update, and what a reference policy has."""
+    from megatron_dppo.mcore.reference import ReferenceWeights
+
+    given = {name: bias for name, bias in model.state_dict().items() if name.endswith("e_score_correction_bias")}
+    biases, before = exported(trainer)
+    assert biases.keys() == given.keys() and all(torch.equal(biases[name], given[name]) for name in given)
+    reference = ReferenceWeights(trainer.models)
+    batches = Updater(trainer, config_for(case).train, LOSS).plan(samples()[trainer.dp_rank :: trainer.layout.dp])
+    trainer.apply(trainer.accumulate(batches, policy_objective(LOSS)))
+    biases, others = exported(trainer)
+    assert any(not torch.equal(others[name], weight) for name, weight in before.items())
+    for name, bias in biases.items():
+        moved = (bias - given[name]).abs()
+        assert bias.dtype == torch.float32 and bool(moved.max() > 0) == bool(rate)
+        assert bool(((moved < 1e-6) | ((moved - rate).abs() < 1e-6)).all())
+    with reference.swapped_in():
+        assert all(torch.equal(bias, given[name]) for name, bias in exported(trainer)[0].items())
+    assert all(torch.equal(bias, biases[name]) for name, bias in exported(trainer)[0].items())
+
+
+def test_biases_of_routers_stay_or_follow_the_load(tmp_path: Path) -> None:
+    run_distributed(biases_of_routers, 2, str(tmp_path))
