@@ -159,6 +159,21 @@ class _AttachGradient(torch.autograd.Function):
         return None if of_hidden is None else ctx.rows.spread(of_hidden), of_weight, of_bias, None, None
 
 
+def check_rest(stop: int, *gradients: Tensor | None) -> None:
+    """Refuse a gradient that is not 0 in the rows from ``stop`` on."""
+    for values in gradients:
+        if values is None:
+            continue
+        wrong = (values[stop:] != 0).any()
+        if values.is_cuda:
+            torch._assert_async(~wrong, "the loss has a gradient in a row that the plan says has none")
+        elif bool(wrong):
+            raise ValueError(
+                "the loss has a gradient in a row that plan says has none (an entropy bonus or a KL penalty?); "
+                "make the plan without advantages"
+            )
+
+
 def _check_one(upstream: Tensor) -> None:
     if upstream.is_cuda:
         torch._assert_async(upstream == 1, "with accumulate_main_grad the gradient of the loss must be grad_scale")

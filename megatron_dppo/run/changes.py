@@ -42,6 +42,7 @@ CLASSES: dict[str, Class] = {
     "reward*.options.batch_size": "free",
     "reward.*": "results",
     "loss.*": "results",
+    "distillation.*": "results",
     "train.*": "results",
     "optimizer.use_precision_aware_optimizer": "free",  # its dtypes are not
     "optimizer.*offload*": "free",

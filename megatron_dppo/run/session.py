@@ -17,7 +17,7 @@ from megatron_dppo.config.layout import describe
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.files.disk import disk_errors, require_space
-from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, stream_model
+from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, read_hf_config, stream_model
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.platform import Platform, pin_threads
 from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
@@ -41,6 +41,7 @@ from megatron_dppo.supervision.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.checkpoint import Save
+    from megatron_dppo.mcore.teacher import Teacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
     from megatron_dppo.run.evaluation import Evaluation
@@ -80,6 +81,7 @@ class Session:
     """the newest checkpoint, which may still be written"""
     save_group: dist.ProcessGroup | None = None
     """all ranks over the CPU, for saves in the background; None = they are not"""
+    teacher: Teacher | None = None
     resume_point: ResumePoint | None = None
     """where ``session_state.begin`` takes the run up again"""
     gpus: Gpus = field(init=False)
@@ -153,13 +155,14 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             world=world,
         )
         trainer = _build_policy(config, inputs, groups, platform, console, stop)
+        teacher = _build_teacher(config, inputs, groups, platform)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
         if not is_leader(groups.replica):
             engine = None  # one that all ranks of a replica have is known to the stream; the rest is the leader's
         session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
-        session.resume_point = point
+        session.resume_point, session.teacher = point, teacher
         if config.checkpoint.async_save:
             session.save_group = setup.host_world(config.run.wait_minutes)
         yield session
@@ -259,6 +262,23 @@ def _build_policy(
     # A start that finds warmed-up weights drew no random numbers for them: both go on from the same states.
     seed_random_states(config.run.seed)
     return _trainer(config, inputs, groups, platform, "rl")
+
+
+def _build_teacher(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform) -> Teacher | None:
+    """The model of ``[distillation]``; None without."""
+    path = config.distillation.teacher_path
+    if path is None:
+        return None
+    from megatron_dppo.mcore.teacher import Teacher
+
+    return Teacher(
+        config=config,
+        hf_config=read_hf_config(path),
+        weights=FolderWeights(path),
+        layout=inputs.layout,
+        groups=groups,
+        platform=platform,
+    )
 
 
 def _mark_warm(base: Path, config: Config) -> None:

@@ -1,0 +1,93 @@
+"""The ``[distillation]`` section: a teacher that looks at the student's own responses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_dppo.config.section import Section
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.schema import Config
+
+DivergenceName = Literal["sampled", "reverse_kl", "forward_kl", "mixed_kl", "jsd"]
+_MIXTURES = ("mixed_kl", "jsd")
+
+
+class DistillationConfig(Section):
+    """On-policy distillation (docs/distillation.md)."""
+
+    teacher_path: str | None = None
+    """Hugging Face folder of the teacher, of any size that the layout divides, with the policy's vocabulary and
+    tokenizer; None = no distillation."""
+    divergence: DivergenceName = "sampled"
+    """``sampled``: log mu - log teacher of the sampled token is taken from its advantage. Or over the whole vocabulary,
+    as a term of the loss: KL(policy || teacher), KL(teacher || policy), their mixture, or the generalised
+    Jensen-Shannon divergence."""
+    weight: float | None = Field(None, gt=0, lt=1)
+    """Only ``mixed_kl``: the share of KL(teacher || policy); only ``jsd``: the teacher's share of the mixture (GKD's
+    beta); None = 0.5."""
+    coef: float = Field(1.0, gt=0)
+    """What the divergence is multiplied by."""
+    task_reward: bool = True
+    """False = rewards are only logged and evaluated: all advantages are 0 but for what ``sampled`` makes of them."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher_path is not None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the divergence is over the whole vocabulary."""
+        return self.is_on and self.divergence != "sampled"
+
+    @property
+    def share(self) -> float:
+        """``weight`` with its default."""
+        return 0.5 if self.weight is None else self.weight
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> DistillationConfig:
+        fields = type(self).model_fields
+        changed = [name for name, field in fields.items() if getattr(self, name) != field.default]
+        if changed and not self.is_on:
+            raise ValueError(
+                f"{changed[0]} = {getattr(self, changed[0])!r} has no effect without a teacher; set teacher_path"
+            )
+        if self.weight is not None and self.divergence not in _MIXTURES:
+            raise ValueError(
+                f"weight = {self.weight} has no effect with divergence = {self.divergence!r}; remove it, or use one of "
+                f"{', '.join(_MIXTURES)}"
+            )
+        return self
+
+
+def check_distillation(config: Config) -> None:
+    """Whether the other sections fit a teacher.
+
+    Raises:
+        ValueError: one does not, with what to change.
+    """
+    chosen = config.distillation
+    if config.rollout.dynamic_sampling and not chosen.task_reward:
+        raise ValueError(
+            "rollout.dynamic_sampling = true with distillation.task_reward = false: it throws away groups whose "
+            "rewards are equal, and the teacher is the only signal here. Set dynamic_sampling = false"
+        )
+    if not chosen.is_exact:
+        return
+    what = f"distillation.divergence = {chosen.divergence!r}"
+    if not config.model.fused_head:
+        raise ValueError(
+            f"{what} with model.fused_head = false: it is formed in the fused head, chunk by chunk. Set fused_head = "
+            "true, or divergence = 'sampled'"
+        )
+    filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    for key, off in filters.items():
+        if getattr(config.rollout, key) not in (off, None):
+            raise ValueError(
+                f"{what} with rollout.{key} = {getattr(config.rollout, key)}: what the filter left is not the whole "
+                "vocabulary, and the teacher could never teach the rest. Remove it, or use divergence = 'sampled'"
+            )
