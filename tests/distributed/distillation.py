@@ -180,11 +180,9 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
     )
     mine = samples[trainer.dp_rank :: trainer.layout.dp]
     updater = Updater(trainer, config.train, config.loss, score=teacher)
-    for sample, i in zip(
-        updater.add_recomputed(mine, Clock()), range(trainer.dp_rank, len(samples), trainer.layout.dp)
-    ):
+    wanted = expected.teacher_logprobs[trainer.dp_rank :: trainer.layout.dp]
+    for sample, want in zip(updater.add_recomputed(mine, Clock()), wanted, strict=True):
         if sample.teacher_logprobs is not None:
-            want = expected.teacher_logprobs[i]
             assert (sample.teacher_logprobs - want)[sample.loss_mask].abs().max() < TOLERANCE
         else:
             assert not trainer.is_last_stage
