@@ -190,6 +190,11 @@ class Config(_Section):
     def _distillation_fits(self) -> Config:
         if self.distillation.is_on:
             check_distillation(self)
+        elif self.reward.function == "none":
+            raise ValueError(
+                "reward.function = 'none' without distillation.teacher_path: nothing says what is better. Name a "
+                "reward function or a teacher"
+            )
         return self
 
     @model_validator(mode="after")

@@ -125,6 +125,14 @@ def gradient_(
     return log_q
 
 
+def add_(out: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient [n, W]``, which is used up, added to ``out [n, W]`` of the same or a narrower type; rounded once."""
+    if len(out):
+        for target, block in _blocks(out.shape[1], out, gradient):
+            target.copy_(block.add_(target))
+    return out
+
+
 def _log_probabilities(logits: Tensor, maximum: Tensor, log_total: Tensor, temperature: float) -> Tensor:
     z = (logits - maximum[:, None]).mul_(1 / temperature)
     return z.sub_(log_total[:, None]).clamp_(min=_LOG_ZERO)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.columns import Columns, looked_up_ids
+from megatron_dppo.head.divergence import add_
 from megatron_dppo.head.gradient import HeadGradient, attach_gradient, check_rest, checked_main_grad
 from megatron_dppo.head.ids import check_ids
 from megatron_dppo.head.outputs import joined
@@ -238,7 +239,7 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
             _slots(columns, of_ids, part),
         )
         if taught is not None and taught.gradient is not None:
-            dlogits += taught.gradient
+            dlogits = add_(dlogits, taught.gradient)
         run.gradient.add(dlogits)
     return output
 
