@@ -127,7 +127,9 @@ def mark_added(weight: Tensor) -> Tensor:
 def attach_gradient(
     loss_sum: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradient: HeadGradient
 ) -> Tensor:
-    """``loss_sum`` with the gradients that ``gradient`` has of it; it can be differentiated once."""
+    """``loss_sum`` with the gradients that ``gradient`` has of it, if any; it can be differentiated once."""
+    if not gradient.wanted:
+        return loss_sum
     apply: Callable[..., Tensor] = _AttachGradient.apply
     return apply(hidden, weight, bias, loss_sum, gradient)
 

@@ -64,9 +64,8 @@ def dppo_head_loss(
         hidden, weight, group, vocab_size, temperature, bias: as in ``vocab_parallel_head_stats``.
         targets: of the T rows, the same on all ranks, and without ``sequence_ids``; the softmax is over ``kept`` sets.
         loss: a sum over tokens whose terms depend on that token alone; called on some rows at a time on all ranks.
-        needs: what the loss gets beside the statistics of every loss; ``topk_sums`` in place of ``topk_logprobs`` where
-            several shards exchange them (``head.sums``).
-        lesson: a teacher, the divergence from which is added; of all rows. Its ``plan`` is made without advantages.
+        needs: what the loss gets beside the usual statistics; ``topk_sums`` if several shards exchange them.
+        lesson: a teacher, the divergence from which is added; with a ``plan`` that is made without advantages.
         plan: the rows with loss; None = all. A row that it leaves out has no loss, whatever the mask says.
         chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
         accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward (Megatron's gradient
@@ -84,19 +83,21 @@ def dppo_head_loss(
             valid id stands twice in its row, a label is outside its kept set, or ``main_grad`` does not fit. After
             them, on every rank: the loss has a gradient in a row without one in the plan. In backward: another one.
     """
-    if needs.topk_sums is not None and needs.slot_gradient:
-        raise ValueError("needs.slot_gradient needs the Top-K slots, needs.topk_sums exchanges their sums; choose one")
+    _check_needs(needs)
     head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
     check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
-    columns = Columns.of(head, targets, plan, vocab_size)
-    rows, main_grad = Rows.of(hidden, plan), checked_main_grad(weight, accumulate_main_grad)
+    columns, rows = Columns.of(head, targets, plan, vocab_size), Rows.of(hidden, plan)
     teaching = None if lesson is None else Teaching(lesson, head, rows, vocab_size, targets)
-    models = 1 if teaching is None else 2
+    main_grad, models = checked_main_grad(weight, accumulate_main_grad), 1 if teaching is None else 2
     gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad, grad_scale, models)
     run = _Run(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient, teaching)
     output = joined([_finish(run, pending) for pending in _pending(run)], rows)
-    total = attach_gradient(output.loss_sum, hidden, weight, bias, gradient) if run.differentiates else output.loss_sum
-    return replace(output, loss_sum=total)
+    return replace(output, loss_sum=attach_gradient(output.loss_sum, hidden, weight, bias, gradient))
+
+
+def _check_needs(needs: LossNeeds) -> None:
+    if needs.topk_sums is not None and needs.slot_gradient:
+        raise ValueError("needs.slot_gradient needs the Top-K slots, needs.topk_sums exchanges their sums; choose one")
 
 
 def _gradient(

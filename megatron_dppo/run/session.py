@@ -155,14 +155,13 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             world=world,
         )
         trainer = _build_policy(config, inputs, groups, platform, console, stop)
-        teacher = _build_teacher(config, inputs, groups, platform)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
         if not is_leader(groups.replica):
             engine = None  # one that all ranks of a replica have is known to the stream; the rest is the leader's
         session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
-        session.resume_point, session.teacher = point, teacher
+        session.resume_point, session.teacher = point, _build_teacher(config, inputs, groups, platform)
         if config.checkpoint.async_save:
             session.save_group = setup.host_world(config.run.wait_minutes)
         yield session
