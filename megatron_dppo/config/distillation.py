@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from megatron_dppo.config.schema import Config
 
 DivergenceName = Literal["sampled", "reverse_kl", "forward_kl", "mixed_kl", "jsd"]
+_OF_SERVERS = (
+    "teacher_urls",
+    "teacher_engine",
+    "teacher_api_key_env",
+    "teacher_timeout_seconds",
+    "teacher_max_in_flight",
+)
 _MIXTURES = ("mixed_kl", "jsd")
 
 
@@ -20,7 +27,18 @@ class DistillationConfig(Section):
 
     teacher_path: str | None = None
     """Hugging Face folder of the teacher, of any size that the layout divides, with the policy's vocabulary and
-    tokenizer; None = no distillation."""
+    tokenizer; None = there is none in the trainer."""
+    teacher_urls: list[str] = Field(default_factory=list)
+    """In place of it ``http://HOST:PORT`` of running servers with the teacher's weights, asked in turn for the
+    log-probabilities of the sampled tokens; only with ``sampled``."""
+    teacher_engine: Literal["sglang", "vllm"] = "sglang"
+    """What those servers are."""
+    teacher_api_key_env: str | None = None
+    """Environment variable with their API key."""
+    teacher_timeout_seconds: float = Field(600.0, gt=0)
+    """Limit of one of their answers, the time in the queue included."""
+    teacher_max_in_flight: int = Field(64, ge=1)
+    """Requests that one data-parallel rank has under way at a time."""
     divergence: DivergenceName = "sampled"
     """``sampled``: log mu - log teacher of the sampled token is taken from its advantage. Or over the whole vocabulary,
     as a term of the loss: KL(policy || teacher), KL(teacher || policy), their mixture, or the generalised
@@ -36,7 +54,7 @@ class DistillationConfig(Section):
     @property
     def is_on(self) -> bool:
         """Whether there is a teacher."""
-        return self.teacher_path is not None
+        return self.teacher_path is not None or bool(self.teacher_urls)
 
     @property
     def is_exact(self) -> bool:
@@ -51,10 +69,22 @@ class DistillationConfig(Section):
     @model_validator(mode="after")
     def _has_effect(self) -> DistillationConfig:
         fields = type(self).model_fields
-        changed = [name for name, field in fields.items() if getattr(self, name) != field.default]
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
         if changed and not self.is_on:
             raise ValueError(
-                f"{changed[0]} = {getattr(self, changed[0])!r} has no effect without a teacher; set teacher_path"
+                f"{changed[0]} = {getattr(self, changed[0])!r} has no effect without a teacher; set teacher_path or "
+                "teacher_urls"
+            )
+        if self.teacher_path is not None and (of_servers := [name for name in changed if name in _OF_SERVERS]):
+            raise ValueError(
+                f"{of_servers[0]} = {getattr(self, of_servers[0])!r} belongs to a teacher behind servers, and "
+                f"teacher_path = {self.teacher_path!r} is one in the trainer; remove one of them"
+            )
+        if self.teacher_urls and self.divergence != "sampled":
+            raise ValueError(
+                f"divergence = {self.divergence!r} with teacher_urls: servers tell the log-probabilities of the "
+                "sampled tokens, not those of the whole vocabulary. Use divergence = 'sampled', or teacher_path"
             )
         if self.weight is not None and self.divergence not in _MIXTURES:
             raise ValueError(
@@ -76,10 +106,17 @@ def check_distillation(config: Config) -> None:
             "rollout.dynamic_sampling = true with distillation.task_reward = false: it throws away groups whose "
             "rewards are equal, and the teacher is the only signal here. Set dynamic_sampling = false"
         )
-    if not chosen.is_exact:
+    if not chosen.is_exact and not chosen.teacher_urls:
         return
     what = f"distillation.divergence = {chosen.divergence!r}"
-    if not config.model.fused_head:
+    if chosen.teacher_urls:
+        what = "distillation.teacher_urls"
+        if config.rollout.temperature != 1:
+            raise ValueError(
+                f"{what} with rollout.temperature = {config.rollout.temperature:g}: servers tell log-probabilities at "
+                "temperature 1, and those of the rollout are at its own. Set temperature = 1, or use teacher_path"
+            )
+    elif not config.model.fused_head:
         raise ValueError(
             f"{what} with model.fused_head = false: it is formed in the fused head, chunk by chunk. Set fused_head = "
             "true, or divergence = 'sampled'"
@@ -89,5 +126,6 @@ def check_distillation(config: Config) -> None:
         if getattr(config.rollout, key) not in (off, None):
             raise ValueError(
                 f"{what} with rollout.{key} = {getattr(config.rollout, key)}: what the filter left is not the whole "
-                "vocabulary, and the teacher could never teach the rest. Remove it, or use divergence = 'sampled'"
+                "vocabulary, which the teacher's distribution is over. Remove it, or use teacher_path with "
+                "divergence = 'sampled'"
             )

@@ -14,6 +14,7 @@ from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.rollout.collect import to_samples
+from megatron_dppo.rollout.teacher import TeacherServers
 from megatron_dppo.run.advantages import (
     group_advantages,
     kl_metrics,
@@ -28,6 +29,7 @@ from megatron_dppo.run.sampling import sampling_seed
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.session_state import begin, finish_save, save_session
 from megatron_dppo.run.stream.collected import Collected
+from megatron_dppo.run.teacher import scored
 from megatron_dppo.supervision.processes import no_orphans, stop_when_torchrun_dies
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
@@ -116,21 +118,25 @@ def update_policy(
     """
     session.trainer.optimizer.set_step(session.step)
     config, trainer = session.config, session.trainer
-    exact, distilled = config.distillation.is_exact, session.teacher is not None
+    exact, teacher = config.distillation.is_exact, session.teacher
+    inside = None if isinstance(teacher, TeacherServers) else teacher
     updater = Updater(
         trainer,
         config.train,
         config.loss,
         with_reference=config.needs_reference,
-        teacher=session.teacher if exact else None,
-        score=None if exact else session.teacher,
+        teacher=inside if exact else None,
+        score=None if exact else inside,
     )
     guard, results = first_update_guard(session, collected), []
     samples = updater.add_recomputed(samples, clock)
+    if isinstance(teacher, TeacherServers):
+        with clock.part("recompute"):
+            samples = scored(samples, teacher, trainer.groups.replica)
     with clock.part("waiting"):  # for the slowest rank's rollouts, where all ranks' are needed
         samples = refined_advantages(samples, collected.groups, config, trainer.groups.dp)
-        own = teacher_metrics(samples, trainer.groups) if distilled and not exact else {}
-        samples = taught_advantages(samples, config) if distilled else samples
+        own = teacher_metrics(samples, trainer.groups) if teacher is not None and not exact else {}
+        samples = samples if teacher is None else taught_advantages(samples, config)
     seed = sampling_seed(config, "order", session.step, trainer.dp_rank)
     for result in updater.run(samples, seed, clock, guard):
         counts = result.skipped and not result.has_lower_scale

@@ -26,6 +26,7 @@ from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.teacher import TeacherServers
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers, generate_function
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.folder import open_folder
@@ -36,6 +37,7 @@ from megatron_dppo.run.resume import ResumePoint, find_resume_point
 from megatron_dppo.run.sharing import find_sharing
 from megatron_dppo.run.stream.needed import Needed
 from megatron_dppo.run.stream.stream import Stream
+from megatron_dppo.run.teacher import teacher_servers
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.supervision.watchdog import Watchdog
 
@@ -81,7 +83,8 @@ class Session:
     """the newest checkpoint, which may still be written"""
     save_group: dist.ProcessGroup | None = None
     """all ranks over the CPU, for saves in the background; None = they are not"""
-    teacher: Teacher | None = None
+    teacher: Teacher | TeacherServers | None = None
+    """in the trainer, or behind servers"""
     resume_point: ResumePoint | None = None
     """where ``session_state.begin`` takes the run up again"""
     gpus: Gpus = field(init=False)
@@ -263,11 +266,13 @@ def _build_policy(
     return _trainer(config, inputs, groups, platform, "rl")
 
 
-def _build_teacher(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform) -> Teacher | None:
-    """The model of ``[distillation]``; None without."""
+def _build_teacher(
+    config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform
+) -> Teacher | TeacherServers | None:
+    """That of ``[distillation]``; None without."""
     path = config.distillation.teacher_path
     if path is None:
-        return None
+        return teacher_servers(config)
     from megatron_dppo.mcore.teacher import Teacher
 
     return Teacher(

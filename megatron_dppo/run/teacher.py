@@ -1,18 +1,27 @@
-"""Whether the teacher of a run fits the policy: vocabulary, tokenizer, layout, weights."""
+"""The teacher of a run: whether it fits the policy (vocabulary, tokenizer, layout, weights), and one behind servers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.layout import resolve_parallel
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.errors import CheckpointError, ConfigError, Problems, UserError
+from megatron_dppo.errors import CheckpointError, ConfigError, Problems, ServerError, UserError
 from megatron_dppo.hf import model_shape, read_hf_config, rope_theta
+from megatron_dppo.parallel.objects import from_leader
+from megatron_dppo.rollout.teacher import TeacherServers
 from megatron_dppo.run.hf_weights import check_weights_fit
 from megatron_dppo.run.inputs import ModelInputs
+from megatron_dppo.serving.command import api_key
+from megatron_dppo.types import TrainingSample
 
 _SHOWN = 3
 
@@ -24,12 +33,50 @@ def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]
         config: of the run.
         policy: what its model's folder gave.
     """
-    path = config.distillation.teacher_path
+    path, problems = config.distillation.teacher_path, Problems()
     if path is None:
         return []
-    problems = Problems()
     problems.attempt(_check, path, config, policy, problems)
     return problems.errors
+
+
+def teacher_servers(config: Config) -> TeacherServers | None:
+    """Those of ``distillation.teacher_urls``; None without.
+
+    Raises:
+        ConfigError: the key is not in the environment.
+    """
+    chosen = config.distillation
+    if not chosen.teacher_urls:
+        return None
+    return TeacherServers(
+        chosen.teacher_urls,
+        chosen.teacher_engine,
+        api_key=api_key(chosen.teacher_api_key_env, os.environ, "distillation.teacher_api_key_env"),
+        timeout_seconds=chosen.teacher_timeout_seconds,
+        max_in_flight=chosen.teacher_max_in_flight,
+    )
+
+
+def scored(
+    samples: Sequence[TrainingSample], servers: TeacherServers, group: ProcessGroup | None
+) -> list[TrainingSample]:
+    """The samples with ``teacher_logprobs``; a collective of the ranks that have the same ones, whose first one asks.
+
+    Raises:
+        ServerError: on all of them.
+    """
+
+    def ask() -> tuple[list[Tensor], str]:
+        try:
+            return servers.logprobs(samples), ""
+        except ServerError as error:
+            return [], str(error)
+
+    found, problem = from_leader(ask, group)
+    if problem:
+        raise ServerError("distillation.teacher_urls", problem)
+    return [replace(sample, teacher_logprobs=row) for sample, row in zip(samples, found, strict=True)]
 
 
 def _check(path: str, config: Config, policy: ModelInputs, problems: Problems) -> None:

@@ -13,17 +13,20 @@ import torch
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.hf import build_hf_model, model_shape, read_hf_config
 from megatron_dppo.losses import policy_loss
+from megatron_dppo.rollout.teacher import TeacherServers
 from megatron_dppo.run.advantages import taught_advantages
 from megatron_dppo.run.inputs import ModelInputs
-from megatron_dppo.run.teacher import teacher_problems
+from megatron_dppo.run.teacher import scored, teacher_problems
 from megatron_dppo.types import LossInputs, TrainingSample
 from tests.unit.configs import config
+from tests.unit.http_stub import Call, running
 
 MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"
 TEACHER = {"teacher_path": "teacher"}
+SERVED: dict[str, Any] = {"teacher_urls": ["http://127.0.0.1:1"]}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,12 @@ TEACHER = {"teacher_path": "teacher"}
             "the teacher is the only signal here",
         ),
         ({"reward": {"function": "none"}}, "nothing says what is better"),
+        ({"distillation": SERVED | TEACHER}, "is one in the trainer; remove one of them"),
+        ({"distillation": TEACHER | {"teacher_engine": "vllm"}}, "belongs to a teacher behind servers"),
+        ({"distillation": {"teacher_engine": "vllm"}}, "set teacher_path or teacher_urls"),
+        ({"distillation": SERVED | {"divergence": "jsd"}}, "not those of the whole vocabulary"),
+        ({"distillation": SERVED, "rollout": {"temperature": 0.7}}, "log-probabilities at temperature 1"),
+        ({"distillation": SERVED, "rollout": {"top_p": 0.7}}, "which the teacher's distribution is over"),
     ],
 )
 def test_what_does_nothing_or_does_not_fit_is_refused(sections: dict[str, Any], part: str) -> None:
@@ -178,3 +187,64 @@ def test_a_teacher_is_split_as_the_policy_is(folder: Path, tmp_path: Path) -> No
     assert problems(dense, 2, expert_model_parallel_size=2) == "", "no experts: whole on both ranks"
     found = problems(dense, 2, pipeline_model_parallel_size=2)
     assert "is split as the policy is, and cannot be" in found and "3 layers are not a multiple of" in found
+
+
+def served(call: Call) -> Any:
+    """What SGLang and vLLM answer: minus a hundredth of the token's id and of its place."""
+    body = call.body
+    if call.path == "/generate":
+        ids, start = body["input_ids"], body["logprob_start_len"]
+        rows = [[None if i == start else -(ids[i] + i) / 100, ids[i], None] for i in range(start, len(ids))]
+        return {"text": "", "meta_info": {"input_token_logprobs": rows}}
+    ids = body["prompt"]
+    rows = [None, *({str(ids[i]): {"logprob": -(ids[i] + i) / 100, "rank": 3}} for i in range(1, len(ids)))]
+    return {"choices": [{"text": "x", "prompt_logprobs": rows}]}
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_servers_score_the_sampled_tokens(engine: Any) -> None:
+    """Sequences 7 8 9 5 and 3 4, the first with a prompt of two tokens; a third one has no loss."""
+    path = "/generate" if engine == "sglang" else "/v1/completions"
+
+    async def answer(call: Call) -> Any:
+        return served(call)
+
+    def of(ids: list[int], mask: list[bool]) -> TrainingSample:
+        zeros = torch.zeros(len(mask))
+        tokens, labels = torch.tensor(ids[:-1]), torch.tensor(ids[1:])
+        return TrainingSample(tokens=tokens, labels=labels, loss_mask=torch.tensor(mask), advantages=zeros)
+
+    samples = [of([7, 8, 9, 5], [False, True, True]), of([3, 4], [True]), of([3, 4], [False])]
+    busy = (503, {"error": "busy"})
+    with running({path: answer}) as stub, running({path: busy}) as ill:
+        servers = TeacherServers([ill.url, stub.url], engine)
+        found = [sample.teacher_logprobs for sample in scored(samples, servers, None)]
+        assert {call.path for call in stub.calls} == {path} and ill.calls, "both are asked, the one that is ill too"
+        assert [error.status for error in servers.problems()] == [503]
+        first = stub.calls[0].body
+    assert [row.tolist() for row in found if row is not None] == [
+        pytest.approx([0.0, -0.11, -0.08]),
+        pytest.approx([-0.05]),
+        [0.0],
+    ]
+    assert first.get("max_tokens", 0) <= 1 and first.get("sampling_params", {}).get("max_new_tokens", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"meta_info": {"input_token_logprobs": [[None, 7, None], [-0.5, 6, None]]}},  # of another token
+        {"meta_info": {"input_token_logprobs": [[None, 7, None], [0.5, 8, None]]}},  # above 0
+        {"meta_info": {"input_token_logprobs": [[None, 7, None], [None, 8, None]]}},
+        {"meta_info": {"input_token_logprobs": []}},
+        {"meta_info": {"input_token_logprobs": [1, 2]}},
+        {"meta_info": None},
+        "busy",
+    ],
+)
+def test_an_answer_about_something_else_ends_the_step(answer: Any) -> None:
+    zeros = torch.zeros(1)
+    tokens, labels = torch.tensor([7]), torch.tensor([8])
+    one = TrainingSample(tokens=tokens, labels=labels, loss_mask=torch.tensor([True]), advantages=zeros)
+    with running({"/generate": answer}) as stub, pytest.raises(ServerError, match=r"distillation\.teacher_urls"):
+        scored([one], TeacherServers([stub.url], "sglang"), None)
