@@ -28,6 +28,9 @@ class DistillationConfig(Section):
     teacher_path: str | None = None
     """Hugging Face folder of the teacher, of any size that the layout divides, with the policy's vocabulary and
     tokenizer; None = there is none in the trainer."""
+    teacher_weights: Literal["whole", "by_layer"] = "whole"
+    """What of ``teacher_path`` is on the GPU while it looks at the responses: all of its weights, or embeddings, output
+    layer and one layer at a time, which are copied there again for every micro-batch."""
     teacher_urls: list[str] = Field(default_factory=list)
     """In place of it ``http://HOST:PORT`` of running servers with the teacher's weights, asked in turn for the
     log-probabilities of the sampled tokens; only with ``sampled``."""
@@ -81,6 +84,8 @@ class DistillationConfig(Section):
                 f"{of_servers[0]} = {getattr(self, of_servers[0])!r} belongs to a teacher behind servers, and "
                 f"teacher_path = {self.teacher_path!r} is one in the trainer; remove one of them"
             )
+        if self.teacher_urls and self.teacher_weights != "whole":
+            raise ValueError("teacher_weights = 'by_layer' has no effect on teacher_urls; remove it")
         if self.teacher_urls and self.divergence != "sampled":
             raise ValueError(
                 f"divergence = {self.divergence!r} with teacher_urls: servers tell the log-probabilities of the "

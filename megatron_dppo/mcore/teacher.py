@@ -6,12 +6,10 @@ do. Between its passes it is in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -20,6 +18,7 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config, ModelConfig
 from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.hf import model_shape
+from megatron_dppo.mcore.away import AwayModel, to_host
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.forward import forward_logprobs, forward_readings
 from megatron_dppo.mcore.head import Head
@@ -72,18 +71,18 @@ class Teacher:
         Bridge(models, shape, tied=bool(hf_config.tie_word_embeddings), groups=groups).load(weights)
         half = megatron_config.bf16 or megatron_config.fp16
         self._chunks = [(Float16Module(megatron_config, model) if half else model).eval() for model in models]
-        self._parameters = [p.requires_grad_(False) for model in models for p in model.parameters()]
-        self._device, self._cp_group = platform.device, groups.cp if layout.cp > 1 else None
+        for model in models:
+            model.requires_grad_(False)
+        self._cp_group = groups.cp if layout.cp > 1 else None
         self._head = Head(models[-1], groups.tp, hf_config.vocab_size, config.rollout.temperature)
         chosen = config.distillation
         self._divergence = Divergence(chosen.divergence, chosen.share, chosen.coef)
         self._has_head = dist.get_rank(groups.pp) == layout.pp - 1
-        self._host = [_to_host(parameter) for parameter in self._parameters] if platform.is_cuda else None
-        self._leave()
+        self._away = AwayModel(models, platform.device, by_layer=chosen.teacher_weights == "by_layer")
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probabilities ``[T]`` of the labels of each micro-batch; empty but on the last pipeline stage."""
-        with self._present():
+        with self._away.present():
             return forward_logprobs(self._chunks, without_routes(batches), self._head, self._cp_group)
 
     def lessons(self, batches: Sequence[MicroBatch]) -> list[Lesson]:
@@ -91,29 +90,10 @@ class Teacher:
 
         Its hidden states wait in host memory; its share of the output layer is on the device until these are dropped.
         """
-        with self._present():
+        with self._away.present():
             rows = forward_readings(self._chunks, without_routes(batches), _own_hidden, self._cp_group)
-            weight = self._head.weight().detach().clone() if self._has_head and self._host is not None else None
-        if not rows:
-            return []
-        weight = self._head.weight().detach() if weight is None else weight
-        return [Lesson(hidden, weight, self._divergence) for hidden in rows]
-
-    @contextmanager
-    def _present(self) -> Iterator[None]:
-        """Its weights are on the device inside."""
-        if self._host is not None:
-            for parameter, value in zip(self._parameters, self._host, strict=True):
-                parameter.data = value.to(self._device, non_blocking=True)
-        try:
-            yield
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._host is not None:
-            for parameter, value in zip(self._parameters, self._host, strict=True):
-                parameter.data = value
+            weight = self._head.weight().detach() if self._has_head else None
+        return [] if weight is None else [Lesson(hidden, weight, self._divergence) for hidden in rows]
 
 
 def as_teacher(model: ModelConfig, *, has_experts: bool) -> ModelConfig:
@@ -125,9 +105,4 @@ def as_teacher(model: ModelConfig, *, has_experts: bool) -> ModelConfig:
 
 def _own_hidden(_: Row, hidden: Tensor) -> Tensor:
     """``[t, H]`` of this rank's rows, in host memory."""
-    return _to_host(hidden.squeeze(0))
-
-
-def _to_host(values: Tensor) -> Tensor:
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return copy.copy_(values.detach())
+    return to_host(hidden.squeeze(0))

@@ -202,8 +202,9 @@ def _rank_plan(
     buffer = moved.sync_buffer if role.rank == 0 or moved.sync_by_handle else 0
     between = sum(measured.static.values()) + buffer
     if teacher is not None:  # it looks at the responses between updates too
-        between = max(between, sum(measured.static.values()) + teacher.bytes_on_rank(config, layout))
-    total, sampling = max(measured.peak.total, measured.start_peak.total, between) + machine.reserved, None
+        between = max(between, sum(measured.static.values()) + teacher.bytes_on_device(config, layout))
+    started = max(measured.start_peak.total, 0 if teacher is None else teacher.bytes_on_rank(config, layout))
+    total, sampling = max(measured.peak.total, started, between) + machine.reserved, None
     if config.rollout.servers.colocated:
         # The weights are gathered and read by the probe when the servers have all of their memory.
         sampling = round(server_bytes(config, machine)) + measured.static["weights"] + buffer

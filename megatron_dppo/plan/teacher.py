@@ -45,6 +45,18 @@ class TeacherModel:
         experts = self.expert_parameters / (layout.ep * layout.etp * layout.pp)
         return round((dense + experts) * DTYPES[config.model.dtype].itemsize)
 
+    def bytes_on_device(self, config: Config, layout: Layout) -> int:
+        """Of its weights on the GPU while it looks at the responses: with ``by_layer`` two layers, of which one is
+        freed when the next one is there, and both ends of the model."""
+        whole = self.bytes_on_rank(config, layout)
+        if config.distillation.teacher_weights == "whole":
+            return whole
+        layers = self.hf_config.num_hidden_layers // layout.pp
+        tied = 1 if self.hf_config.tie_word_embeddings else 2
+        ends = tied * self.hf_config.vocab_size * self.hf_config.hidden_size // layout.tp
+        ends *= DTYPES[config.model.dtype].itemsize
+        return round(ends + 2 * max(0, whole - ends // layout.pp) / layers)
+
     def hidden_bytes(self, config: Config, layout: Layout, batch: Batch) -> int:
         """Of its hidden states of an update's responses, in the host memory of a rank of the last stage."""
         if not config.distillation.is_exact:

@@ -204,9 +204,11 @@ def _teacher(plan: Plan) -> list[str]:
         return []
     hidden = teacher.hidden_bytes(config, plan.layout, plan.batch)
     kept = f", with {gib(hidden)} GiB of its hidden states of an update on the last stage" if hidden else ""
+    on_device = gib(teacher.bytes_on_device(config, plan.layout))
     return [
-        f"teacher  {gib(teacher.bytes_on_rank(config, plan.layout))} GiB of weights a rank: in host memory{kept}; on "
-        "the GPU while it looks at the responses, which is in 'with all'. The time of that pass is not counted"
+        f"teacher  {gib(teacher.bytes_on_rank(config, plan.layout))} GiB of weights a rank: in host memory{kept}; "
+        f"{on_device} GiB on the GPU while it looks at the responses, which is in 'with all'. The time of that pass is "
+        "not counted"
     ]
 
 

@@ -157,14 +157,14 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             wait_minutes=config.run.wait_minutes,
             world=world,
         )
-        trainer = _build_policy(config, inputs, groups, platform, console, stop)
+        trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
         if not is_leader(groups.replica):
             engine = None  # one that all ranks of a replica have is known to the stream; the rest is the leader's
         session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
-        session.resume_point, session.teacher = point, _build_teacher(config, inputs, groups, platform)
+        session.resume_point, session.teacher = point, teacher
         if config.checkpoint.async_save:
             session.save_group = setup.host_world(config.run.wait_minutes)
         yield session
@@ -236,7 +236,7 @@ def _base_folder(config: Config) -> Path:
 
 def _build_policy(
     config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, console: Console, stop: StopSignal
-) -> PolicyTrainer:
+) -> tuple[PolicyTrainer, Teacher | TeacherServers | None]:
     from megatron_dppo.mcore.setup import seed_random_states
 
     for note in free_gpus(config, groups.world):
@@ -261,9 +261,10 @@ def _build_policy(
         if stop.requested():
             raise Stopped(f"by {stop.name} after the warm-up; the same command goes on with the warmed-up model")
         stop.deferring = False
+    teacher = _build_teacher(config, inputs, groups, platform)  # before there is a policy beside it on the device
     # A start that finds warmed-up weights drew no random numbers for them: both go on from the same states.
     seed_random_states(config.run.seed)
-    return _trainer(config, inputs, groups, platform, "rl")
+    return _trainer(config, inputs, groups, platform, "rl"), teacher
 
 
 def _build_teacher(

@@ -57,18 +57,19 @@ class Lecture:
     divergence: str
     loss: str = "dppo"
     dense_teacher: bool = False
+    by_layer: bool = False
 
 
 GRID: dict[int, list[Lecture]] = {
     1: [
         Lecture(Case(), "reverse_kl"),
-        Lecture(Case(tied=True), "jsd", "topk", dense_teacher=True),
+        Lecture(Case(tied=True), "jsd", "topk", dense_teacher=True, by_layer=True),
         Lecture(Case(micro_batch_tokens=29), "mixed_kl", "gspo"),
     ],
     2: [
         Lecture(Case(TP), "reverse_kl", dense_teacher=True),
         Lecture(Case(CP), "mixed_kl", "gspo"),
-        Lecture(Case(PP, tied=True), "jsd"),
+        Lecture(Case(PP, tied=True), "jsd", by_layer=True),
         Lecture(Case(EP), "forward_kl", "topk", dense_teacher=True),
     ],
     4: [
@@ -80,7 +81,7 @@ GRID: dict[int, list[Lecture]] = {
 }
 MORE: dict[int, list[Lecture]] = {
     2: [
-        Lecture(Case(layout, dense=dense), divergence, loss, dense_teacher=other)
+        Lecture(Case(layout, dense=dense), divergence, loss, dense_teacher=other, by_layer=j == 3)
         for i, layout in enumerate((TP, CP, PP, VPP, EP))
         for j, (divergence, loss) in enumerate(
             (("reverse_kl", "gspo"), ("forward_kl", "dppo"), ("mixed_kl", "topk"), ("jsd", "dppo"))
@@ -162,11 +163,12 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
     from megatron_dppo.mcore.teacher import Teacher
 
     chosen = DIVERGENCES[lecture.divergence]
-    weight = {"weight": chosen.share} if lecture.divergence in ("mixed_kl", "jsd") else {}
+    more: dict[str, Any] = {"weight": chosen.share} if lecture.divergence in ("mixed_kl", "jsd") else {}
+    more |= {"teacher_weights": "by_layer"} if lecture.by_layer else {}
     sections: dict[str, dict[str, Any]] = {
         "rollout": {"temperature": TEMPERATURE},
         "loss": LOSSES[lecture.loss],
-        "distillation": {"teacher_path": "unused", "divergence": chosen.name, "coef": chosen.coef} | weight,
+        "distillation": {"teacher_path": "unused", "divergence": chosen.name, "coef": chosen.coef} | more,
     }
     trainer = build_trainer(lecture.case, model_of(lecture.case), platform, "fp32", **sections)
     config, model = config_for(lecture.case, **sections), teacher_model(lecture.dense_teacher)
@@ -178,6 +180,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
         groups=trainer.groups,
         platform=platform,
     )
+    assert not any(p.numel() for chunk in teacher._chunks for p in chunk.parameters()), "it is away between passes"
     mine = samples[trainer.dp_rank :: trainer.layout.dp]
     updater = Updater(trainer, config.train, config.loss, score=teacher)
     wanted = expected.teacher_logprobs[trainer.dp_rank :: trainer.layout.dp]

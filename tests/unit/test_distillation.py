@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.config.layout import resolve_layout
+from megatron_dppo.config.layout import resolve_layout, resolve_parallel
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.hf import build_hf_model, model_shape, read_hf_config
 from megatron_dppo.losses import policy_loss
+from megatron_dppo.plan.teacher import TeacherModel
 from megatron_dppo.rollout.teacher import TeacherServers
 from megatron_dppo.run.advantages import taught_advantages
 from megatron_dppo.run.inputs import ModelInputs
@@ -53,6 +54,7 @@ SERVED: dict[str, Any] = {"teacher_urls": ["http://127.0.0.1:1"]}
             "the teacher is the only signal here",
         ),
         ({"reward": {"function": "none"}}, "nothing says what is better"),
+        ({"distillation": SERVED | {"teacher_weights": "by_layer"}}, "no effect on teacher_urls"),
         ({"distillation": SERVED | TEACHER}, "is one in the trainer; remove one of them"),
         ({"distillation": TEACHER | {"teacher_engine": "vllm"}}, "belongs to a teacher behind servers"),
         ({"distillation": {"teacher_engine": "vllm"}}, "set teacher_path or teacher_urls"),
@@ -187,6 +189,26 @@ def test_a_teacher_is_split_as_the_policy_is(folder: Path, tmp_path: Path) -> No
     assert problems(dense, 2, expert_model_parallel_size=2) == "", "no experts: whole on both ranks"
     found = problems(dense, 2, pipeline_model_parallel_size=2)
     assert "is split as the policy is, and cannot be" in found and "3 layers are not a multiple of" in found
+
+
+def test_the_plan_knows_what_a_rank_holds_of_a_teacher_by_hand() -> None:
+    """Qwen3-8B in bf16 on TP2: half of 8.19 B; by layer both ends and two of 36."""
+    ends = 2 * 151936 * 4096
+    inside = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 128 + 3 * 4096 * 12288 + 2 * 4096) + 4096
+    exact = {"teacher_path": "Qwen3-8B", "divergence": "jsd"}
+    sizes = []
+    for weights in ("whole", "by_layer"):
+        parallel = {"tensor_model_parallel_size": 2}
+        chosen = config(distillation=exact | {"teacher_weights": weights}, parallel=parallel)
+        layout, teacher = (
+            resolve_parallel(chosen.parallel, 4, model_shape(read_hf_config(MODEL))),
+            TeacherModel.of(chosen),
+        )
+        assert teacher is not None
+        assert teacher.bytes_on_rank(chosen, layout) == pytest.approx(ends + inside, rel=1e-6)
+        sizes.append(teacher.bytes_on_device(chosen, layout))
+    assert sizes[0] == pytest.approx(ends + inside, rel=1e-6)
+    assert sizes[1] == pytest.approx(ends + 2 * inside / 36, rel=1e-6)
 
 
 def served(call: Call) -> Any:
