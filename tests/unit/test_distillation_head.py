@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.head.divergence import Side, gradient_, merge_totals, shard_sums, shard_totals, values
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.teaching import Lesson
@@ -166,6 +167,39 @@ def test_a_student_close_to_its_teacher_has_a_precise_gradient() -> None:
         assert error(of_hidden, expected) < 2e-3
         mean = output.metrics["teacher_reverse_kl"]
         assert 0 <= float(mean.numerator / mean.denominator) < 1e-3
+
+
+@pytest.mark.parametrize("divergence", KINDS, ids=lambda d: d.name)
+def test_shards_add_up_also_one_that_holds_nothing_but_padding(divergence: Divergence) -> None:
+    """Three shards of 40 entries for 80 words less one; words of probability 0 and logits far from 0 among them."""
+    generator = torch.Generator().manual_seed(6)
+    widths, words = (40, 39, 0), 79
+    z, u = (5 * torch.randn(11, words, generator=generator, dtype=torch.float64) for _ in range(2))
+    z[0] += 1e4
+    u[1] -= 1e4
+    z[2, 3:7], u[3, ::3] = -1e3, -1e3  # probabilities of 0
+    leaf = z.clone().requires_grad_()
+    log_p, log_q = (leaf / TEMPERATURE).log_softmax(-1), (u / TEMPERATURE).log_softmax(-1)
+    expected = plain(divergence, log_p, log_q)
+    weights = torch.rand(11, generator=generator, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad((weights * expected).sum(), leaf)
+
+    def shards(values: Tensor) -> list[Tensor]:
+        parts = values.split([40, 39], 1)
+        return [torch.nn.functional.pad(p, (0, 40 - p.shape[1]), value=torch.nan) for p in (*parts, values[:, :0])]
+
+    sides = []
+    for whole in (z, u):
+        parts = torch.stack([shard_totals(p, own, TEMPERATURE) for p, own in zip(shards(whole), widths, strict=True)])
+        maximum, log_total = merge_totals(parts, TEMPERATURE)
+        sides.append([Side(p, maximum, log_total) for p in shards(whole)])
+    every = list(zip(*sides, widths, strict=True))
+    sums = torch.stack([shard_sums(p, q, own, TEMPERATURE, divergence) for p, q, own in every]).sum(0)
+    torch.testing.assert_close(values(sums, divergence), expected.detach(), rtol=1e-10, atol=1e-10)
+    found = [gradient_(p, q.logits, own, sums, weights, TEMPERATURE, divergence) for p, q, own in every]
+    together = torch.cat([part[:, :own] for part, own in zip(found, widths, strict=True)], 1)
+    torch.testing.assert_close(together, wanted, rtol=1e-9, atol=1e-10)
+    assert not any(part[:, own:].any() for part, own in zip(found, widths, strict=True)), "padding has none"
 
 
 def test_the_gradient_has_the_loss_scale_from_the_start_and_is_not_made_in_vain() -> None:
