@@ -30,7 +30,7 @@ from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.parallel.vocab_kept import keep_only
 from megatron_dppo.parallel.vocab_logprobs import shard_range
 from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
-from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, LossOutput, TokenTargets
+from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, LossOutput, Metric, TokenTargets
 
 _SUMS_PAY_FROM = 512
 """Top-K slots times shards from which their sums are exchanged instead: the gather of a chunk of 4096 rows is 8 MB
@@ -104,7 +104,9 @@ class Head:
             return self._in_one_pass(hidden, row, objective.loss, self._needs(objective, row.own))
         output = objective.loss(self.statistics(hidden, row, objective))
         if row.shard is not None and row.shard.group.rank() != 0:
-            output = replace(output, num_tokens=torch.zeros_like(output.num_tokens), metrics={})
+            # The divergence is of its own tokens: that part of the reported loss is still to come.
+            left = {} if row.lesson is None else {"loss": Metric(0.0, 0.0)}
+            output = replace(output, num_tokens=torch.zeros_like(output.num_tokens), metrics=left)
         if row.lesson is None:
             return output
         taught = self._in_one_pass(hidden, row, no_policy_loss, NO_NEEDS)
