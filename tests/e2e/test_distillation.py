@@ -7,15 +7,14 @@ from statistics import fmean
 
 import pytest
 
-from tests.e2e.runs import flags, from_base, records, step_records, train
+from tests.e2e.runs import from_base, records, step_records, train
 
 pytestmark = pytest.mark.e2e
 
 
 def student(base_run: Path, folder: Path, **more: object) -> list[str]:
     """Arguments of a run of ten steps on two ranks."""
-    settings = from_base(
-        base_run / "base",
+    settings: dict[str, object] = dict(
         run__output_dir=folder,
         run__num_steps=10,
         parallel__expert_model_parallel_size=1,
@@ -29,7 +28,7 @@ def student(base_run: Path, folder: Path, **more: object) -> list[str]:
         distillation__teacher_path=base_run / "hf",
         distillation__task_reward="false",
     )
-    return settings + flags(**more)
+    return from_base(base_run / "base", **settings | more)
 
 
 def test_a_student_comes_to_its_teacher_and_to_what_it_can_do(base_run: Path, tmp_path: Path) -> None:
@@ -59,7 +58,16 @@ def test_a_student_comes_to_its_teacher_and_to_what_it_can_do(base_run: Path, tm
 @pytest.mark.long
 def test_the_sampled_tokens_of_older_rollouts_bring_it_there_too(base_run: Path, tmp_path: Path) -> None:
     """Without labels and without any reward."""
-    arguments = student(base_run, tmp_path / "run", train__max_staleness=1, reward__function="none", data__label_key="")
+    arguments = student(
+        base_run,
+        tmp_path / "run",
+        rollout__prompts_per_step=16,
+        rollout__samples_per_prompt=8,
+        optimizer__lr=3e-4,
+        train__max_staleness=1,
+        reward__function="none",
+        data__label_key="",
+    )
     result = train(arguments, processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
     steps = step_records(tmp_path / "run")
