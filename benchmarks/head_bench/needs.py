@@ -1,7 +1,8 @@
 """What the head's further needs cost ours B: each against DPPO-TopK-TV as the trainer runs it, on the same task.
 
 A need is what one loss or setting asks of the head beyond log pi at the Top-K ids: the sum of pi^2 and four more sums
-of the slots (predicted direction), a gradient at every id (score centering), a softmax over kept sets (filters).
+of the slots (predicted direction), a gradient at every id (score centering), a softmax over kept sets (filters), a
+teacher of the same width (distillation over the whole vocabulary).
 """
 
 from __future__ import annotations
@@ -13,33 +14,39 @@ from typing import Any
 import torch
 from head_peers.task import Size, Task, quick_task
 
-from head_bench.counters import counted
+from head_bench.counters import counted, peak_bytes
 from head_bench.one_process import in_one_process
 from head_bench.timing import Ratio, cpu_seconds, paired_ratios, steadiest
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.head.loss import dppo_head_loss
+from megatron_dppo.head.row_plan import RowPlan
+from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.types import KeptSets
+from megatron_dppo.types import Divergence, KeptSets
 
 BASE = "dppo_topk_tv"
 _TOPK: Mapping[str, Any] = {"name": "dppo_topk_tv"}
-NEEDS: Mapping[str, tuple[Mapping[str, Any], bool]] = {
-    BASE: (_TOPK, False),
-    "predictive TV": ({**_TOPK, "direction": "predictive"}, False),
-    "predictive KL": ({"name": "dppo_topk_kl", "direction": "predictive"}, False),
-    "score centering": ({"name": "score_centering"}, False),
-    "kept sets": (_TOPK, True),
+NEEDS: Mapping[str, tuple[Mapping[str, Any], bool, str | None]] = {
+    BASE: (_TOPK, False, None),
+    "predictive TV": ({**_TOPK, "direction": "predictive"}, False, None),
+    "predictive KL": ({"name": "dppo_topk_kl", "direction": "predictive"}, False, None),
+    "score centering": ({"name": "score_centering"}, False, None),
+    "kept sets": (_TOPK, True, None),
+    "teacher, reverse KL": (_TOPK, False, "reverse_kl"),
+    "teacher, mixed KL": (_TOPK, False, "mixed_kl"),
+    "teacher, JSD": (_TOPK, False, "jsd"),
 }
-"""Name -> keys of ``[loss]``, and whether the rollouts were filtered (the kept set: the Top-K and the sampled token)"""
+"""Name -> keys of ``[loss]``, whether the rollouts were filtered (the kept set: the Top-K and the sampled token), and
+the divergence from a teacher"""
 
 
 def runs(size: Size) -> dict[str, Callable[[], None]]:
     """One forward and backward pass of each."""
     task = quick_task(size)
-    return {name: _runner(task, keys, filtered) for name, (keys, filtered) in NEEDS.items()}
+    return {name: _runner(task, *need) for name, need in NEEDS.items()}
 
 
-def _runner(task: Task, keys: Mapping[str, Any], filtered: bool) -> Callable[[], None]:
+def _runner(task: Task, keys: Mapping[str, Any], filtered: bool, divergence: str | None) -> Callable[[], None]:
     objective = policy_objective(LossConfig(**keys, topk=task.ids.shape[1]))
     targets = task.targets
     if filtered:
@@ -47,6 +54,11 @@ def _runner(task: Task, keys: Mapping[str, Any], filtered: bool) -> Callable[[],
         rows, width = targets.rollout_topk_ids.shape
         counts = torch.full((rows,), width, dtype=torch.int32)
         targets = replace(targets, kept=KeptSets(targets.rollout_topk_ids.flatten(), counts))
+
+    lesson, plan = None, task.plan
+    if divergence is not None:
+        hidden, weight = task.hidden.detach().clone(), task.weight.detach().flip(0)
+        lesson, plan = Lesson(hidden, weight, Divergence(divergence)), RowPlan.of(targets.loss_mask, None)
 
     def run() -> None:
         task.hidden.grad = task.weight.grad = None
@@ -58,21 +70,23 @@ def _runner(task: Task, keys: Mapping[str, Any], filtered: bool) -> Callable[[],
             group=None,
             vocab_size=task.vocab_size,
             needs=objective.needs,
-            plan=task.plan,
+            plan=plan,
+            lesson=lesson,
         )
         output.loss_sum.backward()
 
     return run
 
 
-def products(size: Size) -> dict[str, tuple[float, float]]:
-    """Of each: products in units of one N x V x H product, and bytes read and written a logit; both deterministic."""
+def products(size: Size) -> dict[str, tuple[float, float, float]]:
+    """Of each: products in units of one N x V x H product, bytes read and written a logit, and MB at the peak beyond
+    hidden states and weights; all deterministic."""
     found = {}
     logits = size.tokens * size.vocab
     for name, run in runs(size).items():
         with counted() as seen:
             run()
-        found[name] = seen.flops / (2 * logits * size.hidden), seen.traffic / logits
+        found[name] = seen.flops / (2 * logits * size.hidden), seen.traffic / logits, peak_bytes(run) / 1e6
     return found
 
 
@@ -86,11 +100,11 @@ def _times(size: Size, rounds: int, attempts: int) -> dict[str, Ratio]:
     return steadiest(lambda attempt: paired_ratios(every, BASE, rounds, clock=cpu_seconds, seed=attempt), attempts)
 
 
-def table(counts: Mapping[str, tuple[float, float]], times: Mapping[str, Mapping[str, Ratio]]) -> str:
+def table(counts: Mapping[str, tuple[float, float, float]], times: Mapping[str, Mapping[str, Ratio]]) -> str:
     """Markdown: one line a need."""
-    lines = ["| need | products | traffic | " + " | ".join(f"{pages} pages" for pages in times) + " |"]
-    lines.append("|---" * (3 + len(times)) + "|")
-    for name, (gemms, traffic) in counts.items():
-        cells = [f"{gemms:.2f}", f"{traffic:.0f}", *(str(found[name]) for found in times.values())]
+    lines = ["| need | products | traffic | peak, MB | " + " | ".join(f"{pages} pages" for pages in times) + " |"]
+    lines.append("|---" * (4 + len(times)) + "|")
+    for name, (gemms, traffic, peak) in counts.items():
+        cells = [f"{gemms:.2f}", f"{traffic:.0f}", f"{peak:.0f}", *(str(found[name]) for found in times.values())]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

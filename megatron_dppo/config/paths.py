@@ -11,6 +11,7 @@ from megatron_dppo.config.reward_options import BUILT_IN, FILE_OPTIONS
 _PATHS = (
     ("model", "path"),
     ("model", "reference_path"),
+    ("distillation", "teacher_path"),
     ("checkpoint", "fork_from"),
     ("data", "train"),
     ("data", "eval"),

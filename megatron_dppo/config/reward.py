@@ -56,8 +56,9 @@ class RewardConfig(Section):
     """Rewards (``docs/rewards.md``)."""
 
     function: str = "math"
-    """``math`` (last boxed answer or Answer: line), ``reasoning_gym``, ``words`` (the share of the label's words), or
-    ``module:function`` or ``path/to/file.py:function`` of your own; ``""`` = those of ``[reward.functions.NAME]``."""
+    """``math`` (last boxed answer or Answer: line), ``reasoning_gym``, ``words`` (the share of the label's words),
+    ``none`` (0: a teacher is the only signal), or ``module:function`` or ``path/to/file.py:function`` of your own;
+    ``""`` = those of ``[reward.functions.NAME]``."""
     functions: dict[str, RewardFunctionConfig] = Field(default_factory=dict)
     """Several functions by name, instead of one: the reward is the weighted sum of their scores."""
     options: dict[str, Any] = Field(default_factory=dict)

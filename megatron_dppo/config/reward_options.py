@@ -169,6 +169,7 @@ BUILT_IN: dict[str, type[Section]] = {
     "math": NoOptions,
     "reasoning_gym": ReasoningGymOptions,
     "words": NoOptions,
+    "none": NoOptions,
     "reward_model": RewardModelOptions,
     "judge": JudgeOptions,
     "code": CodeOptions,

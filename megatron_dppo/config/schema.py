@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from megatron_dppo.config.batch_invariant import check_batch_invariant
 from megatron_dppo.config.checkpoint import CheckpointConfig
 from megatron_dppo.config.data import DataConfig, RolloutConfig
+from megatron_dppo.config.distillation import DistillationConfig, check_distillation
 from megatron_dppo.config.evaluation import EvalConfig
 from megatron_dppo.config.lora import LoraConfig, check_lora
 from megatron_dppo.config.loss import LossConfig
@@ -137,6 +138,7 @@ class Config(_Section):
     rollout: RolloutConfig
     reward: RewardConfig = RewardConfig()
     loss: LossConfig = LossConfig()
+    distillation: DistillationConfig = DistillationConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig
     warmup: WarmupConfig = WarmupConfig()
@@ -181,6 +183,17 @@ class Config(_Section):
     @model_validator(mode="after")
     def _lora_fits(self) -> Config:
         check_lora(self)
+        return self
+
+    @model_validator(mode="after")
+    def _distillation_fits(self) -> Config:
+        if self.distillation.is_on:
+            check_distillation(self)
+        elif self.reward.function == "none":
+            raise ValueError(
+                "reward.function = 'none' without distillation.teacher_path: nothing says what is better. Name a "
+                "reward function or a teacher"
+            )
         return self
 
     @model_validator(mode="after")
@@ -238,10 +251,10 @@ class Config(_Section):
                 f"model.reference_path = {self.model.reference_path!r} has no effect without reward.kl_coef above 0, "
                 "or loss.kl_coef above 0 and loss.kl_anchor = 'reference'"
             )
-        if self.model.random_init and self.warmup.num_steps == 0:
+        if self.model.random_init and self.warmup.num_steps == 0 and not self.distillation.is_on:
             raise ValueError(
                 "model.random_init = true starts RL from noise, where no reward is ever found; set warmup.num_steps "
-                "above 0, or point model.path to a folder with weights"
+                "above 0, point model.path to a folder with weights, or name a distillation.teacher_path"
             )
         return self
 

@@ -127,7 +127,9 @@ def mark_added(weight: Tensor) -> Tensor:
 def attach_gradient(
     loss_sum: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradient: HeadGradient
 ) -> Tensor:
-    """``loss_sum`` with the gradients that ``gradient`` has of it; it can be differentiated once."""
+    """``loss_sum`` with the gradients that ``gradient`` has of it, if any; it can be differentiated once."""
+    if not gradient.wanted:
+        return loss_sum
     apply: Callable[..., Tensor] = _AttachGradient.apply
     return apply(hidden, weight, bias, loss_sum, gradient)
 
@@ -157,6 +159,21 @@ class _AttachGradient(torch.autograd.Function):
         if ctx.added_to is not None:
             of_weight = mark_added(ctx.added_to)
         return None if of_hidden is None else ctx.rows.spread(of_hidden), of_weight, of_bias, None, None
+
+
+def check_rest(stop: int, *gradients: Tensor | None) -> None:
+    """Refuse a gradient that is not 0 in the rows from ``stop`` on."""
+    for values in gradients:
+        if values is None:
+            continue
+        wrong = (values[stop:] != 0).any()
+        if values.is_cuda:
+            torch._assert_async(~wrong, "the loss has a gradient in a row that the plan says has none")
+        elif bool(wrong):
+            raise ValueError(
+                "the loss has a gradient in a row that plan says has none (an entropy bonus or a KL penalty?); "
+                "make the plan without advantages"
+            )
 
 
 def _check_one(upstream: Tensor) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.columns import Columns, looked_up_ids
-from megatron_dppo.head.gradient import HeadGradient, attach_gradient, checked_main_grad
+from megatron_dppo.head.divergence import add_
+from megatron_dppo.head.gradient import HeadGradient, attach_gradient, check_rest, checked_main_grad
 from megatron_dppo.head.ids import check_ids
 from megatron_dppo.head.outputs import joined
 from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size, chunks_in_flight
@@ -26,6 +27,7 @@ from megatron_dppo.head.rows import Head, RowTotals, gather_shards, merge
 from megatron_dppo.head.slots import SlotGradient
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs
 from megatron_dppo.head.sums import merge_narrow, narrow, reduce_slots
+from megatron_dppo.head.teaching import COLUMNS, Lesson, Teaching, with_lesson
 from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, TokenTargets
 
 LossFunction = Callable[[LossInputs], LossOutput]
@@ -42,6 +44,7 @@ def dppo_head_loss(
     temperature: float = 1.0,
     bias: Tensor | None = None,
     needs: LossNeeds = NO_NEEDS,
+    lesson: Lesson | None = None,
     plan: RowPlan | None = None,
     chunk_tokens: int | None = None,
     accumulate_main_grad: bool = False,
@@ -61,8 +64,8 @@ def dppo_head_loss(
         hidden, weight, group, vocab_size, temperature, bias: as in ``vocab_parallel_head_stats``.
         targets: of the T rows, the same on all ranks, and without ``sequence_ids``; the softmax is over ``kept`` sets.
         loss: a sum over tokens whose terms depend on that token alone; called on some rows at a time on all ranks.
-        needs: what the loss gets beside the statistics of every loss; ``topk_sums`` in place of ``topk_logprobs`` where
-            several shards exchange them (``head.sums``).
+        needs: what the loss gets beside the usual statistics; ``topk_sums`` if several shards exchange them.
+        lesson: a teacher, the divergence from which is added; with a ``plan`` that is made without advantages.
         plan: the rows with loss; None = all. A row that it leaves out has no loss, whatever the mask says.
         chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
         accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward (Megatron's gradient
@@ -80,17 +83,21 @@ def dppo_head_loss(
             valid id stands twice in its row, a label is outside its kept set, or ``main_grad`` does not fit. After
             them, on every rank: the loss has a gradient in a row without one in the plan. In backward: another one.
     """
-    if needs.topk_sums is not None and needs.slot_gradient:
-        raise ValueError("needs.slot_gradient needs the Top-K slots, needs.topk_sums exchanges their sums; choose one")
+    _check_needs(needs)
     head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
     check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
-    columns = Columns.of(head, targets, plan, vocab_size)
-    rows, main_grad = Rows.of(hidden, plan), checked_main_grad(weight, accumulate_main_grad)
-    gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad, grad_scale)
-    run = _Run(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient)
+    columns, rows = Columns.of(head, targets, plan, vocab_size), Rows.of(hidden, plan)
+    teaching = None if lesson is None else Teaching(lesson, head, rows, vocab_size, targets)
+    main_grad, models = checked_main_grad(weight, accumulate_main_grad), 1 if teaching is None else 2
+    gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad, grad_scale, models)
+    run = _Run(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient, teaching)
     output = joined([_finish(run, pending) for pending in _pending(run)], rows)
-    total = attach_gradient(output.loss_sum, hidden, weight, bias, gradient) if run.differentiates else output.loss_sum
-    return replace(output, loss_sum=total)
+    return replace(output, loss_sum=attach_gradient(output.loss_sum, hidden, weight, bias, gradient))
+
+
+def _check_needs(needs: LossNeeds) -> None:
+    if needs.topk_sums is not None and needs.slot_gradient:
+        raise ValueError("needs.slot_gradient needs the Top-K slots, needs.topk_sums exchanges their sums; choose one")
 
 
 def _gradient(
@@ -102,11 +109,13 @@ def _gradient(
     chunk_tokens: int | None,
     main_grad: Tensor | None,
     scale: Tensor | None,
+    models: int,
 ) -> tuple[HeadGradient, int]:
-    """What the gradient is gathered in, and how many chunks have their logits in memory at the same time."""
+    """What the gradient is gathered in, and how many chunks have their logits of all models in memory at a time."""
     needed = _needed(hidden), _needed(weight), _needed(bias)
     in_flight = chunks_in_flight(weight.device, head.group)
-    size = chunk_size(chunk_tokens, rows, weight, in_flight, 1 if head.group is None else head.group.size())
+    ranks = 1 if head.group is None else head.group.size()
+    size = chunk_size(chunk_tokens, rows, weight, models * in_flight, models * ranks)
     return HeadGradient(head, rows, hidden, needed, size, main_grad, scale), in_flight
 
 
@@ -129,6 +138,7 @@ class _Run:
     in_flight: int
     """chunks whose logits are in memory at the same time"""
     gradient: HeadGradient
+    teaching: Teaching | None
 
     @property
     def differentiates(self) -> bool:
@@ -143,7 +153,8 @@ class _Run:
     @property
     def overwrites(self) -> bool:
         """On the CPU exponentials cost more than memory, and without an entropy term the gradient needs no more."""
-        return self.differentiates and not self.needs.entropy_gradient and not self.hidden.is_cuda
+        rereads = self.needs.entropy_gradient or self.teaching is not None
+        return self.differentiates and not rereads and not self.hidden.is_cuda
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,8 @@ class _Pending:
     """this shard's row statistics; exponentials may have replaced the logits"""
     parts: Tensor
     work: dist.Work | None
+    of_teacher: Tensor | None
+    """[n, W] its logits"""
 
 
 @torch.no_grad()
@@ -165,16 +178,17 @@ def _pending(run: _Run) -> Iterator[_Pending]:
     are no rows."""
     chunks = list(run.rows.chunks(run.gradient.chunk)) or [Chunk(0, 0, 0)]
     number = min(run.in_flight, len(chunks))
-    buffers = [run.head.new_logits(min(run.gradient.chunk, run.rows.count)) for _ in range(number)]
+    rows, taught = min(run.gradient.chunk, run.rows.count), run.teaching
+    buffers = [(run.head.new_logits(rows), None if taught is None else taught.new_logits(rows)) for _ in range(number)]
     started: list[_Pending] = []
     for place, chunk in enumerate(chunks):
-        started.append(_start(run, chunk, buffers[place % number]))
+        started.append(_start(run, chunk, *buffers[place % number]))
         if len(started) == number:
             yield started.pop(0)
     yield from started
 
 
-def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
+def _start(run: _Run, chunk: Chunk, buffer: Tensor, teacher_buffer: Tensor | None) -> _Pending:
     head = run.head
     hidden = run.rows.take(run.hidden, chunk.start, chunk.stop)
     columns = run.columns.select(slice(chunk.start, chunk.stop))
@@ -184,7 +198,11 @@ def _start(run: _Run, chunk: Chunk, buffer: Tensor) -> _Pending:
     sent = mine
     if run.exchanges_sums and columns.ids is not None and columns.valid is not None:
         sent = narrow(mine, columns.targets.labels, columns.ids, columns.valid)
-    return _Pending(chunk, columns, logits, mine, *gather_shards(sent, head.group))
+    of_teacher = None
+    if run.teaching is not None and teacher_buffer is not None:
+        of_teacher, totals = run.teaching.start(chunk, teacher_buffer)
+        sent = torch.cat([sent, totals], 1)
+    return _Pending(chunk, columns, logits, mine, *gather_shards(sent, head.group), of_teacher)
 
 
 @torch.no_grad()
@@ -195,9 +213,20 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
     head, columns = run.head, pending.columns
     totals, sums = _totals(run, pending)
     output, of_logprobs, of_entropy, of_ids = _differentiate(run, columns.targets, totals, sums)
-    stop = pending.chunk.num_gradient if run.differentiates else 0
+    stop, taught = pending.chunk.num_gradient if run.differentiates else 0, None
+    if run.teaching is not None and pending.of_teacher is not None:
+        taught = run.teaching.finish(
+            pending.logits,
+            totals,
+            pending.of_teacher,
+            pending.parts[..., -COLUMNS:],
+            columns.targets,
+            scale=run.gradient.scale,
+            differentiates=run.differentiates,
+        )
+        output = with_lesson(output, taught.loss_sum, taught.metrics)
     if run.differentiates:
-        _check_rest(stop, of_logprobs, of_entropy, of_ids)
+        check_rest(stop, of_logprobs, of_entropy, of_ids)
     if stop:
         part = slice(0, stop)
         dlogits = head.gradient(
@@ -210,6 +239,8 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
             pending.mine[part, 0] if run.overwrites else None,
             _slots(columns, of_ids, part),
         )
+        if taught is not None and taught.gradient is not None:
+            dlogits = add_(dlogits, taught.gradient)
         run.gradient.add(dlogits)
     return output
 
@@ -223,13 +254,14 @@ def _slots(columns: Columns, of_ids: Tensor | None, part: slice) -> SlotGradient
 def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
     """The totals of the rows, and ``losses.topk_sums`` of all slots where those are exchanged in place of the slots."""
     (targets, _, ids, valid, local_ids), head = pending.columns, run.head
+    parts = pending.parts if run.teaching is None else pending.parts[..., :-COLUMNS]
     if not run.exchanges_sums:
-        return merge(pending.parts, targets.labels, ids, valid, head.temperature), None
+        return merge(parts, targets.labels, ids, valid, head.temperature), None
     slots, of_rollout = targets.rollout_topk_ids, targets.rollout_topk_logprobs
     assert local_ids is not None and slots is not None and of_rollout is not None
     slot_sums = run.needs.topk_sums
     assert head.group is not None and slot_sums is not None
-    totals = merge_narrow(pending.parts, head.temperature)
+    totals = merge_narrow(parts, head.temperature)
     sums, other, square = reduce_slots(
         pending.mine, local_ids >= 0, of_rollout[:, :-1], totals, head.temperature, head.group, slot_sums
     )
@@ -260,17 +292,3 @@ def _differentiate(
     by_leaf = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
     detached = replace(output, loss_sum=output.loss_sum.detach())
     return detached, zeros if by_leaf[0] is None else by_leaf[0], by_leaf[1], by_leaf[2]
-
-
-def _check_rest(stop: int, *gradients: Tensor | None) -> None:
-    for values in gradients:
-        if values is None:
-            continue
-        wrong = (values[stop:] != 0).any()
-        if values.is_cuda:
-            torch._assert_async(~wrong, "the loss has a gradient in a row that the plan says has none")
-        elif bool(wrong):
-            raise ValueError(
-                "the loss has a gradient in a row that plan says has none (an entropy bonus or a KL penalty?); "
-                "make the plan without advantages"
-            )

@@ -5,7 +5,7 @@ from megatron_dppo.losses.advantages import advantages_by, group_relative_advant
 from megatron_dppo.losses.counterfactuals import with_cosines
 from megatron_dppo.losses.divergence import binary_kl, binary_tv
 from megatron_dppo.losses.objective import SUPERVISED, Objective, policy_objective
-from megatron_dppo.losses.policy_loss import dppo_loss, policy_loss, supervised_loss
+from megatron_dppo.losses.policy_loss import dppo_loss, no_policy_loss, policy_loss, supervised_loss
 from megatron_dppo.losses.predictive import divergence_rate, predictive_sums
 from megatron_dppo.losses.reduce import BatchTotals, sequence_weight, token_weights
 from megatron_dppo.losses.topk import topk_kl, topk_sums, topk_tv
@@ -24,6 +24,7 @@ __all__ = [
     "group_relative_advantages",
     "mismatch_keep_mask",
     "needs",
+    "no_policy_loss",
     "policy_loss",
     "policy_objective",
     "predictive_sums",

@@ -130,6 +130,12 @@ def supervised_loss(inputs: LossInputs) -> LossOutput:
     )
 
 
+def no_policy_loss(inputs: LossInputs) -> LossOutput:
+    """0 for every token: for a head that is to compute another term alone."""
+    zero = 0.0 * masked_sum(inputs.logprobs.to(statistics_dtype(inputs.logprobs)), inputs.loss_mask)
+    return LossOutput(loss_sum=zero, num_tokens=inputs.loss_mask.sum(), keep_mask=inputs.loss_mask, metrics={})
+
+
 def _term(
     inputs: LossInputs, tokens: Tokens, decision: Decision, factor: Tensor | None, config: LossConfig
 ) -> tuple[Tensor, Tensor]:

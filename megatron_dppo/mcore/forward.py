@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +15,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.losses import Objective
-from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, Row, hidden_states_only
+from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, hidden_states_only
+from megatron_dppo.mcore.row import Row
 from megatron_dppo.types import Metric, MicroBatch
 
 _R = TypeVar("_R")
@@ -26,8 +30,11 @@ def forward_backward(
     head: Head,
     objective: Objective,
     cp_group: ProcessGroup | None = None,
+    lessons: Sequence[Lesson] = (),
 ) -> list[Mapping[str, Metric]]:
     """Accumulate the gradients of all micro-batches by Megatron's schedule.
+
+    With ``lessons``, one for each micro-batch, the divergence from the teacher is added to the loss.
 
     Megatron sums the losses, sums the token counts over micro-batches and ranks of data and context parallelism, and
     divides the gradients once by the global count (``calculate_per_token_loss``).
@@ -40,8 +47,8 @@ def forward_backward(
         output = head.loss(hidden, row, objective)
         return output.loss_sum, output.num_tokens.to(torch.int), output.metrics
 
-    make = _rows(chunks, cp_group, objective.skips_zero_advantage)
-    return _run_schedule(chunks, batches, make, loss_function, forward_only=False)
+    make = _rows(chunks, cp_group, objective.skips_zero_advantage and not lessons)
+    return _run_schedule(chunks, batches, make, loss_function, forward_only=False, lessons=lessons)
 
 
 @torch.no_grad()
@@ -82,15 +89,20 @@ def _read(
 
 def _rows(
     chunks: Sequence[Any], cp_group: ProcessGroup | None, skips_zero_advantage: bool
-) -> Callable[[MicroBatch], Row]:
+) -> Callable[[MicroBatch, Lesson | None], Row]:
     device = next(chunks[0].parameters()).device
-    return lambda batch: Row.of(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage)
+
+    def make(batch: MicroBatch, lesson: Lesson | None) -> Row:
+        row = Row.of(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage)
+        return row if lesson is None else replace(row, lesson=lesson)
+
+    return make
 
 
 def _forward_step(loss_function: Callable[..., Any], data: Iterator[Row], model: Any) -> tuple[Tensor, Any]:
     row = next(data)
     extra: dict[str, Any] = {"output_processor": hidden_states_only} if HAS_OUTPUT_PROCESSOR else {}
-    if isinstance(getattr(model, "module", None), Float16Module):
+    if any(isinstance(each, Float16Module) for each in (model, getattr(model, "module", None))):
         extra["fp32_output"] = False  # the head takes hidden states as they are, and accumulates in fp32 itself
     output = model(
         input_ids=row.split(row.batch.tokens)[None],
@@ -105,14 +117,15 @@ def _forward_step(loss_function: Callable[..., Any], data: Iterator[Row], model:
 def _run_schedule(
     chunks: Sequence[Any],
     batches: Sequence[MicroBatch],
-    make: Callable[[MicroBatch], Row],
+    make: Callable[[MicroBatch, Lesson | None], Row],
     loss_function: Callable[..., Any],
     *,
     forward_only: bool,
+    lessons: Sequence[Lesson] = (),
 ) -> list[Any]:
     if not batches:
         raise ValueError("the schedule needs at least one micro-batch on every rank (an empty one will do)")
-    iterators = [map(make, batches) for _ in chunks]
+    iterators = [map(make, batches, lessons or repeat(None)) for _ in chunks]
     single = len(chunks) == 1
     tokens = batches[0].tokens.numel()  # of the whole row: Megatron divides by the context-parallel size itself
     config = get_model_config(chunks[0])

@@ -7,7 +7,7 @@ Megatron's model would multiply by the output layer itself; here it hands out it
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +20,17 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.head.loss import dppo_head_loss
+from megatron_dppo.head.loss import LossFunction, dppo_head_loss
 from megatron_dppo.head.mixed_gemm import logits_into
-from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
-from megatron_dppo.losses import SUPERVISED, Objective
-from megatron_dppo.mcore.attention import PackedRow
+from megatron_dppo.head.teaching import Lesson, with_lesson
+from megatron_dppo.losses import SUPERVISED, Objective, no_policy_loss
+from megatron_dppo.mcore.row import Row
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.parallel.vocab_kept import keep_only
 from megatron_dppo.parallel.vocab_logprobs import shard_range
 from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
-from megatron_dppo.types import KeptSets, LossInputs, LossNeeds, LossOutput, MicroBatch, TokenTargets
+from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, LossOutput, Metric, TokenTargets
 
 _SUMS_PAY_FROM = 512
 """Top-K slots times shards from which their sums are exchanged instead: the gather of a chunk of 4096 rows is 8 MB
@@ -54,38 +54,6 @@ def hand_out_hidden_states(model: GPTModel) -> None:
 
 def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
     return hidden, None
-
-
-@dataclass(frozen=True)
-class Row:
-    """One micro-batch, and the share of it that this context-parallel rank computes."""
-
-    batch: MicroBatch
-    own: TokenTargets
-    """the targets of this rank's tokens"""
-    plan: RowPlan
-    """which of those have a loss, and a gradient"""
-    packing: PackedRow
-    """for attention"""
-    shard: ContextShard | None
-
-    @classmethod
-    def of(
-        cls, batch: MicroBatch, cp_group: ProcessGroup | None, device: torch.device, *, skips_zero_advantage: bool
-    ) -> Row:
-        """Move to ``device``; share and plan are found before that, on the host."""
-        shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
-        index = None if shard is None else shard.index
-        mask, advantages = (x if shard is None else shard.split(x) for x in (batch.loss_mask, batch.advantages))
-        plan = RowPlan.of(mask, advantages if skips_zero_advantage else None, device)
-        starts, batch = batch.cu_seqlens.tolist(), batch.to(device)
-        shard = None if shard is None else shard.to(device)
-        packing = PackedRow.of(batch, starts, shard)
-        return cls(batch, batch if shard is None else batch.select(shard.index, index), plan, packing, shard)
-
-    def split(self, values: Tensor) -> Tensor:
-        """``[T, ...]`` of the row to what this rank computes."""
-        return values if self.shard is None else self.shard.split(values)
 
 
 class TokenReadings(NamedTuple):
@@ -133,21 +101,40 @@ class Head:
         the loss of the whole row; then the first one alone counts its tokens and reports its metrics.
         """
         if self._fused and objective.by_token:
-            return dppo_head_loss(
-                self._whole(hidden),
-                self._weight(),
-                replace(row.own, sequence_ids=None),
-                objective.loss,
-                needs=self._needs(objective, row.own),
-                plan=row.plan,
-                accumulate_main_grad=self._accumulates(),
-                grad_scale=self._loss_scale(),
-                **self._common,
-            )
+            return self._in_one_pass(hidden, row, objective.loss, self._needs(objective, row.own))
         output = objective.loss(self.statistics(hidden, row, objective))
-        if row.shard is None or row.shard.group.rank() == 0:
+        if row.shard is not None and row.shard.group.rank() != 0:
+            # The divergence is of its own tokens: that part of the reported loss is still to come.
+            left = {} if row.lesson is None else {"loss": Metric(0.0, 0.0)}
+            output = replace(output, num_tokens=torch.zeros_like(output.num_tokens), metrics=left)
+        if row.lesson is None:
             return output
-        return replace(output, num_tokens=torch.zeros_like(output.num_tokens), metrics={})
+        taught = self._in_one_pass(hidden, row, no_policy_loss, NO_NEEDS)
+        return with_lesson(output, taught.loss_sum, taught.metrics)
+
+    def _in_one_pass(self, hidden: Tensor, row: Row, loss: LossFunction, needs: LossNeeds) -> LossOutput:
+        """A loss of single tokens, and the divergence from the teacher where there is one."""
+        return dppo_head_loss(
+            self._whole(hidden),
+            self.weight(),
+            replace(row.own, sequence_ids=None),
+            loss,
+            needs=needs,
+            lesson=None if row.lesson is None else self._lesson(row.lesson),
+            plan=row.plan,
+            accumulate_main_grad=self._accumulates(),
+            grad_scale=self._loss_scale(),
+            **self._common,
+        )
+
+    def _lesson(self, lesson: Lesson) -> Lesson:
+        """With the hidden states of all of the row's tokens that this rank computes, on the device."""
+        hidden = lesson.hidden.to(self.weight().device, non_blocking=True)
+        if self._model.config.sequence_parallel and self._group is not None:
+            parts = hidden.new_empty(self._group.size() * len(hidden), hidden.shape[1])
+            torch.distributed.all_gather_into_tensor(parts, hidden, group=self._group)
+            hidden = parts
+        return lesson._replace(hidden=hidden)
 
     def statistics(self, hidden: Tensor, row: Row, objective: Objective = SUPERVISED) -> LossInputs:
         """The inputs of a loss over the whole row, with the gradients that it needs; 0 where the row has no loss."""
@@ -171,7 +158,7 @@ class Head:
     def next_logits(self, hidden: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states ``[b, H]`` at ``places [b]`` of a row, and the logits ``[b, V]`` of what comes next there;
         the same on all ranks of the group."""
-        rows, weight = self._whole(hidden)[places], self._weight()
+        rows, weight = self._whole(hidden)[places], self.weight()
         mine = logits_into(rows, weight, None, rows.new_empty(len(rows), len(weight), dtype=torch.float32))
         every = [mine]
         if self._group is not None:
@@ -183,12 +170,12 @@ class Head:
         """The statistics of hidden states ``[b, H]`` that ``next_logits`` gave, as those of a row of micro-batches."""
         valid = None if ids is None else ids >= 0
         options: dict[str, Any] = {"ids": ids, "ids_valid": valid, "kept": kept, **self._common}
-        return vocab_parallel_head_stats(rows, self._weight(), labels, **options)
+        return vocab_parallel_head_stats(rows, self.weight(), labels, **options)
 
     def _best(self, hidden: Tensor, row: Row, k: int) -> Tensor:
         """``[T, k]`` log-probabilities of the policy's own Top-K."""
         if self._fused:
-            whole, weight = self._whole(hidden), self._weight()
+            whole, weight = self._whole(hidden), self.weight()
             options: dict[str, Any] = {"topk": k, "kept": row.own.kept, "plan": row.plan, **self._common}
             found = vocab_parallel_head_stats(whole, weight, row.own.labels, **options)
             assert found.topk_logprobs is not None
@@ -199,7 +186,7 @@ class Head:
 
     def _logits(self, hidden: Tensor, own: TokenTargets) -> Tensor:
         """``[T, V_local]`` by Megatron's own output layer, -inf outside the kept sets."""
-        weight = self._weight() if self._model.share_embeddings_and_output_weights else None
+        weight = self.weight() if self._model.share_embeddings_and_output_weights else None
         logits, _ = ColumnParallelLinear.forward(self._model.output_layer, hidden.transpose(0, 1), weight=weight)
         logits = logits.squeeze(1)
         if own.kept is None:
@@ -211,7 +198,7 @@ class Head:
         ids = _topk_ids(row.own)
         return vocab_parallel_head_stats(
             self._whole(hidden),
-            self._weight(),
+            self.weight(),
             row.own.labels,
             ids=ids,
             ids_valid=None if ids is None else ids >= 0,
@@ -243,7 +230,8 @@ class Head:
             return gather_from_sequence_parallel_region(hidden, group=self._group)
         return copy_to_tensor_model_parallel_region(hidden, group=self._group)
 
-    def _weight(self) -> Tensor:
+    def weight(self) -> Tensor:
+        """``[V_local, H]`` this rank's shard of the output layer, that of the embedding where the two are one."""
         if self._model.share_embeddings_and_output_weights:
             return self._model.shared_embedding_or_output_weight()
         return self._model.output_layer.weight
@@ -259,7 +247,7 @@ class Head:
         config = self._model.config
         if not config.fp16 or config.grad_scale_func is None or not torch.is_grad_enabled():
             return None
-        scale: Tensor = config.grad_scale_func(torch.ones((), device=self._weight().device))
+        scale: Tensor = config.grad_scale_func(torch.ones((), device=self.weight().device))
         return scale.reshape(())
 
     def _accumulates(self) -> bool:
@@ -269,7 +257,7 @@ class Head:
         """
         if self._model.share_embeddings_and_output_weights or not torch.is_grad_enabled():
             return False
-        main_grad = getattr(self._weight(), "main_grad", None)
+        main_grad = getattr(self.weight(), "main_grad", None)
         return main_grad is not None and main_grad.dtype == torch.float32
 
 

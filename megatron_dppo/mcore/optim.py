@@ -27,6 +27,12 @@ from megatron_dppo.mcore.optimizer_shards import use_boxes
 from megatron_dppo.platform import DTYPES
 
 
+def in_half(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[Any]:
+    """Each chunk in the dtype of the configuration: in a Float16Module for bf16 and fp16."""
+    with router_biases_kept(chunks):
+        return [Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk for chunk in chunks]
+
+
 def wrap_for_training(
     chunks: Sequence[GPTModel], config: TransformerConfig, parallel: ParallelConfig, *, grad_reduce_in_fp32: bool
 ) -> list[DistributedDataParallel]:
@@ -37,8 +43,7 @@ def wrap_for_training(
         overlap_param_gather=parallel.overlap_param_gather,
         grad_reduce_in_fp32=grad_reduce_in_fp32,
     )
-    with router_biases_kept(chunks):
-        modules = [Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk for chunk in chunks]
+    modules = in_half(config, chunks)
     return [
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=(i > 0))
         for i, module in enumerate(modules)

@@ -31,6 +31,8 @@ class Question:
     layout: Layout
     role: Role
     machine: Machine
+    teacher: Any = None
+    """the transformers config of the teacher whose divergence is in the loss"""
 
 
 def main() -> None:
@@ -74,7 +76,9 @@ def _rehearse(question: Question, answer: IO[bytes]) -> None:
 
     try:
         try:
-            found: Any = rehearse(question.config, question.hf_config, question.layout, question.role, seconds)
+            found: Any = rehearse(
+                question.config, question.hf_config, question.layout, question.role, seconds, question.teacher
+            )
         except UserError as error:
             found = str(error)
         answer.write(pickle.dumps(found))

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
+from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore import forward, head, offload, optim, rehearsal, router_replay
 from megatron_dppo.mcore.bridge import WeightSource
 from megatron_dppo.mcore.setup import initialize_megatron
-from megatron_dppo.plan.measured import STATIC, Measured
+from megatron_dppo.plan.measured import STATIC, TEACHER, Measured
 from megatron_dppo.plan.meter import HOST, Meter
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
@@ -45,9 +46,13 @@ def trainer_builder(
 
 
 def measured_update(
-    build: Callable[[], PolicyTrainer], batches: Sequence[MicroBatch], objective: Objective, meter: Meter
+    build: Callable[[], PolicyTrainer],
+    batches: Sequence[MicroBatch],
+    objective: Objective,
+    meter: Meter,
+    lesson: Callable[[], Lesson] | None = None,
 ) -> Measured:
-    """Build a trainer and do its first update."""
+    """Build a trainer and do its first update, each micro-batch with this teacher's lesson."""
     with meter, phases(meter):
         with meter.during("start"):
             trainer = build()
@@ -57,8 +62,10 @@ def measured_update(
         static = {name: meter.of_phase(name) for name in STATIC}
         static["other"] = meter.now - sum(static.values())
         meter.start_step()
+        with meter.during(TEACHER):
+            lessons = [] if lesson is None else [lesson()] * len(batches)
         with meter.during("forward"):
-            trainer.apply(trainer.accumulate(batches, objective))
+            trainer.apply(trainer.accumulate(batches, objective, lessons))
         return Measured(
             static=static,
             start_peak=start_peak,

@@ -8,6 +8,8 @@ from megatron_dppo.plan.meter import Peak, Work
 
 STATIC = ("weights", "gradients", "optimizer")
 """What a rank keeps between updates."""
+TEACHER = "teacher"
+"""The phase of a teacher's output layer and hidden states on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)

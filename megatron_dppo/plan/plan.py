@@ -19,6 +19,7 @@ from megatron_dppo.plan.models import adapter_counts, model_config, parameter_co
 from megatron_dppo.plan.rehearsals import Rehearsals
 from megatron_dppo.plan.rehearse import Role
 from megatron_dppo.plan.roles import roles
+from megatron_dppo.plan.teacher import TeacherModel
 
 TIGHT = 0.1
 """Part of the memory that allocator and kernels may take beyond what is counted here."""
@@ -37,6 +38,7 @@ class Model:
     """the same two of what has gradients: of all weights, or of the adapters"""
     note: str | None
     """where the sizes come from, if not from the folder"""
+    teacher: TeacherModel | None = None
 
     @classmethod
     def of(cls, config: Config) -> Model:
@@ -56,6 +58,7 @@ class Model:
             expert_parameters=experts,
             trained=trained,
             note=note,
+            teacher=TeacherModel.of(config),
         )
 
 
@@ -140,10 +143,13 @@ def make_plan(
     layout = resolve_layout(config, world_size, model.shape)
     batch = batch_of(config, layout)
     moved = transfers(config, model.parameters, model.trained, layout, machine)
+    teacher = model.teacher.hf_config if model.teacher is not None and config.distillation.is_exact else None
     chosen = roles(layout, model.shape.num_experts is not None, None if kinds is None else list(kinds))
     found = rehearsals.ask(
         [
-            Question(config=config, hf_config=model.hf_config, layout=layout, machine=machine, role=role)
+            Question(
+                config=config, hf_config=model.hf_config, layout=layout, machine=machine, role=role, teacher=teacher
+            )
             for role in chosen.values()
         ],
         few_layers=few_layers and not model.shape.dense_layers,
@@ -155,7 +161,7 @@ def make_plan(
         model=model,
         batch=batch,
         ranks={
-            name: _rank_plan(config, role, measured, batch, layout, machine, moved)
+            name: _rank_plan(config, role, measured, batch, layout, machine, moved, model.teacher)
             for (name, role), measured in zip(chosen.items(), found, strict=True)
         },
         rollouts=rollouts(config, model.hf_config, model.parameters, machine),
@@ -174,7 +180,14 @@ def once_an_update(phase: str, collective: str) -> bool:
 
 
 def _rank_plan(
-    config: Config, role: Role, measured: Measured, batch: Batch, layout: Layout, machine: Machine, moved: Transfers
+    config: Config,
+    role: Role,
+    measured: Measured,
+    batch: Batch,
+    layout: Layout,
+    machine: Machine,
+    moved: Transfers,
+    teacher: TeacherModel | None,
 ) -> RankPlan:
     times = batch.micro_batches / measured.micro_batches
     compute = sum(work.seconds * (1 if phase in _ONCE else times) for phase, work in measured.work.items())
@@ -188,7 +201,10 @@ def _rank_plan(
     # Buffers of the weight sync are there between updates, when activations are not.
     buffer = moved.sync_buffer if role.rank == 0 or moved.sync_by_handle else 0
     between = sum(measured.static.values()) + buffer
-    total, sampling = max(measured.peak.total, measured.start_peak.total, between) + machine.reserved, None
+    if teacher is not None:  # it looks at the responses between updates too
+        between = max(between, sum(measured.static.values()) + teacher.bytes_on_device(config, layout))
+    started = max(measured.start_peak.total, 0 if teacher is None else teacher.bytes_on_rank(config, layout))
+    total, sampling = max(measured.peak.total, started, between) + machine.reserved, None
     if config.rollout.servers.colocated:
         # The weights are gathered and read by the probe when the servers have all of their memory.
         sampling = round(server_bytes(config, machine)) + measured.static["weights"] + buffer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,12 +43,15 @@ def prepare() -> None:
     import megatron_dppo.plan.replacements  # noqa: F401
 
 
-def rehearse(config: Config, hf_config: Any, layout: Layout, role: Role, time_of: TimeOf | None = None) -> Any:
-    """The ``Measured`` of one update of this rank."""
+def rehearse(
+    config: Config, hf_config: Any, layout: Layout, role: Role, time_of: TimeOf | None = None, teacher: Any = None
+) -> Any:
+    """The ``Measured`` of one update of this rank; ``teacher`` is the transformers config of the loss' teacher."""
     os.environ.update(RANK=str(role.rank), WORLD_SIZE=str(layout.world_size), LOCAL_RANK="0")
     dist.init_process_group("fake", store=FakeStore(), rank=role.rank, world_size=layout.world_size)
     platform = Platform.detect(force_cpu=True)
     from megatron_dppo.losses import policy_objective
+    from megatron_dppo.mcore.model import padded_vocab_size
     from megatron_dppo.mcore.rehearsal import Assumptions
     from megatron_dppo.plan.answers import Answers
     from megatron_dppo.plan.arithmetic import optimizer_bytes
@@ -56,6 +60,7 @@ def rehearse(config: Config, hf_config: Any, layout: Layout, role: Role, time_of
     from megatron_dppo.plan.meter import Meter
     from megatron_dppo.plan.replacements import replace_for_rehearsal
     from megatron_dppo.plan.sample import rows
+    from megatron_dppo.plan.teacher import lesson_of
 
     config, kept = _without_transformer_engine(config)
     batches = rows(config, hf_config, layout, role.micro_batches)
@@ -63,8 +68,12 @@ def rehearse(config: Config, hf_config: Any, layout: Layout, role: Role, time_of
     assumed = Assumptions(row=(local, 1, hf_config.hidden_size), expert_load=role.expert_load)
     replace_for_rehearsal(assumed, as_gpu=role.as_gpu)
     build = trainer_builder(config, hf_config, layout, platform, DictWeights(()))
+    lesson, is_last = None, role.rank * layout.pp // layout.world_size == layout.pp - 1
+    if teacher is not None and is_last:
+        width = padded_vocab_size(hf_config.vocab_size, layout.tp) // layout.tp
+        lesson = partial(lesson_of, config, teacher.hidden_size, local, width)
     with FakeTensorMode(allow_non_fake_inputs=True), Answers():
-        measured = measured_update(build, batches, policy_objective(config.loss), Meter(time_of))
+        measured = measured_update(build, batches, policy_objective(config.loss), Meter(time_of), lesson)
     return measured if kept is None else with_smaller_optimizer(measured, kept / optimizer_bytes(config))
 
 

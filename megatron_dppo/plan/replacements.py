@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_dppo.head import columns, loss, row_kernels, row_plan, stats
 from megatron_dppo.mcore import forward, grouped_gemm
 from megatron_dppo.mcore.bridge import Bridge
-from megatron_dppo.mcore.head import Row
 from megatron_dppo.mcore.rehearsal import REPLACEMENTS as MEGATRON
 from megatron_dppo.mcore.rehearsal import Assumptions, Replacement
+from megatron_dppo.mcore.row import Row
 from megatron_dppo.mcore.torch_proxy import is_on_device
 
 

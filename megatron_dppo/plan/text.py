@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from megatron_dppo.config.layout import describe
 from megatron_dppo.plan.batch import MEAN_LENGTH
-from megatron_dppo.plan.measured import STATIC
+from megatron_dppo.plan.measured import STATIC, TEACHER
 from megatron_dppo.plan.plan import TIGHT, Plan, RankPlan, once_an_update
 from megatron_dppo.plan.roles import HOT
 from megatron_dppo.plan.search import Candidate
@@ -22,7 +22,8 @@ def as_text(plan: Plan) -> str:
     """The whole plan."""
     note = [] if plan.model.note is None else [plan.model.note]
     parts = [*note, describe(plan.layout, plan.config), _batch(plan), "", _memory(plan), "", _collectives(plan)]
-    parts += ["", _time(plan), "", _rollouts(plan), _columns(plan), *_colocated(plan), _transfers(plan)]
+    parts += ["", _time(plan), "", _rollouts(plan), _columns(plan), *_colocated(plan), *_teacher(plan)]
+    parts += [_transfers(plan)]
     parts += ["", _verdict(plan)]
     return "\n".join(parts)
 
@@ -57,13 +58,14 @@ def _batch(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    head = ["GiB of rank", *STATIC, "activations", *_PARTS, "rest", "peak", "in", "with all", "fits"]
+    named = (*_PARTS, TEACHER) if plan.config.distillation.is_exact else _PARTS
+    head = ["GiB of rank", *STATIC, "activations", *named, "rest", "peak", "in", "with all", "fits"]
     lines = []
     for name, rank in plan.ranks.items():
         peak = rank.measured.peak
         others = {phase: size for phase, size in peak.by_phase.items() if phase not in STATIC}
         activations = others.pop("forward", 0) + others.pop("backward", 0)
-        parts = [others.pop(part, 0) for part in _PARTS]
+        parts = [others.pop(part, 0) for part in named]
         sizes = [*(rank.measured.static[part] for part in STATIC), activations, *parts, sum(others.values())]
         fits = _fits(plan, plan.machine.memory - rank.total)
         lines.append([_rank(name, rank), *map(gib, sizes), gib(peak.total), peak.phase, gib(rank.total), fits])
@@ -193,6 +195,20 @@ def _colocated(plan: Plan) -> list[str]:
         f"turns    {asleep} GiB of a GPU stay with a server that sleeps (an estimate); {given} GiB are in use when it "
         "has weights and cache again, and the probe reads the trainer's weights. Both are in 'with all'. "
         f"Up to {gib(host)} GiB of host memory a rank take the trainer's state"
+    ]
+
+
+def _teacher(plan: Plan) -> list[str]:
+    teacher, config = plan.model.teacher, plan.config
+    if teacher is None:
+        return []
+    hidden = teacher.hidden_bytes(config, plan.layout, plan.batch)
+    kept = f", with {gib(hidden)} GiB of its hidden states of an update on the last stage" if hidden else ""
+    on_device = gib(teacher.bytes_on_device(config, plan.layout))
+    return [
+        f"teacher  {gib(teacher.bytes_on_rank(config, plan.layout))} GiB of weights a rank: in host memory{kept}; "
+        f"{on_device} GiB on the GPU while it looks at the responses, which is in 'with all'. The time of that pass is "
+        "not counted"
     ]
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.types import MicroBatches
 
@@ -17,3 +21,11 @@ class Packed:
     batches: MicroBatches
     totals: BatchTotals
     """of all ranks"""
+
+
+def of_all_ranks(values: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """``[ranks, len(values)]``"""
+    mine = torch.tensor(values)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    return torch.stack(every)

@@ -16,6 +16,7 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
+from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.hf import model_shape, routing_shape
 from megatron_dppo.losses import BatchTotals, Objective, with_cosines
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
@@ -23,7 +24,7 @@ from megatron_dppo.mcore.checkpoint import Save, load_checkpoint, read_state, sa
 from megatron_dppo.mcore.device_state import DeviceState
 from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
 from megatron_dppo.mcore.fp8 import row_multiple
-from megatron_dppo.mcore.head import Head, Row
+from megatron_dppo.mcore.head import Head
 from megatron_dppo.mcore.invariant import TILE, make_batch_invariant
 from megatron_dppo.mcore.lora import Lora
 from megatron_dppo.mcore.model import build_model, transformer_config
@@ -31,10 +32,11 @@ from megatron_dppo.mcore.moe import BalanceLosses
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
 from megatron_dppo.mcore.reference import ReferenceWeights
 from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, without_routes
+from megatron_dppo.mcore.row import Row
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.costs import attention_length
-from megatron_dppo.policy.packed import Packed
+from megatron_dppo.policy.packed import Packed, of_all_ranks
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
 
@@ -119,13 +121,15 @@ class PolicyTrainer:
         metrics = self.accumulate(batches, objective)
         return self.apply(metrics)
 
-    def accumulate(self, batches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
-        """Gradients of the global batch, divided by its token count; returns the reduced metrics."""
+    def accumulate(
+        self, batches: Sequence[MicroBatch], objective: Objective, lessons: Sequence[Lesson] = ()
+    ) -> dict[str, float]:
+        """Gradients of the global batch, with a teacher's ``lessons``, divided by its token count; returns metrics."""
         for chunk in self._chunks:
             chunk.train()
         self.optimizer.zero_grad()
         with self._routing(batches, self._replay_mode) as plain:
-            local = forward_backward(self._chunks, plain, self._head, objective, self._cp_group)
+            local = forward_backward(self._chunks, plain, self._head, objective, self._cp_group, lessons)
         first = dist.get_rank(self.groups.tp) == 0
         metrics = with_cosines(reduce_metrics(local, self.groups.world, contributes=first))
         first = first and dist.get_rank(self.groups.cp) == 0
@@ -252,13 +256,13 @@ class PolicyTrainer:
         shape = self.row_shape
         dealt = fill_bins(samples, budget, shape) if bins is None else bins
         per_sample = [int(sample.loss_mask.sum()) for sample in samples]
-        together = self._of_all_ranks([len(dealt), sum(per_sample), sum(n > 0 for n in per_sample)])
+        together = of_all_ranks([len(dealt), sum(per_sample), sum(n > 0 for n in per_sample)], self.groups.dp)
         if bins is None:
             multiple = self.layout.micro_batch_multiple
             bins = split_evenly(dealt, -(-int(together[:, 0].max()) // multiple) * multiple)
         if self._needs_equal_rows:
             longest = max(sum(shape.padded(samples[i].num_tokens) for i in part) for part in bins)
-            longest = int(self._of_all_ranks([longest]).max())
+            longest = int(of_all_ranks([longest], self.groups.dp).max())
             shape = replace(shape, row_multiple=-(-longest // shape.row_multiple) * shape.row_multiple)
         tokens, sequences = together[:, 1:].sum(0).tolist()
         return Packed(
@@ -266,13 +270,6 @@ class PolicyTrainer:
             batches=MicroBatches(len(bins), lambda i: pack([samples[j] for j in bins[i]], shape, samples[0])),
             totals=BatchTotals(num_tokens=tokens, num_sequences=sequences),
         )
-
-    def _of_all_ranks(self, values: list[int]) -> Tensor:
-        """``[data-parallel ranks, len(values)]``"""
-        mine = torch.tensor(values)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.groups.dp))]
-        dist.all_gather(every, mine, group=self.groups.dp)
-        return torch.stack(every)
 
     def save(
         self,

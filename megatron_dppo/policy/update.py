@@ -15,12 +15,14 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.balance import deal
 from megatron_dppo.data.routing import with_all_routes
+from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
 from megatron_dppo.parallel.objects import exchange, from_each
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
 
 if TYPE_CHECKING:
+    from megatron_dppo.mcore.teacher import Teacher
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 
@@ -32,12 +34,22 @@ class Updater:
         train: mini-batches, epochs and packing.
         loss: the loss; ``required_inputs`` says what is recomputed.
         with_reference: recompute the reference's log-probabilities even if the loss needs none.
+        teacher: the divergence from it is a term of the loss; None = there is no such term.
+        score: a teacher whose log-probabilities the samples get; None = none.
     """
 
     def __init__(
-        self, trainer: PolicyTrainer, train: TrainConfig, loss: LossConfig, *, with_reference: bool = False
+        self,
+        trainer: PolicyTrainer,
+        train: TrainConfig,
+        loss: LossConfig,
+        *,
+        with_reference: bool = False,
+        teacher: Teacher | None = None,
+        score: Teacher | None = None,
     ) -> None:
         self._trainer, self._train, self._loss = trainer, train, loss
+        self._teacher, self._score = teacher, score
         self._recomputed = loss.required_inputs | ({"reference_logprobs"} if with_reference else set())
         self._objective = policy_objective(loss)
         # Of the last update of a step, where pi and mu are furthest apart: once is enough, and costs nothing then.
@@ -65,9 +77,15 @@ class Updater:
             for start in range(0, len(order), size):
                 with clock.part("waiting"):  # for the slowest rank's rollouts
                     batches = self.plan([samples[i] for i in order[start : start + size]])
+                lessons: list[Lesson] = []
+                if self._teacher is not None:
+                    with clock.part("recompute"):
+                        lessons = self._teacher.lessons(batches)
                 with clock.part("forward_backward"):
                     last = epoch == self._train.epochs - 1 and start + size >= len(order)
-                    metrics = self._trainer.accumulate(batches, self._last_objective if last else self._objective)
+                    objective = self._last_objective if last else self._objective
+                    metrics = self._trainer.accumulate(batches, objective, lessons)
+                    del lessons
                 if check is not None and epoch == start == 0:
                     check(metrics)
                 with clock.part("optimizer"):
@@ -85,8 +103,8 @@ class Updater:
             own = shape if layers is None else replace(shape, num_layers=len(layers))
             result = with_all_routes(result, shape, own)
         records = self._train.router_replay == "recorded"
-        for field in ("anchor_logprobs", "reference_logprobs"):
-            needed = field in self._recomputed
+        for field in ("anchor_logprobs", "reference_logprobs", "teacher_logprobs"):
+            needed = field in self._recomputed or (field == "teacher_logprobs" and self._score is not None)
             # The anchor's pass computes what recording needs; without it recording has a pass of its own.
             with_routes = records and field == "anchor_logprobs"
             if needed or with_routes:
@@ -103,6 +121,8 @@ class Updater:
         columns: dict[str, list[torch.Tensor]] = {}  # no log-probabilities but on the last stage
         if with_routes:
             rows, columns["routed_experts"] = trainer.record_routing(packed.batches)
+        elif field == "teacher_logprobs" and self._score is not None:
+            rows = self._score.logprobs(packed.batches)
         else:
             rows = trainer.logprobs(packed.batches, reference=field == "reference_logprobs")
         if field is not None:

@@ -88,4 +88,10 @@ def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., Any],
         return Code(options, spec.table), WHOLE_ITEM
     if isinstance(options, ReasoningGymOptions):
         return reasoning_gym.make_reward(partial_credit=options.partial_credit), None
-    return {"math": math_reward_module.math_reward, "words": words_reward}[spec.name], None
+    return {"math": math_reward_module.math_reward, "words": words_reward, "none": no_reward}[spec.name], None
+
+
+def no_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> float:
+    """0 for every response."""
+    del prompt, completion, label, metadata
+    return 0.0

@@ -59,6 +59,40 @@ def refined_advantages(
     return _whitened(result, valid, group) if config.train.advantage_normalization == "batch" else result
 
 
+def taught_advantages(samples: Sequence[TrainingSample], config: Config) -> list[TrainingSample]:
+    """The samples with advantages that have the teacher's part by ``[distillation]``, and no ``teacher_logprobs``.
+
+    With ``divergence = "sampled"`` that of a token is ``coef`` times log teacher - log mu, at most 20 either way: the
+    gradient of KL(policy || teacher) at each position for itself. It is no part of a mean or deviation of the group,
+    and a sample whose reward failed has it too. Without ``task_reward`` the rest is 0.
+    """
+    chosen, result = config.distillation, []
+    for sample in samples:
+        values = sample.advantages if chosen.task_reward else torch.zeros_like(sample.advantages)
+        if sample.teacher_logprobs is not None:
+            values = values - chosen.coef * _distance(sample)
+        result.append(replace(_with(sample, values, is_valid=True), teacher_logprobs=None))
+    return result
+
+
+def teacher_metrics(samples: Sequence[TrainingSample], groups: ParallelGroups) -> dict[str, float]:
+    """``teacher_reverse_kl``: the mean of log mu - log teacher of all ranks' tokens; a collective.
+
+    ``samples`` still have their ``teacher_logprobs``, where the pipeline stage computes them.
+    """
+    first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
+    known = [sample for sample in samples if sample.teacher_logprobs is not None]
+    total = sum(float(_distance(sample).sum()) for sample in known)
+    mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in known))
+    return reduce_metrics([{"teacher_reverse_kl": mean}], groups.world, contributes=first)
+
+
+def _distance(sample: TrainingSample) -> Tensor:
+    """``[T]`` log mu - log teacher, 0 outside the loss mask."""
+    assert sample.teacher_logprobs is not None and sample.rollout_logprobs is not None
+    return torch.where(sample.loss_mask, kl_estimate(sample.rollout_logprobs, sample.teacher_logprobs, "k1"), 0.0)
+
+
 def penalty_of(sample: TrainingSample, config: Config) -> Tensor:
     """``[T]`` what the KL to the reference takes from the reward of each token; 0 where the sample has no reference."""
     settings, reference, own = config.reward, sample.reference_logprobs, sample.rollout_logprobs

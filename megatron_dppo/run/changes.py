@@ -42,6 +42,11 @@ CLASSES: dict[str, Class] = {
     "reward*.options.batch_size": "free",
     "reward.*": "results",
     "loss.*": "results",
+    "distillation.teacher_urls": "free",
+    "distillation.teacher_api_key_env": "free",
+    "distillation.teacher_timeout_seconds": "free",
+    "distillation.teacher_max_in_flight": "free",
+    "distillation.*": "results",
     "train.*": "results",
     "optimizer.use_precision_aware_optimizer": "free",  # its dtypes are not
     "optimizer.*offload*": "free",

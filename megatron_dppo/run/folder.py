@@ -119,6 +119,7 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
     named: dict[str, Any] = {
         "model.path": config.model.path,
         "model.reference_path": config.model.reference_path,
+        "distillation.teacher_path": config.distillation.teacher_path,
         "data.train": config.data.train,
         "data.eval": config.data.eval,
         "warmup.data": config.warmup.data,

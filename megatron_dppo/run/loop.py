@@ -14,7 +14,14 @@ from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.rollout.collect import to_samples
-from megatron_dppo.run.advantages import group_advantages, kl_metrics, refined_advantages
+from megatron_dppo.rollout.teacher import TeacherServers
+from megatron_dppo.run.advantages import (
+    group_advantages,
+    kl_metrics,
+    refined_advantages,
+    taught_advantages,
+    teacher_metrics,
+)
 from megatron_dppo.run.evaluation import evaluate, finish_evaluation, reduce_over_samples
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
 from megatron_dppo.run.logbook import finish, log, step_metrics
@@ -22,6 +29,7 @@ from megatron_dppo.run.sampling import sampling_seed
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.session_state import begin, finish_save, save_session
 from megatron_dppo.run.stream.collected import Collected
+from megatron_dppo.run.teacher import scored
 from megatron_dppo.supervision.processes import no_orphans, stop_when_torchrun_dies
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
@@ -110,18 +118,33 @@ def update_policy(
     """
     session.trainer.optimizer.set_step(session.step)
     config, trainer = session.config, session.trainer
-    updater = Updater(trainer, config.train, config.loss, with_reference=config.needs_reference)
+    exact, teacher = config.distillation.is_exact, session.teacher
+    inside = None if isinstance(teacher, TeacherServers) else teacher
+    updater = Updater(
+        trainer,
+        config.train,
+        config.loss,
+        with_reference=config.needs_reference,
+        teacher=inside if exact else None,
+        score=None if exact else inside,
+    )
     guard, results = first_update_guard(session, collected), []
     samples = updater.add_recomputed(samples, clock)
+    if isinstance(teacher, TeacherServers):
+        with clock.part("recompute"):
+            samples = scored(samples, teacher, trainer.groups.replica)
     with clock.part("waiting"):  # for the slowest rank's rollouts, where all ranks' are needed
         samples = refined_advantages(samples, collected.groups, config, trainer.groups.dp)
+        own = teacher_metrics(samples, trainer.groups) if teacher is not None and not exact else {}
+        samples = samples if teacher is None else taught_advantages(samples, config)
     seed = sampling_seed(config, "order", session.step, trainer.dp_rank)
     for result in updater.run(samples, seed, clock, guard):
         counts = result.skipped and not result.has_lower_scale
         session.skipped_in_a_row = session.skipped_in_a_row + 1 if counts else 0
         results.append(result)
     if config.reward.kl_coef:
-        own = kl_metrics(samples, config, trainer.groups)
+        own |= kl_metrics(samples, config, trainer.groups)
+    if own:
         results[0] = replace(results[0], metrics={**results[0].metrics, **own})
     return results
 

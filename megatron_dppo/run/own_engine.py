@@ -24,7 +24,8 @@ from megatron_dppo.rollout.sampler import Sampler
 from megatron_dppo.types import Completion, KeptSets, Prompt, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.head import Head, Row
+    from megatron_dppo.mcore.head import Head
+    from megatron_dppo.mcore.row import Row
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 _ROWS = 32

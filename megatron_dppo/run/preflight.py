@@ -27,6 +27,7 @@ from megatron_dppo.run.folder import check_place
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs, with_num_steps
 from megatron_dppo.run.output import output_problems, space_problems
 from megatron_dppo.run.servers import check_servers
+from megatron_dppo.run.teacher import teacher_problems, teacher_servers
 
 
 @dataclass
@@ -74,6 +75,15 @@ def _inputs(start: Start) -> Iterable[UserError]:
         start.inputs = Inputs(**vars(found.complete), **vars(data))
         start.config = with_num_steps(start.config, start.inputs)
     return problems.errors
+
+
+def _teacher(start: Start) -> Iterable[UserError]:
+    return () if start.model is None else teacher_problems(start.config, start.model)
+
+
+def _teacher_servers(start: Start) -> Iterable[UserError]:
+    servers = teacher_servers(start.config)
+    return () if servers is None else servers.problems()
 
 
 def _device(start: Start) -> Iterable[UserError]:
@@ -180,6 +190,7 @@ def _servers(start: Start) -> Iterable[UserError]:
 
 CHECKS: Sequence[Check] = (
     Check("model and data", frozenset({"model", "parallel", "data", "rollout", "warmup", "train"}), _inputs),
+    Check("teacher", frozenset({"distillation", "model", "parallel", "data", "rollout"}), _teacher),
     Check("devices", frozenset(), _device),
     Check("generate function", frozenset({"rollout"}), _functions),
     Check("loss function", frozenset({"loss"}), _loss),
@@ -192,6 +203,7 @@ CHECKS: Sequence[Check] = (
     Check("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),
     Check("free space", frozenset({"run", "checkpoint", "model", "warmup"}), _space, on_rank_0=True),
     Check("servers", frozenset({"rollout", "data"}), _servers, on_rank_0=True),
+    Check("the teacher's servers", frozenset({"distillation"}), _teacher_servers, on_rank_0=True),
 )
 """In this order: what comes first is needed by what follows."""
 

@@ -17,7 +17,7 @@ from megatron_dppo.config.layout import describe
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.files.disk import disk_errors, require_space
-from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, stream_model
+from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, read_hf_config, stream_model
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.platform import Platform, pin_threads
 from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
@@ -26,6 +26,7 @@ from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.teacher import TeacherServers
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers, generate_function
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.folder import open_folder
@@ -36,11 +37,13 @@ from megatron_dppo.run.resume import ResumePoint, find_resume_point
 from megatron_dppo.run.sharing import find_sharing
 from megatron_dppo.run.stream.needed import Needed
 from megatron_dppo.run.stream.stream import Stream
+from megatron_dppo.run.teacher import teacher_servers
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.supervision.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.checkpoint import Save
+    from megatron_dppo.mcore.teacher import Teacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
     from megatron_dppo.run.evaluation import Evaluation
@@ -80,6 +83,8 @@ class Session:
     """the newest checkpoint, which may still be written"""
     save_group: dist.ProcessGroup | None = None
     """all ranks over the CPU, for saves in the background; None = they are not"""
+    teacher: Teacher | TeacherServers | None = None
+    """in the trainer, or behind servers"""
     resume_point: ResumePoint | None = None
     """where ``session_state.begin`` takes the run up again"""
     gpus: Gpus = field(init=False)
@@ -152,14 +157,14 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             wait_minutes=config.run.wait_minutes,
             world=world,
         )
-        trainer = _build_policy(config, inputs, groups, platform, console, stop)
+        trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
         if not is_leader(groups.replica):
             engine = None  # one that all ranks of a replica have is known to the stream; the rest is the leader's
         session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
-        session.resume_point = point
+        session.resume_point, session.teacher = point, teacher
         if config.checkpoint.async_save:
             session.save_group = setup.host_world(config.run.wait_minutes)
         yield session
@@ -231,7 +236,7 @@ def _base_folder(config: Config) -> Path:
 
 def _build_policy(
     config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, console: Console, stop: StopSignal
-) -> PolicyTrainer:
+) -> tuple[PolicyTrainer, Teacher | TeacherServers | None]:
     from megatron_dppo.mcore.setup import seed_random_states
 
     for note in free_gpus(config, groups.world):
@@ -256,9 +261,29 @@ def _build_policy(
         if stop.requested():
             raise Stopped(f"by {stop.name} after the warm-up; the same command goes on with the warmed-up model")
         stop.deferring = False
+    teacher = _build_teacher(config, inputs, groups, platform)  # before there is a policy beside it on the device
     # A start that finds warmed-up weights drew no random numbers for them: both go on from the same states.
     seed_random_states(config.run.seed)
-    return _trainer(config, inputs, groups, platform, "rl")
+    return _trainer(config, inputs, groups, platform, "rl"), teacher
+
+
+def _build_teacher(
+    config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform
+) -> Teacher | TeacherServers | None:
+    """That of ``[distillation]``; None without."""
+    path = config.distillation.teacher_path
+    if path is None:
+        return teacher_servers(config)
+    from megatron_dppo.mcore.teacher import Teacher
+
+    return Teacher(
+        config=config,
+        hf_config=read_hf_config(path),
+        weights=FolderWeights(path),
+        layout=inputs.layout,
+        groups=groups,
+        platform=platform,
+    )
 
 
 def _mark_warm(base: Path, config: Config) -> None:

@@ -13,7 +13,16 @@ Conventions, fixed here and nowhere else:
 
 from megatron_dppo.types.columns import as_bytes
 from megatron_dppo.types.kept import KeptSets, check_kept
-from megatron_dppo.types.loss import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, SlotSums, StepResult
+from megatron_dppo.types.loss import (
+    NO_NEEDS,
+    Divergence,
+    LossInputs,
+    LossNeeds,
+    LossOutput,
+    Metric,
+    SlotSums,
+    StepResult,
+)
 from megatron_dppo.types.rollouts import (
     MISSING_EXPERT,
     Completion,
@@ -33,6 +42,7 @@ __all__ = [
     "MISSING_EXPERT",
     "NO_NEEDS",
     "Completion",
+    "Divergence",
     "FinishReason",
     "KeptSets",
     "LeftOut",

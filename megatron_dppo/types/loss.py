@@ -42,6 +42,16 @@ class LossNeeds:
 NO_NEEDS = LossNeeds()
 
 
+class Divergence(NamedTuple):
+    """How far a policy is from its teacher, as a term of the loss of each token (docs/distillation.md)."""
+
+    name: str
+    """``reverse_kl``, ``forward_kl``, ``mixed_kl`` or ``jsd``"""
+    share: float = 0.5
+    """of the forward KL in ``mixed_kl``, of the teacher in the mixture of ``jsd``"""
+    coef: float = 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
     """Per-token inputs of every policy loss. T tokens, K Top-K candidates.

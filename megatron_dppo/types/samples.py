@@ -54,6 +54,8 @@ class TrainingSample(TokenFields):
     """[R, K+1] float32, as the ids"""
     kept: KeptSets | None = None
     """of the last R positions, as the Top-K"""
+    teacher_logprobs: Tensor | None = None
+    """[T] float32, under the teacher; only until they are part of the advantages"""
     routed_experts: Tensor | None = None
     """[T, L, k] uint8 or int16, the experts that are replayed: row t belongs to the input token t; with their combine
     weights ``RoutingShape.width`` instead of k"""

@@ -25,6 +25,7 @@ RUN = (*CONFIG, *MODEL, "tomli_w", "aiohttp")
 GROUPS = {
     "doctor": ("tests.gpu.check_doctor", RUN),
     "head": ("tests.gpu.check_head", CONFIG),
+    "teacher": ("tests.gpu.check_teacher", CONFIG),
     "model": ("tests.gpu.check_model", (*CONFIG, *MODEL)),
     "kernels": ("tests.gpu.check_kernels", (*CONFIG, *MODEL)),
     "devices": ("tests.gpu.check_devices", (*CONFIG, *MODEL)),

@@ -25,10 +25,10 @@ def run_script(*arguments: str, **variables: str) -> subprocess.CompletedProcess
 
 
 def test_rehearsal_prints_a_table_and_succeeds() -> None:
-    done = run_script("--cpu-rehearsal", "--only", "losses,vocab,head")
+    done = run_script("--cpu-rehearsal", "--only", "losses,vocab,head,teacher")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^(losses|vocab|head): (.+?)  +(\S+)  (\S+)  ok$", done.stdout, re.MULTILINE)
-    assert {group for group, *_ in rows} == {"losses", "vocab", "head"}
+    rows = re.findall(r"^(losses|vocab|head|teacher): (.+?)  +(\S+)  (\S+)  ok$", done.stdout, re.MULTILINE)
+    assert {group for group, *_ in rows} == {"losses", "vocab", "head", "teacher"}
     assert all(float(value) <= float(bound) for *_, value, bound in rows)
     assert f"{len(rows)} passed, 0 failed" in done.stdout
     names = {name for _, name, *_ in rows}

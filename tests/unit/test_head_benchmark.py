@@ -139,7 +139,9 @@ def test_further_needs_of_the_head_cost_no_further_product() -> None:
 
     counts = needs.products(Size(48, 512, 16, 4))
     assert list(counts) == list(needs.NEEDS) and needs.BASE in counts
-    assert {round(gemms, 2) for gemms, _ in counts.values()} == {3.0}
+    taught = [name for name in counts if name.startswith("teacher")]
+    assert {round(counts[name][0], 2) for name in taught} == {4.0}, "the teacher's own logits, and nothing else"
+    assert {round(counts[name][0], 2) for name in counts if name not in taught} == {3.0}
     ratio = Ratio(1.05, 0.9, 1.2, 0.1, 9)
     lines = needs.table(counts, {"kept": dict.fromkeys(counts, ratio)}).splitlines()
     assert len(lines) == 2 + len(counts) and lines[-1].endswith("| 1.05 (0.90..1.20) |")

@@ -67,6 +67,28 @@ def test_what_a_rank_of_the_30b_example_keeps_is_what_a_hand_computes(plan_of_30
     assert static["optimizer"] == pytest.approx(12 * (dense // 16 + experts // 4), rel=1e-4)
 
 
+@pytest.mark.long
+def test_a_teacher_of_its_own_size_is_in_the_plan_of_the_30b_example(plan_of_30b: Plan, rehearsals: Rehearsals) -> None:
+    """Its weights are there while it looks, its output layer and hidden states of a row while an update computes."""
+    teacher = ("--distillation.teacher_path", "Qwen3-30B-A3B", "--distillation.divergence", "mixed_kl")
+    plan = make_plan(big(*teacher), 32, H100, rehearsals, kinds=["all"], few_layers=True)
+    alone, taught = plan_of_30b.ranks["all"], plan.ranks["all"]
+    output_layer, hidden = 2 * 151936 // 2 * 2048, 2 * 17408 // 2 * 2048
+    head = taught.measured.peaks["head"]
+    assert head.by_phase["teacher"] == output_layer + hidden
+    looking = sum(taught.measured.static.values()) + alone.measured.static["weights"]
+    assert taught.total - H100.reserved == pytest.approx(max(looking, taught.measured.peak.total), rel=1e-3)
+    assert taught.total < 1.25 * alone.total and taught.measured.peak.total < 1.25 * alone.measured.peak.total
+    products = [sum(rank.measured.work["head"].flops.values()) for rank in (alone, taught)]
+    assert products[1] == pytest.approx(4 / 3 * products[0], rel=0.01)
+    text, teacher_model = as_text(plan), plan.model.teacher
+    assert teacher_model is not None
+    assert teacher_model.bytes_on_rank(plan.config, plan.layout) == pytest.approx(
+        alone.measured.static["weights"], rel=0.01
+    )
+    assert "GiB of weights a rank: in host memory, with " in text and "| teacher" in text
+
+
 def test_the_flops_of_the_30b_example_are_what_a_hand_computes(plan_of_30b: Plan) -> None:
     tokens = 17408
     attention = (32 + 2 * 4) * 128 * 2048 + 32 * 128 * 2048

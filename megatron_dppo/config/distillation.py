@@ -1,0 +1,136 @@
+"""The ``[distillation]`` section: a teacher that looks at the student's own responses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_dppo.config.section import Section
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.schema import Config
+
+DivergenceName = Literal["sampled", "reverse_kl", "forward_kl", "mixed_kl", "jsd"]
+_OF_SERVERS = (
+    "teacher_urls",
+    "teacher_engine",
+    "teacher_api_key_env",
+    "teacher_timeout_seconds",
+    "teacher_max_in_flight",
+)
+_MIXTURES = ("mixed_kl", "jsd")
+
+
+class DistillationConfig(Section):
+    """On-policy distillation (docs/distillation.md)."""
+
+    teacher_path: str | None = None
+    """Hugging Face folder of the teacher, of any size that the layout divides, with the policy's vocabulary and
+    tokenizer; None = there is none in the trainer."""
+    teacher_weights: Literal["whole", "by_layer"] = "whole"
+    """What of ``teacher_path`` is on the GPU while it looks at the responses: all of its weights, or embeddings, output
+    layer and one layer at a time, which are copied there again for every micro-batch."""
+    teacher_urls: list[str] = Field(default_factory=list)
+    """In place of it ``http://HOST:PORT`` of running servers with the teacher's weights, asked in turn for the
+    log-probabilities of the sampled tokens; only with ``sampled``."""
+    teacher_engine: Literal["sglang", "vllm"] = "sglang"
+    """What those servers are."""
+    teacher_api_key_env: str | None = None
+    """Environment variable with their API key."""
+    teacher_timeout_seconds: float = Field(600.0, gt=0)
+    """Limit of one of their answers, the time in the queue included."""
+    teacher_max_in_flight: int = Field(64, ge=1)
+    """Requests that one data-parallel rank has under way at a time."""
+    divergence: DivergenceName = "sampled"
+    """``sampled``: log mu - log teacher of the sampled token is taken from its advantage. Or over the whole vocabulary,
+    as a term of the loss: KL(policy || teacher), KL(teacher || policy), their mixture, or the generalised
+    Jensen-Shannon divergence."""
+    weight: float | None = Field(None, gt=0, lt=1)
+    """Only ``mixed_kl``: the share of KL(teacher || policy); only ``jsd``: the teacher's share of the mixture (GKD's
+    beta); None = 0.5."""
+    coef: float = Field(1.0, gt=0)
+    """What the divergence is multiplied by."""
+    task_reward: bool = True
+    """False = rewards are only logged and evaluated: all advantages are 0 but for what ``sampled`` makes of them."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher_path is not None or bool(self.teacher_urls)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the divergence is over the whole vocabulary."""
+        return self.is_on and self.divergence != "sampled"
+
+    @property
+    def share(self) -> float:
+        """``weight`` with its default."""
+        return 0.5 if self.weight is None else self.weight
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> DistillationConfig:
+        fields = type(self).model_fields
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if changed and not self.is_on:
+            raise ValueError(
+                f"{changed[0]} = {getattr(self, changed[0])!r} has no effect without a teacher; set teacher_path or "
+                "teacher_urls"
+            )
+        if self.teacher_path is not None and (of_servers := [name for name in changed if name in _OF_SERVERS]):
+            raise ValueError(
+                f"{of_servers[0]} = {getattr(self, of_servers[0])!r} belongs to a teacher behind servers, and "
+                f"teacher_path = {self.teacher_path!r} is one in the trainer; remove one of them"
+            )
+        if self.teacher_urls and self.teacher_weights != "whole":
+            raise ValueError("teacher_weights = 'by_layer' has no effect on teacher_urls; remove it")
+        if self.teacher_urls and self.divergence != "sampled":
+            raise ValueError(
+                f"divergence = {self.divergence!r} with teacher_urls: servers tell the log-probabilities of the "
+                "sampled tokens, not those of the whole vocabulary. Use divergence = 'sampled', or teacher_path"
+            )
+        if self.weight is not None and self.divergence not in _MIXTURES:
+            raise ValueError(
+                f"weight = {self.weight} has no effect with divergence = {self.divergence!r}; remove it, or use one of "
+                f"{', '.join(_MIXTURES)}"
+            )
+        return self
+
+
+def check_distillation(config: Config) -> None:
+    """Whether the other sections fit a teacher.
+
+    Raises:
+        ValueError: one does not, with what to change.
+    """
+    chosen = config.distillation
+    if config.rollout.dynamic_sampling and not chosen.task_reward:
+        raise ValueError(
+            "rollout.dynamic_sampling = true with distillation.task_reward = false: it throws away groups whose "
+            "rewards are equal, and the teacher is the only signal here. Set dynamic_sampling = false"
+        )
+    if not chosen.is_exact and not chosen.teacher_urls:
+        return
+    what = f"distillation.divergence = {chosen.divergence!r}"
+    if chosen.teacher_urls:
+        what = "distillation.teacher_urls"
+        if config.rollout.temperature != 1:
+            raise ValueError(
+                f"{what} with rollout.temperature = {config.rollout.temperature:g}: servers tell log-probabilities at "
+                "temperature 1, and those of the rollout are at its own. Set temperature = 1, or use teacher_path"
+            )
+    elif not config.model.fused_head:
+        raise ValueError(
+            f"{what} with model.fused_head = false: it is formed in the fused head, chunk by chunk. Set fused_head = "
+            "true, or divergence = 'sampled'"
+        )
+    filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    for key, off in filters.items():
+        if getattr(config.rollout, key) not in (off, None):
+            raise ValueError(
+                f"{what} with rollout.{key} = {getattr(config.rollout, key)}: what the filter left is not the whole "
+                "vocabulary, which the teacher's distribution is over. Remove it, or use teacher_path with "
+                "divergence = 'sampled'"
+            )

@@ -1,0 +1,49 @@
+"""One micro-batch on its way through the schedule: the share of it that a rank computes, and its teacher's side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.head.row_plan import RowPlan
+from megatron_dppo.head.teaching import Lesson
+from megatron_dppo.mcore.attention import PackedRow
+from megatron_dppo.parallel.context import ContextShard
+from megatron_dppo.types import MicroBatch, TokenTargets
+
+
+@dataclass(frozen=True)
+class Row:
+    """One micro-batch, and the share of it that this context-parallel rank computes."""
+
+    batch: MicroBatch
+    own: TokenTargets
+    """the targets of this rank's tokens"""
+    plan: RowPlan
+    """which of those have a loss, and a gradient"""
+    packing: PackedRow
+    """for attention"""
+    shard: ContextShard | None
+    lesson: Lesson | None = None
+    """what a teacher says of the tokens whose hidden states are on this rank; in host memory, on the last stage only"""
+
+    @classmethod
+    def of(
+        cls, batch: MicroBatch, cp_group: ProcessGroup | None, device: torch.device, *, skips_zero_advantage: bool
+    ) -> Row:
+        """Move to ``device``; share and plan are found before that, on the host."""
+        shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
+        index = None if shard is None else shard.index
+        mask, advantages = (x if shard is None else shard.split(x) for x in (batch.loss_mask, batch.advantages))
+        plan = RowPlan.of(mask, advantages if skips_zero_advantage else None, device)
+        starts, batch = batch.cu_seqlens.tolist(), batch.to(device)
+        shard = None if shard is None else shard.to(device)
+        packing = PackedRow.of(batch, starts, shard)
+        return cls(batch, batch if shard is None else batch.select(shard.index, index), plan, packing, shard)
+
+    def split(self, values: Tensor) -> Tensor:
+        """``[T, ...]`` of the row to what this rank computes."""
+        return values if self.shard is None else self.shard.split(values)

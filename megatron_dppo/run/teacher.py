@@ -1,0 +1,131 @@
+"""The teacher of a run: whether it fits the policy (vocabulary, tokenizer, layout, weights), and one behind servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.config.layout import resolve_parallel
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.errors import CheckpointError, ConfigError, Problems, ServerError, UserError
+from megatron_dppo.families import family_of
+from megatron_dppo.hf import model_shape, read_hf_config
+from megatron_dppo.parallel.objects import from_leader
+from megatron_dppo.rollout.teacher import TeacherServers
+from megatron_dppo.run.hf_weights import check_weights_fit
+from megatron_dppo.run.inputs import ModelInputs
+from megatron_dppo.serving.command import api_key
+from megatron_dppo.types import TrainingSample
+
+_SHOWN = 3
+
+
+def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]:
+    """What is wrong with ``distillation.teacher_path``; nothing without a teacher.
+
+    Args:
+        config: of the run.
+        policy: what its model's folder gave.
+    """
+    path, problems = config.distillation.teacher_path, Problems()
+    if path is None:
+        return []
+    problems.attempt(_check, path, config, policy, problems)
+    return problems.errors
+
+
+def teacher_servers(config: Config) -> TeacherServers | None:
+    """Those of ``distillation.teacher_urls``; None without.
+
+    Raises:
+        ConfigError: the key is not in the environment.
+    """
+    chosen = config.distillation
+    if not chosen.teacher_urls:
+        return None
+    return TeacherServers(
+        chosen.teacher_urls,
+        chosen.teacher_engine,
+        api_key=api_key(chosen.teacher_api_key_env, os.environ, "distillation.teacher_api_key_env"),
+        timeout_seconds=chosen.teacher_timeout_seconds,
+        max_in_flight=chosen.teacher_max_in_flight,
+    )
+
+
+def scored(
+    samples: Sequence[TrainingSample], servers: TeacherServers, group: ProcessGroup | None
+) -> list[TrainingSample]:
+    """The samples with ``teacher_logprobs``; a collective of the ranks that have the same ones, whose first one asks.
+
+    Raises:
+        ServerError: on all of them.
+    """
+
+    def ask() -> tuple[list[Tensor], str]:
+        try:
+            return servers.logprobs(samples), ""
+        except ServerError as error:
+            return [], str(error)
+
+    found, problem = from_leader(ask, group)
+    if problem:
+        raise ServerError("distillation.teacher_urls", problem)
+    return [replace(sample, teacher_logprobs=row) for sample, row in zip(samples, found, strict=True)]
+
+
+def _check(path: str, config: Config, policy: ModelInputs, problems: Problems) -> None:
+    name = f"distillation.teacher_path = {path!r}"
+    if not (Path(path) / "config.json").is_file():
+        raise CheckpointError(f"{name} is not a Hugging Face folder: config.json is missing")
+    hf_config = read_hf_config(path)
+    problems.attempt(_check_vocabulary, name, hf_config, policy)
+    problems.attempt(_check_tokenizer, name, path, policy.tokenizer)
+    problems.attempt(_check_layout, name, hf_config, config, policy)
+    problems.attempt(family_of(hf_config).rope, hf_config)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = min(longest, policy.hf_config.max_position_embeddings)
+    if hf_config.max_position_embeddings < longest:
+        problems.add(
+            ConfigError(
+                f"{name} has {hf_config.max_position_embeddings} positions, but data.max_prompt_tokens + "
+                f"rollout.max_new_tokens = {longest}; lower them"
+            )
+        )
+    problems.attempt(check_weights_fit, path, hf_config, "distillation.teacher_path")
+
+
+def _check_vocabulary(name: str, hf_config: Any, policy: ModelInputs) -> None:
+    if hf_config.vocab_size != policy.hf_config.vocab_size:
+        raise ConfigError(
+            f"{name} has a vocabulary of {hf_config.vocab_size}, the policy one of {policy.hf_config.vocab_size}; a "
+            "teacher scores the policy's own tokens, so both need the same (of one family of models, and padded alike)"
+        )
+
+
+def _check_tokenizer(name: str, path: str, policy: Any) -> None:
+    own, its = policy.get_vocab(), load_tokenizer(path).get_vocab()
+    other = sorted(token for token in own.keys() | its.keys() if own.get(token) != its.get(token))
+    if other:
+        examples = ", ".join(f"{t!r} is {its.get(t)} there and {own.get(t)} here" for t in other[:_SHOWN])
+        raise ConfigError(
+            f"{name} has another tokenizer than model.path: {len(other)} tokens differ ({examples}); use a teacher "
+            "with the policy's tokenizer"
+        )
+
+
+def _check_layout(name: str, hf_config: Any, config: Config, policy: ModelInputs) -> None:
+    shape, parallel = model_shape(hf_config), config.parallel
+    if not shape.num_experts:  # one without experts is replicated over the ranks that split the policy's
+        dense: dict[str, Any] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+        parallel = parallel.model_copy(update=dense)
+    try:
+        resolve_parallel(parallel, policy.layout.world_size, shape)
+    except ConfigError as error:
+        raise ConfigError(f"{name} is split as the policy is, and cannot be: {error}") from error
