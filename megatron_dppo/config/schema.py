@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_dppo.config.agent import AgentConfig, check_agent
 from megatron_dppo.config.batch_invariant import check_batch_invariant
 from megatron_dppo.config.checkpoint import CheckpointConfig
 from megatron_dppo.config.data import DataConfig, RolloutConfig
@@ -135,6 +136,7 @@ class Config(_Section):
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     rollout: RolloutConfig
+    agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
@@ -181,6 +183,11 @@ class Config(_Section):
     @model_validator(mode="after")
     def _lora_fits(self) -> Config:
         check_lora(self)
+        return self
+
+    @model_validator(mode="after")
+    def _agent_fits(self) -> Config:
+        check_agent(self)
         return self
 
     @model_validator(mode="after")

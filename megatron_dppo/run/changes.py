@@ -41,6 +41,11 @@ CLASSES: dict[str, Class] = {
     "reward*.options.retries": "free",
     "reward*.options.batch_size": "free",
     "reward.*": "results",
+    "agent.timeout_seconds": "free",
+    "agent.max_running": "free",
+    "agent.host": "free",
+    "agent.max_body_bytes": "free",
+    "agent.*": "results",
     "loss.*": "results",
     "train.*": "results",
     "optimizer.use_precision_aware_optimizer": "free",  # its dtypes are not

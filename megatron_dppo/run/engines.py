@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.agents.generate import AgentFunction
 from megatron_dppo.config.schema import Config
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.platform import DTYPES, Platform
@@ -81,13 +82,21 @@ def _answers(
     return AnswerProcesses(count, settings)
 
 
-def generate_function(config: Config) -> GenerateFunction | None:
-    """The user's ``rollout.generate``.
+def generate_function(config: Config) -> GenerateFunction | AgentFunction | None:
+    """The user's ``rollout.generate``, or the agent of ``[agent]``, which is to be closed.
 
     Raises:
         GenerateError: it cannot be used.
     """
+    if config.agent.is_set:
+        keys = [config.rollout.servers.api_key_env, config.rollout.servers.admin_api_key_env]
+        keys += [options.get("api_key_env") for options in (config.reward.options, *_options_of_rewards(config))]
+        return AgentFunction(config.agent, config.data.chat_template_kwargs, [key for key in keys if key])
     return None if config.rollout.generate is None else load_generate(config.rollout.generate)
+
+
+def _options_of_rewards(config: Config) -> list[dict[str, Any]]:
+    return [each.options for each in config.reward.functions.values()]
 
 
 def build_engine(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dppo.agents.generate import AgentFunction
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config, ParallelConfig
 from megatron_dppo.data.tokenizer import load_tokenizer
@@ -88,6 +89,8 @@ def open_offline(config: Config, *, run: Path | None, model: Path | None, step: 
         yield Offline(config, engine, prompts, name)
     finally:
         engine.close()
+        if isinstance(function, AgentFunction):
+            function.close()
 
 
 def _give_checkpoint(

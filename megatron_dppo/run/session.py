@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.agents.generate import AgentFunction
 from megatron_dppo.config.layout import describe
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
@@ -139,6 +140,8 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         config = with_num_steps(config, inputs)
         sharing = find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
         servers, function, scorer = connect_servers(config), generate_function(config), build_scorer(config)
+        if isinstance(function, AgentFunction):
+            open_parts.callback(function.close)
         for note in open_parts.enter_context(open_folder(config)):
             console.say(note)
         watchdog.start()
