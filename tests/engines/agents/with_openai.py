@@ -33,7 +33,12 @@ def main() -> None:
             break
     messages.append({"role": "user", "content": "Sure?"})
     stream = client.chat.completions.create(
-        model="policy", messages=messages, tools=[TOOL], max_tokens=16, stream=True, stream_options={"include_usage": True}
+        model="policy",
+        messages=messages,
+        tools=[TOOL],
+        max_tokens=16,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     text, tokens = "", 0
     for chunk in stream:

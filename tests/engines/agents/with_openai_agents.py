@@ -23,7 +23,11 @@ async def main() -> None:
     set_tracing_disabled(True)
     model = OpenAIChatCompletionsModel(model="policy", openai_client=AsyncOpenAI())
     agent = Agent(
-        name="adder", instructions="Use the tool.", model=model, tools=[add], model_settings=ModelSettings(max_tokens=96)
+        name="adder",
+        instructions="Use the tool.",
+        model=model,
+        tools=[add],
+        model_settings=ModelSettings(max_tokens=96),
     )
     first = await Runner.run(agent, task["prompt"])
     second = await Runner.run(agent, [*first.to_input_list(), {"role": "user", "content": "Sure?"}])
