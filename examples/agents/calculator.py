@@ -1,7 +1,7 @@
 """An agent of an ordinary kind: a loop with a tool, by the openai package. It knows nothing of the training.
 
-    pip install openai
-    OPENAI_BASE_URL=... OPENAI_API_KEY=... python calculator.py < task.json
+pip install openai
+OPENAI_BASE_URL=... OPENAI_API_KEY=... python calculator.py < task.json
 """
 
 from __future__ import annotations

@@ -52,8 +52,9 @@ class _Conversation:
     names: list[str] = field(default_factory=list)
     """``identity`` of the messages"""
     tools: str = ""
+    is_chat: bool = True
     text: str | None = None
-    """of a completion: its prompt and answers; None = it is a chat"""
+    """prompt and answers of completions by text"""
     sampled: int = 0
     """tokens"""
 
@@ -167,8 +168,8 @@ class Episode:
         if call.is_chat:
             conversation.messages = [*call.messages, answer.message]
             conversation.names = identity(conversation.messages)
-        else:
-            conversation.text = self._turns.tokenizer.decode(self._turns.token_ids, skip_special_tokens=True)
+        elif isinstance(call.text, str):
+            conversation.text = call.text + answer.text
         return answer
 
     def _begin(self, call: Call) -> _Conversation:
@@ -182,7 +183,7 @@ class Episode:
             raise self._full(len(tokens))
         strand = self._turns.begin() if self._conversations else self._turns.strand
         self._turns.append(tokens)
-        conversation = _Conversation(strand, len(tokens), tools=_same(call))
+        conversation = _Conversation(strand, len(tokens), tools=_same(call), is_chat=call.is_chat)
         self._conversations.append(conversation)
         return conversation
 
@@ -191,7 +192,7 @@ class Episode:
         known = [
             each
             for each in self._conversations
-            if each.text is None and each.tools == tools and each.names == names[: len(each.names)]
+            if each.is_chat and each.tools == tools and each.names == names[: len(each.names)]
         ]
         for conversation in sorted(known, key=lambda each: len(each.names), reverse=True):
             count = len(conversation.names)
@@ -203,13 +204,13 @@ class Episode:
 
     def _go_on_with_text(self, call: Call) -> _Conversation | None:
         for conversation in reversed(self._conversations):
-            if conversation.text is None:
+            if conversation.is_chat:
                 continue
-            tokens = tuple(conversation.strand.response.tokens[: conversation.strand.place])
+            known, tokens = conversation.text, tuple(conversation.strand.response.tokens[: conversation.strand.place])
             if isinstance(call.text, tuple) and call.text[: len(tokens)] == tokens:
                 return self._extend(conversation, list(call.text[len(tokens) :]))
-            if isinstance(call.text, str) and call.text.startswith(conversation.text):
-                return self._extend(conversation, self._template.encode(call.text[len(conversation.text) :]))
+            if isinstance(call.text, str) and known is not None and call.text.startswith(known):
+                return self._extend(conversation, self._template.encode(call.text[len(known) :]))
         return None
 
     def _extend(self, conversation: _Conversation, tokens: list[int], *, closes: bool = False) -> _Conversation:

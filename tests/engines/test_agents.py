@@ -82,5 +82,6 @@ def test_a_run_is_trained_on_what_the_server_sampled_for_agents(python: str, tmp
         assert step["rollout/reward_failed_fraction"] == 0 and step["rollout/agent/sequences"] < 1.5
         assert 2 <= step["rollout/agent/calls"] < 4 and step["rollout/agent/ignored_settings"] == 0
         assert 0.5 < step["rollout/given_token_fraction"] < 0.95
-        assert step["train/abs_prob_diff"] < 1e-5 and step["train/router_disagreement"] == 0
+        assert step["train/abs_prob_diff"] < 1e-5 and abs(step["train/ratio"] - 1) < 1e-4
+        assert step["train/router_missing"] == 0 and step["train/router_disagreement"] == 0
         assert step["rollout/policy_age"] == 0 and step["rollout/reward"] > 0

@@ -25,6 +25,7 @@ FREE = {
         "run.hang_minutes",
     ),
     *("reward.timeout_seconds", "reward.num_workers", "reward.async_concurrency"),
+    *("agent.timeout_seconds", "agent.max_running", "agent.host", "agent.max_body_bytes"),
     "optimizer.use_precision_aware_optimizer",
     "optimizer.optimizer_cpu_offload",
     "optimizer.optimizer_offload_fraction",
