@@ -62,8 +62,8 @@ def test_every_key_has_a_class_and_every_pattern_a_key() -> None:
 
 
 def test_in_sections_with_both_kinds_each_key_was_looked_at() -> None:
-    """A new key of ``run``, ``reward`` or ``optimizer`` has to be put into one class here."""
-    mixed = [key for key in keys() if key.split(".")[0] in ("run", "reward", "optimizer")]
+    """A new key of ``run``, ``agent``, ``reward`` or ``optimizer`` has to be put into one class here."""
+    mixed = [key for key in keys() if key.split(".")[0] in ("run", "agent", "reward", "optimizer")]
     assert {key for key in mixed if class_of(key) == "free"} == FREE
     for section in ("model", "data", "loss", "train", "warmup", "eval"):
         assert {class_of(key) for key in keys() if key.startswith(f"{section}.")} <= {"results", "fixed"}
