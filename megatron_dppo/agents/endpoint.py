@@ -153,4 +153,4 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

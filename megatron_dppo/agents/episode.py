@@ -127,7 +127,8 @@ class Episode:
         """The response: the sequence with the most sampled tokens; those of the others are not trained on."""
         turns = self._turns
         if not self._conversations:
-            failure = failure or "the agent ended without an answer of the policy"
+            too_long = ": its messages have more tokens than rollout.max_new_tokens" if self.cut_off else ""
+            failure = failure or f"the agent ended without an answer of the policy{too_long}"
             await self._one_token()
         best = max(reversed(self._conversations), key=lambda each: each.sampled)
         strand = turns.use(best.strand)
@@ -175,10 +176,8 @@ class Episode:
     def _begin(self, call: Call) -> _Conversation:
         if call.is_chat:
             tokens = self._template.opening(call.messages, call.tools)
-        elif isinstance(call.text, tuple):
-            tokens = list(call.text)
         else:
-            tokens = list(self._turns.tokenizer.encode(call.text, add_special_tokens=True))
+            tokens = self._template.encode(call.text, add_special_tokens=True)
         if len(tokens) >= self._turns.params.max_new_tokens or not tokens:
             raise self._full(len(tokens))
         strand = self._turns.begin() if self._conversations else self._turns.strand
@@ -208,7 +207,7 @@ class Episode:
                 continue
             known, tokens = conversation.text, tuple(conversation.strand.response.tokens[: conversation.strand.place])
             if isinstance(call.text, tuple) and call.text[: len(tokens)] == tokens:
-                return self._extend(conversation, list(call.text[len(tokens) :]))
+                return self._extend(conversation, self._template.encode(call.text[len(tokens) :]))
             if isinstance(call.text, str) and known is not None and call.text.startswith(known):
                 return self._extend(conversation, self._template.encode(call.text[len(known) :]))
         return None

@@ -76,7 +76,10 @@ class Program:
             if name not in self._hidden and not name.startswith(_RANK_PREFIXES)
         } | {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
         said = bytearray()
-        process = await self._start(environment)
+        try:
+            process = await self._start(environment)
+        except OSError as error:
+            return Ended(None, f"{self._command[0]} cannot be started: {error}")
         try:
             given = {name: value for name, value in asdict(task).items() if name not in ("base_url", "api_key")}
             streams = asyncio.gather(_write(process, given), _read(process, said))

@@ -21,9 +21,20 @@ class ChatTemplate:
         self._tokenizer, self._variables = tokenizer, variables
         self._mark = f"mark{secrets.token_hex(12)}"
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text that holds its special tokens already."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def encode(self, text: str | Sequence[int], *, add_special_tokens: bool = False) -> list[int]:
+        """Tokens of a text, which may hold its special tokens already; tokens are checked.
+
+        Raises:
+            CallError: what an agent sent is no text, or there are no such tokens.
+        """
+        if not isinstance(text, str):
+            if text and max(text) >= len(self._tokenizer):
+                raise CallError(f"there is no token {max(text)}; the tokenizer has {len(self._tokenizer)}")
+            return list(text)
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except (TypeError, ValueError) as error:  # half of a surrogate pair, by an escape in JSON
+            raise CallError(f"the text cannot be encoded: {error}") from error
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens that ask for an answer to the messages.

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from typing import Any
 
 from megatron_dppo.agents.requests import tool_call
 
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """The text before the first call, and the calls; all of it text where a call is no such JSON."""
-    blocks = list(_BLOCK.finditer(text))
-    calls = [_read(block[1]) for block in blocks]
-    if not blocks or None in calls:
+    content, *rest = text.split(_OPEN)
+    blocks = [part.split(_CLOSE)[0] for part in rest if _CLOSE in part]
+    calls = [_read(block) for block in blocks]
+    if not blocks or len(blocks) < len(rest) or None in calls:
         return text, []
-    return text[: blocks[0].start()].strip(), [call for call in calls if call is not None]
+    return content.strip(), [call for call in calls if call is not None]
 
 
 def _read(block: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(block)
+        found = json.loads(block, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
@@ -32,3 +32,7 @@ def _read(block: str) -> dict[str, Any] | None:
     if not isinstance(arguments, dict):
         return None
     return tool_call(f"call_{secrets.token_hex(12)}", found["name"], arguments)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -33,7 +33,7 @@ class AgentConfig(Section):
     """Episodes at the same time on one data-parallel rank, with servers; None = all that are sampled."""
     host: str = "127.0.0.1"
     """Address that the endpoint listens at, and is named by: another one only for agents outside of this machine."""
-    max_body_bytes: int = Field(16_777_216, gt=0)
+    max_body_bytes: int = Field(4_194_304, gt=0)
     """Longest body of a call."""
 
     @property

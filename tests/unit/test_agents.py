@@ -234,6 +234,7 @@ def test_what_is_no_tool_call_stays_text() -> None:
     for text in ("plain", "<tool_call>{bad}</tool_call>", '<tool_call>{"name": "f"', "<tool_call>[1]</tool_call>"):
         assert split_tool_calls(text) == (text, [])
     assert split_tool_calls(CALL + '<tool_call>{"name": 1}</tool_call>')[1] == []
+    assert split_tool_calls(CALL.replace("1", "NaN"))[1] == [] and split_tool_calls(f"{CALL}<tool_call>")[1] == []
     content, calls = split_tool_calls(f"so: {CALL}\n{CALL}")
     assert content == "so:" and [call["function"]["name"] for call in calls] == ["add", "add"]
     assert calls[0]["id"] != calls[1]["id"]
@@ -283,6 +284,10 @@ def test_keys_are_of_running_episodes_and_rewards_count(world: World) -> None:
         assert status == 413 and "Maximum request body size 2000 exceeded" in body["error"]["message"]
         status, body = await post(task, "/responses", {})
         assert status == 404 and body["error"]["type"] == "invalid_request_error"
+        status, body = await post(task, "/chat/completions", {"messages": [user("\ud800")]})
+        assert status == 400 and "cannot be encoded" in body["error"]["message"]
+        status, body = await post(task, "/completions", {"prompt": [1, 2**40]})
+        assert status == 400 and "there is no token 1099511627776" in body["error"]["message"]
         await chat(task, [user("a")])
         for value in (1, -0.5):
             assert (await post(task, "/reward", {"reward": value}))[0] == 200
