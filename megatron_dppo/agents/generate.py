@@ -19,6 +19,9 @@ from megatron_dppo.functions import check_arguments, load_function
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt
 
+MOST_FAILURES = 64
+"""Episodes that may fail one after the other: after that the agent itself is broken."""
+
 
 class AgentFunction:
     """Makes responses by the agent of ``[agent]``; ``close`` it at the end.
@@ -44,7 +47,7 @@ class AgentFunction:
             )
         self._endpoint = Endpoint(config.host, config.max_body_bytes)
         self._template: ChatTemplate | None = None
-        most = config.max_running
+        self._failed, most = 0, config.max_running
         self._places = nullcontext() if most is None else asyncio.Semaphore(most)
 
     def close(self) -> None:
@@ -56,7 +59,7 @@ class AgentFunction:
 
         Raises:
             ServerError: no server gave an answer.
-            GenerateError: the endpoint cannot listen.
+            GenerateError: the endpoint cannot listen, or the agent fails again and again.
         """
         self._template = self._template or ChatTemplate(turns.tokenizer, self._variables)
         async with self._places:
@@ -65,7 +68,13 @@ class AgentFunction:
                 ended = await self._play(prompt, episode)
             finally:
                 episode.close()
-            return await episode.finish(*self._judge(ended, episode))
+            completion = await episode.finish(*self._judge(ended, episode))
+        self._failed = self._failed + 1 if completion.failure else 0
+        if self._failed == MOST_FAILURES:
+            raise GenerateError(
+                f"{MOST_FAILURES} episodes of the agent failed one after the other; the last: {completion.failure}"
+            )
+        return completion
 
     async def _play(self, prompt: Prompt, episode: Episode) -> Ended:
         try:

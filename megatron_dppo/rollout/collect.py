@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.errors import GenerateError
 from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.types import (
@@ -29,13 +28,9 @@ def score_completions(
 
     Raises:
         RewardError: see ``RewardScorer.score``.
-        GenerateError: the agents of all of several completions of a batch failed.
     """
     n = len(completions) // max(1, len(prompts))
     repeated = [prompt for prompt in prompts for _ in range(n)]
-    failed = [completion.failure for completion in completions if completion.failure]
-    if is_batch and len(failed) == len(completions) > 1:
-        raise GenerateError(f"all {len(failed)} episodes of the agents failed; the first: {failed[0]}")
     items = [
         RewardItem(
             prompt=prompt.text,

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import torch
 
-from megatron_dppo.agents.generate import AgentFunction
+from megatron_dppo.agents.generate import MOST_FAILURES, AgentFunction
 from megatron_dppo.agents.requests import CallError, read_chat, read_completion
 from megatron_dppo.agents.runner import AgentTask
 from megatron_dppo.agents.template import ChatTemplate
@@ -323,9 +323,7 @@ def test_an_episode_whose_budget_is_spent_is_cut_off_and_has_not_failed(world: W
         ({"reward": "call"}, "ValueError: bad luck"),
     ],
 )
-def test_an_agent_that_fails_costs_its_sample_and_all_together_the_run(
-    world: World, settings: Any, failure: str, tmp_path: Path
-) -> None:
+def test_an_agent_that_fails_costs_its_sample(world: World, settings: Any, failure: str, tmp_path: Path) -> None:
     world.script = {"assistant\n": "ok"}
     order = iter(range(9))
 
@@ -347,8 +345,18 @@ def test_an_agent_that_fails_costs_its_sample_and_all_together_the_run(
     (again,) = load_groups(tmp_path / "f", lambda place: TASK)
     assert isinstance(again.content, RolloutGroup)
     assert again.content.rollouts[0].completion.failure == failure and same(again.content, groups[0])
-    with pytest.raises(GenerateError, match="all 2 episodes of the agents failed; the first: ValueError: bad luck"):
-        score_completions(Scorer(), [TASK], [bad, bad])  # type: ignore[arg-type]
+
+
+def test_an_agent_that_always_fails_ends_the_run(world: World) -> None:
+    async def agent(task: AgentTask) -> None:
+        raise ValueError("no such tool")
+
+    engine, how = world.engine(agent), SamplingParams(max_new_tokens=100)
+    assert all(c.failure for c in engine.generate([TASK] * (MOST_FAILURES - 1), how))
+    with pytest.raises(
+        GenerateError, match="64 episodes of the agent failed one after the other; the last: ValueError"
+    ):
+        engine.generate([TASK], how)
 
 
 PROGRAM = """
