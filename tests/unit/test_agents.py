@@ -20,6 +20,9 @@ from megatron_dppo.agents.runner import AgentTask
 from megatron_dppo.agents.template import ChatTemplate
 from megatron_dppo.agents.tool_calls import split_tool_calls
 from megatron_dppo.config.agent import AgentConfig
+from megatron_dppo.config.io import load_config
+from megatron_dppo.data.prompts import PromptDataset
+from megatron_dppo.data.rows import Row
 from megatron_dppo.errors import ConfigError, GenerateError
 from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.collect import rollout_metrics, score_completions, to_samples
@@ -450,6 +453,22 @@ def test_templates_that_change_what_is_behind_are_not_gone_on_with(tokenizer: An
     other.chat_template = "{{ raise_exception('roles') }}"
     with pytest.raises(CallError, match="refuses the messages"):
         ChatTemplate(other, {}).opening(known, [])
+
+
+def test_rows_for_agents_keep_their_messages_and_give_the_sequence_no_beginning(tokenizer: Any) -> None:
+    chats = [{"role": "system", "content": "s"}, user("b")]
+    rows = [Row("f:1", "a?", "1", is_problem=True), Row("f:2", chats, "2")]
+    settings = {"max_prompt_tokens": 99, "max_new_tokens": 8, "context_length": 200}
+    for are_tasks in (False, True):
+        first, second = [PromptDataset(rows, tokenizer, are_tasks=are_tasks, **settings)[i] for i in range(2)]
+        assert first.messages == ((user("a?"),) if are_tasks else None) and second.messages == tuple(chats)
+        assert first.start == (() if are_tasks else first.token_ids) and len(first.token_ids) > 20
+
+
+def test_files_of_an_agent_are_relative_to_the_configuration() -> None:
+    example = Path(__file__).parents[2] / "examples/agents"
+    command = load_config(example / "calculator.toml").agent.command
+    assert command is not None and command[0] == "python" and Path(command[1]).resolve() == example / "calculator.py"
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
