@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 from megatron_dppo.agents.episode import Episode
 
 T = TypeVar("T")
+_REST_SECONDS = 2.0
+"""So long the rest of a program's output is waited for when it has ended."""
 _KEPT_OUTPUT = 2000
 """Bytes of a program's output that are told when it fails."""
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -86,7 +88,7 @@ class Program:
             try:
                 status = await process.wait()
                 with suppress(TimeoutError):  # what it left running may hold its output open
-                    await asyncio.wait_for(streams, 0.2)
+                    await asyncio.wait_for(streams, _REST_SECONDS)
             finally:
                 streams.cancel()
         finally:

@@ -395,25 +395,31 @@ def test_programs_get_a_task_and_end_by_status(world: World, monkeypatch: pytest
 
 def test_a_program_that_takes_too_long_is_killed_but_waiting_for_the_policy_is_not_its_time(world: World) -> None:
     world.script = {"assistant\n": "ok"}
-    world.server.token_seconds = 0.7
-    assert not world.play(program(""), timeout_seconds=1.5).failure, "three tokens took 2.1 seconds"
+    world.server.token_seconds = 0.5
+
+    async def agent(task: AgentTask) -> None:
+        await chat(task, [user("a")])
+
+    assert not world.play(agent, timeout_seconds=1.0).failure, "three tokens took 1.5 seconds"
     found = world.play(program("import time; time.sleep(60)"), timeout_seconds=1.0)
     assert found.failure == "took longer than agent.timeout_seconds = 1"
 
 
+LONG = "a very long answer " * 40
+
+
 def test_stopped_episodes_end_their_agents_and_go_on_later(world: World) -> None:
-    world.script = {"quick<|im_end|>\n<|im_start|>assistant\n": "ok", "assistant\n": "a very long answer " * 10}
+    world.script = {"quick<|im_end|>\n<|im_start|>assistant\n": "ok", "assistant\n": LONG}
     world.server.token_seconds = 0.002
     ended = []
 
     async def agent(task: AgentTask) -> None:
         try:
+            while task.prompt == "quick" and len(world.server.requests) < 2:  # until both of the others are under way
+                await asyncio.sleep(0.01)
             await chat(task, [user(task.prompt)])
             if task.prompt != "quick":
-                await chat(
-                    task,
-                    [user(task.prompt), {"role": "assistant", "content": "a very long answer " * 10}, user("quick")],
-                )
+                await chat(task, [user(task.prompt), {"role": "assistant", "content": LONG}, user("quick")])
         except asyncio.CancelledError:
             ended.append(task.prompt)
             raise
@@ -423,18 +429,18 @@ def test_stopped_episodes_end_their_agents_and_go_on_later(world: World) -> None
 
     engine = world.engine(agent)
     groups = [GroupRequest(0, prompt("slow"), 2), GroupRequest(1, prompt("quick"), 2)]
-    how = SamplingParams(max_new_tokens=600, seed=1)
+    how = SamplingParams(max_new_tokens=1000, seed=1)
     slow, quick = [future.result(30) for future in engine.submit(groups, how, 1, [0, 1])]
     assert slow is None and quick is not None and ended == ["slow"] * 2
     held = engine.unfinished()[0]
     had = [state.token_ids for state in held]
-    assert all(0 < len(tokens) < 200 for tokens in had)
+    assert all(23 < len(tokens) < len(LONG) for tokens in had)
     publish(engine, [world.server], 5)
     (group,) = [future.result(30) for future in engine.submit(groups[:1], how, 1)]
     assert group is not None
     for completion, before in zip(group, had, strict=True):
         assert same(completion.token_ids[: len(before)], before) and not completion.failure
-        assert world.trained(completion) == ["a very long answer " * 10 + "<|im_end|>", "ok<|im_end|>"]
+        assert world.trained(completion) == [f"{LONG}<|im_end|>", "ok<|im_end|>"]
         assert [span.policy_version for span in completion.policy_versions][:2] == [4, 5]
 
 

@@ -324,6 +324,36 @@ def test_what_agents_call_for_is_what_a_function_of_the_same_turns_samples() -> 
         check_numbers(prompt, behind(other, start))
 
 
+async def many_completions(task: AgentTask) -> None:
+    """An agent of one to three turns, by its prompt."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {task.api_key}"}) as session:
+        text = task.prompt
+        for turn in range(1 + TEXTS.index(task.prompt) % 3):
+            body = {"prompt": text + TOOL * (turn > 0), "max_tokens": 4}
+            async with session.post(f"{task.base_url}/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                text = body["prompt"] + (await response.json())["choices"][0]["text"]
+
+
+def test_agents_are_stopped_between_turns_and_play_again() -> None:
+    agents = AgentFunction(AgentConfig(function=f"{__name__}:many_completions"), {})
+    one = engine(agents)
+    tasks = [replace(p, is_task=True, messages=({"role": "user", "content": p.text},)) for p in PROMPTS]
+    groups = [GroupRequest(key, task, 2) for key, task in enumerate(tasks)]
+    how = params(max_new_tokens=40, temperature=0)
+    found = [future.result() for future in one.submit(groups, how, 2, range(6))]
+    assert [group is not None for group in found] == [True, False, False] * 2, "groups of one turn are complete first"
+    assert set(one.unfinished()) == {1, 2, 4, 5}
+    left = [group for group in groups if group.key % 3]
+    again = [future.result() for future in one.submit(left, how, 4)]
+    whole = [future.result() for future in engine(agents).submit(left, how, 4)]
+    agents.close()
+    for stopped, straight in zip(again, whole, strict=True):
+        assert stopped is not None and straight is not None
+        for a, b in zip(stopped, straight, strict=True):
+            assert not a.failure and same(a.token_ids, b.token_ids) and same(a.loss_mask, b.loss_mask)
+
+
 def behind(found: Completion, start: int) -> Completion:
     """A completion as if its first tokens were its prompt."""
     columns = ("token_ids", "logprobs", "topk_token_ids", "topk_logprobs", "loss_mask")
