@@ -56,7 +56,7 @@ test-gym:
 
 engines:
 	@tools/engines/sglang.sh install 0.5.23 >/dev/null && tools/engines/sglang.sh install 0.5.20 >/dev/null
-	@tools/engines/vllm.sh install 0.32.0 >/dev/null
+	@tools/engines/vllm.sh install 0.32.0 >/dev/null && tools/engines/agents.sh install >/dev/null
 
 test-engines: engines
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/engines --durations 10 $(ARGS)

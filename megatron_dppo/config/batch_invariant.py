@@ -29,6 +29,7 @@ def check_batch_invariant(config: Config) -> None:
             rollout.generate,
             f"left out: {_TOGETHER} take the same turns",
         ),
+        (config.agent.is_set, "[agent]", "set", f"left out: {_TOGETHER} take the same turns"),
         (rollout.abort_slowest, "rollout.abort_slowest", True, f"false: {_TOGETHER} end together"),
         (
             rollout.perturbation.is_active,

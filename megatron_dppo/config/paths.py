@@ -20,6 +20,7 @@ _PATHS = (
 _FUNCTIONS = (
     ("reward", "function"),
     ("rollout", "generate"),
+    ("agent", "function"),
     ("loss", "name"),
     ("loss", "mask"),
     ("train", "advantage"),
@@ -35,19 +36,22 @@ def resolve_paths(values: dict[str, Any], folder: Path) -> None:
             continue
         if (section, key) in _PATHS or ".py:" in str(table[key]):
             table[key] = _beside(table[key], folder)
-    _resolve_program(values, folder)
+    _resolve_program(values, folder, "rollout", "servers", "command")
+    _resolve_program(values, folder, "agent", "command")
     _resolve_rewards(values.get("reward"), folder)
 
 
-def _resolve_program(values: dict[str, Any], folder: Path) -> None:
-    """The path of a program in ``rollout.servers.command``; a bare name is looked up in PATH."""
+def _resolve_program(values: dict[str, Any], folder: Path, *place: str) -> None:
+    """The path of a program and of Python files that it is given; a bare name is looked up in PATH."""
     table: Any = values
-    for part in ("rollout", "servers", "command"):
+    for part in place:
         table = table.get(part) if isinstance(table, dict) else None
     if isinstance(table, list) and table and isinstance(table[0], str) and "/" in table[0]:
         # Not a Path: "./serve" must keep its slash.
         beside = os.path.join(folder, table[0])
         table[0] = beside if os.path.exists(beside) else table[0]
+    if isinstance(table, list) and place[0] == "agent":
+        table[1:] = [_beside(part, folder) if str(part).endswith(".py") else part for part in table[1:]]
 
 
 def _resolve_rewards(reward: Any, folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_dppo.config.agent import AgentConfig, check_agent
 from megatron_dppo.config.batch_invariant import check_batch_invariant
 from megatron_dppo.config.checkpoint import CheckpointConfig
 from megatron_dppo.config.data import DataConfig, RolloutConfig
@@ -136,6 +137,7 @@ class Config(_Section):
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     rollout: RolloutConfig
+    agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     loss: LossConfig = LossConfig()
     distillation: DistillationConfig = DistillationConfig()
@@ -194,6 +196,11 @@ class Config(_Section):
                 "reward.function = 'none' without distillation.teacher_path: nothing says what is better. Name a "
                 "reward function or a teacher"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _agent_fits(self) -> Config:
+        check_agent(self)
         return self
 
     @model_validator(mode="after")

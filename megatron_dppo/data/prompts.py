@@ -68,6 +68,7 @@ class PromptDataset:
         max_prompt_tokens: longest prompt that is allowed.
         max_new_tokens: longest response; prompt and response must fit the context.
         max_new_tokens_key: the setting that it comes from, for messages.
+        are_tasks: they are for agents, see ``Prompt.is_task``; each has messages then.
         context_length: the model's ``max_position_embeddings``.
         seed: order of the stream; None keeps the order of the rows (for evaluation).
         chat: how a prompt becomes text.
@@ -90,6 +91,7 @@ class PromptDataset:
         chat: ChatOptions | None = None,
         overlong: Overlong = "error",
         max_new_tokens_key: str = "rollout.max_new_tokens",
+        are_tasks: bool = False,
     ) -> None:
         if not rows:
             raise DataError("the data set has no rows")
@@ -105,6 +107,7 @@ class PromptDataset:
             for row in rows:
                 place = row.place
                 prompt = _to_prompt(row, tokenizer, chat)
+                prompt = _as_task(prompt, row) if are_tasks else prompt
                 exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
                 if exceeded and overlong == "truncate_left" and max_new_tokens < context_length:
                     prompt = replace(prompt, token_ids=prompt.token_ids[-min(limits.values()) :])
@@ -165,6 +168,11 @@ def _too_long(prompt: Prompt, name: str, limit: int, key: str, max_new_tokens: i
         f"{prompt.prompt_id}: the prompt has {length} tokens, more than {name} = {limit}. Shorten or remove the "
         f"row, raise {name}, or set data.overlong_prompts = 'drop' or 'truncate_left'"
     )
+
+
+def _as_task(prompt: Prompt, row: Row) -> Prompt:
+    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+    return replace(prompt, messages=tuple(messages), is_task=True)
 
 
 def _to_prompt(row: Row, tokenizer: Any, chat: ChatOptions) -> Prompt:

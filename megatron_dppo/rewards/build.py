@@ -40,9 +40,14 @@ def build_scorer(config: Config) -> RewardScorer:
     return RewardScorer.of_several([Member("", _pool(config, "reward", one))], shaping)
 
 
+def _asks(config: Config) -> bool:
+    """Whether nothing else than the reward function gives rewards."""
+    return config.rollout.generate is None and not config.agent.is_set
+
+
 def _pool(config: Config, table: str, one: RewardFunctionConfig) -> FunctionPool:
     reward, name = config.reward, one.function
-    if config.data.label_key == "" and config.rollout.generate is None and needs_label(name, one.options):
+    if config.data.label_key == "" and _asks(config) and needs_label(name, one.options):
         raise RewardError(
             f"{table}.function = {name!r} compares answers with labels, but data.label_key = '' says that "
             "there are none; name the column of the labels, or a reward function of your own"

@@ -25,6 +25,9 @@ def score_completions(
 
     A completion that has a reward keeps it; the reward function and its shaping are for the others. ``is_batch`` as in
     ``RewardScorer.score``.
+
+    Raises:
+        RewardError: see ``RewardScorer.score``.
     """
     n = len(completions) // max(1, len(prompts))
     repeated = [prompt for prompt in prompts for _ in range(n)]
@@ -38,10 +41,10 @@ def score_completions(
             messages=prompt.messages,
         )
         for prompt, completion in zip(repeated, completions, strict=True)
-        if completion.reward is None
+        if not _is_settled(completion)
     ]
     scored = iter(scorer.score(items, is_batch=is_batch))
-    results = [next(scored) if c.reward is None else RewardResult(reward=c.reward) for c in completions]
+    results = [_settled(c) if _is_settled(c) else next(scored) for c in completions]
     rollouts = [
         Rollout(
             prompt=prompt,
@@ -54,6 +57,15 @@ def score_completions(
         for prompt, completion, result in zip(repeated, completions, results, strict=True)
     ]
     return [RolloutGroup(prompt=p, rollouts=tuple(rollouts[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
+
+
+def _is_settled(completion: Completion) -> bool:
+    return bool(completion.failure) or completion.reward is not None
+
+
+def _settled(completion: Completion) -> RewardResult:
+    failed = bool(completion.failure)
+    return RewardResult(reward=0.0 if failed else completion.reward or 0.0, failed=failed, error=completion.failure)
 
 
 def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]) -> list[TrainingSample]:
@@ -74,16 +86,23 @@ def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Trai
     topk = None
     if completion.topk_token_ids is not None and completion.topk_logprobs is not None:
         topk = (completion.topk_token_ids, completion.topk_logprobs)
+    first = _given_first(completion) if prompt.is_task else 0
     return to_training_sample(
-        prompt.token_ids,
-        completion.token_ids,
-        completion.logprobs,
+        (*prompt.start, *completion.token_ids[:first].tolist()),
+        completion.token_ids[first:],
+        None if completion.logprobs is None else completion.logprobs[first:],
         advantage,
-        topk,
+        topk and (topk[0][first:], topk[1][first:]),
         completion.routed_experts,
-        completion.loss_mask,
-        completion.kept,
+        None if completion.loss_mask is None else completion.loss_mask[first:],
+        None if completion.kept is None else completion.kept[first:],
     )
+
+
+def _given_first(completion: Completion) -> int:
+    """How many tokens were given before the first one was sampled: an agent's prompt."""
+    assert completion.loss_mask is not None, "an agent's sequence begins with what it asks"
+    return int(completion.loss_mask.int().argmax())
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> dict[str, Metric]:
@@ -109,7 +128,15 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
         "dropped_token_fraction": Metric(sampled - kept, sampled),
         "given_token_fraction": Metric(sum(lengths) - sampled, sum(lengths)),
         **of_sets,
+        **_count_metrics(rollouts),
     }
+
+
+def _count_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """The mean of each count over the samples that have it."""
+    counts = [rollout.completion.counts for rollout in rollouts]
+    names = sorted({name for each in counts for name in each})
+    return {name: Metric(sum(c[name] for c in counts if name in c), sum(name in c for c in counts)) for name in names}
 
 
 def _part_metrics(scored: Sequence[Rollout]) -> dict[str, Metric]:

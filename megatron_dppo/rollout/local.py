@@ -167,7 +167,7 @@ class LocalEngine:
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
         response = GrowingResponse(
-            prompt.token_ids, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets or self._reveals
+            prompt.start, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets or self._reveals
         )
         return Sample(prompt, response)
 

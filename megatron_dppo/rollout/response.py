@@ -66,6 +66,12 @@ class GrowingResponse:
         self.parts = 0
         """answers that were appended"""
 
+    def fresh(self) -> GrowingResponse:
+        """An empty one to the same prompt. Its requests get other seeds than those that were made."""
+        found = GrowingResponse(self.prompt, topk=self._topk, routing=self._routing, kept=self._kept is not None)
+        found.parts = self.parts
+        return found
+
     def state(self) -> PartialResponse:
         """All of it, to be kept."""
         ids, logprobs = self._topk_columns()

@@ -102,6 +102,7 @@ class Rounds:
 
         async def more(limit: int, stop: tuple[int, ...]) -> FinishReason | None:
             nonlocal was_stopped
+            sample.response = turns.response
             reason = await self._ask(index, sample, limit, stop)
             was_stopped = was_stopped or reason is None
             return reason

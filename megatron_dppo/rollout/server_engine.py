@@ -188,7 +188,7 @@ class ServerEngine:
         self._thread.close()
 
     def _prompt_routes(self, group: GroupRequest, params: SamplingParams) -> PromptRoutes | None:
-        is_long = len(group.prompt.token_ids) >= prompt_routes.WORTH_ASKING_ONCE
+        is_long = len(group.prompt.start) >= prompt_routes.WORTH_ASKING_ONCE
         if not params.routed_experts or self._routing is None or group.siblings == 1 or not is_long:
             return None
         return PromptRoutes(self._pool, group.prompt, params, self._routing, self._end)
@@ -199,7 +199,7 @@ class ServerEngine:
         if params.router_weights:
             raise ValueError("SamplingParams.router_weights = True, but servers return no combine weights of routers")
         routing = self._routing if params.routed_experts else None
-        response = GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets)
+        response = GrowingResponse(prompt.start, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets)
         return Sample(prompt, response, params, index, routes)
 
     async def _until(self, groups: Sequence[Sequence[Sample]], futures: Sequence[Sampled], enough: int) -> None:

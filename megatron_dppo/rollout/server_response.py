@@ -86,6 +86,7 @@ class Responder:
 
         async def more(limit: int, stop: tuple[int, ...]) -> FinishReason | None:
             nonlocal was_stopped
+            sample.response = turns.response
             reason = await self._sample(sample, len(sample.response.tokens) + limit, stop)
             was_stopped = was_stopped or reason is None
             return reason

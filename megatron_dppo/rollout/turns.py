@@ -48,6 +48,16 @@ class Turn:
     """``length``: nothing is left of ``rollout.max_new_tokens``, or of the limit of this turn"""
 
 
+@dataclass(eq=False)
+class Strand:
+    """One sequence of tokens. A response that is begun anew has several, of which one is finished."""
+
+    response: GrowingResponse
+    place: int = 0
+    """what was sampled and given before lies behind it"""
+    reason: FinishReason = FinishReason.STOP
+
+
 class Turns:
     """One response on its way: what a user's function works with.
 
@@ -63,21 +73,38 @@ class Turns:
         self, prompt: Prompt, response: GrowingResponse, params: SamplingParams, tokenizer: Any, sample: Sample
     ) -> None:
         self.prompt, self.params, self.tokenizer = prompt, params, tokenizer
-        self._response, self._sample = response, sample
-        self._place = 0  # what was sampled and given before lies behind it
-        self._reason = FinishReason.STOP
+        self._strand, self._sample = Strand(response), sample
         self.completion: Completion | None = None
         """what ``finish`` gave"""
 
     @property
+    def strand(self) -> Strand:
+        """The sequence that grows now."""
+        return self._strand
+
+    @property
+    def response(self) -> GrowingResponse:
+        """What grows now."""
+        return self._strand.response
+
+    def begin(self) -> Strand:
+        """Go on with another, empty sequence; returns it."""
+        return self.use(Strand(self.response.fresh()))
+
+    def use(self, strand: Strand) -> Strand:
+        """Go on with a sequence that was begun; ``finish`` is of the last one that was used."""
+        self._strand = strand
+        return strand
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The response so far, without the prompt."""
-        return tuple(self._response.tokens[: self._place])
+        return tuple(self.response.tokens[: self._strand.place])
 
     @property
     def tokens_left(self) -> int:
         """What can still be sampled or given."""
-        return self.params.max_new_tokens - self._place
+        return self.params.max_new_tokens - self._strand.place
 
     async def sample(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
         """Let the model go on, until an end token, a token of ``stop_token_ids`` (it stays), or the limit.
@@ -88,13 +115,15 @@ class Turns:
             ServerError: no server gave an answer.
         """
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
-        start = self._place
-        self._reason = FinishReason.LENGTH if limit <= 0 else await self._turn(start, limit, tuple(stop_token_ids))
-        tokens = tuple(self._response.tokens[start : self._place])
-        return Turn(tokens, self.tokenizer.decode(tokens, skip_special_tokens=True), self._reason)
+        start = self._strand.place
+        self._strand.reason = (
+            FinishReason.LENGTH if limit <= 0 else await self._turn(start, limit, tuple(stop_token_ids))
+        )
+        tokens = tuple(self.response.tokens[start : self._strand.place])
+        return Turn(tokens, self.tokenizer.decode(tokens, skip_special_tokens=True), self._strand.reason)
 
     async def _turn(self, start: int, limit: int, stop: tuple[int, ...]) -> FinishReason:
-        response = self._response
+        response = self.response
         known = next(((end, why) for end, why in response.turn_ends if end > start), None)
         until = len(response.tokens) if known is None else known[0]
         if not all(response.was_sampled(i, i + 1) for i in range(start, until)) or until - start > limit:
@@ -106,7 +135,7 @@ class Turns:
                 raise TurnsStopped
             known = (len(response.tokens), reason)
             response.turn_ends.append(known)
-        self._place = known[0]
+        self._strand.place = known[0]
         return known[1]
 
     def append(self, given: str | Sequence[int]) -> int:
@@ -115,27 +144,31 @@ class Turns:
         What is longer than ``tokens_left`` is cut off, and the response counts as cut off, too.
         """
         tokens = self.tokenizer.encode(given, add_special_tokens=False) if isinstance(given, str) else list(given)
-        fits, start, response = tokens[: self.tokens_left], self._place, self._response
+        fits, start, response = tokens[: self.tokens_left], self._strand.place, self.response
         end = start + len(fits)
         if response.tokens[start:end].tolist() != fits or response.was_sampled(start, end):
             response.cut(start)
             response.append_given(fits)
-        self._place = end
+        self._strand.place = end
         if len(fits) < len(tokens):
-            self._reason = FinishReason.LENGTH
+            self._strand.reason = FinishReason.LENGTH
         return len(fits)
 
-    def finish(self, reward: float | None = None) -> Completion:
+    def finish(self, reward: float | None = None, **more: Any) -> Completion:
         """The response, with a reward or for the reward function.
+
+        Args:
+            reward: None = the reward function is asked.
+            more: other fields of ``Completion``.
 
         Raises:
             ValueError: nothing was sampled, or a reward that is not finite.
         """
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"reward = {reward}, expected a finite number or None")
-        self._response.cut(self._place)
-        completion = self._response.completion(self._reason, self.tokenizer)
-        self.completion = replace(completion, reward=None if reward is None else float(reward))
+        self.response.cut(self._strand.place)
+        completion = self.response.completion(self._strand.reason, self.tokenizer)
+        self.completion = replace(completion, reward=None if reward is None else float(reward), **more)
         return self.completion
 
 

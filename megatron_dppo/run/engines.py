@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.agents.generate import AgentFunction
 from megatron_dppo.config.schema import Config
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.platform import DTYPES, Platform
@@ -81,13 +83,25 @@ def _answers(
     return AnswerProcesses(count, settings)
 
 
-def generate_function(config: Config) -> GenerateFunction | None:
-    """The user's ``rollout.generate``.
+@contextmanager
+def open_function(config: Config) -> Iterator[GenerateFunction | None]:
+    """The user's ``rollout.generate``, or the agent of ``[agent]``, until the end.
 
     Raises:
         GenerateError: it cannot be used.
     """
-    return None if config.rollout.generate is None else load_generate(config.rollout.generate)
+    if config.agent.is_set:
+        keys = [config.rollout.servers.api_key_env, config.rollout.servers.admin_api_key_env]
+        keys += [options.get("api_key_env") for options in (config.reward.options, *_options_of_rewards(config))]
+        agents = AgentFunction(config.agent, config.data.chat_template_kwargs, [key for key in keys if key])
+        with closing(agents):
+            yield agents
+    else:
+        yield None if config.rollout.generate is None else load_generate(config.rollout.generate)
+
+
+def _options_of_rewards(config: Config) -> list[dict[str, Any]]:
+    return [each.options for each in config.reward.functions.values()]
 
 
 def build_engine(
@@ -107,7 +121,7 @@ def build_engine(
         trainer: whose rollouts these are.
         platform: where the local engine computes.
         servers: what ``connect_servers`` gave.
-        function: what ``generate_function`` gave.
+        function: what ``open_function`` gave.
     """
     if config.rollout.batch_invariant:
         return OwnEngine(trainer, inputs.hf_config, inputs.tokenizer, config.train.micro_batch_tokens)
@@ -135,7 +149,7 @@ def sampling_engine(
         tokenizer: the model's.
         device: where the local engine computes.
         servers: what ``connect_servers`` gave.
-        function: what ``generate_function`` gave.
+        function: what ``open_function`` gave.
         first: the server that is asked first.
     """
     if config.rollout.engine == "local":

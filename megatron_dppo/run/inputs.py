@@ -254,6 +254,7 @@ class PromptReader:
             seed=config.run.seed if split == "train" and not in_order else None,
             chat=ChatOptions(data.apply_chat_template, data.system_prompt, data.chat_template_kwargs),
             overlong=data.overlong_prompts,
+            are_tasks=config.agent.is_set,
         )
         parts = [f"{len(prompts)} prompts"]
         if repeated := loaded.num_read - len(loaded.rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.server_engine import ServerEngine
-from megatron_dppo.run.engines import connect_servers, generate_function, sampling_engine, weight_sync
+from megatron_dppo.run.engines import connect_servers, open_function, sampling_engine, weight_sync
 from megatron_dppo.run.inputs import PromptReader
 from megatron_dppo.run.preflight import check_flags
 from megatron_dppo.run.resume import newest_usable
@@ -77,7 +77,8 @@ def open_offline(config: Config, *, run: Path | None, model: Path | None, step: 
     pin_threads(config.run.threads_per_rank, 1)
     hf_config, tokenizer = read_hf_config(config.model.path), load_tokenizer(config.model.path)
     prompts = PromptReader(config, tokenizer, hf_config.max_position_embeddings)
-    servers, function = connect_servers(config), generate_function(config)
+    open_parts = ExitStack()
+    servers, function = connect_servers(config), open_parts.enter_context(open_function(config))
     engine = sampling_engine(config, hf_config, tokenizer, platform.device, servers, function)
     try:
         if run is not None and model is None:
@@ -88,6 +89,7 @@ def open_offline(config: Config, *, run: Path | None, model: Path | None, step: 
         yield Offline(config, engine, prompts, name)
     finally:
         engine.close()
+        open_parts.close()
 
 
 def _give_checkpoint(

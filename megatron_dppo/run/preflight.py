@@ -22,7 +22,7 @@ from megatron_dppo.platform import Platform, require_devices
 from megatron_dppo.report.metrics import require_sinks
 from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rollout.quantized import WeightQuantizer
-from megatron_dppo.run.engines import connect_servers, generate_function
+from megatron_dppo.run.engines import connect_servers, open_function
 from megatron_dppo.run.folder import check_place
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs, with_num_steps
 from megatron_dppo.run.output import output_problems, space_problems
@@ -92,8 +92,8 @@ def _device(start: Start) -> Iterable[UserError]:
 
 
 def _functions(start: Start) -> Iterable[UserError]:
-    generate_function(start.config)
-    return ()
+    with open_function(start.config):
+        return ()
 
 
 def _loss(start: Start) -> Iterable[UserError]:

@@ -27,7 +27,7 @@ from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.teacher import TeacherServers
-from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers, generate_function
+from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers, open_function
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.folder import open_folder
 from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
@@ -136,14 +136,14 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     setup.start_process_group(platform, config.run.wait_minutes)
     console = Console(enabled=start.rank == 0 and config.log.progress)
     watchdog = Watchdog(config.run)
-    session = scorer = None
-    open_parts = ExitStack()
+    session, scorer, open_parts = None, None, ExitStack()
     try:
         world = setup.host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
         config = with_num_steps(config, inputs)
         sharing = find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
-        servers, function, scorer = connect_servers(config), generate_function(config), build_scorer(config)
+        servers, scorer = connect_servers(config), build_scorer(config)
+        function = open_parts.enter_context(open_function(config))
         for note in open_parts.enter_context(open_folder(config)):
             console.say(note)
         watchdog.start()

@@ -90,6 +90,13 @@ class Prompt:
     """The other columns of the data row."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The row's chat messages; None when the row has a plain string."""
+    is_task: bool = False
+    """An agent writes the whole sequence itself, and ``token_ids`` is only how the row would look."""
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """What every response goes on from."""
+        return () if self.is_task else self.token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +159,11 @@ class Completion:
     """[R] bool, False on tokens that were given, not sampled (a tool's, a user's); None = all were sampled. At a given
     token ``logprobs`` holds 0.0 and the Top-K only unused slots: neither means anything."""
     reward: float | None = None
-    """What ``rollout.generate`` gave; None = the reward function is asked"""
+    """What ``rollout.generate`` or an agent gave; None = the reward function is asked"""
+    failure: str = ""
+    """Why an agent failed; such a sample carries no training signal"""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of how it was made; the mean of each is a metric, ``rollout/NAME``"""
 
 
 @dataclass(frozen=True, kw_only=True)

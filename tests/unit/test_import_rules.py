@@ -54,6 +54,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"data", "errors", "functions", "hf", "rewards", "types"},
         {"aiohttp", "modelopt", "numpy", "orjson", "pybase64", "torch", "transformers", "safetensors"},
     ),
+    "agents": ({"config", "errors", "functions", "rollout", "types"}, {"aiohttp"}),
     "mcore": (
         {"config", "errors", "families", "files", "head", "hf", "losses", "parallel", "platform", "types"},
         {"torch", "megatron", "transformer_engine"},
@@ -87,7 +88,20 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"safetensors", "torch", "transformers"},
     ),
     "run": (
-        {"config", "data", "errors", "families", "files", "hf", "losses", "mcore", "parallel", "platform", "policy"}
+        {
+            "agents",
+            "config",
+            "data",
+            "errors",
+            "families",
+            "files",
+            "hf",
+            "losses",
+            "mcore",
+            "parallel",
+            "platform",
+            "policy",
+        }
         | {"report", "rewards", "rollout", "serving", "supervision", "types", "weights"},
         {"numpy", "torch", "safetensors"},
     ),

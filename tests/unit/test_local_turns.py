@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
+import aiohttp
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo.agents.generate import AgentFunction
+from megatron_dppo.agents.runner import AgentTask
+from megatron_dppo.config.agent import AgentConfig
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.hf import stream_model
 from megatron_dppo.rollout import rounds
@@ -283,3 +288,74 @@ def test_two_turns_of_a_response_at_the_same_time_are_refused_and_one_that_nobod
     one = engine(leaves)
     assert all(0 < len(c.token_ids) <= 2 for c in one.generate(PROMPTS, params()))
     one.close()
+
+
+async def two_completions(task: AgentTask) -> float:
+    """An agent that does what ``two_turns`` does."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {task.api_key}"}) as session:
+        text = task.prompt
+        for limit, behind in ((4, TOOL), (None, "")):
+            body = {"prompt": text, "max_tokens": limit}
+            async with session.post(f"{task.base_url}/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                text += (await response.json())["choices"][0]["text"] + behind
+    return 0.5
+
+
+def test_what_agents_call_for_is_what_a_function_of_the_same_turns_samples() -> None:
+    async def two_turns(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample(max_new_tokens=4)
+        turns.append(TOOL)
+        await turns.sample()
+        return turns.finish(reward=0.5)
+
+    how = params(max_new_tokens=24, topk_logprobs=3, routed_experts=True)
+    longest = max(len(prompt.token_ids) for prompt in PROMPTS)
+    own = engine(two_turns).generate(PROMPTS, replace(how, max_new_tokens=24 - longest))
+    agents = AgentFunction(AgentConfig(function=f"{__name__}:two_completions", reward="exit"), {})
+    tasks = [replace(p, is_task=True, messages=({"role": "user", "content": p.text},)) for p in PROMPTS]
+    found = engine(agents).generate(tasks, how)
+    agents.close()
+    for prompt, one, other in zip(PROMPTS, own, found, strict=True):
+        start, length = len(prompt.token_ids), len(one.token_ids)
+        assert same(other.token_ids[: start + length], ids([*prompt.token_ids, *one.token_ids.tolist()]))
+        assert other.loss_mask is not None and not other.loss_mask[:start].any() and other.reward == 0.5
+        assert one.loss_mask is not None and same(other.loss_mask[start : start + length], one.loss_mask)
+        check_numbers(prompt, behind(other, start))
+
+
+async def many_completions(task: AgentTask) -> None:
+    """An agent of one to three turns, by its prompt."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {task.api_key}"}) as session:
+        text = task.prompt
+        for turn in range(1 + TEXTS.index(task.prompt) % 3):
+            body = {"prompt": text + TOOL * (turn > 0), "max_tokens": 4}
+            async with session.post(f"{task.base_url}/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                text = body["prompt"] + (await response.json())["choices"][0]["text"]
+
+
+def test_agents_are_stopped_between_turns_and_play_again() -> None:
+    agents = AgentFunction(AgentConfig(function=f"{__name__}:many_completions"), {})
+    one = engine(agents)
+    tasks = [replace(p, is_task=True, messages=({"role": "user", "content": p.text},)) for p in PROMPTS]
+    groups = [GroupRequest(key, task, 2) for key, task in enumerate(tasks)]
+    how = params(max_new_tokens=40, temperature=0)
+    found = [future.result() for future in one.submit(groups, how, 2, range(6))]
+    assert [group is not None for group in found] == [True, False, False] * 2, "groups of one turn are complete first"
+    assert set(one.unfinished()) == {1, 2, 4, 5}
+    left = [group for group in groups if group.key % 3]
+    again = [future.result() for future in one.submit(left, how, 4)]
+    whole = [future.result() for future in engine(agents).submit(left, how, 4)]
+    agents.close()
+    for stopped, straight in zip(again, whole, strict=True):
+        assert stopped is not None and straight is not None
+        for a, b in zip(stopped, straight, strict=True):
+            assert not a.failure and same(a.token_ids, b.token_ids) and same(a.loss_mask, b.loss_mask)
+
+
+def behind(found: Completion, start: int) -> Completion:
+    """A completion as if its first tokens were its prompt."""
+    columns = ("token_ids", "logprobs", "topk_token_ids", "topk_logprobs", "loss_mask")
+    spans = tuple(span._replace(start=span.start - start, end=span.end - start) for span in found.policy_versions)
+    return replace(found, policy_versions=spans, **{name: getattr(found, name)[start:] for name in columns})

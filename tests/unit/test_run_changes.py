@@ -29,6 +29,7 @@ FREE = {
     "distillation.teacher_api_key_env",
     "distillation.teacher_timeout_seconds",
     "distillation.teacher_max_in_flight",
+    *("agent.timeout_seconds", "agent.max_running", "agent.host", "agent.max_body_bytes"),
     "optimizer.use_precision_aware_optimizer",
     "optimizer.optimizer_cpu_offload",
     "optimizer.optimizer_offload_fraction",
@@ -65,8 +66,8 @@ def test_every_key_has_a_class_and_every_pattern_a_key() -> None:
 
 
 def test_in_sections_with_both_kinds_each_key_was_looked_at() -> None:
-    """A new key of ``run``, ``reward``, ``optimizer`` or ``distillation`` has to be put into one class here."""
-    mixed = [key for key in keys() if key.split(".")[0] in ("run", "reward", "optimizer", "distillation")]
+    """A new key of these sections has to be put into one class here."""
+    mixed = [key for key in keys() if key.split(".")[0] in ("run", "agent", "reward", "optimizer", "distillation")]
     assert {key for key in mixed if class_of(key) == "free"} == FREE
     for section in ("model", "data", "loss", "train", "warmup", "eval"):
         assert {class_of(key) for key in keys() if key.startswith(f"{section}.")} <= {"results", "fixed"}

@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.config.agent import AgentConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.run.stream.draw import Place
@@ -122,7 +123,8 @@ def why_unusable(saved: SavedStream, was: Mapping[str, Any], config: Config) -> 
         words = "without the weights that it needs" if weights else "with weights that it does not use"
         return f"train.router_replay_weights has changed: they were sampled {words}"
     now = config.model_dump(mode="json")
-    changed = [name for name in ("data", "rollout", "reward") if was[name] != now[name]]
+    before = {"agent": AgentConfig().model_dump(mode="json"), **was}
+    changed = [name for name in ("data", "rollout", "agent", "reward") if before[name] != now[name]]
     return f"the section [{changed[0]}] has changed" if changed else ""
 
 

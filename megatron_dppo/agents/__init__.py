@@ -1,0 +1,1 @@
+"""Agent programs that play episodes against the policy, through an OpenAI-compatible endpoint."""

@@ -1,0 +1,1 @@
+"""Agents of the tests, for the environment of ``tools/engines/agents.sh``."""

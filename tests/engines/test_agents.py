@@ -1,0 +1,87 @@
+"""Agents by frameworks of others: a tool loop, and a training run on a real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import step_records, train
+from tests.engines.runs import arguments
+from tests.engines.servers import TOOLS, SharedEngine, start_sglang
+from tests.engines.tiny import make_tiny
+from tests.unit.scripted import CALL, World, chat_tokenizer
+
+FRAMEWORKS = ("with_openai", "with_openai_agents", "with_pydantic_ai")
+ASK = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def program(framework: str) -> str:
+    return str(Path(__file__).parent / "agents" / f"{framework}.py")
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """The interpreter that has the frameworks."""
+    done = subprocess.run([TOOLS / "agents.sh", "install"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return f"{done.stdout.strip()}/bin/python"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_tool_loop_and_a_second_question_are_one_sequence(
+    framework: str, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(chat_tokenizer(), monkeypatch)
+    world.script = {f"1+2{ASK}": CALL, f"3</tool_response>{ASK}": "It is 3", f"Sure?{ASK}": "Yes, I am"}
+    try:
+        found = world.play([python, program(framework)], 3000, reward="call")
+    finally:
+        for part in world.open:
+            part.close()
+    assert not found.failure and found.reward == 2
+    assert world.trained(found) == [f"{part}<|im_end|>" for part in (CALL, "It is 3", "Yes, I am")]
+    assert found.counts["agent/calls"] == 3 and found.counts["agent/sequences"] == 1
+    first, rest = world.text(found).split(f"1+2{ASK}")
+    assert '"add"' in first and ("Use the tool." in first) == (framework != "with_openai")
+    again = f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>3</tool_response>{ASK}It is 3"
+    assert rest == f"{again}<|im_end|>\n<|im_start|>user\nSure?{ASK}Yes, I am<|im_end|>"
+
+
+def test_a_run_is_trained_on_what_the_server_sampled_for_agents(python: str, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model", seed=3)
+    chat_tokenizer().save_pretrained(model)
+    rows = [{"prompt": f"{n}+{n}", "label": str(2 * n), "program": program(FRAMEWORKS[n % 3])} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    # A row names its agent: each of the frameworks plays.
+    choose = "import json, runpy, sys, io; t = sys.stdin.read(); sys.stdin = io.StringIO(t); "
+    choose += "runpy.run_path(json.loads(t)['metadata']['program'], run_name='__main__')"
+    more = dict(
+        run__num_steps=2,
+        model__path=model,
+        model__random_init="false",
+        warmup__num_steps=0,
+        data__train=tmp_path / "rows.jsonl",
+        data__eval="null",
+        agent__command=json.dumps([python, "-c", choose]),
+        agent__reward="call",
+        rollout__prompts_per_step=3,
+        rollout__samples_per_prompt=2,
+        rollout__max_new_tokens=1500,
+        train__mini_batches=1,
+        parallel__expert_model_parallel_size=1,
+    )
+    with SharedEngine(lambda: start_sglang(model, tmp_path / "log", "--enable-return-routed-experts")) as shared:
+        result = train(arguments([shared.engine()], tmp_path / "run", **more))
+    assert result.returncode == 0, result.stdout + result.stderr
+    steps = step_records(tmp_path / "run")
+    assert len(steps) == 2
+    for step in steps:
+        assert step["rollout/reward_failed_fraction"] == 0 and step["rollout/agent/sequences"] < 1.5
+        assert 2 <= step["rollout/agent/calls"] < 4 and step["rollout/agent/ignored_settings"] == 0
+        assert 0.5 < step["rollout/given_token_fraction"] < 0.95
+        assert step["train/abs_prob_diff"] < 1e-5 and abs(step["train/ratio"] - 1) < 1e-4
+        assert step["train/router_missing"] == 0 and step["train/router_disagreement"] == 0
+        assert step["rollout/policy_age"] == 0 and step["rollout/reward"] > 0
