@@ -19,7 +19,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.families.rules import OUTPUT, Rule
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.model import padded_vocab_size
-from megatron_dppo.mcore.moe import router_biases
+from megatron_dppo.mcore.router_biases import router_biases
 from megatron_dppo.parallel.groups import ParallelGroups
 
 

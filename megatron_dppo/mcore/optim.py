@@ -21,9 +21,9 @@ from torch import Tensor
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.mcore.loss_scale import LossScale
-from megatron_dppo.mcore.moe import router_biases_kept
 from megatron_dppo.mcore.offload import drop_gradient_copies, is_offloaded, offloaded_tensors, start_offloaded
 from megatron_dppo.mcore.optimizer_shards import use_boxes
+from megatron_dppo.mcore.router_biases import router_biases_kept
 from megatron_dppo.platform import DTYPES
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from megatron_dppo.mcore.moe import router_biases
+from megatron_dppo.mcore.router_biases import router_biases
 
 
 class ReferenceWeights:

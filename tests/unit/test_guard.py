@@ -79,7 +79,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def accumulate(self, batches: Sequence[Any], objective: Any) -> dict[str, float]:
+    def accumulate(self, batches: Sequence[Any], objective: Any, lessons: Sequence[Any]) -> dict[str, float]:
         self.calls.append("accumulate")
         return {"abs_prob_diff": 0.25 * len(self.calls)}
 
