@@ -92,6 +92,7 @@ def open_function(config: Config) -> Iterator[GenerateFunction | None]:
     """
     if config.agent.is_set:
         keys = [config.rollout.servers.api_key_env, config.rollout.servers.admin_api_key_env]
+        keys.append(config.distillation.teacher_api_key_env)
         keys += [options.get("api_key_env") for options in (config.reward.options, *_options_of_rewards(config))]
         agents = AgentFunction(config.agent, config.data.chat_template_kwargs, [key for key in keys if key])
         with closing(agents):
