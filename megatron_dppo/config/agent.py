@@ -47,7 +47,7 @@ class AgentConfig(Section):
             raise ValueError("agent.command and agent.function are both set; choose one of them")
         if self.command is not None and not (self.command and self.command[0]):
             raise ValueError(f"agent.command = {self.command!r} names no program; e.g. ['python', 'my_agent.py']")
-        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        changed = self.changed()
         if changed and not self.is_set:
             raise ValueError(
                 f"agent.{changed[0]} = {getattr(self, changed[0])!r} has no effect without an agent; set "

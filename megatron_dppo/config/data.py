@@ -189,9 +189,9 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _sections_belong_to_the_engine(self) -> RolloutConfig:
+        changed = self.changed()
         for section, engines in _ENGINES_OF_SECTIONS.items():
-            default = type(self).model_fields[section].get_default(call_default_factory=True)
-            if self.engine not in engines and getattr(self, section) != default:
+            if self.engine not in engines and section in changed:
                 raise ValueError(
                     f"[rollout.{section}] has no effect with rollout.engine = {self.engine!r}; set it to "
                     f"{' or '.join(map(repr, engines))}, or remove the section"

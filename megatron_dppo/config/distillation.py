@@ -71,9 +71,7 @@ class DistillationConfig(Section):
 
     @model_validator(mode="after")
     def _has_effect(self) -> DistillationConfig:
-        fields = type(self).model_fields
-        defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
-        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
+        changed = self.changed()
         if changed and not self.is_on:
             raise ValueError(
                 f"{changed[0]} = {getattr(self, changed[0])!r} has no effect without a teacher; set teacher_path or "

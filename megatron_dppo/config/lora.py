@@ -34,17 +34,13 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _has_effect(self) -> LoraConfig:
-        changed = [name for name in ("alpha", "target_modules") if getattr(self, name) != self._default(name)]
+        changed = self.changed()
         if changed and not self.rank:
             raise ValueError(f"lora.{changed[0]} = {getattr(self, changed[0])!r} has no effect with rank = 0; set rank")
         twice = sorted({name for name in self.target_modules if self.target_modules.count(name) > 1})
         if twice:
             raise ValueError(f"lora.target_modules names {', '.join(twice)} more than once")
         return self
-
-    @classmethod
-    def _default(cls, name: str) -> object:
-        return cls.model_fields[name].get_default(call_default_factory=True)
 
 
 _PASSES_BY = {

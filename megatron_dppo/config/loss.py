@@ -280,9 +280,10 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> LossConfig:
+        changed = self.changed()
         for key, (applies, where) in APPLIES.items():
-            value = getattr(self, key)
-            if value != type(self).model_fields[key].get_default(call_default_factory=True) and not applies(self):
+            if key in changed and not applies(self):
+                value = getattr(self, key)
                 raise ValueError(f"{key} = {value} has no effect on the loss {self.name!r}; remove it or use {where}")
         return self
 

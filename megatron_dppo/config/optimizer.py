@@ -76,7 +76,7 @@ class OptimizerConfig(Section):
         """
         dtypes = {key: getattr(self, key) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
         keys = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        given = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+        given = [key for key in keys if key in self.changed()]
         if given and dtype != "fp16":
             raise ValueError(f"{name}.{given[0]} has no effect with model.dtype = {dtype!r}; leave it out")
         low = [f"{name}.{key} = {value!r}" for key, value in dtypes.items() if value != "fp32"]

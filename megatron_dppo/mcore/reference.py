@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from megatron_dppo.mcore.away import to_host
 from megatron_dppo.mcore.router_biases import router_biases
 
 
@@ -25,12 +26,12 @@ class ReferenceWeights:
         self._parameters = [
             tensor for chunk in chunks for tensor in (*chunk.parameters(), *dict(router_biases(chunk)).values())
         ]
-        self._host = [_to_host(parameter) for parameter in self._parameters]
+        self._host = [to_host(parameter) for parameter in self._parameters]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The model is the reference policy inside, and what it was before, bit for bit, afterwards."""
-        policy = [_to_host(parameter) for parameter in self._parameters]
+        policy = [to_host(parameter) for parameter in self._parameters]
         self._write(self._host)
         try:
             yield
@@ -41,8 +42,3 @@ class ReferenceWeights:
     def _write(self, values: Sequence[Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.copy_(value)
-
-
-def _to_host(parameter: Tensor) -> Tensor:
-    copy = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
-    return copy.copy_(parameter.detach())
