@@ -28,6 +28,7 @@ from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.collect import rollout_metrics, score_completions, to_samples
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.run.engines import open_function
 from megatron_dppo.types import Prompt, RolloutGroup, SamplingParams
 from tests.engines.tiny import byte_tokenizer
 from tests.unit.columns import same
@@ -494,3 +495,14 @@ def test_settings_that_are_refused(place: int) -> None:
     make, words = REFUSED[place]
     with pytest.raises((ValueError, ConfigError, GenerateError), match=words):
         make()
+
+
+def test_a_program_gets_no_key_of_any_server() -> None:
+    names = {"MY_SERVERS", "MY_ADMIN", "MY_TEACHER"}
+    found = config(
+        agent={"command": ["true"]},
+        rollout={"engine": "sglang", "servers": {"api_key_env": "MY_SERVERS", "admin_api_key_env": "MY_ADMIN"}},
+        distillation={"teacher_urls": ["http://127.0.0.1:9"], "teacher_api_key_env": "MY_TEACHER"},
+    )
+    with open_function(found) as function:
+        assert isinstance(function, AgentFunction) and names <= function._agent._hidden  # type: ignore[attr-defined]
