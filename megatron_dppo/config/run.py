@@ -62,5 +62,8 @@ class LogConfig(Section):
     """Weights & Biases project; needs the extra ``[wandb]``."""
     progress: bool = True
     """Progress bar and one line a step on rank 0."""
+    rollouts_every: int = Field(0, ge=0)
+    """Write every n-th step's samples to ``rollouts/step_N.parquet``: ids, log-probabilities, masks, rewards
+    (docs/report.md). 0 = none, 1 = every step; needs the extra ``[data]``."""
     curves: bool = True
     """``curves.png`` at the end, which takes about two seconds."""

@@ -19,7 +19,13 @@ def joined(outputs: list[LossOutput], rows: Rows) -> LossOutput:
         num_tokens=torch.stack([output.num_tokens for output in outputs]).sum(),
         keep_mask=rows.spread(torch.cat([output.keep_mask for output in outputs])),
         metrics=metrics,
+        logprobs=_together([output.logprobs for output in outputs], rows),
     )
+
+
+def _together(parts: list[torch.Tensor | None], rows: Rows) -> torch.Tensor | None:
+    known = [part for part in parts if part is not None]
+    return rows.spread(torch.cat(known)) if len(known) == len(parts) else None
 
 
 def _add(a: Metric, b: Metric) -> Metric:

@@ -109,7 +109,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
         metrics |= counterfactual_metrics(
             tokens, decision, keep, config, inputs.token_weights, factor=factor, coefficient=coefficient
         )
-    return LossOutput(loss_sum=loss_sum, num_tokens=tokens.mask.sum(), keep_mask=keep, metrics=metrics)
+    found, log_pi = tokens.mask.sum(), inputs.logprobs.detach()
+    return LossOutput(loss_sum=loss_sum, num_tokens=found, keep_mask=keep, metrics=metrics, logprobs=log_pi)
 
 
 def supervised_loss(inputs: LossInputs) -> LossOutput:

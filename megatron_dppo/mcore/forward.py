@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, hidden_states_only
-from megatron_dppo.mcore.row import Row
+from megatron_dppo.mcore.row import Row, SeenRow, seen_row
 from megatron_dppo.types import Metric, MicroBatch
 
 _R = TypeVar("_R")
@@ -31,10 +31,12 @@ def forward_backward(
     objective: Objective,
     cp_group: ProcessGroup | None = None,
     lessons: Sequence[Lesson] = (),
+    seen: list[SeenRow] | None = None,
 ) -> list[Mapping[str, Metric]]:
     """Accumulate the gradients of all micro-batches by Megatron's schedule.
 
-    With ``lessons``, one for each micro-batch, the divergence from the teacher is added to the loss.
+    With ``lessons``, one for each micro-batch, the divergence from the teacher is added to the loss. ``seen`` gets what
+    the loss saw and decided of each micro-batch, on the last pipeline stage.
 
     Megatron sums the losses, sums the token counts over micro-batches and ranks of data and context parallelism, and
     divides the gradients once by the global count (``calculate_per_token_loss``).
@@ -45,6 +47,8 @@ def forward_backward(
 
     def loss_function(row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Metric]]:
         output = head.loss(hidden, row, objective)
+        if seen is not None:
+            seen.append(seen_row(output, row))
         return output.loss_sum, output.num_tokens.to(torch.int), output.metrics
 
     make = _rows(chunks, cp_group, objective.skips_zero_advantage and not lessons)

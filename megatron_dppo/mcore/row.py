@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.mcore.attention import PackedRow
 from megatron_dppo.parallel.context import ContextShard
-from megatron_dppo.types import MicroBatch, TokenTargets
+from megatron_dppo.types import LossOutput, MicroBatch, TokenTargets
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,28 @@ class Row:
     def split(self, values: Tensor) -> Tensor:
         """``[T, ...]`` of the row to what this rank computes."""
         return values if self.shard is None else self.shard.split(values)
+
+
+class SeenRow(NamedTuple):
+    """What a loss saw and decided of a row of T tokens; on the CPU. Neither means anything outside the loss mask."""
+
+    logprobs: Tensor
+    """[T] fp32 log pi"""
+    keep: Tensor
+    """[T] bool, True = the token had a gradient"""
+
+
+@torch.no_grad()
+def seen_row(output: LossOutput, row: Row) -> SeenRow:
+    """Of the whole row, on every context-parallel rank; a collective of them.
+
+    Raises:
+        ValueError: the loss does not hand on its log-probabilities, as that of a warm-up.
+    """
+    if output.logprobs is None:
+        raise ValueError("this loss has no LossOutput.logprobs, so that its tokens cannot be recorded")
+    both = torch.stack([output.logprobs.float(), output.keep_mask.float()], 1)
+    if row.shard is not None and len(both) < row.batch.tokens.numel():  # else the loss was of the whole row
+        both = row.shard.gather(both)
+    both = both.cpu()
+    return SeenRow(both[:, 0].clone(), both[:, 1] > 0)

@@ -98,6 +98,35 @@ def from_each(value: T, group: ProcessGroup | None) -> list[T]:
     return values  # type: ignore[return-value]
 
 
+def at_leader(value: T, group: ProcessGroup | None) -> list[T]:
+    """The values of all ranks on the first one of the group, in their order; empty on the others.
+
+    Between our own ranks, as ``from_leader``; tensors are not pickled.
+
+    Args:
+        value: this rank's.
+        group: over the CPU; a collective of all its ranks.
+    """
+    size = 1 if group is None else dist.get_world_size(group)
+    if group is None or size == 1:
+        return [value]
+    count = torch.zeros(1, dtype=torch.int64)
+    if not is_leader(group):
+        message = to_message(value)
+        dist.send(count.fill_(len(message)), group=group, group_dst=0)
+        for chunk in message.split(_LARGEST):
+            dist.send(chunk, group=group, group_dst=0)
+        return []
+    values = [value]
+    for rank in range(1, size):
+        dist.recv(count, group=group, group_src=rank)
+        message = torch.empty(int(count), dtype=torch.uint8)
+        for chunk in message.split(_LARGEST):
+            dist.recv(chunk, group=group, group_src=rank)
+        values.append(from_message(message))
+    return values
+
+
 def exchange(outgoing: Sequence[Sequence[T]], group: ProcessGroup) -> list[T]:
     """Send ``outgoing[r]`` to rank r of the group; returns what came in, in the order of the senders.
 

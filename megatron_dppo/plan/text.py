@@ -12,6 +12,7 @@ from megatron_dppo.plan.measured import STATIC, TEACHER
 from megatron_dppo.plan.plan import TIGHT, Plan, RankPlan, once_an_update
 from megatron_dppo.plan.roles import HOT
 from megatron_dppo.plan.search import Candidate
+from megatron_dppo.record.files import step_bytes
 
 _GIB = 2**30
 _PARTS = ("head", "row", "replay")
@@ -180,8 +181,18 @@ def _columns(plan: Plan) -> str:
     told = ", ".join(f"{size} {name}" for name, size in parts.items() if size)
     return (
         f"columns  {found.token} bytes a response token from the engine: {told}; {gib(found.step)} GiB a step in the "
-        "host's memory of each data parallel rank"
+        f"host's memory of each data parallel rank{_recorded(plan)}"
     )
+
+
+def _recorded(plan: Plan) -> str:
+    """What ``log.rollouts_every`` writes."""
+    config, found = plan.config, plan.columns
+    if not config.log.rollouts_every:
+        return ""
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    size = step_bytes(samples, config.rollout.max_new_tokens, more=found.token - found.sampled)
+    return f"; at most {gib(size)} GiB a recorded step on disk (log.rollouts_every = {config.log.rollouts_every})"
 
 
 def _colocated(plan: Plan) -> list[str]:

@@ -32,7 +32,7 @@ from megatron_dppo.mcore.moe import BalanceLosses
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
 from megatron_dppo.mcore.reference import ReferenceWeights
 from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, without_routes
-from megatron_dppo.mcore.row import Row
+from megatron_dppo.mcore.row import Row, SeenRow
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.costs import attention_length
@@ -122,14 +122,21 @@ class PolicyTrainer:
         return self.apply(metrics)
 
     def accumulate(
-        self, batches: Sequence[MicroBatch], objective: Objective, lessons: Sequence[Lesson] = ()
+        self,
+        batches: Sequence[MicroBatch],
+        objective: Objective,
+        lessons: Sequence[Lesson] = (),
+        seen: list[SeenRow] | None = None,
     ) -> dict[str, float]:
-        """Gradients of the global batch, with a teacher's ``lessons``, divided by its token count; returns metrics."""
+        """Gradients of the global batch, with a teacher's ``lessons``, divided by its token count; returns metrics.
+
+        ``seen`` gets the tokens of each micro-batch as the loss saw them, on the last pipeline stage.
+        """
         for chunk in self._chunks:
             chunk.train()
         self.optimizer.zero_grad()
         with self._routing(batches, self._replay_mode) as plain:
-            local = forward_backward(self._chunks, plain, self._head, objective, self._cp_group, lessons)
+            local = forward_backward(self._chunks, plain, self._head, objective, self._cp_group, lessons, seen)
         first = dist.get_rank(self.groups.tp) == 0
         metrics = with_cosines(reduce_metrics(local, self.groups.world, contributes=first))
         first = first and dist.get_rank(self.groups.cp) == 0

@@ -22,8 +22,11 @@ from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
 
 if TYPE_CHECKING:
+    from megatron_dppo.mcore.row import SeenRow
     from megatron_dppo.mcore.teacher import Teacher
+    from megatron_dppo.policy.packed import Packed
     from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.policy.watch import TokenWatch
 
 
 class Updater:
@@ -36,6 +39,7 @@ class Updater:
         with_reference: recompute the reference's log-probabilities even if the loss needs none.
         teacher: the divergence from it is a term of the loss; None = there is no such term.
         score: a teacher whose log-probabilities the samples get; None = none.
+        watch: gets every token of every update; None = nobody looks.
     """
 
     def __init__(
@@ -47,9 +51,10 @@ class Updater:
         with_reference: bool = False,
         teacher: Teacher | None = None,
         score: Teacher | None = None,
+        watch: TokenWatch | None = None,
     ) -> None:
         self._trainer, self._train, self._loss = trainer, train, loss
-        self._teacher, self._score = teacher, score
+        self._teacher, self._score, self._watch = teacher, score, watch
         self._recomputed = loss.required_inputs | ({"reference_logprobs"} if with_reference else set())
         self._objective = policy_objective(loss)
         # Of the last update of a step, where pi and mu are furthest apart: once is enough, and costs nothing then.
@@ -61,6 +66,7 @@ class Updater:
         seed: int,
         clock: Clock,
         check: Callable[[Mapping[str, float]], None] | None = None,
+        parts: Callable[[int], list[list[int]]] | None = None,
     ) -> Iterator[StepResult]:
         """One update for each mini-batch of each epoch; the rollout log-probabilities stay the anchor of all.
 
@@ -69,24 +75,27 @@ class Updater:
             seed: of the order, the same on the ranks that share these samples.
             clock: gets the time of each part.
             check: gets the metrics of the first update before it is applied, and may refuse it by an exception.
+            parts: the samples of each mini-batch of an epoch; None = by ``seed``.
         """
-        size = len(samples) // self._train.mini_batches
         for epoch in range(self._train.epochs):
-            order = list(range(len(samples)))
-            random.Random(f"{seed}/{epoch}").shuffle(order)
-            for start in range(0, len(order), size):
+            every = parts(epoch) if parts else mini_batches(len(samples), self._train.mini_batches, seed, epoch)
+            for number, part in enumerate(every):
                 with clock.part("waiting"):  # for the slowest rank's rollouts
-                    batches = self.plan([samples[i] for i in order[start : start + size]])
+                    own, packed = self._packed([samples[i] for i in part])
+                    batches = self._weighted(packed)
                 lessons: list[Lesson] = []
                 if self._teacher is not None:
                     with clock.part("recompute"):
                         lessons = self._teacher.lessons(batches)
                 with clock.part("forward_backward"):
-                    last = epoch == self._train.epochs - 1 and start + size >= len(order)
+                    last = epoch == self._train.epochs - 1 and number == len(every) - 1
                     objective = self._last_objective if last else self._objective
-                    metrics = self._trainer.accumulate(batches, objective, lessons)
+                    seen: list[SeenRow] | None = None if self._watch is None else []
+                    metrics = self._trainer.accumulate(batches, objective, lessons, seen)
                     del lessons
-                if check is not None and epoch == start == 0:
+                if self._watch is not None and seen is not None:
+                    self._watch.add(own, packed, seen, self._trainer.row_shape)
+                if check is not None and epoch == number == 0:
                     check(metrics)
                 with clock.part("optimizer"):
                     result = self._trainer.apply(metrics)
@@ -138,12 +147,18 @@ class Updater:
 
     def plan(self, samples: list[TrainingSample]) -> MicroBatches:
         """This rank's packed micro-batches of one update, equally many on every rank; a collective."""
-        trainer, train, loss = self._trainer, self._train, self._loss
+        return self._weighted(self._packed(samples)[1])
+
+    def _packed(self, samples: list[TrainingSample]) -> tuple[list[TrainingSample], Packed]:
+        """The samples that this rank trains on, and how they are packed; a collective."""
+        trainer, train = self._trainer, self._train
         group, bins = trainer.groups.dp, None
         if train.balance_ranks and group is not None and dist.get_world_size(group) > 1:
             samples, bins = self._balance(samples, group)
-        packed = trainer.pack(samples, train.micro_batch_tokens, bins)
-        return packed.batches.map(lambda batch: weighted(batch, packed.totals, loss))
+        return samples, trainer.pack(samples, train.micro_batch_tokens, bins)
+
+    def _weighted(self, packed: Packed) -> MicroBatches:
+        return packed.batches.map(lambda batch: weighted(batch, packed.totals, self._loss))
 
     def _balance(
         self, samples: list[TrainingSample], group: dist.ProcessGroup
@@ -166,6 +181,19 @@ class Updater:
         # They come in the order of the ranks that had them, which is that of the indices.
         place = {i: n for n, i in enumerate(sorted(i for row in rows[me] for i in row))}
         return exchange(outgoing, group), [[place[i] for i in row] for row in rows[me]]
+
+
+def mini_batches(count: int, parts: int, seed: int, epoch: int) -> list[list[int]]:
+    """Which of ``count`` samples are in each of an epoch's ``parts`` mini-batches, in the order of training.
+
+    Example:
+        >>> mini_batches(4, 2, seed=0, epoch=0)
+        [[0, 3], [1, 2]]
+    """
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    size = count // parts
+    return [order[start : start + size] for start in range(0, count, size)]
 
 
 def weighted(batch: MicroBatch, totals: BatchTotals, loss: LossConfig) -> MicroBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +25,7 @@ from megatron_dppo.run.advantages import (
 from megatron_dppo.run.evaluation import evaluate, finish_evaluation, reduce_over_samples
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
 from megatron_dppo.run.logbook import finish, log, step_metrics
+from megatron_dppo.run.recording import StepRecord, begin_record, write_record
 from megatron_dppo.run.sampling import sampling_seed
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.session_state import begin, finish_save, save_session
@@ -68,11 +69,15 @@ def _train(session: Session, stop: StopSignal) -> None:
         samples = make_samples(collected.groups, config)
         with clock.part("publish"):
             session.take_gpus()
-        results = update_policy(session, collected, samples, clock)
+        record = begin_record(session)
+        results = update_policy(session, collected, samples, clock, record)
         session.stream.settle(clock)
         if late := finish_evaluation(session):  # of the weights that the engine still has
             log(session, *late)
         session.step += 1
+        if record is not None:
+            with clock.part("record"):
+                write_record(session, record, collected)
         evaluating = session.step % config.eval.every == 0 or session.step == config.run.num_steps
         # Servers on the trainer's GPUs would have to release their memory again before a save.
         if evaluating or not config.rollout.servers.colocated:
@@ -109,9 +114,22 @@ def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[Trainin
 
 
 def update_policy(
-    session: Session, collected: Collected, samples: Sequence[TrainingSample], clock: Clock
+    session: Session,
+    collected: Collected,
+    samples: Sequence[TrainingSample],
+    clock: Clock,
+    record: StepRecord | None = None,
+    parts: Callable[[int], list[list[int]]] | None = None,
 ) -> list[StepResult]:
     """One optimizer update for each mini-batch of each epoch.
+
+    Args:
+        session: this rank's.
+        collected: its rollouts.
+        samples: what ``make_samples`` made of them.
+        clock: gets the time of each part.
+        record: gets what the updates saw of each token; None = nobody wants it.
+        parts: the samples of each mini-batch of an epoch; None = by the run's seed.
 
     Raises:
         TrainingStopped: the rollouts are not those of the policy; nothing was updated.
@@ -127,6 +145,7 @@ def update_policy(
         with_reference=config.needs_reference,
         teacher=inside if exact else None,
         score=None if exact else inside,
+        watch=None if record is None else record.watch,
     )
     guard, results = first_update_guard(session, collected), []
     samples = updater.add_recomputed(samples, clock)
@@ -137,8 +156,10 @@ def update_policy(
         samples = refined_advantages(samples, collected.groups, config, trainer.groups.dp)
         own = teacher_metrics(samples, trainer.groups) if teacher is not None and not exact else {}
         samples = samples if teacher is None else taught_advantages(samples, config)
+    if record is not None:
+        samples = record.numbered(samples, trainer.dp_rank)
     seed = sampling_seed(config, "order", session.step, trainer.dp_rank)
-    for result in updater.run(samples, seed, clock, guard):
+    for result in updater.run(samples, seed, clock, guard, parts):
         counts = result.skipped and not result.has_lower_scale
         session.skipped_in_a_row = session.skipped_in_a_row + 1 if counts else 0
         results.append(result)

@@ -9,8 +9,9 @@ from pathlib import Path
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files.disk import existing_parent, require_space
-from megatron_dppo.hf import adapter_sizes, weight_shapes
+from megatron_dppo.hf import adapter_sizes, routing_shape, weight_shapes
 from megatron_dppo.platform import DTYPES
+from megatron_dppo.record.files import step_bytes
 from megatron_dppo.run.folder import OLD
 from megatron_dppo.run.inputs import Inputs
 
@@ -87,7 +88,20 @@ def run_bytes(config: Config, inputs: Inputs) -> int:
         total += 2 * parameters * DTYPES[config.rollout.dtype].itemsize
     if config.rollout.weight_sync.method == "adapter":
         total += 2 * _trained(config, inputs) * DTYPES[config.rollout.dtype].itemsize
+    if config.log.rollouts_every:
+        total += config.run.num_steps // config.log.rollouts_every * rollout_bytes(config, inputs)
     return total
+
+
+def rollout_bytes(config: Config, inputs: Inputs) -> int:
+    """What the samples of one step take on disk at most."""
+    rollout, shape = config.rollout, routing_shape(inputs.hf_config, weights=config.train.router_replay_weights)
+    routes = 0
+    if config.needs_engine_routing and shape is not None:
+        routes = shape.num_layers * shape.width * shape.dtype.itemsize
+    topk = 8 * (config.loss.topk + 1) if config.loss.is_topk else 0
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    return step_bytes(samples, rollout.max_new_tokens, more=topk + routes)
 
 
 def space_problems(config: Config, inputs: Inputs) -> Iterator[UserError]:

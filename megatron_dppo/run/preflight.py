@@ -19,6 +19,7 @@ from megatron_dppo.hf import model_shape
 from megatron_dppo.losses.own_check import check_own_functions
 from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.platform import Platform, require_devices
+from megatron_dppo.record.files import require_pyarrow
 from megatron_dppo.report.metrics import require_sinks
 from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rollout.quantized import WeightQuantizer
@@ -176,6 +177,8 @@ def _space(start: Start) -> Iterable[UserError]:
 
 def _sinks(start: Start) -> Iterable[UserError]:
     require_sinks(tensorboard=start.config.log.tensorboard, wandb_project=start.config.log.wandb_project)
+    if start.config.log.rollouts_every:
+        require_pyarrow(f"log.rollouts_every = {start.config.log.rollouts_every}")
     return ()
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_dppo.files.disk import require_space
 from megatron_dppo.mcore.checkpoint_folder import prune, set_aside
 from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.record.files import drop_after
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.report.metrics import MetricsWriter, read_metrics
 from megatron_dppo.run.output import space_for_save
@@ -38,6 +39,7 @@ def begin(session: Session) -> None:
             set_aside(each.checkpoint, each.kind)
         if point is not None:  # a save that was cut off while it pruned may have been the last one
             prune(session.checkpoint_folder, session.config.checkpoint.keep, _best_step(session))
+        drop_after(session.folder, session.step)
         return record_start(
             session.folder,
             session.config,

@@ -124,6 +124,8 @@ class LossOutput:
     keep_mask: Tensor
     """[T] bool, True = this token contributes gradient"""
     metrics: Mapping[str, Metric]
+    logprobs: Tensor | None = None
+    """[T] log pi of the tokens, without gradient, for those who record a step; None = the loss does not hand it on"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,8 @@ class TrainingSample(TokenFields):
 
     tokens: Tensor
     """[T] int64, input ids"""
+    number: int = -1
+    """its place in the step, over all data-parallel ranks; -1 = nobody asked"""
     rollout_topk_ids: Tensor | None = None
     """[R, K+1] int32, those of the last R positions; the slots of the others, which have no part in the loss, are
     unused"""

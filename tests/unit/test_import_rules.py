@@ -46,6 +46,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"config", "errors", "functions", "types"},
         {"aiohttp", "math_verify", "numpy", "reasoning_gym", "transformers"},
     ),
+    "record": ({"errors", "files", "types"}, {"torch", "pyarrow"}),
     "serving": ({"config", "errors"}, set()),
     "families": ({"config", "errors"}, {"torch"}),
     "hf": ({"config", "errors", "families", "files", "types"}, {"torch", "safetensors", "transformers"}),
@@ -79,7 +80,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "plan": (
-        {"config", "data", "errors", "families", "head", "hf", "losses", "mcore", "platform", "policy", "types"},
+        {"config", "data", "errors", "families", "head", "hf", "losses", "mcore", "platform", "policy", "types"}
+        | {"record"},
         {"torch", "transformers"},
     ),
     "weights": (
@@ -102,7 +104,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "platform",
             "policy",
         }
-        | {"report", "rewards", "rollout", "serving", "supervision", "types", "weights"},
+        | {"record", "report", "rewards", "rollout", "serving", "supervision", "types", "weights"},
         {"numpy", "torch", "safetensors"},
     ),
     "doctor": (

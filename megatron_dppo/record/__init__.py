@@ -1,0 +1,1 @@
+"""A step's samples as a Parquet file, and back."""
