@@ -128,10 +128,7 @@ class PolicyTrainer:
         lessons: Sequence[Lesson] = (),
         seen: list[SeenRow] | None = None,
     ) -> dict[str, float]:
-        """Gradients of the global batch, with a teacher's ``lessons``, divided by its token count; returns metrics.
-
-        ``seen`` gets the tokens of each micro-batch as the loss saw them, on the last pipeline stage.
-        """
+        """Gradients of the global batch by its token count; returns metrics. See ``forward_backward``."""
         for chunk in self._chunks:
             chunk.train()
         self.optimizer.zero_grad()
