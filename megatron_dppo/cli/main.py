@@ -19,6 +19,7 @@ from megatron_dppo.cli.diagnose import add_diagnose_arguments, run_diagnose
 from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
 from megatron_dppo.cli.experiment import add_experiment_arguments, run_experiment
 from megatron_dppo.cli.plan import add_plan_arguments, run_plan
+from megatron_dppo.cli.report import add_report_arguments, run_report
 from megatron_dppo.cli.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
 from megatron_dppo.errors import ConfigError, UserError
@@ -159,6 +160,12 @@ _COMMANDS = {
         "compare losses under controlled mismatches, on small embedded tasks",
         add_experiment_arguments,
         _reported(run_experiment),
+        has_overrides=False,
+    ),
+    "report": _Command(
+        "a run, or two, as one HTML file: curves, masked tokens, responses, findings",
+        add_report_arguments,
+        _reported(run_report),
         has_overrides=False,
     ),
     "diagnose": _Command(

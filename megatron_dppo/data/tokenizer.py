@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +29,15 @@ def load_tokenizer(path: str | Path) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text of each token on its own, as it stands within a text: a word's first token keeps its space."""
+    if not ids:
+        return []
+    known = tokenizer.convert_ids_to_tokens(list(ids))
+    # Two of the same: what a tokenizer strips at the start of a text is there in the second.
+    once = tokenizer.batch_decode([[i] for i in ids], clean_up_tokenization_spaces=False)
+    twice = tokenizer.batch_decode([[i, i] for i in ids], clean_up_tokenization_spaces=False)
+    texts = [two[len(one) :] if two.startswith(one) else one for one, two in zip(once, twice, strict=True)]
+    return [text if text else str(name) for text, name in zip(texts, known, strict=True)]

@@ -35,6 +35,7 @@ OURS = (
     "samples.jsonl.partial",
     "summary.json",
     "curves.png",
+    "report.html",
     "rollouts",
     "checkpoints",
     "base",

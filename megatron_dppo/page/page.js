@@ -1,0 +1,114 @@
+const byId = (name) => document.getElementById(name);
+const data = JSON.parse(byId("data").textContent);
+const state = { run: data.runs.findIndex((run) => run.recorded.length), step: null };
+const marks = [];
+function about() {
+  const parts = data.runs.map((run) => `${run.name}: ${run.loss}, step ${run.last}${run.planned ? " of " + run.planned : ""}${run.finished ? "" : " (not finished)"}`);
+  byId("about").textContent = parts.join("  \u00b7  ");
+  document.title = data.runs.map((run) => run.name).join(" and ");
+}
+function showFindings() {
+  const list = byId("findings").querySelector("ul");
+  data.runs.forEach((run) => run.findings.forEach((found) => {
+    const name = data.runs.length > 1 ? `${run.name}: ` : "";
+    const item = el("li", { class: found.level }, name + found.text);
+    if (found.knob) item.append(el("span", { class: "knob", text: found.knob }));
+    list.append(item);
+  }));
+}
+function lastOf(run, metric) {
+  for (const one of run.charts) for (const line of one.lines) if (line.metric === metric) return line.points[line.points.length - 1][1];
+  return null;
+}
+function showComparison() {
+  if (data.runs.length < 2) return;
+  const section = byId("compare"), names = data.runs.map((run) => run.name);
+  section.hidden = false;
+  const metrics = data.runs[0].charts.flatMap((one) => one.lines.map((line) => [`${one.title}, ${line.label}`, one.unit, line.metric]));
+  const last = metrics.map(([title, unit, metric]) => ({ cells: [unit ? `${title} (${unit})` : title, ...data.runs.map((run) => short(lastOf(run, metric)))] }));
+  const box = section.querySelector("div");
+  box.append(el("h3", { text: "Settings that differ" }), data.differences.length
+    ? table(["key", ...names], data.differences.map((cells) => ({ cells })), [0]) : el("p", { class: "hint", text: "None but the folder." }));
+  const details = el("details", {}, el("summary", { text: "Last values" }), table(["metric", ...names], last, []));
+  box.append(details);
+}
+function showCurves() {
+  const titles = [...new Set(data.runs.flatMap((run) => run.charts.map((one) => one.title)))];
+  for (const title of titles) {
+    const labels = [], lines = [];
+    let unit = "";
+    data.runs.forEach((run, place) => {
+      const one = run.charts.find((each) => each.title === title);
+      if (!one) return;
+      unit = one.unit;
+      for (const line of one.lines) {
+        if (!labels.includes(line.label)) labels.push(line.label);
+        const label = data.runs.length > 1 ? `${line.label} (${place + 1})` : line.label;
+        lines.push({ ...line, label, color: labels.indexOf(line.label), second: place > 0 });
+      }
+    });
+    const made = chart(title, unit, lines, pickNearest);
+    marks.push(made.mark);
+    byId("curves").querySelector(".grid").append(made.card);
+  }
+}
+function pickNearest(step) {
+  if (state.run < 0) return;
+  const steps = data.runs[state.run].recorded;
+  choose(steps.reduce((a, b) => Math.abs(b - step) < Math.abs(a - step) ? b : a));
+  byId("step").scrollIntoView({ block: "start" });
+}
+function tell(node, text) {
+  for (const old of document.querySelectorAll(".pick")) old.classList.remove("pick");
+  node.classList.add("pick");
+  byId("token").textContent = text;
+}
+function choose(step) {
+  const run = data.runs[state.run], view = JSON.parse(byId(`step-${state.run}-${step}`).textContent);
+  state.step = step;
+  byId("slider").max = run.recorded.length - 1;
+  byId("slider").value = run.recorded.indexOf(step);
+  byId("which").textContent = `step ${step}: ${view.samples} samples, ${view.tokens} tokens, ${view.maskedTokens} masked`;
+  byId("masked").replaceChildren(maskedTable(view));
+  const boxes = view.responses.map((response) => responseBox(response, view.vocabulary, tell));
+  byId("responses").replaceChildren(...boxes);
+  byId("token").textContent = "";
+  byId("scatter").replaceChildren(scatter(view.points, (point) => {
+    const box = boxes[point[3]], place = point[4] - view.responses[point[3]].first;
+    const token = box.querySelectorAll(".tokens > span")[place];
+    box.scrollIntoView({ block: "center" });
+    if (token) tell(token, token.title);
+  }));
+  marks.forEach((mark) => mark(step));
+  history.replaceState(null, "", `#${state.run}-${step}`);
+}
+function openSteps() {
+  if (state.run < 0) return;
+  byId("step").hidden = false;
+  data.runs.forEach((run, place) => { if (run.recorded.length) byId("run").append(el("option", { value: place, text: run.name })); });
+  byId("run").hidden = data.runs.length < 2;
+  const move = (by) => {
+    const steps = data.runs[state.run].recorded, place = steps.indexOf(state.step) + by;
+    if (steps[place] !== undefined) choose(steps[place]);
+  };
+  byId("before").addEventListener("click", () => move(-1));
+  byId("after").addEventListener("click", () => move(1));
+  byId("slider").addEventListener("input", (event) => choose(data.runs[state.run].recorded[+event.target.value]));
+  byId("run").addEventListener("change", (event) => { state.run = +event.target.value; pickNearest(state.step); });
+  const asked = /^#(\d+)-(\d+)$/.exec(location.hash);
+  if (asked && data.runs[asked[1]] && data.runs[asked[1]].recorded.includes(+asked[2])) { state.run = +asked[1]; byId("run").value = state.run; choose(+asked[2]); return; }
+  const steps = data.runs[state.run].recorded;
+  choose(steps[steps.length - 1]);
+}
+function showLedger() {
+  if (!data.ledger) return;
+  const section = byId("ledger"), found = data.ledger;
+  section.hidden = false;
+  const rows = found.rows.map(([cause, part, share]) => ({ cells: [cause, short(part), share === null ? "-" : `${(100 * share).toFixed(1)} %`] }));
+  section.querySelector("div").append(el("p", { class: "hint", text: `Mean |log pi - log mu| of ${found.tokens} tokens: ${short(found.mean)}` }),
+    table(["cause", "part", "share"], rows, []),
+    ...found.absent.map(([cause, why]) => el("p", { class: "hint", text: `${cause}: ${why}` })));
+}
+about(); showFindings(); showComparison(); showCurves(); openSteps(); showLedger();
+document.documentElement.dataset.ready = "yes";
+if (data.refresh) setTimeout(() => location.reload(), 1000 * data.refresh);

@@ -1,0 +1,100 @@
+"""The report in a real Chromium: nothing on its console, a click leads from a curve to tokens, text is never markup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.page.build import Run, build, write_report
+from tests.browser.pages import DESK, PHONE, browser, complaints, opened, shot
+from tests.unit.recorded_run import HOSTILE, decode, write_run
+
+pytestmark = pytest.mark.browser
+
+
+def all_of(driver: Any, selector: str) -> list[Any]:
+    return list(driver.find_elements("css selector", selector))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    for name, seed in (("first", 0), ("second", 1)):
+        write_run(folder / name, 12, every=3, seed=seed)
+        (folder / name / "config.toml").write_text(f"[run]\nseed = {seed}\n")
+    for names in (("first",), ("first", "second")):
+        runs = [Run(folder / name, decode) for name in names]
+        write_report(folder / f"{len(names)}.html", build(runs))
+    return folder
+
+
+def test_the_page_works_on_desk_and_phone_light_and_dark(page: Path, tmp_path: Path) -> None:
+    with browser() as driver:
+        grounds = set()
+        for size in (DESK, PHONE):
+            for scheme in ("light", "dark"):
+                opened(driver, page / "1.html", size, scheme)
+                assert complaints(driver) == []
+                width = driver.execute_script("return document.documentElement.scrollWidth")
+                assert width == size[0], f"nothing sticks out of a screen of {size[0]} pixels"
+                color = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+                grounds.add(color)
+                assert shot(driver, tmp_path / f"{size[0]}-{scheme}.png").stat().st_size > 10_000
+        assert len(grounds) == 2, "dark is not light"
+
+
+def test_a_click_on_a_curve_shows_that_steps_rollouts_token_by_token(page: Path) -> None:
+    from selenium.webdriver import ActionChains
+
+    with browser() as driver:
+        opened(driver, page / "1.html")
+        which = driver.find_element("id", "which")
+        assert which.text.startswith("step 12:") and len(all_of(driver, "#curves .card")) >= 8
+        curve = all_of(driver, "#curves svg")[0]
+        left = -int(curve.size["width"] * 0.3)
+        ActionChains(driver).move_to_element_with_offset(curve, left, 0).click().perform()
+        assert which.text.startswith("step 3:"), which.text
+        driver.find_element("id", "after").click()
+        assert which.text.startswith("step 6:") and driver.current_url.endswith("#0-6")
+        masked = all_of(driver, ".tokens span.masked")
+        assert masked and "masked" in masked[0].get_attribute("title")
+        driver.execute_script("arguments[0].click()", masked[0])
+        assert driver.find_element("id", "token").text.endswith("masked")
+        moved = driver.execute_script(
+            "return [...document.querySelectorAll('.tokens span')].map(s => s.style.backgroundColor)"
+        )
+        assert {color.split(",")[0] for color in moved if color}, "tokens have the color of pi - mu"
+        dots = all_of(driver, "#scatter circle")
+        before = driver.find_element("id", "token").text
+        driver.execute_script(
+            "[...document.querySelectorAll('#scatter circle')].forEach(c => c.dispatchEvent(new MouseEvent('click')))"
+        )
+        assert len(dots) > 50 and driver.find_element("id", "token").text != before
+        assert complaints(driver) == []
+
+
+def test_text_of_rollouts_never_runs_and_is_shown_as_it_is(page: Path) -> None:
+    with browser() as driver:
+        opened(driver, page / "1.html")
+        shown = driver.execute_script("return document.getElementById('responses').textContent")
+        assert all(text in shown for text in HOSTILE)
+        for node in all_of(driver, ".tokens span"):
+            driver.execute_script("arguments[0].click()", node)
+        assert driver.execute_script("return window.hacked === undefined")
+        assert not all_of(driver, "main img") and not all_of(driver, "main script") and complaints(driver) == []
+
+
+def test_two_runs_share_the_curves_and_each_has_its_rollouts(page: Path) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    with browser() as driver:
+        opened(driver, page / "2.html")
+        table = driver.find_element("id", "compare").text
+        assert "run.seed" in table and "first" in table
+        assert all_of(driver, "#curves path.second")
+        one = driver.find_element("id", "responses").text
+        Select(driver.find_element("id", "run")).select_by_visible_text("second")
+        assert driver.find_element("id", "responses").text != one and "#1-12" in driver.current_url
+        assert complaints(driver) == []
