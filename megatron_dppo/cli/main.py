@@ -19,6 +19,7 @@ from megatron_dppo.cli.diagnose import add_diagnose_arguments, run_diagnose
 from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
 from megatron_dppo.cli.experiment import add_experiment_arguments, run_experiment
 from megatron_dppo.cli.plan import add_plan_arguments, run_plan
+from megatron_dppo.cli.replay import add_replay_arguments, run_replay
 from megatron_dppo.cli.report import add_report_arguments, run_report
 from megatron_dppo.cli.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
@@ -168,6 +169,7 @@ _COMMANDS = {
         _reported(run_report),
         has_overrides=False,
     ),
+    "replay": _Command("compute a recorded step again", add_replay_arguments, _reported(run_replay)),
     "diagnose": _Command(
         "split |log pi - log mu| of a run into its causes", add_diagnose_arguments, _reported(run_diagnose)
     ),

@@ -17,6 +17,7 @@ from megatron_dppo.report.metrics import read_metrics, reduce_metrics
 from megatron_dppo.run.eval_scores import eval_params, metrics_by_set
 from megatron_dppo.run.session import Session
 from megatron_dppo.run.stream.draw import Draw
+from megatron_dppo.run.updating import Updating
 from megatron_dppo.types import Metric, Prompt, RolloutGroup
 
 _SHOWN_ANSWERS = 4
@@ -103,7 +104,7 @@ def _read_samples(session: Session) -> list[dict[str, Any]]:
     return read_metrics(session.folder / "samples.jsonl")
 
 
-def reduce_over_samples(session: Session, local: dict[str, Metric]) -> dict[str, float]:
+def reduce_over_samples(session: Updating, local: dict[str, Metric]) -> dict[str, float]:
     """Reduce per-sample metrics: one rank of each model-parallel group contributes."""
     leader = is_leader(session.groups.replica)
     return reduce_metrics([local], session.groups.world, contributes=leader)

@@ -43,7 +43,7 @@ def step_metrics(
     tokens = reduce_over_samples(session, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
     # Before the first update pi and mu have the same weights: what differs is the engine.
     first = {f"{name}_first": value for name, value in results[0].metrics.items() if name == "abs_prob_diff"}
-    train = _over_updates([result.metrics for result in results]) | first
+    train = over_updates([result.metrics for result in results]) | first
     train |= {
         "grad_norm": _mean(r.grad_norm for r in results),
         "learning_rate": results[-1].learning_rate,
@@ -61,7 +61,7 @@ def step_metrics(
     return prefixed("train", train) | prefixed("rollout", rollout) | prefixed("perf", perf)
 
 
-def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The largest or the mean of each metric over the updates that have it."""
     found: dict[str, list[float]] = {}
     for metrics in updates:

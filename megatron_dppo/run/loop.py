@@ -31,6 +31,7 @@ from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.session_state import begin, finish_save, save_session
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.run.teacher import scored
+from megatron_dppo.run.updating import Updating
 from megatron_dppo.supervision.processes import no_orphans, stop_when_torchrun_dies
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
@@ -114,7 +115,7 @@ def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[Trainin
 
 
 def update_policy(
-    session: Session,
+    session: Updating,
     collected: Collected,
     samples: Sequence[TrainingSample],
     clock: Clock,
@@ -170,7 +171,7 @@ def update_policy(
     return results
 
 
-def first_update_guard(session: Session, collected: Collected) -> FirstUpdateGuard:
+def first_update_guard(session: Updating, collected: Collected) -> FirstUpdateGuard:
     """The guard of this step's first update; a collective over all ranks."""
     local = {
         "dropped": dropped_tokens(collected.groups),

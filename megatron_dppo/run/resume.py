@@ -11,7 +11,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf import model_shape
 from megatron_dppo.run.changes import Change, changes_between, check_changes
-from megatron_dppo.run.inputs import Inputs
+from megatron_dppo.run.inputs import Inputs, ModelInputs
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(identity)))  # as it reads back: JSON has no tuples
 
 
-def layout_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
+def layout_identity(config: Config, inputs: ModelInputs) -> dict[str, Any]:
     """The layout a checkpoint was written on."""
     return {
         "layout": str(inputs.layout),
@@ -94,7 +94,7 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
         )
     here, there = layout_identity(config, inputs), state["layout"]
     same = here["layout"] == there["layout"] and here["world_size"] == there["world_size"]
-    for key, reason in _CANNOT_RESHARD.items():
+    for key, reason in CANNOT_RESHARD.items():
         if here[key] != there[key]:
             raise CheckpointError(
                 f"{chosen} was written on {there['layout']} with {key} = {there[key]}, this run ({here['layout']}) "
@@ -128,7 +128,7 @@ def _fork_point(config: Config) -> Path:
     return checkpoint
 
 
-_CANNOT_RESHARD = {
+CANNOT_RESHARD = {
     "has_expert_parallelism": "Megatron keeps the optimizer state of experts apart only with expert parallelism above "
     "1, and cannot convert between the two",
     "virtual_pipeline_size": "resharding of an interleaved pipeline is not supported",

@@ -31,7 +31,7 @@ from megatron_dppo.run.engines import build_engine, build_publisher, connect_ser
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.folder import open_folder
 from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
-from megatron_dppo.run.inputs import Inputs, with_num_steps
+from megatron_dppo.run.inputs import Inputs, ModelInputs, with_num_steps
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
 from megatron_dppo.run.sharing import find_sharing
@@ -190,7 +190,9 @@ def _close(session: Session) -> None:
         session.writer.close()
 
 
-def _trainer(config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, phase: str) -> PolicyTrainer:
+def build_trainer(
+    config: Config, inputs: ModelInputs, groups: ParallelGroups, platform: Platform, phase: str
+) -> PolicyTrainer:
     """A trainer for one phase: ``warmup`` from random weights or the folder's, ``rl`` from the warmed-up ones."""
     from megatron_dppo.policy.trainer import PolicyTrainer
 
@@ -253,7 +255,7 @@ def _build_policy(
             if step % max(1, steps // 8) == 0 or step == steps - 1:
                 console.say(f"warm-up step {step + 1}/{steps}  loss {loss:.3f}")
 
-        trainer = _trainer(config, inputs, groups, platform, "warmup")
+        trainer = build_trainer(config, inputs, groups, platform, "warmup")
         run_warmup(trainer, inputs.warmup_data, config, report, stop)
         console.finish()
         export_hf(trainer, inputs, config, base, torch.float32)
@@ -261,14 +263,14 @@ def _build_policy(
         if stop.requested():
             raise Stopped(f"by {stop.name} after the warm-up; the same command goes on with the warmed-up model")
         stop.deferring = False
-    teacher = _build_teacher(config, inputs, groups, platform)  # before there is a policy beside it on the device
+    teacher = build_teacher(config, inputs, groups, platform)  # before there is a policy beside it on the device
     # A start that finds warmed-up weights drew no random numbers for them: both go on from the same states.
     seed_random_states(config.run.seed)
-    return _trainer(config, inputs, groups, platform, "rl"), teacher
+    return build_trainer(config, inputs, groups, platform, "rl"), teacher
 
 
-def _build_teacher(
-    config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform
+def build_teacher(
+    config: Config, inputs: ModelInputs, groups: ParallelGroups, platform: Platform
 ) -> Teacher | TeacherServers | None:
     """That of ``[distillation]``; None without."""
     path = config.distillation.teacher_path

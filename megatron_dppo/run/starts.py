@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -76,6 +77,24 @@ def load_run_config(folder: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(f"{str(folder)!r} is not the folder of a run: expected its {CONFIG} and {MARKER} there")
     cwd = Path(read_starts(folder)[-1].get("cwd", "."))
     return load_config(folder / CONFIG, [*overrides, "--run.output_dir", str(folder)], relative_to=cwd)
+
+
+def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Config:
+    """The configuration that a step of a run was trained with: that of the last start before it.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used.
+    """
+    load_run_config(folder, ())  # whether this is the folder of a run
+    before = [start for start in read_starts(folder) if (start.get("resumed_step") or 0) < step]
+    if not before:
+        raise ConfigError(f"{folder / STARTS} has no start of the run before step {step}")
+    start = before[-1]
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / CONFIG
+        file.write_text(dump_toml(Config.model_validate(start["config"])), encoding="utf-8")
+        own = [*overrides, "--run.output_dir", str(folder)]
+        return load_config(file, own, relative_to=Path(start.get("cwd", ".")))
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

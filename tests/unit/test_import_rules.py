@@ -25,6 +25,7 @@ _TORCH_DISTRIBUTED = {
     "plan",
     "weights",
     "run",
+    "replay",
 }
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (our rooms, packages from elsewhere); a room stands above all that it imports
@@ -123,6 +124,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         | {"run", "supervision", "types"},
         {"numpy", "pyarrow", "torch"},
     ),
+    "replay": (
+        {"config", "errors", "mcore", "parallel", "platform", "policy", "record", "report", "rollout", "run", "types"},
+        {"torch"},
+    ),
     "cli": (
         {
             "__version__",
@@ -135,6 +140,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "page",
             "plan",
             "record",
+            "replay",
             "run",
             "serving",
             "supervision",
@@ -278,7 +284,7 @@ def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> N
 def test_the_rooms_that_load_without_megatron_are_those_that_the_table_promises() -> None:
     light = set(modules_without_megatron())
     heavy = {room_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
-    assert heavy == {"diagnose", "doctor", "mcore", "plan", "policy", "run"}
+    assert heavy == {"diagnose", "doctor", "mcore", "plan", "policy", "replay", "run"}
     assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.run.engines"} <= light
 
 

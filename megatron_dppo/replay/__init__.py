@@ -1,0 +1,1 @@
+"""A recorded step's updates computed again."""
