@@ -16,6 +16,7 @@ def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the experiment's")
     parser.add_argument("--limit", type=int, help="stop after so many new runs; the same command goes on")
+    parser.add_argument("--rows", nargs="+", default=[], help="rows.jsonl (or .xz) of other machines, to take over")
     parser.add_argument("--list", action="store_true", help="print the runs that are missing, and do none")
     parser.add_argument("--warmup-steps", type=int, help="of the base models; default: as many as the task needs")
 
@@ -45,6 +46,7 @@ def run_experiment(options: argparse.Namespace, overrides: Sequence[str]) -> int
         limit=options.limit,
         warmup_steps=options.warmup_steps,
         list_only=options.list,
+        rows=options.rows,
     )
     carry_out(EXPERIMENTS[options.name], request)
     return 0

@@ -88,6 +88,7 @@ def make_row(run: Run, base: str, folder: str, row: str) -> None:
         "error": error,
         "curves": curves,
         "tokens": found,
+        "base": Path(base).name,
         "cpu_seconds": _cpu_seconds(),
         "wall_seconds": time.perf_counter() - began,
     }

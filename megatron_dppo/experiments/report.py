@@ -29,6 +29,8 @@ class Request:
     """new runs; None = all"""
     warmup_steps: int | None = None
     list_only: bool = False
+    rows: Sequence[str] = ()
+    """files of rows that other machines made"""
 
 
 def carry_out(experiment: Experiment, request: Request) -> None:
@@ -39,9 +41,11 @@ def carry_out(experiment: Experiment, request: Request) -> None:
     """
     store = Store(Path(request.output), request.warmup_steps)
     search = experiment.search(request.quick)
+    _take(store, search, request)
     before = len(store.read(search))
     found = _do(store, search, request, request.limit)
     report = experiment.report(request.quick, request.seeds, found.values())
+    _take(store, report, request)
     if request.list_only:
         for run in (*search, *report):
             if not run.refusal and not store.row(run).is_file():
@@ -53,6 +57,11 @@ def carry_out(experiment: Experiment, request: Request) -> None:
         found |= _do(store, report, request, left)
     folder = store.folder / f"{experiment.name}{'-quick' if request.quick else ''}"
     _write(folder, experiment, [*search, *report], found)
+
+
+def _take(store: Store, runs: Sequence[Run], request: Request) -> None:
+    for file in request.rows:
+        print(f"{store.take(Path(file), runs)} rows taken from {file}", flush=True)
 
 
 def _do(store: Store, runs: Sequence[Run], request: Request, limit: int | None) -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import multiprocessing
 import os
 import shutil
@@ -18,6 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.experiments.child import COSTS, log_of, make_base, make_row
 from megatron_dppo.experiments.grid import Run, Settings
 from megatron_dppo.experiments.tasks import warmup_settings
+from megatron_dppo.files.atomic import write_synced
 from megatron_dppo.rollout.quantized import require_modelopt
 
 Row = Mapping[str, Any]
@@ -50,6 +52,26 @@ class Store:
     def _digest(self, run: Run) -> str:
         return hashlib.sha256(json.dumps(self.warmup(run), sort_keys=True).encode()).hexdigest()[:8]
 
+    def take(self, file: Path, runs: Sequence[Run]) -> int:
+        """Take over the rows of these runs that another machine made; returns how many were new.
+
+        Args:
+            file: its ``rows.jsonl``, also packed by xz.
+            runs: of the grid; rows of other runs, or of a base model that was made in another way, are left out.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        wanted, new = {(run.key, self.base(run).name): run for run in runs}, 0
+        for row in _rows_of(file):
+            run = wanted.get((row.get("key", ""), row.get("base", "")))
+            if run is None or row["settings"] != run.settings or self.row(run).is_file():
+                continue
+            self.row(run).parent.mkdir(parents=True, exist_ok=True)
+            write_synced(self.row(run), json.dumps(row) + "\n")
+            new += 1
+        return new
+
     def warmup(self, run: Run) -> Settings:
         """The configuration that makes it."""
         return warmup_settings(run.task, run.settings["run"]["seed"], self.warmup_steps)
@@ -58,6 +80,18 @@ class Store:
         """The rows that there are."""
         files = {run.key: self.row(run) for run in runs}
         return {key: json.loads(f.read_text(encoding="utf-8")) for key, f in files.items() if f.is_file()}
+
+
+def _rows_of(file: Path) -> list[dict[str, Any]]:
+    try:
+        data = file.read_bytes()
+        lines = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+    except (OSError, ValueError, lzma.LZMAError) as error:
+        raise UserError(f"--rows {file}: {error}; expected the rows.jsonl of an experiment, or rows.jsonl.xz") from None
+    if any(not isinstance(row, dict) for row in rows):
+        raise UserError(f"--rows {file}: a line is not a JSON object; expected the rows.jsonl of an experiment")
+    return rows
 
 
 @dataclass

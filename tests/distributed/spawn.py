@@ -6,7 +6,6 @@ seconds, and there are hundreds of them.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
+from tests.warm import preload
 
 
 def _child(
@@ -65,6 +64,7 @@ def run_distributed(fn: Callable[..., None], world_size: int, *args: Any, timeou
         TimeoutError: the children were still running after ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
+    preload()
     with tempfile.TemporaryDirectory() as folder:
         arguments = world_size, dict(os.environ), folder, timeout, fn, args
         context = mp.start_processes(_child, arguments, nprocs=world_size, join=False, start_method="forkserver")

@@ -14,7 +14,7 @@ def base_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a real two-process run: a short warm-up, then 25 steps of DPPO."""
     folder = tmp_path_factory.mktemp("base") / "run"
     arguments = flags(run__output_dir=folder, run__num_steps=25, warmup__num_steps=700, eval__every=25)
-    result = train(arguments, processes=2)
+    result = train(arguments, processes=2, torchrun=True)
     assert result.returncode == 0, result.stdout + result.stderr
     (folder / "output.txt").write_text(result.stdout)
     return folder

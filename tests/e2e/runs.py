@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.forked import train_forked
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/chain_sum/dppo.toml"
 
@@ -29,15 +31,25 @@ def environment(extra_path: Path | None = None) -> dict[str, str]:
 
 
 def train(
-    arguments: list[str], processes: int = 1, config: Path = CONFIG, extra_path: Path | None = None
+    arguments: list[str],
+    processes: int = 1,
+    config: Path = CONFIG,
+    extra_path: Path | None = None,
+    torchrun: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end and capture the output."""
+    """Run to the end and capture the output.
+
+    ``torchrun``: by the launcher, or by plain Python for one process, as a user starts it; else forked from a process
+    that has imported everything, which is the same but for that.
+    """
+    if not torchrun:
+        return train_forked([str(config), *arguments], environment(extra_path), processes, timeout=600)
     return subprocess.run(
         command(arguments, processes, config),
         env=environment(extra_path),
         capture_output=True,
         text=True,
-        timeout=420,
+        timeout=600,
         check=False,
     )
 

@@ -83,7 +83,7 @@ def test_generate_without_labels_tells_the_distribution_that_it_drew_from(
         kept = scores >= scores.topk(3).values[:, -1:]
         logprobs = scores.masked_fill(~kept, -torch.inf).log_softmax(-1)
         expected = logprobs.gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(row["logprobs"]).double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(row["logprobs"]).double(), expected, rtol=0, atol=1e-4)
         assert row["label"] == "" and "reward" not in row
     assert len({tuple(row["token_ids"]) for row in found}) > 6, "siblings are drawn apart"
 

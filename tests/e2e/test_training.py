@@ -82,12 +82,15 @@ def test_epochs_at_learning_rate_zero_change_no_weight(short_run: list[str], bas
         data__train=tmp_path / "six.jsonl",
         optimizer__lr=0,
         optimizer__min_lr=0,
+        # Hot enough that siblings differ, whatever the model has learned.
+        rollout__temperature=2.0,
     )
     result = train([*short_run, *more])
     assert result.returncode == 0, result.stdout + result.stderr
     steps = records(tmp_path / "run")[1:]
     assert [step["step"] for step in steps] == [1, 2, 3]  # 2 * 6 prompts, 4 a step
-    assert all(step["train/learning_rate"] == 0 and step["train/grad_norm"] > 0 for step in steps)
+    assert all(step["train/learning_rate"] == 0 for step in steps)
+    assert any(step["train/grad_norm"] > 0 for step in steps), "without gradients nothing is shown"
     before, after = FolderWeights(base_model), FolderWeights(tmp_path / "run/hf")
     assert before.names() == after.names() and all(torch.equal(before[name], after[name]) for name in before.names())
 

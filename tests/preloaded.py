@@ -1,4 +1,4 @@
-"""What the server imports that the processes of ``spawn.py`` are forked from; nothing that starts a thread."""
+"""What the server imports that the processes of ``warm.py`` are forked from; nothing that starts a thread."""
 
 from __future__ import annotations
 
@@ -12,4 +12,8 @@ apply_shims(Platform.detect(force_cpu=True), packages=("megatron.core", "mbridge
 
 import megatron_dppo.mcore.setup  # noqa: E402
 import megatron_dppo.policy.trainer  # noqa: E402
-import megatron_dppo.run.session  # noqa: E402, F401
+import megatron_dppo.run.loop  # noqa: E402
+import megatron_dppo.weights.publish  # noqa: E402, F401
+from megatron_dppo.hf import preload_models  # noqa: E402
+
+preload_models()

@@ -1,0 +1,115 @@
+"""``megatron-dppo replay`` computes what the run computed: bit for bit on the run's layout, up to rounding on one
+process, and not at all where something that it needs is missing or was changed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tests.e2e.runs import environment, flags, train
+
+pytestmark = pytest.mark.e2e
+
+RECORDED = flags(
+    run__num_steps=3,
+    log__rollouts_every=1,
+    log__curves="false",
+    checkpoint__save_every=1,
+    checkpoint__keep=9,
+    train__mini_batches=2,
+    optimizer__lr=3e-3,
+)
+
+
+def replayed(folder: Path, step: int, processes: int = 1) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """What the command said, and wrote as JSON; nothing of the run may have changed."""
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
+    target = folder.with_name("replay.json")
+    target.unlink(missing_ok=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_dppo.cli.main", "replay"]
+    done = subprocess.run(
+        [*command, str(folder), "--step", str(step), "--json", str(target)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=420,
+        check=False,
+    )
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()} == before
+    return done, json.loads(target.read_text()) if target.is_file() else {}
+
+
+def exact(folder: Path, step: int, processes: int = 1) -> None:
+    done, found = replayed(folder, step, processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert found["exact"] and found["same_layout"] and found["tokens"] > 50, found
+    assert {"loss", "grad_norm", "mask_fraction_negative", "entropy"} & set(found["metrics"])
+
+
+def test_one_process_is_exact_and_says_what_is_missing_or_changed(short_run: list[str], tmp_path: Path) -> None:
+    result = train([*short_run, *RECORDED])
+    assert result.returncode == 0, result.stdout + result.stderr
+    folder = tmp_path / "run"
+    for step in (1, 3):
+        exact(folder, step)
+    file = folder / "rollouts/step_000003.parquet"
+    untouched = file.read_bytes()
+    import pyarrow.parquet as parquet
+
+    table = parquet.read_table(file)
+    rows = table.to_pylist()
+    rows[0]["rollout_logprobs"][0] -= 0.01
+    changed = type(table).from_pylist(rows, table.schema)
+    parquet.write_table(changed, file)
+    assert len(pd.read_parquet(file)) == 16
+    done, found = replayed(folder, 3)
+    assert done.returncode == 0 and not found["exact"], "one log mu is another one"
+    file.write_bytes(untouched)
+    (folder / "checkpoints/step_000002").rename(tmp_path / "away")
+    done, _ = replayed(folder, 3)
+    assert done.returncode != 0 and "--step 3 needs the checkpoint of step 2" in done.stderr
+    assert "replay one of steps [2]" in done.stderr, done.stderr
+    done, _ = replayed(folder, 9)
+    assert done.returncode != 0 and "it has those of 1, 2, 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        pytest.param({"parallel__tensor_model_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param({"parallel__pipeline_model_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param({"parallel__context_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+    ids=["data", "tensor", "pipeline", "context"],
+)
+def test_two_processes_are_exact_and_one_replays_them_up_to_rounding(
+    short_run: list[str], tmp_path: Path, layout: dict[str, int]
+) -> None:
+    result = train([*short_run, *RECORDED, *flags(**layout)], processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    folder = tmp_path / "run"
+    exact(folder, 2, processes=2)
+    done, found = replayed(folder, 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not found["same_layout"] and found["largest_logprob_difference"] < 1e-4
+    for name in ("loss", "grad_norm", "abs_prob_diff"):
+        both = found["metrics"][name]
+        assert both["replay"] == pytest.approx(both["run"], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.long
+def test_experts_on_two_ranks_are_replayed_there_alone(short_run: list[str], tmp_path: Path) -> None:
+    more = flags(parallel__expert_model_parallel_size=2, train__router_replay="rollout", train__max_staleness=1)
+    result = train([*short_run, *RECORDED, *more], processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    exact(tmp_path / "run", 3, processes=2)
+    done, _ = replayed(tmp_path / "run", 3)
+    assert done.returncode != 0 and "Replay with 2 processes" in done.stderr, done.stderr
