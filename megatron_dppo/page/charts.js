@@ -20,7 +20,7 @@ function short(value) {
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
   return String(+value.toPrecision(4));
 }
-const W = 300, H = 130, LEFT = 40, RIGHT = 6, TOP = 8, BOTTOM = 18;
+const W = 300, H = 130, LEFT = 46, RIGHT = 6, TOP = 8, BOTTOM = 18;
 /* One chart: lines of one or two runs; pick(step) is called by a click. Returns the card and how to mark a step. */
 function chart(title, unit, lines, pick) {
   const all = lines.flatMap((line) => line.points);

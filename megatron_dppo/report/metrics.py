@@ -123,6 +123,20 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log(dict(values), step=step)
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether a sink is open that shows tables."""
+        return self._tensorboard is not None or self._wandb is not None
+
+    def write_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Show a table beside the curves: as text in TensorBoard, as a table in Weights & Biases."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_text(name, markdown_table(columns, rows), step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            table = require_wandb("").Table(columns=list(columns), data=[list(row) for row in rows])
+            self._wandb.log({name: table}, step=step)
+
     def close(self) -> None:
         """Close every sink; each record was flushed when it was written, so a full disk takes nothing here."""
         with contextlib.suppress(OSError):
@@ -132,6 +146,26 @@ class MetricsWriter:
                 self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Rows as Markdown; what could be markup is shown as it is.
+
+    Example:
+        >>> print(markdown_table(["token", "n"], [["a|b", 3]]))
+        | token | n |
+        |---|---|
+        | a&#124;b | 3 |
+    """
+    lines = [columns, *rows]
+    cells = [["-" if value is None else _plain(str(value)) for value in line] for line in lines]
+    text = ["| " + " | ".join(line) + " |" for line in cells]
+    return "\n".join([text[0], "|---" * len(columns) + "|", *text[1:]])
+
+
+def _plain(text: str) -> str:
+    """Characters of Markdown and HTML by their numbers."""
+    return "".join(f"&#{ord(c)};" if c in "|<>&*_`[]\\\n\r#" else c for c in text)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

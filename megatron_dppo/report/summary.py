@@ -83,6 +83,7 @@ def written_files(folder: Path) -> str:
         "metrics.jsonl": "one record a step",
         "tensorboard": "TensorBoard events",
         "curves.png": "training curves",
+        "rollouts": "samples of steps as Parquet, for megatron-dppo report and replay",
         "checkpoints": "Megatron checkpoints, to resume from",
         "hf": "the model as a Hugging Face folder",
         "hf-adapter": "its adapters as a folder for PEFT",

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.data.tokenizer import token_texts
+from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.parallel.objects import agreed, at_leader, is_leader
 from megatron_dppo.policy.watch import SeenSample, TokenWatch
 from megatron_dppo.record.files import StepMeta, write_step
 from megatron_dppo.record.rows import RankPart, TrainedTokens
+from megatron_dppo.record.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
 from megatron_dppo.run.folder import read_marker
 from megatron_dppo.run.session import Session
 from megatron_dppo.run.stream.collected import Collected
@@ -95,9 +99,21 @@ def write_record(session: Session, record: StepRecord, collected: Collected) -> 
             run_id=marker.run_id if marker is not None else "",
         )
         parts = [each.record.part(each.collected, each.dp_rank, together) for each in leaders if each.collected]
-        write_step(session.folder, meta, parts)
+        _write_table(session, write_step(session.folder, meta, parts))
 
     agreed(write, groups.world)
+
+
+def _write_table(session: Session, file: Path) -> None:
+    """What the step masked, to the sinks that show tables."""
+    if session.writer is None or not session.writer.has_tables:
+        return
+    tokenizer = session.inputs.tokenizer
+    found = masked_table(masked_tokens(read_tokens(file)), lambda ids: token_texts(tokenizer, ids))
+    if not found:
+        return
+    with disk_errors(session.writer.path, "the metrics"):
+        session.writer.write_table(session.step, "rollouts/masked_tokens", TABLE_COLUMNS, found)
 
 
 def _trained(sample: TrainingSample, completion: Completion, seen: SeenSample | None) -> TrainedTokens:

@@ -98,3 +98,19 @@ def test_two_runs_share_the_curves_and_each_has_its_rollouts(page: Path) -> None
         Select(driver.find_element("id", "run")).select_by_visible_text("second")
         assert driver.find_element("id", "responses").text != one and "#1-12" in driver.current_url
         assert complaints(driver) == []
+
+
+def test_a_page_of_a_run_that_goes_on_loads_itself_again_and_stays_at_its_step(page: Path) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    target = page / "watched.html"
+    with browser() as driver:
+        write_report(target, build([Run(page / "first", decode)], refresh=1))
+        opened(driver, target)
+        driver.find_element("id", "before").click()
+        assert driver.find_element("id", "which").text.startswith("step 9:")
+        driver.execute_script("window.old = true")
+        write_report(target, build([Run(page / "first", decode)]))  # the last one
+        loaded = "return window.old === undefined && document.documentElement.dataset.ready === 'yes'"
+        WebDriverWait(driver, 120).until(lambda d: d.execute_script(loaded))
+        assert driver.find_element("id", "which").text.startswith("step 9:") and complaints(driver) == []

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron_dppo.errors import DataError
-from megatron_dppo.record.files import drop_after, read_meta, read_rows, recorded_steps
+from megatron_dppo.record.files import drop_after, read_meta, read_rows, recorded_steps, step_bytes
 from megatron_dppo.record.rows import RankPart, groups_of
-from megatron_dppo.record.tokens import masked_table, masked_tokens, read_tokens
+from megatron_dppo.record.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
+from megatron_dppo.report.metrics import MetricsWriter
 from tests.unit.recorded_run import decode, sample, write_run
 
 
@@ -57,6 +58,28 @@ def test_masked_tokens_are_those_that_a_loop_over_pandas_rows_counts(tmp_path: P
         gap = None if few else rows.reward[has].mean() - rows.reward[~has].mean()
         assert each.reward_gap == (None if gap is None else pytest.approx(gap))
     assert len(masked_table(found, decode)) == len(found)
+
+
+def test_the_table_of_masked_tokens_is_in_tensorboard_with_nothing_that_is_markup(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_run(tmp_path, 1, tokens=40)
+    found = masked_tokens(read_tokens(tmp_path / "rollouts/step_000001.parquet"))
+    writer = MetricsWriter(tmp_path, {}, tensorboard=True, wandb_project=None, resumed_step=None)
+    assert writer.has_tables
+    writer.write_table(1, "rollouts/masked_tokens", TABLE_COLUMNS, masked_table(found, decode))
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("rollouts/masked_tokens/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert text.count("\n") == len(found) + 1 and "<" not in text and f"| {found[0].count} |" in text
+
+
+def test_a_file_takes_no_more_than_is_planned_for_it(tmp_path: Path) -> None:
+    write_run(tmp_path, 1, tokens=200)
+    more = 2 * 2 + 3 * 8  # routes of two layers and experts, and three slots of a Top-K
+    assert (tmp_path / "rollouts/step_000001.parquet").stat().st_size <= step_bytes(16, 200, more=more)
 
 
 def test_what_is_later_than_the_checkpoint_goes_and_foreign_files_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,12 @@ the page itself in tests/browser."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -134,3 +139,31 @@ def test_a_folder_without_records_and_a_file_of_the_users_are_refused(
     assert main(["report", str(tmp_path / "run")]) == 0, "our own file is replaced"
     assert "curves only" in capsys.readouterr().out
     assert "megatron-dppo report" in (tmp_path / "run/report.html").read_text()[:400]
+
+
+def test_a_run_that_goes_on_is_written_again_until_it_ends(tmp_path: Path) -> None:
+    run, page = tmp_path / "run", tmp_path / "run/report.html"
+    write_run(run, 2, every=9)
+    (run / "summary.json").unlink()
+    command = [sys.executable, "-m", "megatron_dppo.cli.main", "report", str(run), "--watch", "1"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+
+        def wait_for(condition: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 120
+            while not condition():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+
+        try:
+            wait_for(page.is_file)
+            assert scripts(page.read_text())["data"]["refresh"] == 1
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": 77, "rollout/reward": 0.5}) + "\n")
+            wait_for(lambda: '"last":77' in page.read_text())
+            (run / "summary.json").write_text("{}")
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
+    data = scripts(page.read_text())["data"]
+    assert data["refresh"] == 0 and data["runs"][0]["finished"], "the last page does not load itself again"
