@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.files.atomic import write_synced
-from megatron_dppo.page.charts import series
+from megatron_dppo.page.charts import others, series
 from megatron_dppo.page.findings import findings
 from megatron_dppo.page.steps import Budget, step_view
 from megatron_dppo.record.files import recorded_steps
@@ -119,6 +119,7 @@ def _run_view(
         "planned": config.get("run.num_steps"),
         "finished": summary.is_file(),
         "charts": series(records),
+        "others": others(records),
         "recorded": recorded,
         "findings": [finding._asdict() for finding in findings(records, masked)],
         "config": config,

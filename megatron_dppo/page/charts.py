@@ -70,6 +70,19 @@ def series(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 _COUNTERFACTUAL = "train/counterfactual/"
 
 
+def others(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every metric that no chart shows, as a chart of its own."""
+    shown = {metric for _, _, lines in _CHARTS for metric, _ in lines}
+    names = sorted({name for record in records for name in record} - shown - {"step"})
+    names = [name for name in names if not name.startswith(_COUNTERFACTUAL)]
+    found = [(name, _points(records, name, 1.0)) for name in names]
+    return [
+        {"title": name, "unit": "", "lines": [{"metric": name, "label": "", "points": points}]}
+        for name, points in found
+        if points
+    ]
+
+
 def _points(records: Sequence[dict[str, Any]], metric: str, scale: float) -> list[list[float]]:
     points = [
         [record["step"], float(f"{record[metric] * scale:.5g}")] for record in records if record.get(metric) is not None

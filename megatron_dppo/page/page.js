@@ -32,13 +32,14 @@ function showComparison() {
   const details = el("details", {}, el("summary", { text: "Last values" }), table(["metric", ...names], last, []));
   box.append(details);
 }
-function showCurves() {
-  const titles = [...new Set(data.runs.flatMap((run) => run.charts.map((one) => one.title)))];
+/* The charts of all runs under one key, into a grid. */
+function drawCharts(key, grid) {
+  const titles = [...new Set(data.runs.flatMap((run) => run[key].map((one) => one.title)))];
   for (const title of titles) {
     const labels = [], lines = [];
     let unit = "";
     data.runs.forEach((run, place) => {
-      const one = run.charts.find((each) => each.title === title);
+      const one = run[key].find((each) => each.title === title);
       if (!one) return;
       unit = one.unit;
       for (const line of one.lines) {
@@ -49,8 +50,16 @@ function showCurves() {
     });
     const made = chart(title, unit, lines, pickNearest);
     marks.push(made.mark);
-    byId("curves").querySelector(".grid").append(made.card);
+    if (state.step !== null) made.mark(state.step);
+    grid.append(made.card);
   }
+}
+function showCurves() {
+  drawCharts("charts", byId("curves").querySelector(".grid"));
+  byId("others").addEventListener("toggle", () => {
+    const grid = byId("others").querySelector(".grid");
+    if (!grid.childElementCount) drawCharts("others", grid);
+  });
 }
 function pickNearest(step) {
   if (state.run < 0) return;

@@ -56,10 +56,10 @@ class _FromRank(NamedTuple):
     """What one rank gives."""
 
     dp_rank: int
-    collected: Collected | None
+    own: tuple[Collected, StepRecord] | None
     """None = another rank of the same replica gives it"""
-    record: StepRecord
     seen: dict[int, SeenSample]
+    """by ``TrainingSample.number``, from one rank of those that compute the same loss"""
 
 
 def begin_record(session: Session) -> StepRecord | None:
@@ -79,15 +79,15 @@ def write_record(session: Session, record: StepRecord, collected: Collected) -> 
     groups, layout = session.groups, session.inputs.layout
     first = all(group is None or dist.get_rank(group) == 0 for group in (groups.tp, groups.cp))
     seen = record.watch.samples if first and session.trainer.is_last_stage else {}
-    leads, record.watch = is_leader(groups.replica), TokenWatch()
-    mine = _FromRank(session.trainer.dp_rank, collected if leads else None, record, seen)
-    every = at_leader(mine, groups.world)
+    record.watch = TokenWatch()  # what was seen is sent once
+    own = (collected, record) if is_leader(groups.replica) else None
+    every = at_leader(_FromRank(session.trainer.dp_rank, own, seen), groups.world)
 
     def write() -> None:
         if not every:
             return
         together = {number: sample for each in every for number, sample in each.seen.items()}
-        leaders = sorted((each for each in every if each.collected is not None), key=lambda each: each.dp_rank)
+        leaders = sorted((each for each in every if each.own is not None), key=lambda each: each.dp_rank)
         marker = read_marker(session.folder)
         meta = StepMeta(
             step=session.step,
@@ -98,7 +98,7 @@ def write_record(session: Session, record: StepRecord, collected: Collected) -> 
             loss=session.config.loss.name,
             run_id=marker.run_id if marker is not None else "",
         )
-        parts = [each.record.part(each.collected, each.dp_rank, together) for each in leaders if each.collected]
+        parts = [each.own[1].part(each.own[0], each.dp_rank, together) for each in leaders if each.own]
         _write_table(session, write_step(session.folder, meta, parts))
 
     agreed(write, groups.world)

@@ -66,6 +66,8 @@ def test_a_click_on_a_curve_shows_that_steps_rollouts_token_by_token(page: Path)
             "return [...document.querySelectorAll('.tokens span')].map(s => s.style.backgroundColor)"
         )
         assert {color.split(",")[0] for color in moved if color}, "tokens have the color of pi - mu"
+        driver.find_element("css selector", "#others summary").click()
+        assert len(all_of(driver, "#others .card")) == 1, "the one metric that no chart has"
         dots = all_of(driver, "#scatter circle")
         before = driver.find_element("id", "token").text
         driver.execute_script(

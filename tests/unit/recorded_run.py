@@ -82,7 +82,10 @@ def write_run(folder: Path, steps: int, *, tokens: int = 12, every: int = 1, gro
             for part in ("mask_fraction", "cosine")
         }
         names = ("entropy", "grad_norm", "kl_k3", "ratio_max", "ratio")
-        more = {f"train/{name}": rng.random() for name in names} | {"rollout/response_length": rng.random() * 90}
+        more = {f"train/{name}": rng.random() for name in names} | {
+            "rollout/response_length": rng.random() * 90,
+            "eval/hard/accuracy": rng.random(),
+        }
         lines.append(json.dumps({"step": step, "rollout/reward": rng.random() + step, **shares, **more, **others}))
         if step % every:
             continue
