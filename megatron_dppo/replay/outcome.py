@@ -28,6 +28,8 @@ class Outcome:
     """by name, of the run and now"""
     same_layout: bool
     """computed on as many processes, split in the same way"""
+    changed: tuple[str, ...] = ()
+    """overrides of the run's configuration"""
 
     @property
     def is_exact(self) -> bool:
@@ -46,6 +48,7 @@ class Outcome:
             "tokens": self.tokens,
             "exact": self.is_exact,
             "same_layout": self.same_layout,
+            "overrides": list(self.changed),
             "largest_logprob_difference": self.largest,
             "other_decisions": self.decisions,
             "metrics": {name: {"run": was, "replay": now} for name, (was, now) in self.metrics.items()},
@@ -65,6 +68,7 @@ class Outcome:
                 f"otherwise, a metric differs by {self.largest_relative:.2g} of its size at most"
             )
             why = "the same layout: another machine, library or thread count" if self.same_layout else "another layout"
+            why = f"with {' '.join(self.changed)}" if self.changed else why
             verdict += f" ({why})"
         head = f"  {'':<{width}}  {'run':>14}  {'replay':>14}"
         return "\n".join([f"step {self.step}, {self.tokens} tokens", head, *lines, "", verdict])

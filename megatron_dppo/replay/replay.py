@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Outco
     file = _recorded(folder, step)
     meta = read_meta(file)
     config = _config(folder, meta, world, overrides)
-    checkpoint = _checkpoint(folder, step)
+    checkpoint = _checkpoint(folder, step, config.checkpoint.fork_from)
     with _opened(config, checkpoint, step) as run:
         rows, parts = _mine(run, meta, file)
         groups, ages = groups_of(rows)
@@ -96,7 +96,8 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Outco
             return None
         together = {number: sample for each in every for number, sample in each.items()}
         same = run.trainer.layout.world_size == meta.world_size and str(run.trainer.layout) == meta.layout
-        return _outcome(folder, meta, read_rows(file), together, metrics, same_layout=same)
+        found = _outcome(folder, meta, read_rows(file), together, metrics, same_layout=same)
+        return replace(found, changed=tuple(overrides))
 
 
 def _recorded(folder: Path, step: int) -> Path:
@@ -113,7 +114,7 @@ def _recorded(folder: Path, step: int) -> Path:
 def _config(folder: Path, meta: StepMeta, world: int, overrides: Sequence[str]) -> Config:
     """That of the step; one process takes the place of any number, each as many as there were its own."""
     config = load_config_of_step(folder, meta.step, overrides)
-    if world == meta.world_size or overrides:
+    if world == meta.world_size or any("parallel" in override for override in overrides):
         return config
     if world != 1:
         raise ConfigError(
@@ -128,8 +129,9 @@ def _config(folder: Path, meta: StepMeta, world: int, overrides: Sequence[str]) 
     return config.model_copy(update={"parallel": single})
 
 
-def _checkpoint(folder: Path, step: int) -> Path | None:
-    """That of the step before; None for the first step, whose weights are the initial ones.
+def _checkpoint(folder: Path, step: int, fork_from: str | None) -> Path | None:
+    """That of the step before, in the run or where it was forked from; None for the first step, whose weights are the
+    initial ones.
 
     Raises:
         CheckpointError: it is not there, or is damaged.
@@ -139,6 +141,8 @@ def _checkpoint(folder: Path, step: int) -> Path | None:
     if step == 1:
         return None
     found = {read_state(checkpoint)["step"]: checkpoint for checkpoint in checkpoints(folder / "checkpoints")}
+    if fork_from is not None and step - 1 not in found and read_state(Path(fork_from))["step"] == step - 1:
+        return Path(fork_from)
     if step - 1 not in found:
         have = ", ".join(str(number) for number in sorted(found)) or "none"
         can = [number + 1 for number in sorted(found) if number + 1 in recorded_steps(folder)]
