@@ -120,6 +120,13 @@ def test_the_30b_example_fits_32_h100(plan_of_30b: Plan) -> None:
     text = as_text(plan)
     assert "Fits 32 x h100." in text and "sizes are those that the package knows" in text
     assert (plan.model.parameters, plan.model.expert_parameters) == (PARAMETERS, 48 * 128 * 3 * 2048 * 768)
+    assert "a recorded step on disk" not in text
+    log = plan.config.log.model_copy(update={"rollouts_every": 5})
+    recorded = as_text(replace(plan, config=plan.config.model_copy(update={"log": log})))
+    rollout, found = plan.config.rollout, plan.columns
+    tokens = rollout.max_new_tokens * (17 + found.token - found.sampled)
+    size = rollout.prompts_per_step * rollout.samples_per_prompt * (1000 + tokens) / 2**30
+    assert f"at most {size:.2f} GiB a recorded step on disk (log.rollouts_every = 5)" in recorded
 
 
 def test_servers_on_the_trainers_gpus_need_room_in_both_turns(plan_of_30b: Plan) -> None:

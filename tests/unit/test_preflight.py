@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,6 +228,21 @@ def test_the_warm_ups_base_counts_in_the_space_of_a_run() -> None:
     assert config is not None and config.warmup.num_steps > 0
     without = config.model_copy(update={"warmup": config.warmup.model_copy(update={"num_steps": 0})})
     assert run_bytes(config, inputs) - run_bytes(without, inputs) == 4000
+
+
+def test_recorded_rollouts_count_in_the_space_of_a_run_and_need_pyarrow(
+    dry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs: Any = SimpleNamespace(num_parameters=1000, hf_config=read_hf_config(MODEL))
+    overrides = ["--run.output_dir", "run", "--run.num_steps", "10", "--rollout.max_new_tokens", "100"]
+    without = read_config(EXAMPLE / "dppo.toml", overrides).config
+    config = read_config(EXAMPLE / "dppo.toml", [*overrides, "--log.rollouts_every", "3"]).config
+    assert config is not None and without is not None
+    # Steps 3, 6 and 9; 256 samples of 1 kB and 100 tokens of 17 bytes.
+    assert run_bytes(config, inputs) - run_bytes(without, inputs) == 3 * 256 * (1000 + 1700)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    code, _, error = dry("--log.rollouts_every", "3", *SINGLE)
+    assert code == 2 and "log.rollouts_every = 3 needs the package pyarrow: pip install" in error
 
 
 def test_an_output_folder_that_cannot_be_written_is_told(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
