@@ -53,7 +53,6 @@ def dppo_head_loss(
     """``loss`` of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group, with its gradients.
 
     Example: one process, a vocabulary of three. The gradient is the mean of the weight's rows less the label's row.
-
         >>> from megatron_dppo.losses import supervised_loss as loss
         >>> hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
         >>> weight = torch.tensor([[0.5, 1.0], [0.25, 1.0], [0.25, 1.0]]).log()
