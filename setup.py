@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
-    package_data={"megatron_dppo": ["py.typed", "serving/*_extension/*.py"]},
+    package_data={"megatron_dppo": ["py.typed", "serving/*_extension/*.py", "experiments/bases/*/*"]},
     install_requires=[
         "torch>=2.6",
         # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.

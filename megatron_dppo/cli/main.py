@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megatron_dppo import __version__
 from megatron_dppo.cli.answers import add_eval_arguments, add_generate_arguments, run_eval, run_generate
+from megatron_dppo.cli.demo import add_demo_arguments, run_demo
 from megatron_dppo.cli.diagnose import add_diagnose_arguments, run_diagnose
 from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
 from megatron_dppo.cli.experiment import add_experiment_arguments, run_experiment
@@ -142,6 +143,12 @@ def _reported(command: _Run) -> _Run:
 
 
 _COMMANDS = {
+    "demo": _Command(
+        "DPPO, ratio clipping and no trust region side by side, in minutes on a CPU",
+        add_demo_arguments,
+        _reported(run_demo),
+        has_overrides=False,
+    ),
     "train": _Command("post-train a model by a configuration file", add_train_arguments, run_train),
     "serve": _Command("start the inference servers of a run", add_serve_arguments, _reported(run_serve)),
     "eval": _Command("evaluate a run's weights, or a Hugging Face folder", add_eval_arguments, _reported(run_eval)),

@@ -24,6 +24,8 @@ Row = Mapping[str, Any]
 Rows = dict[str, Row]
 """Key of a run -> its row."""
 PRELOAD = "megatron_dppo.run.preload"
+SHIPPED = Path(__file__).with_name("bases")
+"""base models that come with the package: ``tools/make_demo_base.py`` writes them"""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,10 @@ class Store:
         return self.folder / "runs" / run.key
 
     def base(self, run: Run) -> Path:
-        """The folder of its base model."""
-        return self.folder / "bases" / f"{run.task}-{run.settings['run']['seed']}-{self._digest(run)}"
+        """The folder of its base model: the package's, where one of these settings comes with it, else the store's."""
+        name = f"{run.task}-{run.settings['run']['seed']}-{self._digest(run)}"
+        shipped = SHIPPED / name
+        return shipped if shipped.is_dir() else self.folder / "bases" / name
 
     def _digest(self, run: Run) -> str:
         return hashlib.sha256(json.dumps(self.warmup(run), sort_keys=True).encode()).hexdigest()[:8]
@@ -103,6 +107,15 @@ def do_runs(store: Store, runs: Sequence[Run], jobs: int, say: Callable[[str], N
     if missing:
         _do(_jobs(store, missing), jobs, say)
     return store.read(list(wanted.values()))
+
+
+def make_base_at(store: Store, run: Run, target: Path, say: Callable[[str], None]) -> None:
+    """Make the base model of a run at ``target``, wherever the store or the package has one.
+
+    Raises:
+        UserError: the warm-up ended without a result.
+    """
+    _do([_base_job(store, run, target)], 1, say)
 
 
 def _jobs(store: Store, runs: Sequence[Run]) -> list[_Job]:

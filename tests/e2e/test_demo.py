@@ -1,0 +1,63 @@
+"""The wheel alone, in an environment of its own, outside of the repository: the demo, and what else it holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ROOT
+
+pytestmark = pytest.mark.e2e
+
+
+def done(command: list[str], cwd: Path, limit: int = 240, **more: str) -> str:
+    """What a command prints that ends well, without the repository on any path."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK")} | more
+    ended = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=limit, check=False)
+    assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``megatron-dppo`` of a fresh environment with the wheel; the packages that it needs are those of this process."""
+    place = tmp_path_factory.mktemp("wheel")
+    # Built from a copy: setuptools leaves its work in the source folder.
+    ignored = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__", "tests")
+    shutil.copytree(ROOT, place / "source", ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    build = ["wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(place), str(place / "source")]
+    done([*pip, *build], place)
+    (wheel,) = place.glob("megatron_dppo-*.whl")
+    shutil.rmtree(place / "source")
+    venv.create(place / "venv", symlinks=True)
+    python = place / "venv/bin/python"
+    (site,) = (place / "venv").glob("lib/python3*/site-packages")
+    # Plain paths: the .pth files in them, with which an editable install finds the repository, are not followed.
+    others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site / "others.pth").write_text("\n".join(others) + "\n")
+    done([*pip, "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)], place)
+    return place / "venv/bin/megatron-dppo"
+
+
+def test_the_demo_runs_from_the_wheel_alone(program: Path, tmp_path: Path) -> None:
+    found = "import megatron_dppo as m; print(m.__file__)"
+    where = done([str(program.with_name("python")), "-c", found], tmp_path, PYTHONWARNINGS="ignore").strip()
+    assert Path(where).is_relative_to(program.parents[1])
+
+    text = done([str(program), "demo", "--steps", "2"], tmp_path, limit=500, PYTHONWARNINGS="ignore")
+    folder = tmp_path / "runs/demo"
+    assert "base model of seed" not in text, "the wheel has no base model"
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG") and (folder / "demo.png").stat().st_size > 20_000
+    said = (folder / "demo.txt").read_text().strip()
+    assert said in text and said.startswith("In 2 steps") and "ends highest" in said
+    for name in ("DPPO with capped weights", "GRPO clip-higher", "PG-IS without a trust region"):
+        assert f"{name} (masks" in said
+    assert len(list((folder / "rows").glob("*.json"))) == 3 and list(tmp_path.iterdir()) == [tmp_path / "runs"]
+    assert not list((folder / "bases").iterdir()) and not list((folder / "runs").iterdir())
