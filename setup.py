@@ -1,9 +1,35 @@
 """Package metadata; the tools' settings are in pyproject.toml."""
 
 import ast
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+SHIPPED = {"examples": "*", "launch": "*.sh", "tools": "c*_*.py"}
+"""Folders beside the package -> which of their entries a wheel has, in megatron_dppo/shipped."""
+
+
+class BuildWithExamples(build_py):
+    """Also what lies beside the package; an editable install finds it there."""
+
+    def run(self) -> None:
+        """Build, then copy."""
+        super().run()
+        if self.editable_mode:
+            return
+        for name, pattern in SHIPPED.items():
+            for source in sorted((ROOT / name).glob(pattern)):
+                target = Path(self.build_lib) / "megatron_dppo" / "shipped" / name / source.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if source.is_dir():
+                    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs")
+                    shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
+                else:
+                    shutil.copy2(source, target)
+
 
 # Read, not imported: the package may need what is not installed yet.
 tree = ast.parse(Path(__file__).with_name("megatron_dppo").joinpath("__init__.py").read_text(encoding="utf-8"))
@@ -17,6 +43,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
+    cmdclass={"build_py": BuildWithExamples},
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
     package_data={"megatron_dppo": ["py.typed", "serving/*_extension/*.py", "experiments/bases/*/*"]},
     install_requires=[

@@ -22,6 +22,7 @@ from megatron_dppo.cli.experiment import add_experiment_arguments, run_experimen
 from megatron_dppo.cli.plan import add_plan_arguments, run_plan
 from megatron_dppo.cli.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
+from megatron_dppo.cli.shipped import add_convert_arguments, add_examples_arguments, run_convert, run_examples
 from megatron_dppo.errors import ConfigError, UserError
 
 
@@ -147,6 +148,18 @@ _COMMANDS = {
         "DPPO, ratio clipping and no trust region side by side, in minutes on a CPU",
         add_demo_arguments,
         _reported(run_demo),
+        has_overrides=False,
+    ),
+    "examples": _Command(
+        "list or copy the examples and launch scripts",
+        add_examples_arguments,
+        _reported(run_examples),
+        has_overrides=False,
+    ),
+    "convert": _Command(
+        "convert weights between Hugging Face and Megatron",
+        add_convert_arguments,
+        _reported(run_convert),
         has_overrides=False,
     ),
     "train": _Command("post-train a model by a configuration file", add_train_arguments, run_train),

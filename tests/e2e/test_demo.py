@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.cli.shipped import TOOLS
 from tests.e2e.runs import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -61,3 +62,20 @@ def test_the_demo_runs_from_the_wheel_alone(program: Path, tmp_path: Path) -> No
         assert f"{name} (masks" in said
     assert len(list((folder / "rows").glob("*.json"))) == 3 and list(tmp_path.iterdir()) == [tmp_path / "runs"]
     assert not list((folder / "bases").iterdir()) and not list((folder / "runs").iterdir())
+
+
+def test_the_wheel_has_the_examples_the_launch_scripts_and_the_conversions(program: Path, tmp_path: Path) -> None:
+    listed = done([str(program), "examples"], tmp_path)
+    there = {line.split()[0] for line in listed.splitlines() if line and not line.startswith("megatron-dppo")}
+    assert there == {"launch", *(f.name for f in (ROOT / "examples").iterdir() if f.is_dir())}
+    done([str(program), "examples", *sorted(there), "--to", "mine"], tmp_path)
+    for folder in ("examples", "launch"):
+        tracked = subprocess.check_output(["git", "ls-files", folder], cwd=ROOT, text=True).splitlines()
+        copied = {str(f.relative_to(tmp_path / "mine")) for f in (tmp_path / "mine" / folder).rglob("*") if f.is_file()}
+        assert set(tracked) <= copied and len(tracked) > 2
+        for name in tracked:
+            assert (tmp_path / "mine" / name).read_bytes() == (ROOT / name).read_bytes(), name
+    assert os.access(tmp_path / "mine/launch/torchrun.sh", os.X_OK)
+    done(["bash", "launch/torchrun.sh", "--help"], tmp_path / "mine", PYTHON=str(program.with_name("python")))
+    for conversion, script in TOOLS.items():
+        assert f"usage: {script}" in done([str(program), "convert", conversion, "--help"], tmp_path)
