@@ -30,6 +30,8 @@ WINDOW = 5
 """steps that a figure of the sentence is the mean of"""
 _FALLEN = 0.8
 """A run has fallen that ends below this share of its best."""
+_ALIKE = 0.03
+"""Some deviations of a step's reward, which is the mean over 512 samples of four words."""
 _TELL_EVERY = 15.0
 
 
@@ -107,7 +109,13 @@ def sentence(rows: Sequence[Row]) -> str:
     parts = [_told(row) for row in rows]
     ends = {LABELS[row["loss"]]: last(series(row, "rollout/reward")) for row in rows if not row["error"]}
     steps, seed = rows[0]["settings"]["run"]["num_steps"], rows[0]["seed"]
-    outcome = f"{max(ends, key=ends.__getitem__)} ends highest" if ends else "none of them came to its end"
+    *_, second, highest = sorted([*ends.values(), -1.0, -1.0])
+    if not ends:
+        outcome = "none of them came to its end"
+    elif highest - second < _ALIKE:
+        outcome = "none of them ends clearly highest"
+    else:
+        outcome = f"{max(ends, key=ends.__getitem__)} ends highest"
     return (
         f"In {steps} steps with rollouts of eight steps ago and a learning rate that is far too high (seed {seed}), "
         f"{', '.join(parts[:-1])}, and {parts[-1]}: {outcome}."

@@ -57,7 +57,9 @@ def test_the_demo_runs_from_the_wheel_alone(program: Path, tmp_path: Path) -> No
     assert "base model of seed" not in text, "the wheel has no base model"
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG") and (folder / "demo.png").stat().st_size > 20_000
     said = (folder / "demo.txt").read_text().strip()
-    assert said in text and said.startswith("In 2 steps") and "ends highest" in said
+    assert said in text and said.startswith("In 2 steps")
+    # The first steps are those of the base model.
+    assert said.endswith("none of them ends clearly highest.")
     for name in ("DPPO with capped weights", "GRPO clip-higher", "PG-IS without a trust region"):
         assert f"{name} (masks" in said
     assert len(list((folder / "rows").glob("*.json"))) == 3 and list(tmp_path.iterdir()) == [tmp_path / "runs"]

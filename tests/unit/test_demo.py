@@ -86,6 +86,7 @@ def test_the_sentence_says_what_the_rows_say() -> None:
     assert "GRPO clip-higher (masks 42% of the tokens) starts at 0.10, reaches 0.50 and ends at 0.50" in text
     assert "PG-IS without a trust region (masks nothing) starts at 0.10, reaches 0.90 and falls to 0.54" in text
     assert "seed 3" in text and text.endswith("DPPO with capped weights ends highest.")
+    assert sentence([row(PG, [0.7], 0), rows[0]]).endswith("none of them ends clearly highest.")
     # Whoever ends highest is named: the sentence knows no favourite.
     assert sentence([rows[1], row(PG, [0.1] + [0.9] * 7, 0)]).endswith("PG-IS without a trust region ends highest.")
     stopped = sentence([rows[0], row(GRPO, [0.3, 0.2], 0.4, "TrainingStopped: the gradient was not finite. More")])
