@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Write requirements/lock.txt and the pins of pyproject.toml anew: ``.venv/bin/python tools/lock_requirements.py``.
 
-Needs uv. The versions are those of the interpreter that runs this, hence those that the tests ran with; what it does not
-have is the newest that goes with them. Markers say what is for which Python and platform. pip and uv read the same pins:
-pip as constraints (``-c requirements/lock.txt``), uv as the ``constraint-dependencies`` of pyproject.toml. No hashes and
-no addresses: those of a uv.lock are one index's, and an index of your own, or the CPU build of torch, would not fit.
+Needs uv. The versions are those of the interpreter that runs this, hence those that the tests ran with; what it does
+not have is the newest that goes with them. Markers say what is for which Python and platform. pip and uv read the
+same pins: pip as constraints (``-c requirements/lock.txt``), uv as the ``constraint-dependencies`` of pyproject.toml.
+No hashes and no addresses: those of a uv.lock are one index's, and an index of your own, or the CPU build of torch,
+would not fit.
 """
 
 from __future__ import annotations
