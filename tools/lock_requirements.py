@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Write requirements/lock.txt and the pins of pyproject.toml anew: ``.venv/bin/python tools/lock_requirements.py``.
 
-Needs uv. The versions are those of the interpreter that runs this, hence those that the tests ran with; what it does
+The versions are those of the interpreter that runs this, hence those that the tests ran with; what it does
 not have is the newest that goes with them. Markers say what is for which Python and platform. pip and uv read the
 same pins: pip as constraints (``-c requirements/lock.txt``), uv as the ``constraint-dependencies`` of pyproject.toml.
 No hashes and no addresses: those of a uv.lock are one index's, and an index of your own, or the CPU build of torch,
@@ -10,7 +10,6 @@ would not fit.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import re
@@ -37,7 +36,7 @@ def installed() -> list[str]:
     return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(found.items()) if name not in OWN]
 
 
-def resolve(uv: str) -> list[str]:
+def resolve() -> list[str]:
     """The pins with their markers.
 
     Raises:
@@ -46,7 +45,19 @@ def resolve(uv: str) -> list[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.write("\n".join(installed()) + "\n")
         constraints.flush()
-        command = [uv, "pip", "compile", "-q", "setup.py", "--universal", "--python-version", "3.11", "--no-config"]
+        command = [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "compile",
+            "-q",
+            "setup.py",
+            "--universal",
+            "--python-version",
+            "3.11",
+            "--no-config",
+        ]
         command += [part for extra in EXTRAS for part in ("--extra", extra)]
         command += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
         done = subprocess.run(
@@ -66,9 +77,7 @@ def with_pins(project: str, pins: list[str]) -> str:
 
 def main() -> None:
     """Resolve, then write both files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--uv", default="uv", help="the program")
-    pins = resolve(parser.parse_args().uv)
+    pins = resolve()
     LOCK.write_text(_HEADER + "".join(f"{pin}\n" for pin in pins), encoding="utf-8")
     PROJECT.write_text(with_pins(PROJECT.read_text(encoding="utf-8"), pins), encoding="utf-8")
     print(f"{len(pins)} pins in {LOCK.relative_to(ROOT)} and {PROJECT.relative_to(ROOT)}")
