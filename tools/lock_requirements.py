@@ -45,24 +45,11 @@ def resolve() -> list[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.write("\n".join(installed()) + "\n")
         constraints.flush()
-        command = [
-            sys.executable,
-            "-m",
-            "uv",
-            "pip",
-            "compile",
-            "-q",
-            "setup.py",
-            "--universal",
-            "--python-version",
-            "3.11",
-            "--no-config",
-        ]
+        command = [sys.executable, "-m", "uv", "pip", "compile", "-q", "setup.py", "-c", constraints.name]
         command += [part for extra in EXTRAS for part in ("--extra", extra)]
-        command += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
-        done = subprocess.run(
-            [*command, "-c", constraints.name], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-        )
+        command += ["--universal", "--python-version", "3.11", "--no-header", "--no-annotate"]
+        command += ["--no-config", "--no-emit-index-url", "--no-emit-find-links"]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line and not line.startswith("#")]
     if wrong := [line for line in lines if "://" in line or not re.match(r"[A-Za-z0-9._-]+==", line)]:
         raise ValueError(f"no pin: {wrong[0]!r}")

@@ -148,6 +148,8 @@ def _do(jobs: Sequence[_Job], at_once: int, say: Callable[[str], None]) -> None:
     context.set_forkserver_preload([PRELOAD])
     # The runs are small: a GPU would wait for its kernels. The server that they are forked from reads this.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # The server imports before a run has a log: Megatron's warnings about optional packages would be on the terminal.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     waiting, running, done = list(jobs), dict[Any, tuple[BaseProcess, _Job]](), 0
     try:
         while waiting or running:
