@@ -59,6 +59,7 @@ CLASSES: dict[str, Class] = {
     "optimizer.pin_cpu_grads": "free",
     "optimizer.*": "results",
     "warmup.*": "results",
+    "eval.stop_at_accuracy": "free",  # where the curve ends, not how it goes
     "eval.*": "results",
     "checkpoint.*": "free",
     "log.*": "free",
