@@ -24,7 +24,9 @@ def tool(name: str, *arguments: str, processes: int = 1) -> subprocess.Completed
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [*launcher, str(ROOT / "tools" / name), *arguments]
+    is_script = name.endswith(".py")
+    program = [str(ROOT / "tools" / name)] if is_script else ["-m", "megatron_dppo.cli.main", "convert", name]
+    command = [*launcher, *program, *arguments]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -38,10 +40,10 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_there_on_two_processes_and_back_on_one_is_bitwise(hf_folder: Path, tmp_path: Path) -> None:
     checkpoint, back = str(tmp_path / "megatron"), str(tmp_path / "back")
-    there = tool("convert_hf_to_megatron.py", str(hf_folder), checkpoint, *LAYOUT, "2", processes=2)
+    there = tool("hf-to-megatron", str(hf_folder), checkpoint, *LAYOUT, "2", processes=2)
     assert there.returncode == 0, there.stderr
     assert there.stdout.count("wrote") == 1
-    again = tool("convert_megatron_to_hf.py", checkpoint, str(hf_folder), back, *LAYOUT, "1")
+    again = tool("megatron-to-hf", checkpoint, str(hf_folder), back, *LAYOUT, "1")
     assert again.returncode == 0, again.stderr
     mine, reference = FolderWeights(back), FolderWeights(hf_folder)
     assert mine.names() == reference.names()
