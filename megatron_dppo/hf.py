@@ -27,7 +27,7 @@ _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 _ROUTER_BIAS = "e_score_correction_bias"
 _KEPT_IN_FP32 = (_ROUTER_BIAS, ".weight_scale_inv")
 _QUANTIZED = (".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight")
-"""Tensors that only folders of quantised weights have: in blocks of FP8, of modelopt, compressed-tensors, GPTQ and AWQ."""
+"""What only folders of quantised weights have: FP8 in blocks, modelopt, compressed-tensors, GPTQ and AWQ."""
 _ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 

@@ -1,4 +1,4 @@
-"""Quantised folders: read back by transformers, and tensor for tensor those of nvidia-modelopt and compressed-tensors."""
+"""Quantised folders: read back by transformers, tensor for tensor those of nvidia-modelopt and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def qwen3_moe(**changes: Any) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=40,
+        head_dim=64,
         num_experts=4,
         num_experts_per_tok=2,
         mlp_only_layers=[0],
