@@ -26,8 +26,6 @@ WeightStream = Iterable[tuple[str, Tensor]]
 _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 _ROUTER_BIAS = "e_score_correction_bias"
 _KEPT_IN_FP32 = (_ROUTER_BIAS, ".weight_scale_inv")
-_QUANTIZED = (".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight")
-"""What only folders of quantised weights have: FP8 in blocks, modelopt, compressed-tensors, GPTQ and AWQ."""
 _ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
@@ -218,12 +216,6 @@ class FolderWeights:
             raise CheckpointError(
                 f"model.path = {str(path)!r} has no *.safetensors weights; expected a complete Hugging Face folder "
                 "(or set model.random_init = true together with a warm-up)"
-            )
-        found = next((name for name in sorted(self._files) if name.endswith(_QUANTIZED)), None)
-        if found is not None:
-            raise CheckpointError(
-                f"{path} holds quantised weights ({found}), which cannot be trained or converted; expected the model's "
-                "folder in bf16, fp16 or fp32 (servers of a run take quantised ones: rollout.servers.model)"
             )
 
     def __getitem__(self, name: str) -> Tensor:

@@ -1,8 +1,8 @@
 """Quantised weights in the forms that servers load: FP8 in blocks, and INT4 of the routed experts.
 
-Both follow from the weights alone: every scale is the largest magnitude of its block or group over the largest number of
-the type. Nothing is calibrated, so nothing has to be calibrated again when the weights change; the cost of a new version
-is one pass over them.
+Both follow from the weights alone: every scale is the largest magnitude of its block or group over the largest number
+of the type. Nothing is calibrated, so nothing has to be calibrated again when the weights change; the cost of a new
+version is one pass over them.
 
 - ``fp8``: E4M3 in blocks of 128 x 128 of each linear layer, the ``fp8`` format of DeepSeek-V3 and of Qwen's own FP8
   folders: ``X.weight`` in float8 and ``X.weight_scale_inv`` in fp32, one for a block (what a number is multiplied by).

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import FolderWeights, build_hf_model, stream_model
+from megatron_dppo.hf import build_hf_model, stream_model
+from megatron_dppo.mcore.compat import apply_shims
+from megatron_dppo.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import Quantization, fp8_blocks, int4_groups, quantized, quantized_names
 
@@ -100,6 +102,7 @@ def dequantizing(form: str) -> dict[str, Any]:
 
 
 def test_fp8_is_that_of_modelopt_bit_for_bit() -> None:
+    apply_shims(Platform.detect(0))  # before modelopt imports Megatron
     tensor = pytest.importorskip("modelopt.torch.quantization.qtensor").FP8QTensor
     torch.manual_seed(0)
     for shape in ((256, 384), (130, 100)):
@@ -111,6 +114,7 @@ def test_fp8_is_that_of_modelopt_bit_for_bit() -> None:
 
 
 def test_int4_is_that_of_modelopt_bit_for_bit_and_packed_as_compressed_tensors_does() -> None:
+    apply_shims(Platform.detect(0))  # before modelopt imports Megatron
     tensor = pytest.importorskip("modelopt.torch.quantization.qtensor").INT4QTensor
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     torch.manual_seed(0)
@@ -148,8 +152,6 @@ def test_a_folder_says_what_it_is_and_what_is_quantised_in_it(tmp_path: Path) ->
     assert [name for name in again if name.endswith("_scale_inv")] == [
         "model.layers.1.self_attn.o_proj.weight_scale_inv"
     ]
-    with pytest.raises(CheckpointError, match=r"quantised weights \(.*weight_scale_inv\).*rollout.servers.model"):
-        FolderWeights(tmp_path / "out")
 
 
 def test_zeros_and_the_smallest_numbers_stay_numbers() -> None:
