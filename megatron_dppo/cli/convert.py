@@ -8,10 +8,11 @@ import functools
 import io
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_dppo.cli.main import report_error
 from megatron_dppo.config.schema import ParallelConfig
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import CheckpointError, UserError
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -35,6 +36,17 @@ def conversion_parser(description: str | None) -> argparse.ArgumentParser:
 def parallel_of(options: argparse.Namespace) -> ParallelConfig:
     """The layout that the arguments say."""
     return ParallelConfig(**{name: value for name in _SIZES if (value := getattr(options, name)) is not None})
+
+
+def new_folder(path: str) -> Path:
+    """The folder that a tool writes.
+
+    Raises:
+        CheckpointError: something of that name is there already.
+    """
+    if Path(path).exists():
+        raise CheckpointError(f"{path} already exists; choose another folder or delete it")
+    return Path(path)
 
 
 def reporting_errors(main: Callable[[], int]) -> Callable[[], int]:

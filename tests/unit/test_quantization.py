@@ -18,6 +18,7 @@ from megatron_dppo.mcore.compat import apply_shims
 from megatron_dppo.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import Quantization, fp8_blocks, int4_groups, quantized, quantized_names
+from megatron_dppo.weights.quantized_folder import quantize_folder
 
 ROUTED = re.compile(r".*experts\.\d+\.\w+\.weight")
 
@@ -176,3 +177,13 @@ def test_what_a_format_cannot_hold_is_refused_by_name(form: Any, weight: Tensor,
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     with pytest.raises(CheckpointError, match=f"{name} .*{problem}"):
         list(quantized([(name, weight)], Quantization(form)))
+
+
+def test_a_model_without_routed_experts_has_nothing_for_int4(tmp_path: Path) -> None:
+    config = qwen3_moe(mlp_only_layers=[0, 1])
+    config.save_pretrained(tmp_path / "dense")
+    weights = stream_model(build_hf_model(config, torch.float32, seed=0))
+    save_hf_folder(tmp_path / "dense", tmp_path / "dense", weights, torch.float32)
+    with pytest.raises(CheckpointError, match="no routed experts.*--format fp8"):
+        quantize_folder(tmp_path / "dense", tmp_path / "out", "int4", torch.bfloat16)
+    assert not (tmp_path / "out").exists()
