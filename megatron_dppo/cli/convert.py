@@ -12,8 +12,12 @@ from pathlib import Path
 
 from megatron_dppo.cli.main import report_error
 from megatron_dppo.config.schema import ParallelConfig
-from megatron_dppo.errors import CheckpointError, UserError
+from megatron_dppo.errors import CheckpointError, ConfigError, UserError
+from megatron_dppo.weights.awq import require_awq
+from megatron_dppo.weights.quantization import FORMATS
 
+AWQ = "int4_awq"
+QUANTIZED = (*FORMATS, AWQ)
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -47,6 +51,27 @@ def new_folder(path: str) -> Path:
     if Path(path).exists():
         raise CheckpointError(f"{path} already exists; choose another folder or delete it")
     return Path(path)
+
+
+def add_calibration(parser: argparse.ArgumentParser) -> None:
+    """The texts that AWQ looks at."""
+    parser.add_argument("--calibration", help="of int4_awq: lines of JSON with a key 'text'")
+
+
+def check_calibration(form: str | None, calibration: str | None) -> bool:
+    """Whether the format is AWQ, which alone needs texts.
+
+    Raises:
+        ConfigError: texts without it, it without texts, or packages that cannot make it.
+    """
+    if form != AWQ:
+        if calibration is not None:
+            raise ConfigError(f"--calibration {calibration} has no effect without {AWQ}; remove it")
+        return False
+    if calibration is None:
+        raise ConfigError(f"{AWQ} needs --calibration FILE: lines of JSON with a key 'text'; fp8 and int4 need none")
+    require_awq()
+    return True
 
 
 def reporting_errors(main: Callable[[], int]) -> Callable[[], int]:

@@ -22,7 +22,7 @@ from megatron_dppo.parallel.objects import agreed, from_each
 from megatron_dppo.weights.quantization import Quantization, is_quantized, quantized
 
 _WHAT = "the weights"
-_COPIED = {".json", ".txt", ".model", ".jinja"}
+COPIED = {".json", ".txt", ".model", ".jinja"}
 """Kinds of files of a model that are no weights"""
 
 
@@ -96,7 +96,7 @@ def _begin(target: Path, partial: Path, source: Path, dtype: torch.dtype) -> Non
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for file in source.iterdir():
-            if file.is_file() and file.suffix in _COPIED and "safetensors" not in file.name:
+            if file.is_file() and file.suffix in COPIED and "safetensors" not in file.name:
                 shutil.copyfile(file, partial / file.name)
         config = json.loads((partial / "config.json").read_text())
         config.pop("torch_dtype", None)

@@ -184,6 +184,6 @@ def test_a_model_without_routed_experts_has_nothing_for_int4(tmp_path: Path) -> 
     config.save_pretrained(tmp_path / "dense")
     weights = stream_model(build_hf_model(config, torch.float32, seed=0))
     save_hf_folder(tmp_path / "dense", tmp_path / "dense", weights, torch.float32)
-    with pytest.raises(CheckpointError, match="no routed experts.*--format fp8"):
+    with pytest.raises(CheckpointError, match=r"no routed experts.*--format fp8"):
         quantize_folder(tmp_path / "dense", tmp_path / "out", "int4", torch.bfloat16)
     assert not (tmp_path / "out").exists()
