@@ -71,7 +71,7 @@ def test_awq_is_written_by_modelopt_and_is_near_the_weights(model: Path, tmp_pat
     assert {"tokenizer.json", "hf_quant_config.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
     before, after = load_file(model / "hf" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     compared = list(errors(before, after))
-    assert len(compared) == 2 * 4 + 3 + 4 * 3 and max(compared) < 0.12
+    assert len(compared) == 2 * 4 + 3 + 4 * 3 and max(compared) < 0.25
     again = quantize(model, tmp_path / "out", *texts, first=str(older))
     assert again.returncode == 2 and "already exists" in again.stderr
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1="}\n')
