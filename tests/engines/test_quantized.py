@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,18 @@ import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.hf import stream_model
+from megatron_dppo.hf import build_hf_model, stream_model
 from megatron_dppo.rollout.attempt import SyncResult
 from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.weights.hf_folder import save_hf_folder
-from megatron_dppo.weights.quantization import Quantization
+from megatron_dppo.weights.quantization import FORMATS, Quantization
 from megatron_dppo.weights.sync import WeightSync
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.proxy import Proxy
-from tests.engines.servers import Engine, SharedEngine, start_vllm
+from tests.engines.servers import TOOLS, Engine, SharedEngine, start_vllm
 from tests.engines.test_sync_proof import other_folder
 from tests.engines.tiny import END, SPECIAL, VOCAB, byte_tokenizer
+from tests.unit.test_quantization import qwen3_moe
 
 
 def model(seed: int) -> Any:
@@ -100,7 +103,6 @@ def test_each_version_is_what_a_server_with_int4_layers_samples_from_and_one_tha
             result = send(1, 1)
             assert result.good and "all weights: kept by the server in a form of its own" in result.notes[proxy.url]
             second = off(dequantized(tmp_path / "version_000001"), vllm)
-            print(first, second, off(copy.deepcopy(MODELS[1]), vllm), off(copy.deepcopy(MODELS[0]), vllm))
             assert first < 0.02 and second < 0.02
             plain = (off(copy.deepcopy(MODELS[1]), vllm), off(copy.deepcopy(MODELS[0]), vllm))
             assert 0.05 < plain[0] < 0.5 < plain[1], "the weights before they were quantised, and the other ones"
@@ -110,3 +112,44 @@ def test_each_version_is_what_a_server_with_int4_layers_samples_from_and_one_tha
             assert send(0, 2).good and off(dequantized(tmp_path / "version_000002"), vllm) < 0.02
         finally:
             sync.close()
+
+
+SGLANG_READS = """
+import json, sys
+import sglang_cpu
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.quantization import get_quantization_config
+from sglang.srt.layers.quantization.utils import is_layer_skipped
+for folder in sys.argv[1:]:
+    name = ModelConfig(folder).quantization
+    config = get_quantization_config(name).from_config(json.load(open(folder + "/config.json"))["quantization_config"])
+    if name == "fp8":
+        layers = ("model.layers.1.mlp.gate", "model.layers.1.mlp.experts", "model.layers.1.self_attn.o_proj")
+        print(config.weight_block_size, config.is_checkpoint_fp8_serialized,
+              [is_layer_skipped(layer, config.ignored_layers) for layer in layers])
+    else:
+        weights = config.target_scheme_map["Linear"]["weights"]
+        print(name, config.quant_format, weights.num_bits, weights.group_size, weights.symmetric)
+"""
+
+
+def test_sglang_understands_what_is_quantised_in_both_formats(tmp_path: Path) -> None:
+    base = Path(
+        subprocess.run(
+            [TOOLS / "sglang.sh", "install", "0.5.23"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
+    config = qwen3_moe(architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(tmp_path / "source")
+    weights = dict(stream_model(build_hf_model(config, torch.bfloat16, seed=0)))
+    for form in FORMATS:
+        save_hf_folder(
+            tmp_path / form, tmp_path / "source", weights.items(), torch.bfloat16, quantization=Quantization(form)
+        )
+    env = os.environ | {"PYTHONPATH": f"{TOOLS}/sglang_shim:{base}/sglang-0.5.23", "SGLANG_USE_CPU_ENGINE": "1"}
+    command = [base / "bin/python", "-c", SGLANG_READS, *(tmp_path / form for form in FORMATS)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    fp8, int4 = done.stdout.splitlines()[-2:]
+    assert fp8 == "[128, 128] True [True, False, False]"
+    assert int4 == "compressed-tensors pack-quantized 4 32 True"
