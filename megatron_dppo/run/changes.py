@@ -27,6 +27,7 @@ CLASSES: dict[str, Class] = {
     "parallel.*": "free",  # the same curve up to rounding; what Megatron cannot reshard is refused
     "data.train": "fixed",
     "data.*": "results",
+    "rollout.servers.model": "results",  # what samples is coarser
     "rollout.servers.*": "free",
     "rollout.weight_sync.*": "free",
     "rollout.*": "results",

@@ -74,7 +74,9 @@ def test_in_sections_with_both_kinds_each_key_was_looked_at() -> None:
     for section in ("model", "data", "loss", "train", "warmup"):
         assert {class_of(key) for key in keys() if key.startswith(f"{section}.")} <= {"results", "fixed"}
     for section in ("parallel", "checkpoint", "log", "rollout.servers", "rollout.weight_sync"):
-        assert {class_of(key) for key in keys() if key.startswith(f"{section}.")} == {"free"}
+        of_section = {key for key in keys() if key.startswith(f"{section}.")} - {"rollout.servers.model"}
+        assert {class_of(key) for key in of_section} == {"free"}
+    assert class_of("rollout.servers.model") == "results"
 
 
 def other(value: Any) -> Any:
