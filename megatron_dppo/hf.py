@@ -24,7 +24,8 @@ from megatron_dppo.types import RoutingShape
 
 WeightStream = Iterable[tuple[str, Tensor]]
 _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
-_KEPT_IN_FP32 = "e_score_correction_bias"
+_ROUTER_BIAS = "e_score_correction_bias"
+_KEPT_IN_FP32 = (_ROUTER_BIAS, ".weight_scale_inv")
 _ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
@@ -99,7 +100,8 @@ def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) 
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """What a weight of a model in ``dtype`` is stored and sent in: the biases by which routers choose stay fp32."""
+    """What a weight of a model in ``dtype`` is stored and sent in: the biases by which routers choose stay fp32, and so
+    do the scales of FP8 blocks."""
     return torch.float32 if name.endswith(_KEPT_IN_FP32) else dtype
 
 
@@ -156,7 +158,7 @@ def copy_into_model(model: Any, weights: WeightStream) -> None:
 
 def router_biases(model: Any) -> dict[str, Tensor]:
     """The biases by which the routers of a transformers model choose experts, which are no parameters, by name."""
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(_KEPT_IN_FP32)}
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(_ROUTER_BIAS)}
 
 
 def _expert_slice(targets: dict[str, Tensor], name: str) -> tuple[Tensor, str]:

@@ -7,8 +7,9 @@
 #
 # - Inside an environment that already has torch and megatron.core (an NGC container, your own virtual environment),
 #   that environment is used: its torch and Megatron stay as they are, only what is missing is added.
-# - Otherwise .venv is created here and filled; on a machine without NVIDIA driver with the versions of
-#   requirements/cpu.txt.
+# - Otherwise .venv is created here and filled with the versions of requirements/lock.txt (Python 3.11 to 3.13, for which
+#   there are wheels of all of them; newer: the newest versions). On a machine without NVIDIA driver torch is a CPU
+#   build, where an index of pip's offers one (tools/cpu_torch.py).
 # PYTHON names the interpreter to start from (default python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -46,7 +47,7 @@ else
     export PIP_REQUIRE_VIRTUALENV=1
 fi
 
-if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ requirements/cpu.txt -nt "$stamp" ]; then
+if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ requirements/lock.txt -nt "$stamp" ]; then
     if [ $mode = keep ]; then
         say "using the torch and Megatron of $("$target" -c 'import sys; print(sys.prefix)')"
         constraints=$(mktemp)
@@ -63,9 +64,16 @@ if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ requirements/cpu.txt -nt 
         rm -f "$constraints" "$constraints.missing"
     else
         say "installing into .venv (about a minute)"
-        constraint=()
-        command -v nvidia-smi >/dev/null || constraint=(-c requirements/cpu.txt)
-        $target -m pip install -q --disable-pip-version-check "${constraint[@]}" -e '.[dev]' 2> >(grep -v '^WARNING: Location' >&2)
+        constraints=$(mktemp)
+        if "$target" -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then
+            cp requirements/lock.txt "$constraints"
+        else
+            say "requirements/lock.txt is for Python 3.11 to 3.13: taking the newest versions"
+        fi
+        command -v nvidia-smi >/dev/null || $target tools/cpu_torch.py "$constraints" "$constraints.cpu"
+        if [ -e "$constraints.cpu" ]; then mv "$constraints.cpu" "$constraints"; fi
+        $target -m pip install -q --disable-pip-version-check -c "$constraints" -e '.[dev]' 2> >(grep -v '^WARNING: Location' >&2)
+        rm -f "$constraints"
     fi
     touch "$stamp"
 fi

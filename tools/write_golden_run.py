@@ -1,4 +1,4 @@
-"""Write tests/data/golden.json anew: the numbers of the demo changed, and somebody means it.
+"""Write tests/data/golden.json anew: the numbers of the example changed, and somebody means it.
 
 python -m tools.write_golden_run "why they changed"
 python -m tools.write_golden_run --add "why"      # keep the runs of other versions and processors

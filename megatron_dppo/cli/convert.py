@@ -8,11 +8,16 @@ import functools
 import io
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_dppo.cli.main import report_error
 from megatron_dppo.config.schema import ParallelConfig
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import CheckpointError, ConfigError, UserError
+from megatron_dppo.weights.awq import require_awq
+from megatron_dppo.weights.quantization import FORMATS
 
+AWQ = "int4_awq"
+QUANTIZED = (*FORMATS, AWQ)
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -35,6 +40,38 @@ def conversion_parser(description: str | None) -> argparse.ArgumentParser:
 def parallel_of(options: argparse.Namespace) -> ParallelConfig:
     """The layout that the arguments say."""
     return ParallelConfig(**{name: value for name in _SIZES if (value := getattr(options, name)) is not None})
+
+
+def new_folder(path: str) -> Path:
+    """The folder that a tool writes.
+
+    Raises:
+        CheckpointError: something of that name is there already.
+    """
+    if Path(path).exists():
+        raise CheckpointError(f"{path} already exists; choose another folder or delete it")
+    return Path(path)
+
+
+def add_calibration(parser: argparse.ArgumentParser) -> None:
+    """The texts that AWQ looks at."""
+    parser.add_argument("--calibration", help="of int4_awq: lines of JSON with a key 'text'")
+
+
+def check_calibration(form: str | None, calibration: str | None) -> bool:
+    """Whether the format is AWQ, which alone needs texts.
+
+    Raises:
+        ConfigError: texts without it, it without texts, or packages that cannot make it.
+    """
+    if form != AWQ:
+        if calibration is not None:
+            raise ConfigError(f"--calibration {calibration} has no effect without {AWQ}; remove it")
+        return False
+    if calibration is None:
+        raise ConfigError(f"{AWQ} needs --calibration FILE: lines of JSON with a key 'text'; fp8 and int4 need none")
+    require_awq()
+    return True
 
 
 def reporting_errors(main: Callable[[], int]) -> Callable[[], int]:

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megatron_dppo import __version__
 from megatron_dppo.cli.answers import add_eval_arguments, add_generate_arguments, run_eval, run_generate
+from megatron_dppo.cli.demo import add_demo_arguments, run_demo
 from megatron_dppo.cli.diagnose import add_diagnose_arguments, run_diagnose
 from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
 from megatron_dppo.cli.experiment import add_experiment_arguments, run_experiment
@@ -23,6 +24,7 @@ from megatron_dppo.cli.replay import add_replay_arguments, run_replay
 from megatron_dppo.cli.report import add_report_arguments, run_report
 from megatron_dppo.cli.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
+from megatron_dppo.cli.shipped import add_convert_arguments, add_examples_arguments, run_convert, run_examples
 from megatron_dppo.errors import ConfigError, UserError
 
 
@@ -144,6 +146,24 @@ def _reported(command: _Run) -> _Run:
 
 
 _COMMANDS = {
+    "demo": _Command(
+        "DPPO, ratio clipping and no trust region side by side, in minutes on a CPU",
+        add_demo_arguments,
+        _reported(run_demo),
+        has_overrides=False,
+    ),
+    "examples": _Command(
+        "list or copy the examples and launch scripts",
+        add_examples_arguments,
+        _reported(run_examples),
+        has_overrides=False,
+    ),
+    "convert": _Command(
+        "convert weights between Hugging Face and Megatron",
+        add_convert_arguments,
+        _reported(run_convert),
+        has_overrides=False,
+    ),
     "train": _Command("post-train a model by a configuration file", add_train_arguments, run_train),
     "serve": _Command("start the inference servers of a run", add_serve_arguments, _reported(run_serve)),
     "eval": _Command("evaluate a run's weights, or a Hugging Face folder", add_eval_arguments, _reported(run_eval)),

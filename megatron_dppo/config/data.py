@@ -188,6 +188,27 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _quantised_weights_go_by_disk(self) -> RolloutConfig:
+        model, method = self.servers.model, self.weight_sync.method
+        if model is not None and method != "disk":
+            raise ValueError(
+                f"servers.model = {model!r} with weight_sync.method = {method!r}: quantised weights reach servers as a "
+                "folder, which they read as they did the one that they started with; set it to 'disk'"
+            )
+        if model is not None and self.dtype == "fp32":
+            raise ValueError(
+                f"servers.model = {model!r} with dtype = 'fp32': no engine computes with quantised weights in fp32; "
+                "set dtype to 'bf16' or 'fp16'"
+            )
+        return self
+
+    @property
+    def coarseness(self) -> DType:
+        """The dtype whose rounding is like what the engine's probabilities differ by; that of quantised weights is
+        bounded as bf16's."""
+        return self.dtype if self.servers.model is None else "bf16"
+
+    @model_validator(mode="after")
     def _sections_belong_to_the_engine(self) -> RolloutConfig:
         changed = self.changed()
         for section, engines in _ENGINES_OF_SECTIONS.items():

@@ -26,9 +26,21 @@ class EvalConfig(Section):
     """Longest answer; None = ``rollout.max_new_tokens``."""
     beside_training: bool | None = None
     """Sample while the next step samples and trains, and log when that step ends; None = with inference servers, unless
-    ``checkpoint.keep_best`` needs the result at once."""
+    ``checkpoint.keep_best`` or ``stop_at_accuracy`` needs the result at once."""
+    stop_at_accuracy: float | None = None
+    """End the run well, with a checkpoint and all that a run leaves, after the first evaluation in training whose
+    ``eval/accuracy`` (the mean score) is at least this; None = after ``run.num_steps``."""
     max_prompts: int | None = Field(None, gt=0)
     """Evaluate on a fixed random sample of this size; None = all."""
+
+    @model_validator(mode="after")
+    def _stop_is_known_in_time(self) -> EvalConfig:
+        if self.stop_at_accuracy is not None and self.beside_training:
+            raise ValueError(
+                f"stop_at_accuracy = {self.stop_at_accuracy} with beside_training = true: when the result of an "
+                "evaluation is there, another step was done. Choose one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvalConfig:

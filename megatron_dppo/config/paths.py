@@ -37,6 +37,7 @@ def resolve_paths(values: dict[str, Any], folder: Path) -> None:
         if (section, key) in _PATHS or ".py:" in str(table[key]):
             table[key] = _beside(table[key], folder)
     _resolve_program(values, folder, "rollout", "servers", "command")
+    _resolve_served_model(values, folder)
     _resolve_program(values, folder, "agent", "command")
     _resolve_rewards(values.get("reward"), folder)
 
@@ -52,6 +53,13 @@ def _resolve_program(values: dict[str, Any], folder: Path, *place: str) -> None:
         table[0] = beside if os.path.exists(beside) else table[0]
     if isinstance(table, list) and place[0] == "agent":
         table[1:] = [_beside(part, folder) if str(part).endswith(".py") else part for part in table[1:]]
+
+
+def _resolve_served_model(values: dict[str, Any], folder: Path) -> None:
+    rollout = values.get("rollout")
+    servers = rollout.get("servers") if isinstance(rollout, dict) else None
+    if isinstance(servers, dict) and "model" in servers:
+        servers["model"] = _beside(servers["model"], folder)
 
 
 def _resolve_rewards(reward: Any, folder: Path) -> None:

@@ -168,7 +168,8 @@ class Config(_Section):
         """``eval.beside_training`` with its default."""
         beside = self.eval.beside_training
         apart = self.rollout.engine != "local" and not self.rollout.servers.colocated
-        return apart and not self.checkpoint.keep_best if beside is None else beside
+        at_once = self.checkpoint.keep_best or self.eval.stop_at_accuracy is not None
+        return apart and not at_once if beside is None else beside
 
     @model_validator(mode="after")
     def _optimizers_fit(self) -> Config:
@@ -227,6 +228,11 @@ class Config(_Section):
                 f"rollout.order = 'completed' with train.max_staleness = {self.train.max_staleness}: a group that "
                 "waits for a step while others are trained on becomes two steps old. Set max_staleness = 2 or more, or "
                 "rollout.order = 'stream'"
+            )
+        if self.eval.stop_at_accuracy is not None and self.data.eval is None:
+            raise ValueError(
+                f"eval.stop_at_accuracy = {self.eval.stop_at_accuracy} without data.eval: nothing is evaluated. Name "
+                "held-out prompts, or leave it out"
             )
         if self.checkpoint.keep_best and self.eval.beside_training:
             raise ValueError(

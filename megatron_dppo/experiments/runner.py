@@ -26,6 +26,8 @@ Row = Mapping[str, Any]
 Rows = dict[str, Row]
 """Key of a run -> its row."""
 PRELOAD = "megatron_dppo.run.preload"
+SHIPPED = Path(__file__).with_name("bases")
+"""base models that come with the package: ``tools/make_demo_base.py`` writes them"""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class Store:
         return self.folder / "runs" / run.key
 
     def base(self, run: Run) -> Path:
-        """The folder of its base model."""
-        return self.folder / "bases" / f"{run.task}-{run.settings['run']['seed']}-{self._digest(run)}"
+        """The folder of its base model: the package's, where one of these settings comes with it, else the store's."""
+        name = f"{run.task}-{run.settings['run']['seed']}-{self._digest(run)}"
+        shipped = SHIPPED / name
+        return shipped if shipped.is_dir() else self.folder / "bases" / name
 
     def _digest(self, run: Run) -> str:
         return hashlib.sha256(json.dumps(self.warmup(run), sort_keys=True).encode()).hexdigest()[:8]
@@ -139,6 +143,15 @@ def do_runs(store: Store, runs: Sequence[Run], jobs: int, say: Callable[[str], N
     return store.read(list(wanted.values()))
 
 
+def make_base_at(store: Store, run: Run, target: Path, say: Callable[[str], None]) -> None:
+    """Make the base model of a run at ``target``, wherever the store or the package has one.
+
+    Raises:
+        UserError: the warm-up ended without a result.
+    """
+    _do([_base_job(store, run, target)], 1, say)
+
+
 def _jobs(store: Store, runs: Sequence[Run]) -> list[_Job]:
     """Each base model that is missing, and then the runs that start from it."""
     groups: dict[Path, list[Run]] = {}
@@ -169,6 +182,8 @@ def _do(jobs: Sequence[_Job], at_once: int, say: Callable[[str], None]) -> None:
     context.set_forkserver_preload([PRELOAD])
     # The runs are small: a GPU would wait for its kernels. The server that they are forked from reads this.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # The server imports before a run has a log: Megatron's warnings about optional packages would be on the terminal.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     waiting, running, done = list(jobs), dict[Any, tuple[BaseProcess, _Job]](), 0
     try:
         while waiting or running:

@@ -31,6 +31,7 @@ def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
 
     Example: the second of two tokens has moved 0.4 from its rollout probability, more than the 0.15 of DPPO-Binary-TV,
     and would move on. It gets no gradient; the first gets minus its ratio 0.5 / 0.4.
+
         >>> inputs = LossInputs(
         ...     logprobs=torch.tensor([0.5, 0.9]).log().requires_grad_(),
         ...     rollout_logprobs=torch.tensor([0.4, 0.5]).log(),
@@ -57,6 +58,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
     """The loss that ``config.name`` says, summed over the tokens of the loss mask; docs/loss.md has the formulas.
 
     Example: PPO's clipping on the same two tokens as in ``dppo_loss``: both ratios, 1.25 and 1.8, against 1.28.
+
         >>> inputs = LossInputs(
         ...     logprobs=torch.tensor([0.5, 0.9]).log().requires_grad_(),
         ...     rollout_logprobs=torch.tensor([0.4, 0.5]).log(),

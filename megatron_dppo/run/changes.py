@@ -27,6 +27,7 @@ CLASSES: dict[str, Class] = {
     "parallel.*": "free",  # the same curve up to rounding; what Megatron cannot reshard is refused
     "data.train": "fixed",
     "data.*": "results",
+    "rollout.servers.model": "results",  # what samples is coarser
     "rollout.servers.*": "free",
     "rollout.weight_sync.*": "free",
     "rollout.*": "results",
@@ -59,6 +60,7 @@ CLASSES: dict[str, Class] = {
     "optimizer.pin_cpu_grads": "free",
     "optimizer.*": "results",
     "warmup.*": "results",
+    "eval.stop_at_accuracy": "free",  # where the curve ends, not how it goes
     "eval.*": "results",
     "checkpoint.*": "free",
     "log.*": "free",

@@ -27,6 +27,7 @@ from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.own_engine import OwnEngine
+from megatron_dppo.run.served_model import served_quantization
 from megatron_dppo.serving.command import api_key
 from megatron_dppo.weights.adapter_folder import adapter_config
 from megatron_dppo.weights.sync import WeightSync
@@ -188,13 +189,14 @@ def weight_sync(config: Config, hf_config: Any, device: torch.device, sharing: S
     return WeightSync(
         connect_servers(config),
         settings,
-        model_folder=Path(config.model.path),
+        model_folder=Path(config.rollout.servers.model or config.model.path),
         weights_folder=Path(settings.folder or Path(config.run.output_dir) / "weights"),
         dtype=DTYPES[config.rollout.dtype],
         device=device,
         tied=hf_config.tie_word_embeddings,
         sharing=sharing,
         adapter=adapter_config(config.lora, config.model.path) if _by_adapter(config) else None,
+        quantization=served_quantization(config),
     )
 
 

@@ -236,7 +236,13 @@ def _is_finished(folder: Path) -> bool:
 
     found = checkpoints(folder / "checkpoints")
     try:
-        return bool(found) and read_state(found[-1])["step"] >= read_state(found[-1])["config"]["run"]["num_steps"]
+        if not found:
+            return False
+        state = read_state(found[-1])
+        config, best = state["config"], state["best"]
+        goal = config["eval"].get("stop_at_accuracy")
+        solved = goal is not None and best is not None and best[0] >= goal
+        return bool(solved or state["step"] >= config["run"]["num_steps"])
     except (UserError, KeyError, TypeError):
         return False
 

@@ -58,7 +58,7 @@ class FirstUpdateGuard:
             on_policy: whether the current weights sampled every token of the step. Tokens of older weights differ by
                 what was learned since, for which there is no limit.
         """
-        dtype = coarser(config.rollout.dtype, config.model.dtype)
+        dtype = coarser(config.rollout.coarseness, config.model.dtype)
         wanted, dropped_limit = config.train.max_first_prob_diff, config.train.max_dropped_fraction
         usual = None if config.rollout.perturbation.is_active else _LIMITS[dtype]
         if config.rollout.batch_invariant:

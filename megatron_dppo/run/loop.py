@@ -60,7 +60,7 @@ def _train(session: Session, stop: StopSignal) -> None:
     if stop.requested():
         raise Stopped(f"by {stop.name} before the next step; the same command continues the run")
     session.console.start("training", config.run.num_steps, session.step)
-    while session.step < config.run.num_steps:
+    while session.step < config.run.num_steps and not session.is_solved:
         PROGRESS.enter("loop", session.step)
         clock = Clock()
         if config.rollout.servers.colocated:
@@ -97,6 +97,9 @@ def _train(session: Session, stop: StopSignal) -> None:
         if stopping:
             raise Stopped(f"by {stop.name} after step {session.step}; the same command continues the run")
     finish_save(session, wait=True)
+    if session.is_solved and session.best is not None:
+        reached, goal = f"{session.best[0]:.3f} at step {session.best[1]}", config.eval.stop_at_accuracy
+        session.console.say(f"solved   eval/accuracy {reached} reached eval.stop_at_accuracy = {goal}")
     with PROGRESS.part("export"):
         session.take_gpus()
         finish(session)
@@ -191,7 +194,7 @@ def save_due(session: Session) -> bool:
     """Whether this step ends with a checkpoint."""
     every = session.config.checkpoint.save_every
     last = session.step == session.config.run.num_steps
-    return last or (every is not None and session.step % every == 0)
+    return last or session.is_solved or (every is not None and session.step % every == 0)
 
 
 def check_health(session: Session) -> None:

@@ -27,6 +27,7 @@ from megatron_dppo.run.engines import connect_servers, open_function
 from megatron_dppo.run.folder import check_place
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs, with_num_steps
 from megatron_dppo.run.output import output_problems, space_problems
+from megatron_dppo.run.served_model import check_served_model
 from megatron_dppo.run.servers import check_servers
 from megatron_dppo.run.teacher import teacher_problems, teacher_servers
 
@@ -170,6 +171,11 @@ def _output(start: Start) -> Iterable[UserError]:
     return ()
 
 
+def _served_model(start: Start) -> Iterable[UserError]:
+    check_served_model(start.config)
+    return ()
+
+
 def _space(start: Start) -> Iterable[UserError]:
     if start.inputs is not None:
         yield from space_problems(start.config, start.inputs)
@@ -205,6 +211,7 @@ CHECKS: Sequence[Check] = (
     Check("log", frozenset({"log"}), _sinks, on_rank_0=True),
     Check("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),
     Check("free space", frozenset({"run", "checkpoint", "model", "warmup"}), _space, on_rank_0=True),
+    Check("the servers' model", frozenset({"model", "rollout"}), _served_model, on_rank_0=True),
     Check("servers", frozenset({"rollout", "data"}), _servers, on_rank_0=True),
     Check("the teacher's servers", frozenset({"distillation"}), _teacher_servers, on_rank_0=True),
 )

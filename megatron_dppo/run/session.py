@@ -111,6 +111,12 @@ class Session:
         return self.config.checkpoint.keep_best
 
     @property
+    def is_solved(self) -> bool:
+        """Whether an evaluation has reached ``eval.stop_at_accuracy``."""
+        goal = self.config.eval.stop_at_accuracy
+        return goal is not None and self.best is not None and self.best[0] >= goal
+
+    @property
     def checkpoint_folder(self) -> Path:
         """Where its checkpoints are."""
         return self.folder / "checkpoints"

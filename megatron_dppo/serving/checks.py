@@ -38,6 +38,8 @@ class Needs:
     """whether it has to take only what changed of its weights"""
     colocated: bool = False
     """whether it has to release its memory"""
+    quantized: bool = False
+    """whether it has to take quantised weights"""
     kept_ids: int = 0
     """how many ids it may have to tell of what its filters left of a token; 0 = none"""
 
@@ -123,6 +125,11 @@ def _vllm(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator[s
     most = model.get("max_logprobs")
     if needs.topk and isinstance(most, int) and 0 <= most < needs.topk + 1:
         yield f"--max-logprobs is {most}; loss.topk = {needs.topk} needs --max-logprobs {needs.topk + 1}"
+    if needs.quantized and not model.get("quantization"):
+        yield (
+            "has no quantised weights, and would not take those of rollout.servers.model; start it with megatron-dppo "
+            "serve, or with that folder as --model"
+        )
     if needs.adapter_rank:
         lora = config.get("lora_config")
         most = lora.get("max_lora_rank") if isinstance(lora, Mapping) else None

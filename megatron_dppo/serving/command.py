@@ -141,10 +141,10 @@ def _options(config: Config) -> dict[str, Any]:
         if key in _ELSEWHERE:
             raise ConfigError(f"[rollout.{engine}] {key}: {_ELSEWHERE[key]}")
     options: dict[str, Any] = {
-        "model-path" if engine == "sglang" else "model": model.path,
+        "model-path" if engine == "sglang" else "model": config.rollout.servers.model or model.path,
         "dtype": _DTYPES[config.rollout.dtype],
     }
-    if model.random_init:
+    if model.random_init and config.rollout.servers.model is None:
         # There are no weights to read; the first sync brings them.
         options["load-format"] = "dummy"
     if config.needs_engine_routing:

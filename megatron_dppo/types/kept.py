@@ -16,6 +16,7 @@ class KeptSets:
     A token was sampled from the softmax over its set alone, and is in it. Indexing picks rows, as of a tensor.
 
     Example: three tokens; the second one was given, so it has no set.
+
         >>> kept = KeptSets(torch.tensor([7, 2, 5], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32))
         >>> len(kept), kept[1:].ids.tolist(), kept[torch.tensor([2, 0])].ids.tolist()
         (3, [5], [5, 7, 2])

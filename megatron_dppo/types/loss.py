@@ -57,6 +57,7 @@ class LossInputs:
     """Per-token inputs of every policy loss. T tokens, K Top-K candidates.
 
     Example: two sampled tokens and one of the prompt, for a Binary loss.
+
         >>> inputs = LossInputs(
         ...     logprobs=torch.tensor([0.0, -0.7, -0.1], requires_grad=True),
         ...     rollout_logprobs=torch.tensor([0.0, -0.9, -0.7]),
@@ -110,6 +111,7 @@ class LossOutput:
     """Sums, never means: the caller divides once, by a global count.
 
     Example: two micro-batches of a step become one loss.
+
         >>> keep = torch.tensor([True])
         >>> sums = [LossOutput(loss_sum=torch.tensor(v), num_tokens=torch.tensor(n), keep_mask=keep, metrics={})
         ...         for v, n in ((-3.0, 4), (1.0, 1))]

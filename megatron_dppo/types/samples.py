@@ -73,6 +73,7 @@ class TokenTargets(TokenFields):
     """What a loss needs of each token of a row, or of some tokens of it.
 
     Example: token 7 was sampled after a prompt of two tokens.
+
         >>> targets = TokenTargets(
         ...     labels=torch.tensor([6, 7]),
         ...     loss_mask=torch.tensor([False, True]),

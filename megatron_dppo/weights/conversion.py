@@ -24,6 +24,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config
 from megatron_dppo.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder
+from megatron_dppo.weights.quantization import Quantization
 
 _LAYOUT_FILE = "conversion.json"
 _CHECK_TOKENS = 48
@@ -73,9 +74,9 @@ class Converter:
         if note and dist.get_rank() == 0:
             print(f"note: {note}", file=sys.stderr)
 
-    def save_hf(self, target: Path, dtype: torch.dtype) -> None:
+    def save_hf(self, target: Path, dtype: torch.dtype, quantization: Quantization | None = None) -> None:
         """Stream the weights to a Hugging Face folder; each rank writes some of its files."""
-        save_hf_folder(target, self.hf_folder, self.export(), dtype, group=dist.group.WORLD)
+        save_hf_folder(target, self.hf_folder, self.export(), dtype, group=dist.group.WORLD, quantization=quantization)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full weights by Hugging Face name, adapters merged (a collective)."""

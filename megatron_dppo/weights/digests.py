@@ -7,6 +7,7 @@ to while it passes; none is kept longer than the stream's bucket, but for a laye
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megatron_dppo.rollout.weight_sums import WeightLayout
 from megatron_dppo.serving.vllm_extension.megatron_dppo_digest import PartsDigest
+from megatron_dppo.weights.quantization import is_quantized, never_rounded
 
 _VOCABULARY_MULTIPLE = 64
 """What SGLang and vLLM pad the vocabulary to."""
@@ -30,6 +32,8 @@ class Expected(NamedTuple):
     sent_as: str
     """by Hugging Face name; of a fusion ``...{q,k,v}_proj.weight``"""
     is_vector: bool
+    own_form: bool = False
+    """whether servers bring it into a form of their own in any case, so that the digest only tells when it changes"""
 
 
 class _Place(NamedTuple):
@@ -45,9 +49,16 @@ class _Place(NamedTuple):
     cut: _Cut = "whole"
 
 
-_QKV = re.compile(r"(?P<prefix>.*\.self_attn)\.(?P<part>[qkv])_proj\.(?P<kind>weight|bias)")
-_EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight")
-_MLP = re.compile(r"(?P<prefix>.*)\.(?P<part>gate|up)_proj\.weight")
+_QKV = re.compile(r"(?P<prefix>.*\.self_attn)\.(?P<part>[qkv])_proj\.(?P<kind>weight|bias|weight_scale_inv)")
+_EXPERT = re.compile(
+    r"(?P<prefix>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj"
+    r"\.(?P<kind>weight|weight_scale_inv|weight_packed|weight_scale)"
+)
+_MLP = re.compile(r"(?P<prefix>.*)\.(?P<part>gate|up)_proj\.(?P<kind>weight|weight_scale_inv)")
+_COLUMNS = re.compile(r".*\.(o|down)_proj\.(weight|weight_scale_inv)")
+_PACKED = ("weight_packed", "weight_scale")
+"""Of INT4 experts: servers lay them out for their kernels."""
+_SHAPE = ".weight_shape"
 
 
 def _place(name: str) -> _Place:
@@ -57,16 +68,16 @@ def _place(name: str) -> _Place:
         part = "qkv".index(match["part"])
         return _Place(f"{prefix}.qkv_proj.{kind}", f"{prefix}.{{q,k,v}}_proj.{kind}", part, 3, cut)
     if match := _EXPERT.fullmatch(name):
-        prefix, index = match["prefix"], int(match["index"])
+        prefix, index, kind = match["prefix"], int(match["index"]), match["kind"]
         if match["part"] == "down":
-            return _Place(f"{prefix}.w2_weight", f"{prefix}.*.down_proj.weight", index, None, "columns")
+            return _Place(f"{prefix}.w2_{kind}", f"{prefix}.*.down_proj.{kind}", index, None, "columns")
         slot = 2 * index + (match["part"] == "up")
-        return _Place(f"{prefix}.w13_weight", f"{prefix}.*.{{gate,up}}_proj.weight", slot, None, "rows")
+        return _Place(f"{prefix}.w13_{kind}", f"{prefix}.*.{{gate,up}}_proj.{kind}", slot, None, "rows")
     if match := _MLP.fullmatch(name):
-        prefix = match["prefix"]
+        prefix, kind = match["prefix"], match["kind"]
         slot = int(match["part"] == "up")
-        return _Place(f"{prefix}.gate_up_proj.weight", f"{prefix}.{{gate,up}}_proj.weight", slot, 2, "rows")
-    if name.endswith((".o_proj.weight", ".down_proj.weight")):
+        return _Place(f"{prefix}.gate_up_proj.{kind}", f"{prefix}.{{gate,up}}_proj.{kind}", slot, 2, "rows")
+    if _COLUMNS.fullmatch(name):
         return _Place(name, name, cut="columns")
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
         return _Place(name, name, cut="vocabulary")
@@ -114,7 +125,10 @@ class StreamDigests:
 
     def __init__(self, layouts: Iterable[WeightLayout], kv_heads: int) -> None:
         self._kv_heads = kv_heads
+        layouts = list(layouts)
         self._kinds = sorted({(layout.algorithm, layout.tp_size) for layout in layouts if layout.plain})
+        self._wholes = {layout.algorithm: hashlib.sha256() for layout in layouts if not layout.plain}
+        self._counted = 0
         self._targets: dict[tuple[str, int, int], dict[str, _Target]] = {}
         self._impossible: set[tuple[str, int, str]] = set()
 
@@ -126,6 +140,14 @@ class StreamDigests:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """One tensor, in the type that it is sent in."""
+        if name.endswith(_SHAPE):
+            return  # never changes, and is no weight
+        if is_quantized(tensor) or tensor.dim() < 2 or never_rounded(name):
+            self._counted += 1
+            for algorithm, whole in self._wholes.items():
+                parts = PartsDigest(algorithm)
+                parts.add(0, tensor.detach())
+                whole.update(f"{name} {parts.hexdigest()} ".encode())
         place = _place(name)
         for algorithm, tp_size in self._kinds:
             for rank in range(tp_size):
@@ -143,10 +165,18 @@ class StreamDigests:
         if not layout.plain:
             return {}
         return {
-            name: Expected(target.parts.hexdigest(), target.sent_as, target.is_vector)
+            name: Expected(
+                target.parts.hexdigest(), target.sent_as, target.is_vector, own_form=_in_own_form(target.sent_as)
+            )
             for name, target in self._targets.get((layout.algorithm, layout.tp_size, rank), {}).items()
             if target.complete and (layout.algorithm, layout.tp_size, name) not in self._impossible
         }
+
+    def whole(self, layout: WeightLayout) -> str | None:
+        """Of a layout that is not plain: a digest of all that came and that such a server cannot round away, which is
+        what came quantised, vectors, embedding, output layer and routers; None = nothing like that."""
+        whole = self._wholes.get(layout.algorithm)
+        return whole.hexdigest() if whole is not None and self._counted else None
 
     def foretells_all(self, layout: WeightLayout) -> bool:
         """Whether ``expected`` leaves out nothing that came."""
@@ -169,6 +199,10 @@ class StreamDigests:
         if tensor.dim() <= dim or tensor.shape[dim] % size:
             return None
         return tensor.chunk(size, dim)[rank]
+
+
+def _in_own_form(sent_as: str) -> bool:
+    return ".experts." in sent_as and sent_as.rpartition(".")[2] in _PACKED
 
 
 def _vocabulary_part(tensor: Tensor, rank: int, size: int) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,10 @@ from megatron_dppo.files.atomic import fsync
 from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.hf import WeightStream, drain, stored_dtype
 from megatron_dppo.parallel.objects import agreed, from_each
+from megatron_dppo.weights.quantization import Quantization, is_quantized, quantized
 
 _WHAT = "the weights"
-_COPIED = {".json", ".txt", ".model", ".jinja"}
+COPIED = {".json", ".txt", ".model", ".jinja"}
 """Kinds of files of a model that are no weights"""
 
 
@@ -32,8 +34,11 @@ def save_hf_folder(
     *,
     group: dist.ProcessGroup | None = None,
     max_shard_bytes: int = 5 * 2**30,
+    quantization: Quantization | None = None,
 ) -> None:
     """Write a Hugging Face folder: config and tokenizer files of ``source``, weights from the stream.
+
+    Tensors of a stream that is quantised already keep their types.
 
     The folder appears at once, complete and on the disk, by a rename; an older one of that name is replaced. The
     stream is taken to its end, whatever happens. A rank holds one file's tensors at a time.
@@ -45,21 +50,30 @@ def save_hf_folder(
         dtype: that they are written in.
         group: ranks that call this together; file k is written by rank k modulo their number. None = this one alone.
         max_shard_bytes: of one file; a larger tensor gets one for itself.
+        quantization: of the weights after they were rounded to ``dtype``; config.json says it. None = none.
 
     Raises:
         DiskError: on all ranks, when one of them cannot write.
+        CheckpointError: weights that the format of ``quantization`` cannot hold.
     """
     target, partial = Path(target), Path(target).with_name(Path(target).name + ".partial")
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    files, stream = _Files(partial, rank, size, dtype, max_shard_bytes), iter(weights)
+    files = _Files(partial, rank, size, dtype, max_shard_bytes)
+    stream = iter(weights if quantization is None else quantized(_rounded(weights, dtype), quantization))
     try:
         agreed(lambda: _begin(target, partial, Path(source), dtype), group)
         _together(lambda: files.take(stream), target, group)
         _together(files.name, target, group)
-        agreed(lambda: _publish(files, partial, target), group)
+        settings = None if quantization is None else quantization.config(files.names())
+        agreed(lambda: _publish(files, partial, target, settings), group)
     finally:
         drain(stream)
         files.close()
+
+
+def _rounded(weights: WeightStream, dtype: torch.dtype) -> WeightStream:
+    for name, tensor in weights:
+        yield name, tensor.detach().to(stored_dtype(name, dtype))
 
 
 def _together(work: Callable[[], None], target: Path, group: dist.ProcessGroup | None) -> None:
@@ -82,7 +96,7 @@ def _begin(target: Path, partial: Path, source: Path, dtype: torch.dtype) -> Non
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for file in source.iterdir():
-            if file.is_file() and file.suffix in _COPIED and "safetensors" not in file.name:
+            if file.is_file() and file.suffix in COPIED and "safetensors" not in file.name:
                 shutil.copyfile(file, partial / file.name)
         config = json.loads((partial / "config.json").read_text())
         config.pop("torch_dtype", None)
@@ -90,9 +104,12 @@ def _begin(target: Path, partial: Path, source: Path, dtype: torch.dtype) -> Non
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _publish(files: _Files, partial: Path, target: Path) -> None:
+def _publish(files: _Files, partial: Path, target: Path, quantization: dict[str, Any] | None) -> None:
     with disk_errors(target, _WHAT):
         files.write_index()
+        if quantization is not None:
+            config = json.loads((partial / "config.json").read_text()) | {"quantization_config": quantization}
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for file in partial.iterdir():
             if file.suffix != ".safetensors":
                 fsync(file)
@@ -119,7 +136,7 @@ class _Files:
         """Write the tensors of the stream that belong to this rank's files."""
         number = filled = 0
         for name, tensor in weights:
-            dtype = stored_dtype(name, self._dtype)
+            dtype = tensor.dtype if is_quantized(tensor) else stored_dtype(name, self._dtype)
             size = tensor.numel() * dtype.itemsize
             if filled and filled + size > self._max_bytes:
                 self._flush(number)
@@ -165,6 +182,10 @@ class _Files:
     def _name(self, number: int) -> str:
         count = self._count()
         return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+    def names(self) -> Iterable[str]:
+        """All tensors that came."""
+        return self._place.keys()
 
     def name(self) -> None:
         """Give this rank's files the names that they keep, now that their number is known."""

@@ -7,6 +7,9 @@ Of each tensor the strongest that its server allows:
 2. *changed*: the server keeps it in a form of its own (packed, reordered, quantised), whose digest nobody can foretell;
    it differs from that before the sync if what was sent differs. And it equals that of the other servers of its kind.
 3. *unproved*: neither, and ``Proof`` says so.
+
+A server of which no tensor's form is known (quantised by itself, expert parallel) is judged by the second rule as a
+whole.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from megatron_dppo.weights.digests import Expected
 
 _NAMED = 4
 """Tensors that a message names; the others are counted."""
+_ALL = "all weights"
+_SCALES = ".weight_scale_inv", "w13_weight_scale_inv", "w2_weight_scale_inv"
 Key = tuple[int, str]
 """(rank of the server, its name of a tensor)"""
 
@@ -69,6 +74,7 @@ class ServerRecord:
         self._plain: set[str] = set()
         self._sums: dict[Key, str] = {}
         self._sent: dict[Key, str] = {}
+        self._whole: str | None = None
 
     @property
     def known(self) -> bool:
@@ -77,10 +83,14 @@ class ServerRecord:
 
     def begin(self, before: Sequence[RankSums]) -> None:
         """Compare with what the server has now, before it gets anything: it is new, or came back."""
-        self._sums, self._sent = _flat(before), {}
+        self._sums, self._sent, self._whole = _flat(before), {}, None
 
     def judge(
-        self, layout: WeightLayout, ranks: Sequence[RankSums], expected: Mapping[int, Mapping[str, Expected]]
+        self,
+        layout: WeightLayout,
+        ranks: Sequence[RankSums],
+        expected: Mapping[int, Mapping[str, Expected]],
+        whole: str | None = None,
     ) -> Proof:
         """Compare; what is found is remembered when nothing is wrong.
 
@@ -88,8 +98,11 @@ class ServerRecord:
             layout: of the server.
             ranks: its digests after the sync.
             expected: by its rank: the digests that follow from what was sent.
+            whole: of a layout that is not plain, of which no digest can be foretold: one of all that was sent.
         """
         found = _flat(ranks)
+        if not layout.plain:
+            return self._judge_whole(found, whole)
         wanted = {(rank, name): e for rank, names in expected.items() for name, e in names.items()}
         loaded = {(rank.tp_rank, name): digest for rank in ranks for name, digest in rank.loaded.items()}
         matches = {key for key, e in wanted.items() if _same(e, found.get(key)) or _same(e, loaded.get(key))}
@@ -99,12 +112,28 @@ class ServerRecord:
         # A server that had these weights already, and changes none of them: some larger tensor shows it.
         idle = not moved and any(not wanted[key].is_vector for key in matches)
         strict = set(self._strict(layout, wanted, plain))
+        has_scales = any(name.endswith(_SCALES) for _, name in found)
         for key, e in wanted.items():
-            where = self._judge_one(key, e, found, matches, strict, idle)
+            # Without its scale a quantised weight means nothing.
+            lacks = key[1].endswith(_SCALES) and not has_scales
+            where = "wrong" if lacks else self._judge_one(key, e, found, matches, strict, idle)
             getattr(proof, where).append(e.sent_as)
         if not proof.wrong:
             self._plain, self._sums = plain, found
             self._sent = {key: e.digest for key, e in wanted.items()}
+        return proof
+
+    def _judge_whole(self, found: dict[Key, str], whole: str | None) -> Proof:
+        """All tensors of the server together: they change when what is sent does."""
+        proof, before = Proof(), self._whole
+        if whole is None or (before is None and found == self._sums):
+            proof.unproved.append(_ALL)  # it may have had these weights already
+        elif found == self._sums and whole != before:
+            proof.wrong.append(_ALL)
+        else:
+            proof.changed.append(_ALL)
+        if not proof.wrong:
+            self._sums, self._whole = found, whole
         return proof
 
     def _judge_one(
@@ -135,6 +164,8 @@ class ServerRecord:
         several = {kind for kind, count in counts.items() if count > 1 and ".experts." not in kind}
         for key, e in wanted.items():
             kind = _kind(key[1])
+            if e.own_form:
+                continue
             if layout.complete or e.is_vector or kind in plain or (counts[kind] == 1 and several <= plain):
                 yield key
 

@@ -75,7 +75,7 @@ class Probe:
         # What the run's own requests need is all that a server is known to take.
         most = min(_PROBE_TOKENS, context - UNUSED - new_tokens, prompts.longest + rollout.max_new_tokens - new_tokens)
         text, tokens = _long_prompt(tokenizer, prompts, most)
-        coarse = coarser(rollout.dtype, config.model.dtype)
+        coarse = coarser(rollout.coarseness, config.model.dtype)
         self._expected: dict[str, Any] = {
             "prompt": text,
             "prompt_token_ids": tokens,

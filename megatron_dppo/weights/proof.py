@@ -101,7 +101,7 @@ class SyncProof:
         for url, ranks in sums.items():
             layout = self._layouts[url]
             expected = {rank.tp_rank: self._stream.expected(layout, rank.tp_rank) for rank in ranks}
-            proof = self._records[url].judge(layout, ranks, expected)
+            proof = self._records[url].judge(layout, ranks, expected, self._stream.whole(layout))
             if complaint := proof.complaint():
                 attempt.failed[url] = complaint
             elif note_text := proof.note():

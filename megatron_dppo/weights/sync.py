@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.errors import DiskError, ServerError
+from megatron_dppo.errors import CheckpointError, DiskError, ServerError
 from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.hf import drain
 from megatron_dppo.rollout.attempt import Attempt, SyncResult
@@ -25,6 +25,7 @@ from megatron_dppo.weights.delta import Deltas
 from megatron_dppo.weights.handles import HandleTransfer, SharedStream, Sharing, as_sent
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, kv_heads
+from megatron_dppo.weights.quantization import Quantization, quantized
 from megatron_dppo.weights.transfer import BucketTransfer, Weights, whole
 from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
 
@@ -51,6 +52,8 @@ class WeightSync:
             a tied Qwen3-MoE, which a tied model's weights alone never fill.
         transport: how a bucket reaches the members of a group; None = a process group of torch.
         sharing: of the method ``ipc``, for which the other ranks take part; None with the other methods.
+        quantization: of ``disk``: how ``model_folder`` is quantised, and each version of the weights with it; None = it
+            is not.
         adapter: of the method ``adapter``, PEFT's configuration: the weights that are sent are adapters. None with the
             other methods.
     """
@@ -68,6 +71,7 @@ class WeightSync:
         transport: GroupTransport | None = None,
         sharing: Sharing | None = None,
         adapter: Mapping[str, Any] | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         self._servers, self._config, self._tied = list(servers), config, tied
         self._model_folder, self._folder, self._dtype = model_folder, weights_folder, dtype
@@ -75,7 +79,7 @@ class WeightSync:
         self._deltas = Deltas() if config.delta else None
         giving = whole if self._deltas is None else self._deltas.giving
         self._buckets = BucketTransfer(self._servers, config, device, transport or TorchTransport(), giving)
-        self._sharing, self._adapter = sharing, adapter
+        self._sharing, self._adapter, self._quantization = sharing, adapter, quantization
         self._handles = None if sharing is None else HandleTransfer(self._servers, sharing)
         self._proofs = WeightProofs(kv_heads(model_folder))
         self._versions: list[int] = []
@@ -106,6 +110,8 @@ class WeightSync:
             self._broke = set()
         proof = None
         sent = as_sent(weights, self._dtype, tied=self._tied) if self._sharing is None else self._sharing.open(weights)
+        if self._quantization is not None:
+            sent = quantized(sent, self._quantization)
         try:
             proof = await self._send(sent, attempt, again)
         finally:
@@ -212,7 +218,7 @@ class WeightSync:
                     save_hf_folder(folder, self._model_folder, weights, self._dtype)
                 else:
                     write_adapter(folder, on_cpu(weights), self._adapter)
-        except (OSError, DiskError) as error:
+        except (OSError, DiskError, CheckpointError) as error:
             servers = attempt.left(self._servers)
             return attempt.fail_all(servers, f"the weights could not be written to {folder}: {error}")
         path, by_adapter = str(folder.resolve()), self._adapter is not None

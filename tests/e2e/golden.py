@@ -1,4 +1,4 @@
-"""A short run of the demo whose every bit is known: what it gives, and on which machines that is the same.
+"""A short run of the example whose every bit is known: what it gives, and on which machines that is the same.
 
 The code paths that depend on the processor are pinned: one thread, torch's and oneDNN's oldest kernels, MKL's
 compatible mode, the C library without its FMA variants. What is left (versions, the processor's make) is the ``key``.

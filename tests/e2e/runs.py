@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.forked import train_forked
+from tests.metrics_page import undocumented
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/chain_sum/dppo.toml"
@@ -65,8 +66,11 @@ def from_base(base_model: Path, **more: Any) -> list[str]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The lines of metrics.jsonl; each number of them has to be on the page of metrics."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    unknown = undocumented({name for line in lines for name in line})
+    assert not unknown, f"docs/metrics.md has no row for {unknown}"
+    return lines
 
 
 def step_records(folder: Path) -> list[dict[str, Any]]:

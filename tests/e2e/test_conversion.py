@@ -24,7 +24,9 @@ def tool(name: str, *arguments: str, processes: int = 1) -> subprocess.Completed
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [*launcher, str(ROOT / "tools" / name), *arguments]
+    is_script = name.endswith(".py")
+    program = [str(ROOT / "tools" / name)] if is_script else ["-m", "megatron_dppo.cli.main", "convert", name]
+    command = [*launcher, *program, *arguments]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -38,10 +40,10 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_there_on_two_processes_and_back_on_one_is_bitwise(hf_folder: Path, tmp_path: Path) -> None:
     checkpoint, back = str(tmp_path / "megatron"), str(tmp_path / "back")
-    there = tool("convert_hf_to_megatron.py", str(hf_folder), checkpoint, *LAYOUT, "2", processes=2)
+    there = tool("hf-to-megatron", str(hf_folder), checkpoint, *LAYOUT, "2", processes=2)
     assert there.returncode == 0, there.stderr
     assert there.stdout.count("wrote") == 1
-    again = tool("convert_megatron_to_hf.py", checkpoint, str(hf_folder), back, *LAYOUT, "1")
+    again = tool("megatron-to-hf", checkpoint, str(hf_folder), back, *LAYOUT, "1")
     assert again.returncode == 0, again.stderr
     mine, reference = FolderWeights(back), FolderWeights(hf_folder)
     assert mine.names() == reference.names()
@@ -55,6 +57,35 @@ def test_there_on_two_processes_and_back_on_one_is_bitwise(hf_folder: Path, tmp_
     checked = tool("check_conversion.py", back, "--checkpoint", checkpoint, *LAYOUT, "1")
     assert checked.returncode == 1
     assert "model.layers.2.mlp.experts.5.up_proj.weight differs by up to 1.0e-03" in checked.stdout
+
+
+def test_quantised_export_is_the_quantised_folder_and_nothing_is_overwritten(hf_folder: Path, tmp_path: Path) -> None:
+    checkpoint, direct, out = (str(tmp_path / name) for name in ("megatron", "direct", "out"))
+    assert tool("convert_hf_to_megatron.py", str(hf_folder), checkpoint, "--dtype", "bf16").returncode == 0
+    done = tool("quantize_hf.py", str(hf_folder), direct, "--format", "fp8")
+    assert done.returncode == 0 and f"wrote {direct}: 112 of its weights in fp8" in done.stdout, done.stderr
+    arguments = [checkpoint, str(hf_folder), out, "--quantize", "fp8", "--expert-model-parallel-size", "2"]
+    exported = tool("convert_megatron_to_hf.py", *arguments, processes=2)
+    assert exported.returncode == 0, exported.stderr
+    found, wanted = (
+        {name: w for file in Path(folder).glob("*.safetensors") for name, w in load_file(file).items()}
+        for folder in (out, direct)
+    )
+    assert found.keys() == wanted.keys()
+    assert not [n for n in found if not torch.equal(found[n].view(torch.uint8), wanted[n].view(torch.uint8))]
+    assert (Path(out) / "config.json").read_text() == (Path(direct) / "config.json").read_text()
+
+    before = (Path(out) / "config.json").stat().st_mtime_ns
+    for name, taken in (
+        ("convert_megatron_to_hf.py", arguments),
+        ("quantize_hf.py", [str(hf_folder), out, "--format", "fp8"]),
+    ):
+        refused = tool(name, *taken)
+        assert refused.returncode == 2 and "already exists" in refused.stderr
+    assert (Path(out) / "config.json").stat().st_mtime_ns == before
+    twice = tool("quantize_hf.py", direct, str(tmp_path / "twice"), "--format", "fp8")
+    assert twice.returncode == 2 and "quantization_config = 'fp8', which is not supported" in twice.stderr
+    assert not (tmp_path / "twice").exists()
 
 
 def test_check_of_a_good_folder_under_tensor_parallelism(hf_folder: Path) -> None:

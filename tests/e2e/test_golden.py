@@ -1,4 +1,4 @@
-"""Twenty steps of the demo, bit for bit: any change of the numbers is one that somebody meant.
+"""Twenty steps of the example, bit for bit: any change of the numbers is one that somebody meant.
 
 Meant: ``python -m tools.write_golden_run "why"`` writes ``tests/data/golden.json`` anew.
 """
@@ -33,7 +33,7 @@ def first_difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_the_demo_gives_the_numbers_that_it_gave(processes: int, tmp_path: Path) -> None:
+def test_the_example_gives_the_numbers_that_it_gave(processes: int, tmp_path: Path) -> None:
     golden = read_golden()["runs"]
     found = run_golden(tmp_path / "run", processes)
     assert len(found["steps"]) == STEPS and len(set(numbers(found, "train/loss"))) > 1

@@ -73,6 +73,24 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(short_run: list[str], tmp
     assert best < 4, "a learning rate this high ruins the model, so that the best is not the last"
 
 
+def test_a_solved_run_ends_well_stays_ended_and_goes_on_towards_a_higher_goal(
+    short_run: list[str], tmp_path: Path
+) -> None:
+    options = flags(run__num_steps=4, eval__every=2, checkpoint__save_every=4, train__max_staleness=1)
+    folder = tmp_path / "run"
+    first = train([*short_run, *options, "--eval.stop_at_accuracy", "0.0"])
+    assert first.returncode == 0 and "reached eval.stop_at_accuracy = 0.0" in first.stdout, first.stderr
+    assert [r["step"] for r in records(folder)] == [0, 1, 2]
+    for name in ("checkpoints/step_000002", "hf/model.safetensors", "summary.json", "curves.png"):
+        assert (folder / name).exists(), name
+    again = train([*short_run, *options, "--eval.stop_at_accuracy", "0.0"])
+    assert again.returncode == 0 and "solved   eval" in again.stdout, again.stderr
+    assert [r["step"] for r in records(folder)] == [0, 1, 2]
+    on = train([*short_run, *options, "--eval.stop_at_accuracy", "1.5"])
+    assert on.returncode == 0 and "solved   eval" not in on.stdout, on.stderr
+    assert [r["step"] for r in records(folder)] == [0, 1, 2, 3, 4]
+
+
 def test_epochs_at_learning_rate_zero_change_no_weight(short_run: list[str], base_model: Path, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) for n in range(6)]
     (tmp_path / "six.jsonl").write_text("\n".join(rows))

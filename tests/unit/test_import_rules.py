@@ -89,7 +89,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "weights": (
         {"config", "data", "errors", "files", "hf", "mcore", "parallel", "platform", "policy", "rollout", "serving"}
         | {"types"},
-        {"safetensors", "torch", "transformers"},
+        {"modelopt", "safetensors", "torch", "transformers"},
     ),
     "run": (
         {
@@ -144,6 +144,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "run",
             "serving",
             "supervision",
+            "weights",
         },
         set(),
     ),

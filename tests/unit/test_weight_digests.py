@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 from megatron_dppo.serving.vllm_extension.megatron_dppo_digest import PartsDigest, tensor_digest
 from megatron_dppo.weights.digests import StreamDigests
-from megatron_dppo.weights.judge import ServerRecord
+from megatron_dppo.weights.judge import Proof, ServerRecord
+from megatron_dppo.weights.quantization import Quantization, fp8_blocks, quantized
 
 HEADS, KV_HEADS, DIM, HIDDEN, EXPERTS, INTER, VOCAB = 4, 2, 4, 8, 4, 16, 70
 SGLANG_GPU_HASH = [
@@ -120,6 +121,49 @@ def test_what_a_server_must_have_is_foretold_for_every_rank(algorithm: str, size
     assert (
         found["model.layers.0.mlp.experts.w13_weight"].sent_as == "model.layers.0.mlp.experts.*.{gate,up}_proj.weight"
     )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_of_fp8_and_their_scales_are_foretold_for_every_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Cut between blocks, a rank's part of the quantised weights is its part of the weights, quantised.
+    for name, value in dict(DIM=128, HIDDEN=128, EXPERTS=4, INTER=256).items():
+        monkeypatch.setitem(globals(), name, value)
+    weights = {name: w.bfloat16() for name, w in layer().items()}
+    layout = WeightLayout(algorithm="sha256", tp_size=size, plain=True)
+    stream = StreamDigests([layout], KV_HEADS)
+    list(stream.watch(quantized(weights.items(), Quantization("fp8"))))
+    for rank in range(size):
+        held = dict[str, Tensor]()
+        for name, tensor in on_server(weights, rank, size).items():
+            if ".experts." in name:
+                parts = [fp8_blocks(expert.bfloat16()) for expert in tensor]
+                held[name], held[f"{name}_scale_inv"] = (torch.stack(part) for part in zip(*parts, strict=True))
+            elif name.endswith("_proj.weight"):
+                held[name], held[f"{name}_scale_inv"] = fp8_blocks(tensor)
+            else:
+                held[name] = tensor.bfloat16()
+        found = stream.expected(layout, rank)
+        assert found.keys() == held.keys()
+        assert not [name for name, tensor in held.items() if found[name].digest != sha(tensor)]
+
+
+def test_experts_in_int4_have_a_form_of_the_servers_own_that_must_change() -> None:
+    layout = WeightLayout(algorithm="sha256", tp_size=1, plain=True)
+    name, record = "model.layers.0.mlp.experts.w13_weight_packed", ServerRecord()
+
+    def judge(seed: int, packed: str) -> Proof:
+        torch.manual_seed(seed)
+        stream = StreamDigests([layout], KV_HEADS)
+        expert = "model.layers.0.mlp.experts.0"
+        made = {f"{expert}.{part}_proj.weight": torch.randn(16, 32) for part in ("gate", "up")}
+        list(stream.watch(quantized(made.items(), Quantization("int4"))))
+        found = stream.expected(layout, 0)
+        assert found.keys() == {name, name.replace("packed", "scale")}
+        sums = dict.fromkeys(found, packed.ljust(64, "0"))
+        return record.judge(layout, [RankSums(tp_rank=0, sums=sums)], {0: found})
+
+    assert len(judge(0, "a").changed) == 2 and len(judge(1, "b").changed) == 2
+    assert len(judge(2, "b").wrong) == 2
 
 
 def test_nothing_is_foretold_of_what_did_not_come_whole_or_cannot_be_cut_or_is_quantised() -> None:

@@ -19,6 +19,7 @@ from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
 from megatron_dppo.serving.sglang_extension.megatron_dppo_delta import places_of, unpacked
 from megatron_dppo.serving.vllm_extension.megatron_dppo_digest import tensor_digest
 from megatron_dppo.weights.handles import Sharing
+from megatron_dppo.weights.quantization import Quantization
 from megatron_dppo.weights.sync import WeightSync
 
 CPU = torch.device("cpu")
@@ -35,6 +36,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     sharing: Sharing | None = None,
     adapter: dict[str, object] | None = None,
+    quantization: Quantization | None = None,
     **keys: object,
 ) -> WeightSync:
     method = "tensor" if sharing is None else "ipc"
@@ -49,6 +51,7 @@ def make(
         device=CPU,
         sharing=sharing,
         adapter=adapter,
+        quantization=quantization,
     )
 
 

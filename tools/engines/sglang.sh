@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SGLang in an environment of its own, on a machine without GPU (tests, the demo).
+# SGLang in an environment of its own, on a machine without GPU (tests, the example).
 #
 #   tools/engines/sglang.sh install [VERSION]          # prints the folder of the environment
 #   tools/engines/sglang.sh serve VERSION ARGS...      # becomes the server: python -m sglang.launch_server ARGS...

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM in an environment of its own, on a machine without GPU (tests, the demo).
+# vLLM in an environment of its own, on a machine without GPU (tests, the example).
 #
 #   tools/engines/vllm.sh install [VERSION]          # prints the folder of the environment
 #   tools/engines/vllm.sh serve VERSION ARGS...      # becomes the server: its api_server with ARGS...

@@ -1,0 +1,163 @@
+"""``megatron-dppo demo``: three losses from one base model under one forced mismatch, a picture and a sentence."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.experiments.catalogue import LOSSES, MISMATCHES
+from megatron_dppo.experiments.child import read_curves
+from megatron_dppo.experiments.demo_picture import write_picture
+from megatron_dppo.experiments.grid import Run, merged, run_settings
+from megatron_dppo.experiments.runner import Store, do_runs
+from megatron_dppo.experiments.statistics import Row, masked, series
+from megatron_dppo.experiments.tasks import TASKS
+from megatron_dppo.files.atomic import write_synced
+
+TASK, MISMATCH = "rare_chain", "hot"
+STEPS = 40
+LABELS: Mapping[str, str] = {
+    "dppo_binary_tv cap 2": "DPPO with capped weights",
+    "grpo": "GRPO clip-higher",
+    "pg_is": "PG-IS without a trust region",
+}
+"""Loss of the catalogue -> what it is called."""
+WINDOW = 5
+"""steps that a figure of the sentence is the mean of"""
+_FALLEN = 0.8
+"""A run has fallen that ends below this share of its best."""
+_ALIKE = 0.03
+"""Some deviations of a step's reward, which is the mean over 512 samples of four words."""
+_TELL_EVERY = 15.0
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What is asked for on the command line."""
+
+    output: str = "runs/demo"
+    steps: int = STEPS
+    seed: int = 0
+    jobs: int = len(LABELS)
+    """runs at a time"""
+
+    @property
+    def runs(self) -> list[Run]:
+        """The three runs, alike but for the loss."""
+        short = {"run": {"num_steps": self.steps}, "eval": {"every": self.steps}}
+        base = merged(TASKS[TASK], short)
+        return [
+            Run(TASK, loss, MISMATCH, self.seed, run_settings(base, LOSSES[loss], MISMATCHES[MISMATCH], self.seed))
+            for loss in LABELS
+        ]
+
+
+def carry_out(demo: Demo) -> None:
+    """Do the runs that are missing; write ``demo.png`` and ``demo.txt``, print the sentence.
+
+    Raises:
+        UserError: a run ended without a result, or files of these names are somebody else's.
+    """
+    folder = Path(demo.output)
+    pictures = folder / "demo.png", folder / "demo.txt"
+    for file in pictures:
+        if file.exists() and not (folder / "rows").is_dir():
+            raise UserError(f"{file} exists, and no demo has written to {folder}: give --output another folder")
+    store, runs = Store(folder), demo.runs
+    if not store.base(runs[0]).is_dir():
+        print(
+            f"no base model of seed {demo.seed} comes with the package: it is made first, once (about three minutes of "
+            "one core)",
+            flush=True,
+        )
+    print(f"three runs of {demo.steps} steps from one base model, {demo.jobs} at a time; folder {folder}", flush=True)
+    with _telling(store, runs):
+        rows = do_runs(store, runs, demo.jobs, lambda line: print(line, flush=True))
+    found = [rows[run.key] for run in runs]
+    text = sentence(found)
+    write_synced(pictures[1], text + "\n")
+    write_picture(found, LABELS, pictures[0])
+    print(f"\n{text}\n\npicture: {pictures[0]}", flush=True)
+
+
+def best(rewards: Sequence[float]) -> float:
+    """The highest mean of ``WINDOW`` steps in a row.
+
+    Example:
+        >>> best([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5])
+        1.0
+    """
+    width = min(WINDOW, len(rewards))
+    return max(sum(rewards[i : i + width]) / width for i in range(len(rewards) - width + 1))
+
+
+def last(rewards: Sequence[float]) -> float:
+    """The mean of the last ``WINDOW`` steps."""
+    return sum(rewards[-WINDOW:]) / len(rewards[-WINDOW:])
+
+
+def sentence(rows: Sequence[Row]) -> str:
+    """What happened, by these rows and no other knowledge.
+
+    Args:
+        rows: of the three runs, whatever losses of ``LABELS`` they are.
+    """
+    parts = [_told(row) for row in rows]
+    ends = {LABELS[row["loss"]]: last(series(row, "rollout/reward")) for row in rows if not row["error"]}
+    steps, seed = rows[0]["settings"]["run"]["num_steps"], rows[0]["seed"]
+    *_, second, highest = sorted([*ends.values(), -1.0, -1.0])
+    if not ends:
+        outcome = "none of them came to its end"
+    elif highest - second < _ALIKE:
+        outcome = "none of them ends clearly highest"
+    else:
+        outcome = f"{max(ends, key=ends.__getitem__)} ends highest"
+    return (
+        f"In {steps} steps with rollouts of eight steps ago and a learning rate that is far too high (seed {seed}), "
+        f"{', '.join(parts[:-1])}, and {parts[-1]}: {outcome}."
+    )
+
+
+def _told(row: Row) -> str:
+    label, rewards = LABELS[row["loss"]], series(row, "rollout/reward")
+    if row["error"]:
+        return f"{label} was stopped after {len(rewards)} steps ({row['error'].partition('.')[0]})"
+    top, end, share = best(rewards), last(rewards), masked(row)
+    masks = f"masks {share:.0%} of the tokens" if share else "masks nothing"
+    verb = "falls to" if end < _FALLEN * top else "ends at"
+    return f"{label} ({masks}) starts at {rewards[0]:.2f}, reaches {top:.2f} and {verb} {end:.2f}"
+
+
+@contextmanager
+def _telling(store: Store, runs: Sequence[Run]) -> Iterator[None]:
+    """Print how far the runs are from time to time."""
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(_TELL_EVERY):
+            states = [_state(store, run) for run in runs]
+            if any(states):
+                print("  ".join(filter(None, states)), flush=True)
+
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+
+
+def _state(store: Store, run: Run) -> str:
+    """The step and the last reward of a run that is under way; empty = it is not."""
+    file = store.place(run) / "run" / "metrics.jsonl"
+    try:
+        rewards = read_curves(file).get("rollout/reward", []) if file.is_file() else []
+    except FileNotFoundError:  # the run has just ended
+        return ""
+    name = LABELS[run.loss].split(" ", maxsplit=1)[0]
+    return f"{name} step {len(rewards)} reward {rewards[-1]:.2f}" if rewards else ""

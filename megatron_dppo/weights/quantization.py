@@ -1,0 +1,212 @@
+"""Quantised weights in the forms that servers load: FP8 in blocks, and INT4 of the routed experts.
+
+Both follow from the weights alone: every scale is the largest magnitude of its block or group over the largest number
+of the type. Nothing is calibrated, so nothing has to be calibrated again when the weights change; the cost of a new
+version is one pass over them.
+
+- ``fp8``: E4M3 in blocks of 128 x 128 of each linear layer, the ``fp8`` format of DeepSeek-V3 and of Qwen's own FP8
+  folders: ``X.weight`` in float8 and ``X.weight_scale_inv`` in fp32, one for a block (what a number is multiplied by).
+- ``int4``: the routed experts alone in groups of 32 inputs, symmetric, the ``pack-quantized`` format of
+  compressed-tensors in which Kimi-K2 is published: ``X.weight_packed`` (8 numbers in an int32), ``X.weight_scale`` and
+  ``X.weight_shape``.
+
+>>> dict(quantized([("model.layers.0.mlp.up_proj.weight", torch.ones(128, 256))], Quantization("fp8"))).keys()
+dict_keys(['model.layers.0.mlp.up_proj.weight', 'model.layers.0.mlp.up_proj.weight_scale_inv'])
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf import WeightStream
+
+Format = Literal["fp8", "int4"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+BLOCK = 128
+GROUP = 32
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+_LARGEST_INT4 = 7
+_PACKED = 8
+"""INT4 numbers in an int32"""
+
+_LINEAR = re.compile(r".*\.layers\.\d+\..*_proj(_with_mqa)?\.weight")
+_ROUTED_EXPERT = re.compile(r".*\.experts\.\d+\.(gate|up|down)_proj\.weight")
+_UNROUNDED = ("lm_head", "embed_tokens", "mlp.gate", "shared_expert_gate")
+"""Modules that neither format quantises: output layer, embedding, routers, the gate of a shared expert."""
+_NOT_EXPERTS = ["lm_head", "re:.*self_attn.*", "re:.*shared_expert.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+"""Kimi-K2's list; the last is for layers without experts."""
+_SUFFIX: dict[Format, str] = {"fp8": "_scale_inv", "int4": "_packed"}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What is quantised, and how.
+
+    Args:
+        format: of the numbers.
+        names: the weights that are quantised, by Hugging Face name; None = as the format says: all linear layers of the
+            decoder for ``fp8``, the routed experts for ``int4``.
+    """
+
+    format: Format
+    names: frozenset[str] | None = None
+
+    def takes(self, name: str) -> bool:
+        """Whether a weight is quantised."""
+        if self.names is not None:
+            return name in self.names
+        return (_LINEAR if self.format == "fp8" else _ROUTED_EXPERT).fullmatch(name) is not None
+
+    def config(self, names: Iterable[str]) -> dict[str, Any]:
+        """``quantization_config`` of config.json.
+
+        Args:
+            names: of all weights of the model.
+        """
+        if self.format == "int4":
+            return _int4_config()
+        modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+        routers = sorted(module for module in modules if module.endswith(_UNROUNDED[2:]))
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ["lm_head", *routers],
+        }
+
+
+def quantized(weights: WeightStream, how: Quantization) -> Iterator[tuple[str, Tensor]]:
+    """The stream of weights as it stands in a quantised folder; what is not quantised passes as it is.
+
+    Args:
+        weights: full tensors by Hugging Face name, ``[out, in]``.
+        how: format and choice.
+
+    Raises:
+        CheckpointError: a weight that is not finite or whose sizes the format cannot hold.
+    """
+    make = _fp8 if how.format == "fp8" else _int4
+    for name, tensor in weights:
+        if how.takes(name):
+            yield from make(name, tensor.detach())
+        else:
+            yield name, tensor
+
+
+def quantized_names(names: Iterable[str], form: Format) -> frozenset[str]:
+    """The weights, by their plain names, that are quantised in a folder that holds tensors of these ``names``."""
+    suffix = f".weight{_SUFFIX[form]}"
+    return frozenset(name.removesuffix(_SUFFIX[form]) for name in names if name.endswith(suffix))
+
+
+def never_rounded(name: str) -> bool:
+    """Whether every server that quantises leaves this weight as it is: vectors apart, which do so too."""
+    return any(f"{module}.weight" in name for module in _UNROUNDED)
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Whether a tensor has a type that only quantised weights have, which no dtype of the model replaces."""
+    return not tensor.is_floating_point() or tensor.dtype.itemsize == 1
+
+
+def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in FP8 and the scales of its blocks.
+
+    Args:
+        weight: ``[out, in]``, any sizes: the last blocks may be smaller.
+
+    Returns:
+        ``[out, in]`` float8_e4m3fn, and fp32 scales ``[ceil(out / 128), ceil(in / 128)]``: number times scale is the
+        weight within half a step. A block of zeros has the scale 1.
+    """
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    scale = blocks.abs().amax((1, 3)) / _LARGEST_FP8
+    # Below the smallest number of fp32 there is none to divide by.
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    # Where a scale is subnormal the quotient can be beyond the type, which would make it NaN.
+    numbers = (blocks / scale[:, None, :, None]).clamp(-_LARGEST_FP8, _LARGEST_FP8)
+    return numbers.to(torch.float8_e4m3fn).reshape(padded.shape)[:rows, :columns].contiguous(), scale
+
+
+def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in INT4 and the scales of its groups.
+
+    Args:
+        weight: ``[out, in]``, ``in`` a multiple of 32.
+
+    Returns:
+        int8 numbers from -7 to 7 ``[out, in]``, and scales ``[out, in / 32]`` in the type of ``weight``: number times
+        scale is the weight within half a step. A group of zeros has the scale 1.
+    """
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    # Rounded to by the scale as it is stored, not by the exact one.
+    scale = (groups.abs().amax(-1) / _LARGEST_INT4).to(weight.dtype)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    numbers = (groups / scale.float()[..., None]).round().clamp(-_LARGEST_INT4, _LARGEST_INT4)
+    return numbers.to(torch.int8).flatten(1), scale
+
+
+def _fp8(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    _check(name, weight)
+    numbers, scale = fp8_blocks(weight)
+    yield name, numbers
+    yield f"{name}_scale_inv", scale
+
+
+def _int4(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    _check(name, weight)
+    if weight.shape[1] % GROUP:
+        raise CheckpointError(
+            f"{name} has {weight.shape[1]} inputs; INT4 has a scale for {GROUP} of them, so expected a multiple of it: "
+            "use fp8"
+        )
+    numbers, scale = int4_groups(weight)
+    shifts = torch.arange(0, 32, 32 // _PACKED, device=weight.device)
+    # Offset by 8, so that they are 4 bits without a sign; the first number has the lowest ones.
+    packed = ((numbers.long() + 8).unflatten(1, (-1, _PACKED)) << shifts).sum(-1)
+    # To int32 by its bits: the highest of them is its sign.
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed)
+    yield f"{name}_packed", packed.to(torch.int32)
+    yield f"{name}_scale", scale
+    yield f"{name}_shape", torch.tensor(weight.shape, dtype=torch.int64)
+
+
+def _check(name: str, weight: Tensor) -> None:
+    if weight.dim() != 2:
+        raise CheckpointError(f"{name} has the shape {tuple(weight.shape)}; only matrices are quantised")
+    if not bool(torch.isfinite(weight).all()):
+        raise CheckpointError(f"{name} holds numbers that are not finite, which have no scale")
+
+
+def _int4_config() -> dict[str, Any]:
+    weights: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": GROUP,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": _NOT_EXPERTS,
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }

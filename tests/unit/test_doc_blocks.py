@@ -1,0 +1,157 @@
+"""What the pages tell to type: commands, settings, code."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from megatron_dppo.cli.main import _COMMANDS
+from megatron_dppo.config.schema import Config
+from megatron_dppo.experiments.grid import merged
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
+NOT_RUN = "<!-- not run:"
+"""Stands, with the reason, above a block of Python that needs what a test has not."""
+
+
+def blocks(language: str) -> Iterator[tuple[Path, str, str]]:
+    """Page, text of the block, the line above it."""
+    for page in PAGES:
+        for above, body in re.findall(rf"([^\n]*)\n+```{language}\n(.*?)^```", page.read_text("utf-8"), re.S | re.M):
+            yield page, body, above
+
+
+def numbered(language: str) -> list[Any]:
+    return [pytest.param(*block, id=f"{block[0].stem}-{n}") for n, block in enumerate(blocks(language))]
+
+
+@pytest.mark.parametrize(("page", "text", "above"), numbered("python"))
+def test_python_runs_or_says_why_not(page: Path, text: str, above: str) -> None:
+    code = compile(text, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if not above.startswith(NOT_RUN):
+        exec(code, {"__name__": "page"})
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "above"), [pytest.param(*b, id=f"{b[0].stem}-{n}") for n, b in enumerate(blocks("toml"))]
+)
+def test_settings_are_known_and_have_their_types(page: Path, text: str, above: str) -> None:
+    base = tomllib.loads((ROOT / "examples/chain_sum/dppo.toml").read_text())
+    try:
+        Config.model_validate(merged(base, tomllib.loads(text)))
+    except ValidationError as error:
+        # What goes together is told by validators of whole sections: a fragment need not be a whole run.
+        wrong = [f"{d['loc']}: {d['msg']}" for d in error.errors() if d["type"] not in ("missing", "value_error")]
+        assert not wrong
+
+
+def commands() -> list[Any]:
+    found = []
+    for page, text, _ in [*blocks("sh"), *blocks("")]:
+        for line in re.split(r"\n| && ", text.replace("\\\n", " ")):
+            first = next((word for word in line.split() if not re.fullmatch(r"[A-Z_0-9]+=.*", word)), "")
+            if first in CHECKS:
+                words = shlex.split(line, comments=True)
+                found.append(pytest.param(words[words.index(first) :], id=f"{page.stem}: {line}"[:80]))
+    return found
+
+
+def check_make(words: list[str]) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {word for word in words[1:] if "=" not in word} <= targets
+
+
+def check_ours(words: list[str]) -> None:
+    command = _COMMANDS[words[1]]
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    command.add_arguments(parser)
+    _, rest = parser.parse_known_args(words[2:])
+    flags = [word for word in rest if word.startswith("--")]
+    assert command.has_overrides or not flags
+    check_flags([flag for flag in flags if "." in flag])
+    check_files(words)
+
+
+def check_flags(flags: list[str]) -> None:
+    assert {flag.removeprefix("--") for flag in flags} <= keys(Config)
+
+
+def check_python(words: list[str]) -> None:
+    if words[1] == "-m":
+        of_engine = words[2].partition(".")[0] in ("sglang", "vllm")  # in an environment of its own
+        assert of_engine or importlib.util.find_spec(words[2]) is not None
+        return
+    check_files(words)
+    source = (ROOT / words[1]).read_text()
+    assert all(word in source for word in words[2:] if word.startswith("--"))
+
+
+def check_torchrun(words: list[str]) -> None:
+    check_files(words)
+    check_flags([word for word in words if word.startswith("--") and "." in word])
+
+
+def check_files(words: list[str]) -> None:
+    """Those of the repository; a page may name a folder of a run or of a model, which is not there yet."""
+    named = [w for w in words if re.match(r"(tools|benchmarks|launch|tests)/|examples/.*\.(toml|py)$", w)]
+    assert all((ROOT / word).exists() for word in named), named
+
+
+CHECKS = {
+    "make": check_make,
+    "megatron-dppo": check_ours,
+    "python": check_python,
+    "torchrun": check_torchrun,
+    "sbatch": check_files,
+}
+
+
+@pytest.mark.parametrize("words", commands())
+def test_commands_are_there_with_their_flags(words: list[str]) -> None:
+    CHECKS[words[0]](words)
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> set[str]:
+    """Dotted names of all keys."""
+    found = set()
+    for name, field in section.model_fields.items():
+        found.add(prefix + name)
+        for inner in models_in(field.annotation):
+            found |= keys(inner, f"{prefix}{name}.")
+    return found
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in models_in(part)]
+
+
+def test_keys_that_pages_name_are_there() -> None:
+    known, wrong = keys(Config), []
+    sections = "|".join(Config.model_fields)
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.S | re.M)
+        for name in re.findall(rf"`((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?: = [^`]*)?`", text):
+            module = ROOT / "megatron_dppo" / Path(*name.split(".")[:2])
+            other = name.startswith("model.transformer.") or name.endswith((".jsonl", ".toml"))
+            if name not in known and not other and not module.with_suffix(".py").exists():
+                wrong.append(f"{page.relative_to(ROOT)}: {name}")
+    assert len(known) > 150 and not wrong
+
+
+def test_every_page_is_on_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert not [p.name for p in (ROOT / "docs").rglob("*.md") if os.path.relpath(p, ROOT / "docs") not in site]

@@ -1,0 +1,76 @@
+"""What mkdocs does to our pages: links to files outside of ``docs/`` lead to copies of them under ``source/``.
+
+The pages are written to be read in the repository; so they link to code, tests and examples by relative paths.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+_LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)((?:#[^)\s]*)?\))")
+
+
+def outside(page: Path, target: str) -> Path | None:
+    """The file of the repository that a link of a page leads to, if it is outside of ``docs/``.
+
+    Args:
+        page: the file of the page.
+        target: of the link, relative to it.
+    """
+    there = Path(os.path.normpath(page.parent / target))
+    if there.is_relative_to(DOCS) or not there.is_relative_to(ROOT):
+        return None
+    return there
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds a copy of each file that a page links to; a folder stands for its README."""
+    wanted = set()
+    for page in DOCS.rglob("*.md"):
+        for _, target, _ in _LINK.findall(page.read_text(encoding="utf-8")):
+            there = outside(page, target)
+            if there is not None:
+                wanted.add(_readable(there))
+    for there in sorted(wanted):
+        text = there.read_text(encoding="utf-8")
+        files.append(File.generated(config, _place(there), content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """The same links, to those copies."""
+    file = DOCS / page.file.src_uri
+
+    def moved(match: re.Match[str]) -> str:
+        there = outside(file, match[2])
+        if there is None:
+            return match[0]
+        place = os.path.relpath(DOCS / _place(_readable(there)), file.parent)
+        return f"{match[1]}{place})"
+
+    return _LINK.sub(moved, markdown)
+
+
+def _readable(there: Path) -> Path:
+    return there / "README.md" if there.is_dir() else there
+
+
+def _place(there: Path) -> str:
+    """Where the copy is: as text, so that a browser shows it."""
+    return f"source/{there.relative_to(ROOT).as_posix()}.txt"
+
+
+def github_slugs() -> Any:
+    """The anchors that the pages' links use, which are those of the repository's own view."""
+
+    def slug(heading: str, separator: str) -> str:
+        return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", separator)
+
+    return slug

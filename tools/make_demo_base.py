@@ -1,0 +1,38 @@
+#!/usr/bin/env python
+"""Make the base model of ``megatron-dppo demo`` anew: ``python tools/make_demo_base.py FOLDER``.
+
+Writes ``FOLDER/rare_chain-0-HASH`` (about three minutes of one core); HASH is of the warm-up's settings. To ship
+it, move it to ``megatron_dppo/experiments/bases/`` and delete the old one there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_dppo.experiments import runner
+from megatron_dppo.experiments.demo import Demo
+
+
+def main() -> None:
+    """Warm the model up, also where the package has it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Demo().runs[0]
+    store = runner.Store(folder)
+    target = folder / store.base(run).name
+    if target.exists():
+        parser.error(f"{target} is there; nothing was made")
+    runner.make_base_at(store, run, target, print)
+    (
+        target / "warmup.json"
+    ).unlink()  # names folders of this machine; a run that starts from the weights does not read it
+    for file in target.iterdir():
+        file.chmod(0o644)
+    print(target)
+
+
+if __name__ == "__main__":
+    main()
