@@ -18,6 +18,7 @@ from megatron_dppo.cli.answers import add_eval_arguments, add_generate_arguments
 from megatron_dppo.cli.diagnose import add_diagnose_arguments, run_diagnose
 from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
 from megatron_dppo.cli.experiment import add_experiment_arguments, run_experiment
+from megatron_dppo.cli.help import add_help_arguments, run_help
 from megatron_dppo.cli.plan import add_plan_arguments, run_plan
 from megatron_dppo.cli.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
@@ -64,7 +65,7 @@ def run_or_report(command: _Run, options: argparse.Namespace, overrides: Sequenc
 
 _OVERRIDES = (
     "Overrides: --section.key VALUE for any key of the configuration, and Megatron's own flags as they stand, e.g. "
-    "--tensor-model-parallel-size 2."
+    "--tensor-model-parallel-size 2. `megatron-dppo help KEY` says what a key means."
 )
 
 
@@ -75,7 +76,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="check everything, print the resolved configuration, stop"
     )
     parser.add_argument(
-        "--world-size", type=int, help="with --dry-run: the number of processes of the run (default: WORLD_SIZE, or 1)"
+        "--world-size",
+        type=int,
+        help="with --dry-run: processes of the run (default: WORLD_SIZE, or the fewest of the layout)",
     )
 
 
@@ -143,6 +146,7 @@ def _reported(command: _Run) -> _Run:
 
 _COMMANDS = {
     "train": _Command("post-train a model by a configuration file", add_train_arguments, run_train),
+    "help": _Command("what a key of the configuration means", add_help_arguments, _reported(run_help), False),
     "serve": _Command("start the inference servers of a run", add_serve_arguments, _reported(run_serve)),
     "eval": _Command("evaluate a run's weights, or a Hugging Face folder", add_eval_arguments, _reported(run_eval)),
     "generate": _Command("answer prompts with such weights", add_generate_arguments, _reported(run_generate)),
