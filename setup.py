@@ -35,6 +35,10 @@ setup(
         "orjson>=3.10",
         "pybase64>=1.4",
         "tomli-w",
+        # megatron-dppo port: bash is read by a grammar; verl's YAML
+        "tree-sitter>=0.25",
+        "tree-sitter-bash>=0.25",
+        "pyyaml",
         "tqdm",
         "math-verify>=0.8",
         "tensorboard",

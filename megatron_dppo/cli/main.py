@@ -20,6 +20,7 @@ from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
 from megatron_dppo.cli.experiment import add_experiment_arguments, run_experiment
 from megatron_dppo.cli.help import add_help_arguments, run_help
 from megatron_dppo.cli.plan import add_plan_arguments, run_plan
+from megatron_dppo.cli.port import add_port_arguments, run_port
 from megatron_dppo.cli.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.cli.serve import add_serve_arguments, run_serve
 from megatron_dppo.errors import ConfigError, UserError
@@ -151,6 +152,12 @@ _COMMANDS = {
     "eval": _Command("evaluate a run's weights, or a Hugging Face folder", add_eval_arguments, _reported(run_eval)),
     "generate": _Command("answer prompts with such weights", add_generate_arguments, _reported(run_generate)),
     "plan": _Command("rehearse a run without GPUs: memory, collectives, time", add_plan_arguments, _reported(run_plan)),
+    "port": _Command(
+        "a launch script or configuration of verl, slime or prime-rl as ours",
+        add_port_arguments,
+        _reported(run_port),
+        has_overrides=False,
+    ),
     "doctor": _Command(
         "what is installed, what does not go together, servers, a self-test; text for a report",
         add_doctor_arguments,

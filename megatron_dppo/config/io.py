@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,6 +138,11 @@ def validate(values: dict[str, Any], origin: str) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise unusable(origin, [_explain(detail) for detail in error.errors()]) from error
+
+
+def read_config_values(values: dict[str, Any]) -> list[str]:
+    """What is wrong with nested dictionaries as a configuration, each problem once; they stay as they are."""
+    return _read_values(copy.deepcopy(values), []).problems
 
 
 def dump_toml(config: Config) -> str:

@@ -120,6 +120,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         | {"run", "supervision", "types"},
         {"numpy", "pyarrow", "torch"},
     ),
+    "port": ({"config", "errors"}, {"tomli_w", "tree_sitter", "tree_sitter_bash", "yaml"}),
     "cli": (
         {
             "__version__",
@@ -129,6 +130,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "errors",
             "experiments",
             "plan",
+            "port",
             "run",
             "serving",
             "supervision",
