@@ -39,7 +39,7 @@ setup(
         "tree-sitter>=0.25",
         "tree-sitter-bash>=0.25",
         "pyyaml",
-        "tqdm",
+        "rich>=13",
         "math-verify>=0.8",
         "tensorboard",
         "matplotlib",
@@ -49,6 +49,8 @@ setup(
         "vllm": ["vllm"],
         "te": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
+        # log.trackers; the trackers' own packages beside it
+        "trackers": ["accelerate>=1.10"],
         # rollout.perturbation.weights; requests: its import needs it and does not ask for it
         "modelopt": ["nvidia-modelopt>=0.47", "requests"],
         # Parquet files, and data sets of the Hugging Face hub

@@ -114,9 +114,12 @@ def log(session: Session, step: int, values: dict[str, float]) -> None:
     agreed(write, session.groups.world)
     if "rollout/reward" in values:
         session.console.step(step, session.config.run.num_steps, values)
+        if session.writer is not None:
+            for text in session.alarms.see(values):
+                print(f"warning  {text}", file=sys.stderr, flush=True)
     elif "eval/accuracy" in values:
         when = f"of step {step}" if step else "before training"
-        session.console.say(f"held-out accuracy {when}: {values['eval/accuracy']:.3f}")
+        session.console.say(f"held-out {session.config.reward.evaluated} {when}: {values['eval/accuracy']:.3f}")
 
 
 def finish(session: Session) -> None:

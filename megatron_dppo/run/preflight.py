@@ -175,7 +175,10 @@ def _space(start: Start) -> Iterable[UserError]:
 
 
 def _sinks(start: Start) -> Iterable[UserError]:
-    require_sinks(tensorboard=start.config.log.tensorboard, wandb_project=start.config.log.wandb_project)
+    log = start.config.log
+    require_sinks(
+        tensorboard=log.tensorboard, wandb_project=log.wandb_project, offline=log.offline, trackers=log.trackers
+    )
     return ()
 
 

@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym"},
     ),
     "losses": ({"config", "errors", "functions", "types"}, {"torch"}),
-    "report": ({"errors", "files", "types"}, {"torch", "wandb", "matplotlib", "tqdm"}),
+    "report": ({"errors", "files", "types"}, {"torch", "wandb", "matplotlib", "rich", "accelerate"}),
     "rewards": (
         {"config", "errors", "functions", "types"},
         {"aiohttp", "math_verify", "numpy", "reasoning_gym", "transformers"},
