@@ -118,12 +118,15 @@ class Console:
     def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
         """The line of one training step, and its numbers in the live view."""
         self.advance()
-        # An evaluation's numbers stay until the next one.
+        self.show(values)
+        self.say(format_line(step, total, values))
+
+    def show(self, values: Mapping[str, float]) -> None:
+        """Numbers for the live view; those of an evaluation stay until the next one."""
         kept = {key: value for key, value in self._values.items() if key.startswith("eval/")}
         self._values = kept | dict(values)
         if self._live is not None:
             self._live.update(self._view())
-        self.say(format_line(step, total, values))
 
     def finish(self) -> None:
         """Remove the live view."""

@@ -119,6 +119,7 @@ def log(session: Session, step: int, values: dict[str, float]) -> None:
                 print(f"warning  {text}", file=sys.stderr, flush=True)
     elif "eval/accuracy" in values:
         when = f"of step {step}" if step else "before training"
+        session.console.show(values)
         session.console.say(f"held-out {session.config.reward.evaluated} {when}: {values['eval/accuracy']:.3f}")
 
 

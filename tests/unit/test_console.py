@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -190,3 +192,20 @@ def test_missing_packages_are_named_before_the_start() -> None:
 
 def test_a_configuration_becomes_one_table() -> None:
     assert flat({"a": {"b": 1, "c": None, "d": [1, 2]}, "e": True}) == {"a.b": 1, "a.d": "[1, 2]", "e": True}
+
+
+def test_megatron_s_warnings_are_silent_and_others_and_asked_for_ones_are_not() -> None:
+    code = (
+        "import warnings\n"
+        "from megatron_dppo.mcore.compat import apply_shims\n"
+        "from megatron_dppo.platform import Platform\n"
+        "apply_shims(Platform.detect(force_cpu=True))\n"
+        "import megatron.core.optimizer\n"
+        "warnings.warn('mine')\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
+    for asked, loud in (([], False), (["-Wdefault"], True)):
+        command = [sys.executable, *asked, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=True)
+        assert "UserWarning: mine" in done.stderr
+        assert ("megatron/core" in done.stderr) == loud, done.stderr
