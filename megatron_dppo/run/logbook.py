@@ -141,7 +141,7 @@ def _summarize(session: Session) -> None:
     with disk_errors(folder, "the summary"):
         _write_summary(session, session.writer.path)
     console.finish()
-    console.say("\n" + before_after_table(folder))
+    console.say("\n" + before_after_table(folder, session.config.reward.evaluated))
     after = read_answers(session)
     if session.answers_before and after:
         console.say("\nheld-out problems\n" + sample_answers(session.answers_before, after))
