@@ -21,6 +21,7 @@ from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, read_hf
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.platform import Platform, pin_threads
 from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
+from megatron_dppo.report.alarms import Alarms
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.rewards.build import build_scorer
@@ -71,6 +72,8 @@ class Session:
     """``time.time()`` at the start of the program"""
     step: int = 0
     """rollout steps done"""
+    alarms: Alarms = field(init=False)
+    """signs that nothing is learned"""
     skipped_in_a_row: int = 0
     answers_before: list[dict[str, Any]] = field(default_factory=list)
     best: tuple[float, int] | None = None
@@ -92,6 +95,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.gpus = gpus_of(self.config, self.trainer, self.publisher)
+        self.alarms = Alarms(rewarded=not self.config.distillation.is_on)
 
     def take_gpus(self) -> None:
         """The trainer's turn on the GPUs."""
@@ -140,7 +144,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     from megatron_dppo.mcore import setup
 
     setup.start_process_group(platform, config.run.wait_minutes)
-    console = Console(enabled=start.rank == 0 and config.log.progress)
+    console = Console(enabled=start.rank == 0 and config.log.progress, evaluated=config.reward.evaluated)
     watchdog = Watchdog(config.run)
     session, scorer, open_parts = None, None, ExitStack()
     try:
