@@ -16,11 +16,11 @@ import torch.distributed as dist
 from megatron_dppo.config.layout import describe
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.files.disk import require_space
+from megatron_dppo.files.disk import disk_errors, require_space
 from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, stream_model
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.platform import Platform, pin_threads
-from megatron_dppo.policy.warmup import is_warm, run_warmup
+from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
 from megatron_dppo.report.alarms import Alarms
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.metrics import MetricsWriter
@@ -277,3 +277,8 @@ def _build_policy(
     # A start that finds warmed-up weights drew no random numbers for them: both go on from the same states.
     seed_random_states(config.run.seed)
     return build_trainer(config, inputs, groups, platform, "rl"), teacher
+
+
+def _mark_warm(base: Path, config: Config) -> None:
+    with disk_errors(base, "the warm-up's marker"):
+        mark_warm(base, config)

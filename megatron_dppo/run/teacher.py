@@ -153,8 +153,3 @@ def build_teacher(
         groups=groups,
         platform=platform,
     )
-
-
-def _mark_warm(base: Path, config: Config) -> None:
-    with disk_errors(base, "the warm-up's marker"):
-        mark_warm(base, config)
