@@ -26,6 +26,9 @@ _VECTOR = 64
 """Numbers, a multiple of what any vectorised loop takes at once"""
 _ALIGNED = 64
 """Bytes, to which torch aligns new tensors"""
+_WIDE = 16
+"""Columns of a product at least: narrower ones, filled up with zeros, since for them some processors' GEMMs (MKL on AMD's)
+give the rows of a tile different bits"""
 _FUNCTIONS = ("exp", "exp2", "log", "silu", "sigmoid", "cos", "sin")
 _library: torch.library.Library | None = None
 _checked: set[tuple[Any, ...]] = set()
@@ -80,6 +83,11 @@ def _tiled(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     rows = left.shape[0]
     if not rows or not right.shape[0]:
         return out.zero_()
+    columns = right.shape[1]
+    if columns < _WIDE:
+        wide = right.new_zeros(right.shape[0], _WIDE)
+        wide[:, :columns] = right
+        return out.copy_(_tiled(left, wide, left.new_empty(rows, _WIDE))[:, :columns])
     left = left.contiguous()
     if left.data_ptr() % _ALIGNED or left.shape[1] * left.element_size() * TILE % _ALIGNED:
         left = left.clone()

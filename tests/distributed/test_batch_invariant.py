@@ -125,7 +125,7 @@ def check_kernels(rank: int, world_size: int) -> None:
     def made(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    for width, out in ((48, 117), (64, 96), (7, 5)):
+    for width, out in ((48, 117), (64, 96), (7, 5), (33, 3), (64, 8), (65, 5), (15, 1)):
         x, weight = made(70, width), made(out, width)
         x.requires_grad_()
         whole = torch.nn.functional.silu(x @ weight.t())
