@@ -27,8 +27,8 @@ _VECTOR = 64
 _ALIGNED = 64
 """Bytes, to which torch aligns new tensors"""
 _WIDE = 16
-"""Columns of a product at least: narrower ones, filled up with zeros, since for them some processors' GEMMs (MKL on AMD's)
-give the rows of a tile different bits"""
+"""Columns of a product at least. Narrower ones are filled up with zeros: for them the GEMM of some processors (MKL on
+AMD's) gives the rows of a tile different bits"""
 _FUNCTIONS = ("exp", "exp2", "log", "silu", "sigmoid", "cos", "sin")
 _library: torch.library.Library | None = None
 _checked: set[tuple[Any, ...]] = set()
