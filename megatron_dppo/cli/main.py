@@ -19,7 +19,9 @@ from megatron_dppo.cli.demo import add_demo_arguments, run_demo
 from megatron_dppo.cli.diagnose import add_diagnose_arguments, run_diagnose
 from megatron_dppo.cli.doctor import add_doctor_arguments, run_doctor
 from megatron_dppo.cli.experiment import add_experiment_arguments, run_experiment
+from megatron_dppo.cli.help import add_help_arguments, run_help
 from megatron_dppo.cli.plan import add_plan_arguments, run_plan
+from megatron_dppo.cli.port import add_port_arguments, run_port
 from megatron_dppo.cli.replay import add_replay_arguments, run_replay
 from megatron_dppo.cli.report import add_report_arguments, run_report
 from megatron_dppo.cli.restarts import add_restarts_arguments, run_restarts
@@ -68,7 +70,7 @@ def run_or_report(command: _Run, options: argparse.Namespace, overrides: Sequenc
 
 _OVERRIDES = (
     "Overrides: --section.key VALUE for any key of the configuration, and Megatron's own flags as they stand, e.g. "
-    "--tensor-model-parallel-size 2."
+    "--tensor-model-parallel-size 2. `megatron-dppo help KEY` says what a key means."
 )
 
 
@@ -79,7 +81,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="check everything, print the resolved configuration, stop"
     )
     parser.add_argument(
-        "--world-size", type=int, help="with --dry-run: the number of processes of the run (default: WORLD_SIZE, or 1)"
+        "--world-size",
+        type=int,
+        help="with --dry-run: processes of the run (default: WORLD_SIZE, or the fewest of the layout)",
     )
 
 
@@ -165,10 +169,17 @@ _COMMANDS = {
         has_overrides=False,
     ),
     "train": _Command("post-train a model by a configuration file", add_train_arguments, run_train),
+    "help": _Command("what a key of the configuration means", add_help_arguments, _reported(run_help), False),
     "serve": _Command("start the inference servers of a run", add_serve_arguments, _reported(run_serve)),
     "eval": _Command("evaluate a run's weights, or a Hugging Face folder", add_eval_arguments, _reported(run_eval)),
     "generate": _Command("answer prompts with such weights", add_generate_arguments, _reported(run_generate)),
     "plan": _Command("rehearse a run without GPUs: memory, collectives, time", add_plan_arguments, _reported(run_plan)),
+    "port": _Command(
+        "a launch script or configuration of verl, slime or prime-rl as ours",
+        add_port_arguments,
+        _reported(run_port),
+        has_overrides=False,
+    ),
     "doctor": _Command(
         "what is installed, what does not go together, servers, a self-test; text for a report",
         add_doctor_arguments,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_dppo.config.describe import elsewhere, near
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.paths import resolve_paths
 from megatron_dppo.config.schema import Config, ParallelConfig
+from megatron_dppo.config.tables import read_tables
 from megatron_dppo.errors import ConfigError
 
 _ALIASES: dict[str, tuple[str, str, Any]] = {
@@ -68,16 +70,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
     """``load_config`` without giving up at what is wrong, for a report on everything else as well.
 
     Raises:
-        ConfigError: there is no such file, or it is no TOML.
+        ConfigError: there is no such file, or it is no TOML, or the files that it extends go round in a circle.
     """
-    file = Path(path)
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"configuration file {str(path)!r} does not exist") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"configuration file {str(path)!r} is not valid TOML: {error}") from error
-    resolve_paths(values, relative_to or file.parent)
+    values = read_tables(Path(path), relative_to)
     parsed, problems = _parse_overrides(overrides)
     for section, key, value in parsed:
         try:
@@ -143,6 +138,11 @@ def validate(values: dict[str, Any], origin: str) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise unusable(origin, [_explain(detail) for detail in error.errors()]) from error
+
+
+def read_config_values(values: dict[str, Any]) -> list[str]:
+    """What is wrong with nested dictionaries as a configuration, each problem once; they stay as they are."""
+    return _read_values(copy.deepcopy(values), []).problems
 
 
 def dump_toml(config: Config) -> str:
@@ -236,6 +236,10 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     for part in location[:-1]:
         # A table of sections by name has a type of its own for what is in it.
         model = get_args(model)[1] if get_args(model) else model.model_fields[part].annotation
+    if hint := elsewhere(".".join(map(str, location))):
+        return hint
     known = list(model.model_fields)
     close = get_close_matches(str(location[-1]), known, 1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return near(".".join(map(str, location))) or f"; known keys: {', '.join(known)}"

@@ -86,6 +86,12 @@ class RewardConfig(Section):
     """Samples that an async function has under way at a time in one process."""
 
     @property
+    def evaluated(self) -> str:
+        """What the mean over held-out answers is: ``accuracy`` where each is right or wrong, else ``score``."""
+        is_exact = self.function == "math" or (self.function == "reasoning_gym" and not self.partial_credit)
+        return "accuracy" if is_exact else "score"
+
+    @property
     def described(self) -> str:
         """What scores, for messages."""
         if self.functions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
@@ -60,6 +62,18 @@ class LogConfig(Section):
     tensorboard: bool = True
     wandb_project: str | None = None
     """Weights & Biases project; needs the extra ``[wandb]``."""
+    trackers: list[Literal["mlflow", "swanlab", "trackio", "comet_ml"]] = Field(default_factory=list)
+    """Further trackers that get every step's metrics; each needs its package, and the extra ``[trackers]``."""
+    project: str | None = None
+    """Project, or MLflow's experiment, in ``trackers``; None = ``wandb_project``, or ``megatron_dppo``."""
+    name: str | None = None
+    """Name of the run in trackers; None = that of the folder ``run.output_dir``."""
+    group: str | None = None
+    """Runs that belong together in trackers, as the seeds of an experiment."""
+    tags: list[str] = Field(default_factory=list)
+    """Tags of the run in trackers."""
+    offline: bool = False
+    """Weights & Biases, SwanLab and Comet write to the run's folder and send nothing; ``wandb sync`` sends it later."""
     progress: bool = True
     """Progress bar and one line a step on rank 0."""
     rollouts_every: int = Field(0, ge=0)

@@ -100,7 +100,7 @@ def diagnosis_config(config: Config) -> Config:
     # A stream samples nothing for steps past the last one.
     more = config.train.max_staleness + 1 if config.train.max_staleness else 0
     run = config.run.model_copy(update={"num_steps": config.run.num_steps + more})
-    log = config.log.model_copy(update={"tensorboard": False, "wandb_project": None})
+    log = config.log.model_copy(update={"tensorboard": False, "wandb_project": None, "trackers": []})
     train = config.train
     if _has_copy(config) and routing_shape(read_hf_config(config.model.path)) is not None:
         replay = "rollout" if train.router_replay == "rollout" else "compare"

@@ -20,6 +20,7 @@ import torch
 from megatron_dppo.errors import UserError
 from megatron_dppo.mcore.fused_adam import FusedAdam
 from megatron_dppo.mcore.gloo import collectives_of_one, uneven_collectives
+from megatron_dppo.mcore.quiet import quiet_megatron
 from megatron_dppo.mcore.torch_proxy import bind_proxy, cuda_type_names
 from megatron_dppo.mcore.transformer_engine import has_transformer_engine, version_of_none
 from megatron_dppo.platform import Platform
@@ -77,6 +78,7 @@ def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)
     megatron_version()
     if _applied:
         return False
+    quiet_megatron()
     shims: Sequence[Shim] = SHIMS
     if platform.is_cuda:
         shims = [shim for shim in SHIMS if (shim.with_te if has_transformer_engine() else shim.on_cuda)]

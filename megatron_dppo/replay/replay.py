@@ -32,9 +32,10 @@ from megatron_dppo.run.loop import make_samples, update_policy
 from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.run.resume import CANNOT_RESHARD, layout_identity
 from megatron_dppo.run.sampling import sampling_seed
-from megatron_dppo.run.session import build_teacher, build_trainer
+from megatron_dppo.run.session import build_trainer
 from megatron_dppo.run.starts import load_config_of_step
 from megatron_dppo.run.stream.collected import Collected
+from megatron_dppo.run.teacher import build_teacher
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher import Teacher

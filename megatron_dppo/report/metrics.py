@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, Problems
 from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.report.trackers import Labels, finite, open_trackers, require_trackers, run_id
 from megatron_dppo.types import Metric
 
 _Pair = tuple[str, float, float]
@@ -80,13 +81,15 @@ def _to_floats(values: Sequence[Tensor | float]) -> list[float]:
 
 
 class MetricsWriter:
-    """Writes one record a step to ``metrics.jsonl`` and, when asked, to TensorBoard and Weights & Biases.
+    """Writes one record a step to ``metrics.jsonl`` and, when asked, to TensorBoard and trackers.
 
     Args:
         folder: where the files go.
         config: the resolved configuration, for the run's page in Weights & Biases.
         tensorboard: write TensorBoard events.
         wandb_project: a project name, or None.
+        trackers: names of others (``report.trackers``).
+        labels: what the run is called there; None = by its folder.
         resumed_step: records of later steps belong to a run that was cut off, and are dropped.
 
     Raises:
@@ -101,6 +104,8 @@ class MetricsWriter:
         tensorboard: bool,
         wandb_project: str | None,
         resumed_step: int | None,
+        trackers: Sequence[str] = (),
+        labels: Labels | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
@@ -108,7 +113,9 @@ class MetricsWriter:
         write_synced(self.path, "".join(json.dumps(record) + "\n" for record in keep))
         self._file = self.path.open("a", encoding="utf-8")
         self._tensorboard = _open_tensorboard(folder, resumed_step) if tensorboard else None
-        self._wandb = _open_wandb(wandb_project, folder, config) if wandb_project else None
+        labels = labels or Labels(project=wandb_project or "megatron_dppo", name=folder.name)
+        self._wandb = _open_wandb(wandb_project, folder, config, labels) if wandb_project else None
+        self._trackers = open_trackers(trackers, folder, labels, config)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of one step; keys start with ``train/ rollout/ eval/ perf/``."""
@@ -122,6 +129,8 @@ class MetricsWriter:
             self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(dict(values), step=step)
+        for tracker in self._trackers:
+            tracker.log(finite(values), step=step)
 
     @property
     def has_tables(self) -> bool:
@@ -146,6 +155,8 @@ class MetricsWriter:
                 self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.finish()
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -188,7 +199,9 @@ def _open_tensorboard(folder: Path, resumed_step: int | None) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
 
-def require_sinks(*, tensorboard: bool, wandb_project: str | None) -> None:
+def require_sinks(
+    *, tensorboard: bool, wandb_project: str | None, offline: bool = False, trackers: Sequence[str] = ()
+) -> None:
     """Whether everything that the log asks for is installed and has its key.
 
     Raises:
@@ -197,7 +210,8 @@ def require_sinks(*, tensorboard: bool, wandb_project: str | None) -> None:
     problems = Problems()
     if tensorboard:
         problems.attempt(_require_tensorboard)
-    if wandb_project is not None and problems.attempt(require_wandb, wandb_project) is not None:
+    problems.attempt(require_trackers, trackers)
+    if wandb_project is not None and problems.attempt(require_wandb, wandb_project) is not None and not offline:
         problems.attempt(_require_wandb_key, wandb_project)
     problems.raise_if_any()
 
@@ -217,8 +231,8 @@ def _require_wandb_key(project: str) -> None:
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     if not (file.is_file() and host in file.read_text(encoding="utf-8", errors="replace")):
         raise ConfigError(
-            f"log.wandb_project = {project!r}, but there is no key: export WANDB_API_KEY, run wandb login, or export "
-            "WANDB_MODE=offline"
+            f"log.wandb_project = {project!r}, but there is no key: export WANDB_API_KEY, run wandb login, or set "
+            "log.offline = true (or export WANDB_MODE=offline)"
         )
 
 
@@ -237,7 +251,17 @@ def require_wandb(project: str) -> Any:
     return wandb
 
 
-def _open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    return require_wandb(project).init(
-        project=project, dir=str(folder), config=dict(config), resume="allow", id=folder.name
+def _open_wandb(project: str, folder: Path, config: Mapping[str, Any], labels: Labels) -> Any:
+    wandb = require_wandb(project)
+    identity = run_id(folder, "wandb")  # before wandb makes its folder, by which older runs are told
+    return wandb.init(
+        project=project,
+        dir=str(folder),
+        config=dict(config),
+        resume="allow",
+        id=identity,
+        name=labels.name,
+        group=labels.group,
+        tags=list(labels.tags) or None,
+        mode="offline" if labels.offline else None,
     )

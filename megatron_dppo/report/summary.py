@@ -43,11 +43,11 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def before_after_table(folder: Path) -> str:
-    """First and last value of the main metrics."""
+def before_after_table(folder: Path, evaluated: str = "accuracy") -> str:
+    """First and last value of the main metrics; ``evaluated`` is what the mean over held-out answers is called."""
     records = read_metrics(folder / "metrics.jsonl")
     rows = [
-        ("held-out accuracy (greedy)", "eval/accuracy"),
+        (f"held-out {evaluated} (greedy)", "eval/accuracy"),
         ("training reward", "rollout/reward"),
         ("response length", "rollout/response_length"),
         ("entropy", "train/entropy"),

@@ -47,6 +47,8 @@ OURS = (
     "weights",
     "tensorboard",
     "wandb",
+    "swanlab",
+    "trackers.json",
 )
 """What runs write, beside the marker, the lock and ``old``; a folder that has one of these but no marker is foreign."""
 

@@ -114,9 +114,13 @@ def log(session: Session, step: int, values: dict[str, float]) -> None:
     agreed(write, session.groups.world)
     if "rollout/reward" in values:
         session.console.step(step, session.config.run.num_steps, values)
+        if session.writer is not None:
+            for text in session.alarms.see(values):
+                print(f"warning  {text}", file=sys.stderr, flush=True)
     elif "eval/accuracy" in values:
         when = f"of step {step}" if step else "before training"
-        session.console.say(f"held-out accuracy {when}: {values['eval/accuracy']:.3f}")
+        session.console.show(values)
+        session.console.say(f"held-out {session.config.reward.evaluated} {when}: {values['eval/accuracy']:.3f}")
 
 
 def finish(session: Session) -> None:
@@ -137,7 +141,7 @@ def _summarize(session: Session) -> None:
     with disk_errors(folder, "the summary"):
         _write_summary(session, session.writer.path)
     console.finish()
-    console.say("\n" + before_after_table(folder))
+    console.say("\n" + before_after_table(folder, session.config.reward.evaluated))
     after = read_answers(session)
     if session.answers_before and after:
         console.say("\nheld-out problems\n" + sample_answers(session.answers_before, after))

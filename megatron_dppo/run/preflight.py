@@ -182,9 +182,12 @@ def _space(start: Start) -> Iterable[UserError]:
 
 
 def _sinks(start: Start) -> Iterable[UserError]:
-    require_sinks(tensorboard=start.config.log.tensorboard, wandb_project=start.config.log.wandb_project)
-    if start.config.log.rollouts_every:
-        require_pyarrow(f"log.rollouts_every = {start.config.log.rollouts_every}")
+    log = start.config.log
+    require_sinks(
+        tensorboard=log.tensorboard, wandb_project=log.wandb_project, offline=log.offline, trackers=log.trackers
+    )
+    if log.rollouts_every:
+        require_pyarrow(f"log.rollouts_every = {log.rollouts_every}")
     return ()
 
 

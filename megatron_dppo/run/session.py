@@ -17,10 +17,11 @@ from megatron_dppo.config.layout import describe
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.files.disk import disk_errors, require_space
-from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, read_hf_config, stream_model
+from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, stream_model
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.platform import Platform, pin_threads
 from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
+from megatron_dppo.report.alarms import Alarms
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.rewards.build import build_scorer
@@ -37,7 +38,7 @@ from megatron_dppo.run.resume import ResumePoint, find_resume_point
 from megatron_dppo.run.sharing import find_sharing
 from megatron_dppo.run.stream.needed import Needed
 from megatron_dppo.run.stream.stream import Stream
-from megatron_dppo.run.teacher import teacher_servers
+from megatron_dppo.run.teacher import build_teacher
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.supervision.watchdog import Watchdog
 
@@ -71,6 +72,8 @@ class Session:
     """``time.time()`` at the start of the program"""
     step: int = 0
     """rollout steps done"""
+    alarms: Alarms = field(init=False)
+    """signs that nothing is learned"""
     skipped_in_a_row: int = 0
     answers_before: list[dict[str, Any]] = field(default_factory=list)
     best: tuple[float, int] | None = None
@@ -92,6 +95,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.gpus = gpus_of(self.config, self.trainer, self.publisher)
+        self.alarms = Alarms(rewarded=not self.config.distillation.is_on)
 
     def take_gpus(self) -> None:
         """The trainer's turn on the GPUs."""
@@ -140,7 +144,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     from megatron_dppo.mcore import setup
 
     setup.start_process_group(platform, config.run.wait_minutes)
-    console = Console(enabled=start.rank == 0 and config.log.progress)
+    console = Console(enabled=start.rank == 0 and config.log.progress, evaluated=config.reward.evaluated)
     watchdog = Watchdog(config.run)
     session, scorer, open_parts = None, None, ExitStack()
     try:
@@ -273,25 +277,6 @@ def _build_policy(
     # A start that finds warmed-up weights drew no random numbers for them: both go on from the same states.
     seed_random_states(config.run.seed)
     return build_trainer(config, inputs, groups, platform, "rl"), teacher
-
-
-def build_teacher(
-    config: Config, inputs: ModelInputs, groups: ParallelGroups, platform: Platform
-) -> Teacher | TeacherServers | None:
-    """That of ``[distillation]``; None without."""
-    path = config.distillation.teacher_path
-    if path is None:
-        return teacher_servers(config)
-    from megatron_dppo.mcore.teacher import Teacher
-
-    return Teacher(
-        config=config,
-        hf_config=read_hf_config(path),
-        weights=FolderWeights(path),
-        layout=inputs.layout,
-        groups=groups,
-        platform=platform,
-    )
 
 
 def _mark_warm(base: Path, config: Config) -> None:

@@ -13,6 +13,7 @@ from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.record.files import drop_after
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.report.metrics import MetricsWriter, read_metrics
+from megatron_dppo.report.trackers import Labels
 from megatron_dppo.run.output import space_for_save
 from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
 from megatron_dppo.run.session import Session
@@ -62,6 +63,14 @@ def _open_writer(session: Session) -> MetricsWriter:
         config.model_dump(),
         tensorboard=config.log.tensorboard,
         wandb_project=config.log.wandb_project,
+        trackers=config.log.trackers,
+        labels=Labels(
+            project=config.log.project or config.log.wandb_project or "megatron_dppo",
+            name=config.log.name or session.folder.resolve().name,
+            group=config.log.group,
+            tags=tuple(config.log.tags),
+            offline=config.log.offline,
+        ),
         resumed_step=session.step or None,
     )
 

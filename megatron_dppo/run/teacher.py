@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -16,13 +16,18 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import CheckpointError, ConfigError, Problems, ServerError, UserError
 from megatron_dppo.families import family_of
-from megatron_dppo.hf import model_shape, read_hf_config
+from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config
+from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import from_leader
+from megatron_dppo.platform import Platform
 from megatron_dppo.rollout.teacher import TeacherServers
 from megatron_dppo.run.hf_weights import check_weights_fit
 from megatron_dppo.run.inputs import ModelInputs
 from megatron_dppo.serving.command import api_key
 from megatron_dppo.types import TrainingSample
+
+if TYPE_CHECKING:
+    from megatron_dppo.mcore.teacher import Teacher
 
 _SHOWN = 3
 
@@ -129,3 +134,22 @@ def _check_layout(name: str, hf_config: Any, config: Config, policy: ModelInputs
         resolve_parallel(parallel, policy.layout.world_size, shape)
     except ConfigError as error:
         raise ConfigError(f"{name} is split as the policy is, and cannot be: {error}") from error
+
+
+def build_teacher(
+    config: Config, inputs: ModelInputs, groups: ParallelGroups, platform: Platform
+) -> Teacher | TeacherServers | None:
+    """That of ``[distillation]``; None without."""
+    path = config.distillation.teacher_path
+    if path is None:
+        return teacher_servers(config)
+    from megatron_dppo.mcore.teacher import Teacher
+
+    return Teacher(
+        config=config,
+        hf_config=read_hf_config(path),
+        weights=FolderWeights(path),
+        layout=inputs.layout,
+        groups=groups,
+        platform=platform,
+    )

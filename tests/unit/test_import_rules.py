@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym"},
     ),
     "losses": ({"config", "errors", "functions", "types"}, {"torch"}),
-    "report": ({"errors", "files", "types"}, {"torch", "wandb", "matplotlib", "tqdm"}),
+    "report": ({"errors", "files", "types"}, {"torch", "wandb", "matplotlib", "rich", "accelerate"}),
     "rewards": (
         {"config", "errors", "functions", "types"},
         {"aiohttp", "math_verify", "numpy", "reasoning_gym", "transformers"},
@@ -128,6 +128,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"config", "errors", "mcore", "parallel", "platform", "policy", "record", "report", "rollout", "run", "types"},
         {"torch"},
     ),
+    "port": ({"config", "errors"}, {"tomli_w", "tree_sitter", "tree_sitter_bash", "yaml"}),
     "cli": (
         {
             "__version__",
@@ -141,6 +142,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "plan",
             "record",
             "replay",
+            "port",
             "run",
             "serving",
             "supervision",

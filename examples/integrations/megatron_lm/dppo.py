@@ -1,0 +1,85 @@
+"""A ``forward_step`` for Megatron's own schedules, with megatron_dppo's fused head; read in megatron-core 0.16.1.
+
+    losses = get_forward_backward_func()(forward_step_func=partial(forward_step, config=LossConfig(), vocab_size=...),
+                                         data_iterator=iter(batches), model=model, ...)
+
+Build the model with ``TransformerConfig(calculate_per_token_loss=True)``: Megatron then divides by the tokens of the
+whole step. A batch is a dictionary of ``tokens``, ``labels``, ``position_ids``, ``rollout_logprobs``, ``advantages``
+and ``loss_mask``, all ``[B, S]`` and aligned to the labels. The logits of the batch never exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+import megatron_dppo as md
+
+Step = tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Tensor]],
+    model: Any,
+    *,
+    config: md.LossConfig,
+    vocab_size: int,
+    temperature: float = 1.0,
+) -> Step:
+    """Megatron's ``forward_step_func``: the model's hidden states, and the loss of them for the last pipeline stage.
+
+    Args:
+        config: a loss of single tokens on what the batch holds (``config.required_inputs``).
+        vocab_size: entries of the vocabulary without padding.
+        temperature: the rollout's.
+    """
+    batch = next(data_iterator)
+    core = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    if core.post_process:
+        # Hidden states instead of logits; the head below has the output layer's weight.
+        core.output_layer.forward = _pass_through
+    hidden = model(batch["tokens"], batch["position_ids"], None)
+    return hidden, partial(_loss, core, batch, config, vocab_size, temperature)
+
+
+def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+    return hidden, None
+
+
+def _loss(
+    core: Any, batch: dict[str, Tensor], config: md.LossConfig, vocab_size: int, temperature: float, hidden: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron's three: a sum, the number of tokens that it divides by, and what is logged as (sum, count)."""
+    states = hidden.transpose(0, 1)  # [B, S, H] to Megatron's [S, B, H], of which ranks may have parts
+    if core.config.sequence_parallel:
+        states = gather_from_sequence_parallel_region(states)
+    else:
+        states = copy_to_tensor_model_parallel_region(states)
+    tied = core.share_embeddings_and_output_weights
+    output = md.dppo_head_loss(
+        states.transpose(0, 1).flatten(0, 1),
+        core.shared_embedding_or_output_weight() if tied else core.output_layer.weight,
+        md.TokenTargets(
+            labels=batch["labels"].flatten(),
+            advantages=batch["advantages"].flatten(),
+            loss_mask=batch["loss_mask"].flatten(),
+            rollout_logprobs=batch["rollout_logprobs"].flatten(),
+        ),
+        partial(md.policy_loss, config=config),
+        group=parallel_state.get_tensor_model_parallel_group(),
+        vocab_size=vocab_size,
+        temperature=temperature,
+    )
+    dropped = (batch["loss_mask"].flatten() & ~output.keep_mask).sum()
+    masked = torch.stack([dropped, output.num_tokens]).detach()
+    return output.loss_sum, output.num_tokens.int(), {"mask_fraction": masked}
