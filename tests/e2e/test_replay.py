@@ -13,9 +13,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.mcore.compat import apply_shims
+from megatron_dppo.platform import Platform
 from tests.e2e.runs import environment, flags, train
 
 pytestmark = pytest.mark.e2e
+apply_shims(Platform.detect())
 
 RECORDED = flags(
     run__num_steps=3,
@@ -80,11 +84,12 @@ def test_one_process_is_exact_and_says_what_is_missing_or_changed(short_run: lis
     assert done.returncode == 0 and not found["exact"], "one log mu is another one"
     file.write_bytes(untouched)
     (folder / "checkpoints/step_000002").rename(tmp_path / "away")
-    done, _ = replayed(folder, 3)
-    assert done.returncode != 0 and "--step 3 needs the checkpoint of step 2" in done.stderr
-    assert "replay one of steps [2]" in done.stderr, done.stderr
-    done, _ = replayed(folder, 9)
-    assert done.returncode != 0 and "it has those of 1, 2, 3" in done.stderr
+    from megatron_dppo.replay.replay import replay_step
+
+    with pytest.raises(CheckpointError, match=r"--step 3 needs the checkpoint of step 2.* replay one of steps \[2\]"):
+        replay_step(folder, 3)
+    with pytest.raises(ConfigError, match=r"no rollouts of that step; it has those of 1, 2, 3$"):
+        replay_step(folder, 9)
 
 
 @pytest.mark.parametrize(
