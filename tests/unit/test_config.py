@@ -134,7 +134,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_known_one(path: Path) -> No
     assert "rolout = {'top_k': 3}: unknown key; did you mean 'rollout'?" in refusal(path, "--rolout.top_k", "3")
     message = refusal(path, "--warmup.optimizer.adam_beta", "3")
     assert "warmup.optimizer.adam_beta = 3: unknown key; did you mean 'adam_beta" in message
-    assert "log.xyz = 1: unknown key; known keys: tensorboard, wandb_project, progress" in refusal(
+    assert "log.xyz = 1: unknown key; known keys: tensorboard, wandb_project, trackers, project" in refusal(
         path, "--log.xyz", "1"
     )
 
