@@ -78,8 +78,8 @@ def port(path: Path) -> Ported:
 
 def _shell(path: Path, content: str) -> tuple[_Stack, Draft]:
     environment = {name: os.environ[name] for name in _KNOWN if name in os.environ}
-    words = launch_of(path, content, environment, _first_argument)
-    if any(word.text.startswith("--") for word in words) and not any(_is_override(word.text) for word in words):
+    program, words = launch_of(path, content, environment, _first_argument)
+    if program.endswith(("train.py", "train_async.py")):
         return _STACKS["slime"], _flags(words)
     return _STACKS["verl"], _overrides(words)
 
@@ -92,11 +92,6 @@ def _first_argument(words: Sequence[str]) -> int | None:
         if word.rpartition("/")[2] in ("train.py", "train_async.py", "main_ppo.py", "main_dapo.py") and i > 0:
             return i + 1
     return None
-
-
-def _is_override(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    return bool(equals) and "." in name and not name.startswith("-")
 
 
 def _overrides(words: Sequence[Word]) -> Draft:

@@ -192,8 +192,8 @@ def _text(node: Node | None) -> str:
 
 def launch_of(
     file: Path, script: str, environment: dict[str, str], starts: Callable[[Sequence[str]], int | None]
-) -> list[Word]:
-    """The arguments of the one command that ``starts`` finds the first argument of.
+) -> tuple[str, list[Word]]:
+    """The program, and its arguments, of the one command that ``starts`` finds the first argument of.
 
     Raises:
         ConfigError: there is none, or there are several, which might be different runs.
@@ -202,7 +202,7 @@ def launch_of(
     for words in commands(script, environment):
         first = starts([word.text for word in words])
         if first is not None:
-            found.append(words[first:])
+            found.append((words[first - 1].text, words[first:]))
     if len(found) != 1:
         raise ConfigError(
             f"{file}: expected one command that starts verl (python -m verl.trainer.main_ppo) or slime (python "

@@ -84,7 +84,7 @@ TABLE: dict[str, Rule] = {
     _R + "val_kwargs.top_p": to("eval.top_p", number),
     _R + "val_kwargs.top_k": to("eval.top_k", lambda value: max(0, whole(value))),
     _R + "val_kwargs.do_sample": gone("eval.temperature says it; 0 = greedy"),
-    "trainer.logger": gone("metrics.jsonl and TensorBoard always; W&B by log.wandb_project"),
+    "trainer.logger": gone("metrics.jsonl and TensorBoard always; W&B by log.wandb_project, others by log.trackers"),
     "trainer.critic_warmup": gone("there is no critic"),
     "trainer.val_before_train": gone("the weights before training are always evaluated"),
     "trainer.resume_mode": gone("a run that is started again goes on (checkpoint.resume)"),
@@ -257,7 +257,14 @@ def _run(draft: Draft) -> None:
     project, name = draft.read("trainer.project_name", text), draft.read("trainer.experiment_name", text)
     if project and "wandb" in str(draft.source.get("trainer.logger", "")):
         draft.put("log.wandb_project", project, "trainer.project_name")
-    draft.say("trainer.project_name", "no home", "only W&B has projects here (log.wandb_project)")
+    trackers = [
+        name for name in ("mlflow", "swanlab", "trackio") if name in str(draft.source.get("trainer.logger", ""))
+    ]
+    if trackers:
+        draft.put("log.trackers", trackers, "trainer.logger")
+        if project:
+            draft.put("log.project", project, "trainer.project_name")
+    draft.say("trainer.project_name", "no home", "no tracker that has projects is on")
     folder = draft.read("trainer.default_local_dir", text)
     if folder:
         draft.put("run.output_dir", folder, "trainer.default_local_dir")

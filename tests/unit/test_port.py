@@ -164,9 +164,11 @@ def test_prime_rl_s_configuration_lacks_what_an_environment_was(tmp_path: Path) 
 
 def test_verl_s_yaml_is_read_like_its_overrides(tmp_path: Path) -> None:
     text = "data: {train_files: /d/a.parquet, max_response_length: 64}\n"
+    text += "trainer: {logger: [console, mlflow], project_name: maths}\n"
     text += "actor_rollout_ref: {model: {path: /m}, rollout: {n: 4}, actor: {optim: {lr: '${x.lr}'}}}\n"
     found, values, rows = ported(tmp_path, "ppo.yaml", text)
     assert values["rollout"]["max_new_tokens"] == 64 and values["model"]["path"] == "/m"
+    assert values["log"] == {"trackers": ["mlflow"], "project": "maths"}
     assert found.problems == ["optimizer.lr is missing; it has no default"]
     assert rows["actor_rollout_ref.actor.optim.lr"][0] == "unread"
 
