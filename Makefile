@@ -6,7 +6,7 @@
 # make test-long      what make test leaves out, as others cover nearly the same (a quarter of an hour)
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour);
 #                     router replay on every layout; every combination of rollout policies on real servers
-# make docs    the documentation site into site/ (mkdocs, extra [docs]); a link that leads nowhere is an error
+# make docs    the documentation site into site/ (mkdocs); a link that leads nowhere is an error
 # make bench-head    the head against other stacks' methods: counts and gates
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
@@ -93,8 +93,7 @@ bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)
 
 docs:
-	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check -e '.[docs]' && \
-		NO_MKDOCS_2_WARNING=1 $$python -m mkdocs build -q
+	@python=$$(tools/setup_env.sh) && NO_MKDOCS_2_WARNING=1 $$python -m mkdocs build -q
 
 lint:
 	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy && \

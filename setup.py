@@ -89,10 +89,11 @@ setup(
         "data": ["datasets>=2.20", "pyarrow>=15"],
         # Not in "dev": its dependency pycosat is compiled, and a fresh machine may have no C compiler.
         "reasoning-gym": ["reasoning-gym>=0.1.20"],
-        # the last line of the theme, kept up until May 2027; its successor reads the same mkdocs.yml
-        "docs": ["mkdocs-material>=9.6,<10", "mkdocs<2", "mkdocstrings[python]>=0.30"],
         # einops: mbridge imports it without asking for it
         "dev": [
+            # The documentation site. This is the last line of the theme, kept up until May 2027; its successor reads the same
+            # mkdocs.yml.
+            *("mkdocs-material>=9.6,<10", "mkdocs<2", "mkdocstrings[python]>=0.30"),
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
             # transformers reads quantised folders by them
             *("accelerate", "compressed-tensors>=0.15"),
