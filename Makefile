@@ -93,7 +93,9 @@ bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)
 
 docs:
-	@python=$$(tools/setup_env.sh) && NO_MKDOCS_2_WARNING=1 $$python -m mkdocs build -q
+	@[ -e .venv-docs/.installed ] || { $${PYTHON:-python3} -m venv --clear .venv-docs && \
+		.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r requirements/docs.txt && touch .venv-docs/.installed; }
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build -q
 
 lint:
 	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy && \

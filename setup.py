@@ -91,9 +91,6 @@ setup(
         "reasoning-gym": ["reasoning-gym>=0.1.20"],
         # einops: mbridge imports it without asking for it
         "dev": [
-            # The documentation site. This is the last line of the theme, kept up until May 2027; its successor reads the same
-            # mkdocs.yml.
-            *("mkdocs-material>=9.6,<10", "mkdocs<2", "mkdocstrings[python]>=0.30"),
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
             # transformers reads quantised folders by them
             *("accelerate", "compressed-tensors>=0.15"),
