@@ -15,6 +15,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf import build_hf_model, stream_model
 from megatron_dppo.run import engines
 from megatron_dppo.run.guard import FirstUpdateGuard
+from megatron_dppo.run.preflight import CHECKS, Start
 from megatron_dppo.run.served_model import check_served_model, served_quantization
 from megatron_dppo.serving.command import plan_servers
 from megatron_dppo.weights.hf_folder import save_hf_folder
@@ -169,6 +170,9 @@ def test_another_model_or_no_weights_or_no_folder_is_refused(folder: Path, tmp_p
     (folder / "other" / "config.json").write_text(json.dumps(settings | {"hidden_size": 512}))
     with pytest.raises(ConfigError, match=r"another model than model.path = .*hidden_size 256, 512"):
         check_served_model(config(folder, "other"))
+    (before_the_start,) = (check for check in CHECKS if check.name == "the servers' model")
+    with pytest.raises(ConfigError, match="another model"):
+        before_the_start.find(Start(config(folder, "other"), world_size=1))
 
 
 def test_a_vllm_server_without_quantised_weights_is_told_before_the_start(servers: Any, folder: Path) -> None:  # noqa: F811
