@@ -5,7 +5,9 @@ In ``examples/run_grpo.py``, after ``setup(...)`` has returned its ``loss_fn``:
     loss_fn = DPPOLossFn(md.LossConfig(name="dppo_binary_tv"))
 
 and put ``examples/integrations/nemo_rl`` on the workers' PYTHONPATH. The log-probabilities of generation, which NeMo-RL
-records with each sample, are the anchor; ``prev_logprobs`` are not used.
+records with each sample, are the anchor; ``prev_logprobs`` are not used (``loss_fn.force_on_policy_ratio=true`` in the
+configuration saves their computation). Whether the reference is loaded is decided by the configuration's
+``loss_fn.reference_policy_kl_penalty``: give it the value of ``kl_coef``.
 """
 
 from __future__ import annotations
