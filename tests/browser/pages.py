@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,17 @@ def opened(driver: Any, file: Path, size: tuple[int, int] = DESK, scheme: str = 
         lambda d: d.execute_script("return document.documentElement.dataset.ready") == "yes",
         message=str(driver.get_log("browser")),
     )
+
+
+def soon(driver: Any, condition: Callable[[], object], message: str) -> None:
+    """Wait for what the page does after an event of its own; a busy machine takes its time.
+
+    Raises:
+        TimeoutException: it does not.
+    """
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, 120).until(lambda _: condition(), message=message)
 
 
 def look(driver: Any, size: tuple[int, int], scheme: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.page.build import Run, build, write_report
-from tests.browser.pages import DESK, PHONE, browser, complaints, opened, shot
+from tests.browser.pages import DESK, PHONE, browser, complaints, opened, shot, soon
 from tests.unit.recorded_run import HOSTILE, decode, write_run
 
 pytestmark = pytest.mark.browser
@@ -57,7 +57,8 @@ def test_a_click_on_a_curve_shows_that_steps_rollouts_token_by_token(page: Path)
         ActionChains(driver).move_to_element_with_offset(curve, left, 0).click().perform()
         assert which.text.startswith("step 3:"), which.text
         driver.find_element("id", "after").click()
-        assert which.text.startswith("step 6:") and driver.current_url.endswith("#0-6")
+        assert which.text.startswith("step 6:")
+        soon(driver, lambda: driver.current_url.endswith("#0-6"), "the address names the step")
         masked = all_of(driver, ".tokens span.masked")
         assert masked and "masked" in masked[0].get_attribute("title")
         driver.execute_script("arguments[0].click()", masked[0])
@@ -67,7 +68,7 @@ def test_a_click_on_a_curve_shows_that_steps_rollouts_token_by_token(page: Path)
         )
         assert {color.split(",")[0] for color in moved if color}, "tokens have the color of pi - mu"
         driver.find_element("css selector", "#others summary").click()
-        assert len(all_of(driver, "#others .card")) == 1, "the one metric that no chart has"
+        soon(driver, lambda: len(all_of(driver, "#others .card")) == 1, "the one metric that no chart has")
         dots = all_of(driver, "#scatter circle")
         before = driver.find_element("id", "token").text
         driver.execute_script(
@@ -98,21 +99,20 @@ def test_two_runs_share_the_curves_and_each_has_its_rollouts(page: Path) -> None
         assert all_of(driver, "#curves path.second")
         one = driver.find_element("id", "responses").text
         Select(driver.find_element("id", "run")).select_by_visible_text("second")
-        assert driver.find_element("id", "responses").text != one and "#1-12" in driver.current_url
+        assert driver.find_element("id", "responses").text != one
+        soon(driver, lambda: "#1-12" in driver.current_url, "the address names run and step")
         assert complaints(driver) == []
 
 
 def test_a_page_of_a_run_that_goes_on_loads_itself_again_and_stays_at_its_step(page: Path) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
-
     target = page / "watched.html"
     with browser() as driver:
-        write_report(target, build([Run(page / "first", decode)], refresh=1))
+        write_report(target, build([Run(page / "first", decode)], refresh=5))
         opened(driver, target)
         driver.find_element("id", "before").click()
         assert driver.find_element("id", "which").text.startswith("step 9:")
         driver.execute_script("window.old = true")
         write_report(target, build([Run(page / "first", decode)]))  # the last one
         loaded = "return window.old === undefined && document.documentElement.dataset.ready === 'yes'"
-        WebDriverWait(driver, 120).until(lambda d: d.execute_script(loaded))
+        soon(driver, lambda: driver.execute_script(loaded), "the page loads itself again")
         assert driver.find_element("id", "which").text.startswith("step 9:") and complaints(driver) == []
