@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.layout import Layout
@@ -26,6 +27,8 @@ class Rollouts:
     """that one server can hold"""
     longest: int
     """tokens of the longest sequence"""
+    weights: int
+    """bytes of the engine's weights"""
 
     @property
     def sequences(self) -> int | None:
@@ -34,16 +37,24 @@ class Rollouts:
 
 
 def rollouts(config: Config, hf_config: Any, parameters: int, machine: Machine) -> Rollouts:
-    """One server holds the weights in ``rollout.dtype``, split over its GPUs, and fills the rest with the cache."""
+    """One server holds its weights, split over its GPUs, and fills the rest with the cache."""
     size = DTYPES[config.rollout.dtype or config.model.dtype].itemsize
     heads, numbers = _cached(hf_config)
     per_token = hf_config.num_hidden_layers * heads * numbers * size
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    weights = served_bytes(config, parameters)
     if config.rollout.engine == "local":
-        return Rollouts(bytes_per_token=per_token, gpus_per_server=1, room=None, tokens_in_flight=None, longest=longest)
+        return Rollouts(
+            bytes_per_token=per_token,
+            gpus_per_server=1,
+            room=None,
+            tokens_in_flight=None,
+            longest=longest,
+            weights=weights,
+        )
     options = _options(config)
     gpus = int(options.get("tp-size", options.get("tensor-parallel-size", 1)))
-    room = round(server_bytes(config, machine) - parameters * size / gpus)
+    room = round(server_bytes(config, machine) - weights / gpus)
     copies = max(1, gpus // heads)  # fewer heads than GPUs: some hold the same ones
     return Rollouts(
         bytes_per_token=per_token,
@@ -51,7 +62,17 @@ def rollouts(config: Config, hf_config: Any, parameters: int, machine: Machine) 
         room=room,
         tokens_in_flight=max(0, room * gpus // (per_token * copies)),
         longest=longest,
+        weights=weights,
     )
+
+
+def served_bytes(config: Config, parameters: int) -> int:
+    """Of the engine's weights: those of the quantised folder of ``rollout.servers.model`` where it is here, else of all
+    parameters in ``rollout.dtype``."""
+    folder = config.rollout.servers.model
+    if folder is not None and (files := list(Path(folder).glob("*.safetensors"))):
+        return sum(file.stat().st_size for file in files)
+    return parameters * DTYPES[config.rollout.dtype or config.model.dtype].itemsize
 
 
 def server_bytes(config: Config, machine: Machine) -> float:
@@ -112,7 +133,9 @@ def transfers(config: Config, parameters: int, trained: tuple[int, int], layout:
     """
     size = DTYPES[config.model.dtype].itemsize
     by_adapter = config.rollout.weight_sync.method == "adapter"
-    sent = (trained[0] if by_adapter else parameters) * size
+    sent = trained[0] * size if by_adapter else parameters * size
+    if config.rollout.servers.model is not None:
+        sent = served_bytes(config, parameters)
     checkpoint = trained[0] * (size + optimizer_bytes(config))
     held = sum(count for count, _ in buffers(*trained, layout))
     served, sync = config.rollout.engine != "local", config.rollout.weight_sync

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from megatron_dppo.config.layout import describe
 from megatron_dppo.plan.batch import MEAN_LENGTH
@@ -165,7 +166,18 @@ def _rollouts(plan: Plan) -> str:
     return (
         f"{per_token}; a server of {found.gpus_per_server} {plan.machine.name} has {gib(found.room)} GiB a GPU for "
         f"them: {found.tokens_in_flight} tokens in flight = {found.sequences} sequences of {found.longest} tokens"
+        f"{_served(plan)}"
     )
+
+
+def _served(plan: Plan) -> str:
+    """What ``rollout.servers.model`` makes of the weights."""
+    model = plan.config.rollout.servers.model
+    if model is None:
+        return ""
+    here = any(Path(model).glob("*.safetensors"))
+    how = "as rollout.servers.model has them" if here else "rollout.servers.model is not here: counted without it"
+    return f"\n         its weights are {gib(plan.rollouts.weights)} GiB ({how})"
 
 
 def _columns(plan: Plan) -> str:

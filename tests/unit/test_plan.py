@@ -270,6 +270,20 @@ def test_the_key_value_cache_of_the_30b_example() -> None:
     assert (found.gpus_per_server, found.room, found.tokens_in_flight) == (2, room, 2 * room // 98304)
 
 
+def test_servers_with_a_quantised_folder_have_its_bytes_and_more_room(tmp_path: Path) -> None:
+    (tmp_path / "model-1.safetensors").write_bytes(b"")
+    with (tmp_path / "model-2.safetensors").open("wb") as file:
+        file.truncate(PARAMETERS + 1000)  # a sparse file of the size of FP8
+    config = big("--rollout.servers.model", str(tmp_path), "--rollout.weight_sync.method", "disk")
+    hf_config, layout = model_config(config.model.path)[0], layout_of(config, 32)
+    found = rollouts(config, hf_config, PARAMETERS, H100)
+    assert found.room == round(H100.memory * 0.85 - (PARAMETERS + 1000) / 2)
+    trained = PARAMETERS, Model.of(big()).expert_parameters
+    assert transfers(config, PARAMETERS, trained, layout, H100).sync == PARAMETERS + 1000
+    away = big("--rollout.servers.model", str(tmp_path / "away"), "--rollout.weight_sync.method", "disk")
+    assert rollouts(away, hf_config, PARAMETERS, H100).weights == 2 * PARAMETERS
+
+
 def test_sync_and_checkpoint_bytes() -> None:
     config, model = big(), Model.of(big())
     layout, experts = layout_of(config, 32), model.expert_parameters
