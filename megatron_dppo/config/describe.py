@@ -98,8 +98,8 @@ def explain(name: str) -> str:
 
 def elsewhere(name: str) -> str:
     """``; did you mean 'optimizer.lr'?`` for a name that another framework, or another section here, has exactly."""
-    leaf = name.rpartition(".")[2]
-    exact = [KNOWN_AS[leaf]] if leaf in KNOWN_AS else [p for p in _paths() if p.rpartition(".")[2] == leaf]
+    leaf = _leaf(name)
+    exact = [KNOWN_AS[leaf]] if leaf in KNOWN_AS else [path for path in _paths() if _leaf(path) == leaf]
     return f"; did you mean {' or '.join(map(repr, exact[:3]))}?" if exact else ""
 
 
@@ -107,13 +107,19 @@ def near(name: str) -> str:
     """The same for a name that is only like one of them; empty when nothing is."""
     if hint := elsewhere(name):
         return hint
-    if close := get_close_matches(name, _paths(), 1, 0.8):
+    # The section alone may be most of the name: the key in it has to be like the other one too.
+    alike = [path for path in _paths() if get_close_matches(_leaf(name), [_leaf(path)], 1)]
+    if close := get_close_matches(name, alike, 1, 0.8):
         return f"; did you mean {close[0]!r}?"
-    leaves = {path.rpartition(".")[2]: path for path in reversed(_paths())} | dict(KNOWN_AS)
-    if close := get_close_matches(name.rpartition(".")[2], list(leaves), 1, 0.8):
+    leaves = {_leaf(path): path for path in reversed(_paths())} | dict(KNOWN_AS)
+    if close := get_close_matches(_leaf(name), list(leaves), 1, 0.8):
         return f"; did you mean {leaves[close[0]]!r}?"
     losses = get_close_matches(name, list(LOSS_ALIASES), 1, 0.7)
     return f"; did you mean the loss {losses[0]!r}?" if losses else ""
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _paths() -> list[str]:

@@ -241,8 +241,8 @@ def _is_finished(folder: Path) -> bool:
         if not found:
             return False
         state = read_state(found[-1])
-        config, best = state["config"], state["best"]
-        goal = config["eval"].get("stop_at_accuracy")
+        config, best = state["config"], state.get("best")
+        goal = config.get("eval", {}).get("stop_at_accuracy")
         solved = goal is not None and best is not None and best[0] >= goal
         return bool(solved or state["step"] >= config["run"]["num_steps"])
     except (UserError, KeyError, TypeError):

@@ -79,7 +79,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def accumulate(self, batches: Sequence[Any], objective: Any, lessons: Sequence[Any]) -> dict[str, float]:
+    def accumulate(self, batches: Sequence[Any], objective: Any, lessons: Sequence[Any], seen: Any) -> dict[str, float]:
         self.calls.append("accumulate")
         return {"abs_prob_diff": 0.25 * len(self.calls)}
 
@@ -89,8 +89,11 @@ class Recorder:
 
 
 class Planned(Updater):
-    def plan(self, samples: list[Any]) -> list[Any]:
-        return samples
+    def _packed(self, samples: list[Any]) -> Any:
+        return samples, samples
+
+    def _weighted(self, packed: Any) -> Any:
+        return packed
 
 
 def updates(check: Any) -> tuple[Recorder, Any]:
