@@ -146,7 +146,7 @@ def test_ranks_save_when_torchrun_is_killed_and_a_stopped_rank_is_named(tmp_path
     stopped = re.search(r"stopped  by SIGTERM after step (\d+)", run.output)
     assert stopped and run.saved(int(stopped[1])), run.output
 
-    run = Run(folder, log, 2, run__num_steps=200, warmup__num_steps=3, run__hang_minutes=0.1)
+    run = Run(folder, log, 2, run__num_steps=200, warmup__num_steps=3, run__hang_minutes=0.3)
     run.until(lambda: run.saved(int(stopped[1]) + 1))
     family = run.family()
     (victim,) = [p for p in family if p.ppid() == run.process.pid and p.environ()["RANK"] == "0"]
