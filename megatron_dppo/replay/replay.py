@@ -32,7 +32,7 @@ from megatron_dppo.run.loop import make_samples, update_policy
 from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.run.resume import CANNOT_RESHARD, layout_identity
 from megatron_dppo.run.sampling import sampling_seed
-from megatron_dppo.run.session import build_trainer
+from megatron_dppo.run.session import build_groups, build_trainer
 from megatron_dppo.run.starts import load_config_of_step
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.run.teacher import build_teacher
@@ -179,14 +179,7 @@ def _opened(config: Config, checkpoint: Path | None, step: int) -> Iterator[_Run
                 raise CheckpointError(f"{checkpoint} is damaged: {damage}")
             state = read_state(checkpoint)
             _check_layout(checkpoint, state["layout"], layout_identity(config, inputs))
-        groups = setup.initialize_megatron(
-            inputs.layout,
-            platform,
-            seed=config.run.seed,
-            timeout_minutes=config.run.timeout_minutes,
-            wait_minutes=config.run.wait_minutes,
-            world=world,
-        )
+        groups = build_groups(config, inputs, platform, world)
         teacher = build_teacher(config, inputs, groups, platform)
         setup.seed_random_states(config.run.seed)
         trainer = build_trainer(config, inputs, groups, platform, "rl")

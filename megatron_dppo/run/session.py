@@ -159,14 +159,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         watchdog.start()
         point = find_resume_point(config, inputs)
         console.say("\n".join([describe(inputs.layout, config), inputs.data_summary, *start.notes]))
-        groups = setup.initialize_megatron(
-            inputs.layout,
-            platform,
-            seed=config.run.seed,
-            timeout_minutes=config.run.timeout_minutes,
-            wait_minutes=config.run.wait_minutes,
-            world=world,
-        )
+        groups = build_groups(config, inputs, platform, world)
         trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
@@ -198,6 +191,20 @@ def _close(session: Session) -> None:
     session.publisher.close()
     if session.writer is not None:
         session.writer.close()
+
+
+def build_groups(config: Config, inputs: ModelInputs, platform: Platform, world: dist.ProcessGroup) -> ParallelGroups:
+    """Megatron's groups of the layout, with the seed and the limits of the run; a collective."""
+    from megatron_dppo.mcore.setup import initialize_megatron
+
+    return initialize_megatron(
+        inputs.layout,
+        platform,
+        seed=config.run.seed,
+        timeout_minutes=config.run.timeout_minutes,
+        wait_minutes=config.run.wait_minutes,
+        world=world,
+    )
 
 
 def build_trainer(

@@ -58,9 +58,9 @@ def train_forked(
 
 
 def _variables(rank: int, processes: int, port: int) -> dict[str, str]:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     if processes == 1:
         return {}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     # The store is the test's: a free port is bound once and for all, and rank 0 does not bind it again.
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     return {name: str(value) for name, value in (numbers | address).items()}

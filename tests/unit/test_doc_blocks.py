@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from megatron_dppo.cli.main import _COMMANDS
+from megatron_dppo.config.describe import keys, sections
 from megatron_dppo.config.schema import Config
 from megatron_dppo.experiments.grid import merged
 
@@ -85,7 +86,7 @@ def check_ours(words: list[str]) -> None:
 
 
 def check_flags(flags: list[str]) -> None:
-    assert {flag.removeprefix("--") for flag in flags} <= keys(Config)
+    assert {flag.removeprefix("--") for flag in flags} <= known_names()
 
 
 def check_python(words: list[str]) -> None:
@@ -123,24 +124,13 @@ def test_commands_are_there_with_their_flags(words: list[str]) -> None:
     CHECKS[words[0]](words)
 
 
-def keys(section: type[BaseModel], prefix: str = "") -> set[str]:
-    """Dotted names of all keys."""
-    found = set()
-    for name, field in section.model_fields.items():
-        found.add(prefix + name)
-        for inner in models_in(field.annotation):
-            found |= keys(inner, f"{prefix}{name}.")
-    return found
-
-
-def models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in getattr(annotation, "__args__", ()) for model in models_in(part)]
+def known_names() -> set[str]:
+    """Dotted names of all keys and sections."""
+    return {*keys(), *(name for name, _ in sections())}
 
 
 def test_keys_that_pages_name_are_there() -> None:
-    known, wrong = keys(Config), []
+    known, wrong = known_names(), []
     sections = "|".join(Config.model_fields)
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.S | re.M)
