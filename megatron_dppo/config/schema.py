@@ -15,6 +15,7 @@ from megatron_dppo.config.checkpoint import CheckpointConfig
 from megatron_dppo.config.data import DataConfig, RolloutConfig
 from megatron_dppo.config.distillation import DistillationConfig, check_distillation
 from megatron_dppo.config.evaluation import EvalConfig
+from megatron_dppo.config.layer_noise import LayerNoiseConfig
 from megatron_dppo.config.lora import LoraConfig, check_lora
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.optimizer import OptimizerConfig, WarmupOptimizerConfig
@@ -109,6 +110,7 @@ class TrainConfig(_Section):
     weights sampled every token."""
     max_dropped_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["off"] = 0.01
     """Stop there too when more of the sampled tokens have no finite rollout log-probability; ``off`` = never."""
+    layer_noise: LayerNoiseConfig = LayerNoiseConfig()
 
     @model_validator(mode="after")
     def _advantage_is_known(self) -> TrainConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from torch import Tensor
 from megatron_dppo.mcore.length_buckets import Bucket, buckets
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import MicroBatch
+
+if TYPE_CHECKING:
+    from megatron_dppo.mcore.layer_noise import RowNoise
 
 
 @dataclass
@@ -28,6 +31,8 @@ class PackedRow(PackedSeqParams):
     """[T] of every token of the row in its sequence"""
     shard: ContextShard | None = None
     """the tokens of the row that this rank computes; None = all of them"""
+    noise: RowNoise | None = None
+    """for the layers' inputs; it travels here because a layer that runs again for its activations gets this again"""
 
     @classmethod
     def of(cls, batch: MicroBatch, starts: Sequence[int], shard: ContextShard | None = None) -> PackedRow:

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, hidden_states_only
+from megatron_dppo.mcore.layer_noise import NoiseOf
 from megatron_dppo.mcore.row import Row, SeenRow, seen_row
 from megatron_dppo.types import Metric, MicroBatch
 
@@ -32,11 +33,12 @@ def forward_backward(
     cp_group: ProcessGroup | None = None,
     lessons: Sequence[Lesson] = (),
     seen: list[SeenRow] | None = None,
+    noise: NoiseOf | None = None,
 ) -> list[Mapping[str, Metric]]:
     """Accumulate the gradients of all micro-batches by Megatron's schedule.
 
     With ``lessons``, one for each micro-batch, the divergence from the teacher is added to the loss. ``seen`` gets what
-    the loss saw and decided of each micro-batch, on the last pipeline stage.
+    the loss saw and decided of each micro-batch, on the last pipeline stage. ``noise`` is that of the layers' inputs.
 
     Megatron sums the losses, sums the token counts over micro-batches and ranks of data and context parallelism, and
     divides the gradients once by the global count (``calculate_per_token_loss``).
@@ -51,7 +53,7 @@ def forward_backward(
             seen.append(seen_row(output, row))
         return output.loss_sum, output.num_tokens.to(torch.int), output.metrics
 
-    make = _rows(chunks, cp_group, objective.skips_zero_advantage and not lessons)
+    make = _rows(chunks, cp_group, objective.skips_zero_advantage and not lessons, noise)
     return _run_schedule(chunks, batches, make, loss_function, forward_only=False, lessons=lessons)
 
 
@@ -92,12 +94,12 @@ def _read(
 
 
 def _rows(
-    chunks: Sequence[Any], cp_group: ProcessGroup | None, skips_zero_advantage: bool
+    chunks: Sequence[Any], cp_group: ProcessGroup | None, skips_zero_advantage: bool, noise: NoiseOf | None = None
 ) -> Callable[[MicroBatch, Lesson | None], Row]:
     device = next(chunks[0].parameters()).device
 
     def make(batch: MicroBatch, lesson: Lesson | None) -> Row:
-        row = Row.of(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage)
+        row = Row.of(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage, noise=noise)
         return row if lesson is None else replace(row, lesson=lesson)
 
     return make

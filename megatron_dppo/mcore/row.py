@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.mcore.attention import PackedRow
+from megatron_dppo.mcore.layer_noise import NoiseOf
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import LossOutput, MicroBatch, TokenTargets
 
@@ -33,16 +34,23 @@ class Row:
 
     @classmethod
     def of(
-        cls, batch: MicroBatch, cp_group: ProcessGroup | None, device: torch.device, *, skips_zero_advantage: bool
+        cls,
+        batch: MicroBatch,
+        cp_group: ProcessGroup | None,
+        device: torch.device,
+        *,
+        skips_zero_advantage: bool,
+        noise: NoiseOf | None = None,
     ) -> Row:
         """Move to ``device``; share and plan are found before that, on the host."""
         shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
         index = None if shard is None else shard.index
         mask, advantages = (x if shard is None else shard.split(x) for x in (batch.loss_mask, batch.advantages))
         plan = RowPlan.of(mask, advantages if skips_zero_advantage else None, device)
-        starts, batch = batch.cu_seqlens.tolist(), batch.to(device)
+        starts, on_host, batch = batch.cu_seqlens.tolist(), batch, batch.to(device)
         shard = None if shard is None else shard.to(device)
         packing = PackedRow.of(batch, starts, shard)
+        packing.noise = None if noise is None else noise(on_host, shard)
         return cls(batch, batch if shard is None else batch.select(shard.index, index), plan, packing, shard)
 
     def split(self, values: Tensor) -> Tensor:

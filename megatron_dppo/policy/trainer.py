@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.config.layer_noise import LayerNoiseConfig
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
+from megatron_dppo.data.packing import RowShape
 from megatron_dppo.head.teaching import Lesson
 from megatron_dppo.hf import model_shape, routing_shape
-from megatron_dppo.losses import BatchTotals, Objective, with_cosines
+from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint import Save, load_checkpoint, read_state, save_checkpoint
 from megatron_dppo.mcore.device_state import DeviceState
@@ -26,6 +26,7 @@ from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forw
 from megatron_dppo.mcore.fp8 import row_multiple
 from megatron_dppo.mcore.head import Head
 from megatron_dppo.mcore.invariant import TILE, make_batch_invariant
+from megatron_dppo.mcore.layer_noise import LayerNoise
 from megatron_dppo.mcore.lora import Lora
 from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.moe import BalanceLosses
@@ -36,9 +37,9 @@ from megatron_dppo.mcore.row import Row, SeenRow
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.platform import Platform
 from megatron_dppo.policy.costs import attention_length
-from megatron_dppo.policy.packed import Packed, of_all_ranks
+from megatron_dppo.policy.packed import Packed, Packer
 from megatron_dppo.report.metrics import reduce_metrics
-from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
+from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
 
 
 class PolicyTrainer:
@@ -55,6 +56,7 @@ class PolicyTrainer:
         platform: the device of this process.
         optimizer: learning rate and schedule of this phase.
         total_steps: length of the schedule, in the caller's steps.
+        noise: on the layers' inputs in updates; None = there is none.
 
     Attributes:
         policy_version: optimizer updates applied so far.
@@ -79,6 +81,7 @@ class PolicyTrainer:
         platform: Platform,
         optimizer: OptimizerConfig,
         total_steps: int,
+        noise: LayerNoiseConfig | None = None,
     ) -> None:
         self.layout, self.groups, self.dp_rank = layout, groups, dist.get_rank(groups.dp)
         self.policy_version = 0
@@ -99,6 +102,10 @@ class PolicyTrainer:
             self.models, megatron_config, config.parallel, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32
         )
         self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, config.parallel, total_steps)
+        self._noise = None
+        if noise is not None and noise.std:
+            adam = optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps
+            self._noise = LayerNoise(self.models, megatron_config, noise, groups, config.run.seed, adam)
         self.device_state = DeviceState(self.models, self.optimizer)
         temperature, fused = config.rollout.temperature, config.model.fused_head
         self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, temperature, fused=fused)
@@ -107,7 +114,8 @@ class PolicyTrainer:
         tile = TILE if config.rollout.batch_invariant else row_multiple(config.model.transformer)
         self.row_shape = RowShape(row_multiple=layout.row_multiple * tile, sequence_multiple=layout.sequence_multiple)
         # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
-        self._needs_equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
+        equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
+        self._packer = Packer(self.row_shape, layout.micro_batch_multiple, groups.dp, equal_rows=equal_rows)
         self._balance_losses = BalanceLosses(megatron_config)
         self.routing_shape = routing_shape(hf_config, weights=config.train.router_replay_weights)
         self._replay_mode: ReplayMode = "compare" if replay == "compare" else "replay"
@@ -132,8 +140,9 @@ class PolicyTrainer:
         for chunk in self._chunks:
             chunk.train()
         self.optimizer.zero_grad()
+        noise = None if self._noise is None else self._noise.of_version(self.policy_version)
         with self._routing(batches, self._replay_mode) as plain:
-            local = forward_backward(self._chunks, plain, self._head, objective, self._cp_group, lessons, seen)
+            local = forward_backward(self._chunks, plain, self._head, objective, self._cp_group, lessons, seen, noise)
         first = dist.get_rank(self.groups.tp) == 0
         metrics = with_cosines(reduce_metrics(local, self.groups.world, contributes=first))
         first = first and dist.get_rank(self.groups.cp) == 0
@@ -155,7 +164,11 @@ class PolicyTrainer:
 
     def apply(self, metrics: dict[str, float]) -> StepResult:
         """Step with the accumulated gradients; skipped when their norm is not finite."""
-        update, scale = self.optimizer.step(), self.optimizer.loss_scale
+        scale = self.optimizer.loss_scale
+        factor = 1.0 if scale is None else scale.value
+        update = self.optimizer.step()
+        if self._noise is not None:
+            metrics = {**metrics, **self._noise.settle(factor, applied=update.applied)}
         self.policy_version += int(update.applied)
         return StepResult(
             policy_version=self.policy_version,
@@ -250,30 +263,8 @@ class PolicyTrainer:
         return next(self.models[0].parameters()).device
 
     def pack(self, samples: Sequence[TrainingSample], budget: int, bins: list[list[int]] | None = None) -> Packed:
-        """This rank's samples as packed micro-batches, equally many on every rank; one or two collectives.
-
-        Args:
-            samples: this data-parallel rank's, at least one.
-            budget: tokens of one micro-batch.
-            bins: the samples of each micro-batch, equally many on every rank; None = found here.
-        """
-        shape = self.row_shape
-        dealt = fill_bins(samples, budget, shape) if bins is None else bins
-        per_sample = [int(sample.loss_mask.sum()) for sample in samples]
-        together = of_all_ranks([len(dealt), sum(per_sample), sum(n > 0 for n in per_sample)], self.groups.dp)
-        if bins is None:
-            multiple = self.layout.micro_batch_multiple
-            bins = split_evenly(dealt, -(-int(together[:, 0].max()) // multiple) * multiple)
-        if self._needs_equal_rows:
-            longest = max(sum(shape.padded(samples[i].num_tokens) for i in part) for part in bins)
-            longest = int(of_all_ranks([longest], self.groups.dp).max())
-            shape = replace(shape, row_multiple=-(-longest // shape.row_multiple) * shape.row_multiple)
-        tokens, sequences = together[:, 1:].sum(0).tolist()
-        return Packed(
-            bins=bins,
-            batches=MicroBatches(len(bins), lambda i: pack([samples[j] for j in bins[i]], shape, samples[0])),
-            totals=BatchTotals(num_tokens=tokens, num_sequences=sequences),
-        )
+        """This rank's samples as packed micro-batches; a collective. See ``Packer.pack``."""
+        return self._packer.pack(samples, budget, bins)
 
     def save(
         self,
@@ -289,6 +280,8 @@ class PolicyTrainer:
         """Write a checkpoint of this step; ``state`` is the caller's own, as JSON. See ``save_checkpoint``."""
         self.optimizer.finish_overlapped_gather()
         state = {**state, "policy_version": self.policy_version}
+        if self._noise is not None:
+            state["layer_noise"] = self._noise.state()
         more: dict[str, Any] = {"groups": self.groups, "also": also, "background": background}
         return save_checkpoint(folder, step, self.models, self.optimizer, state, keep, best, **more)
 
@@ -297,4 +290,6 @@ class PolicyTrainer:
         state = read_state(checkpoint)
         load_checkpoint(checkpoint, self.models, self.optimizer, groups=self.groups, same_layout=same_layout)
         self.policy_version = state["policy_version"]
+        if self._noise is not None:
+            self._noise.load(state.get("layer_noise"))
         return state

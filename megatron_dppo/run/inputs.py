@@ -182,6 +182,7 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
                 "dense model, which has no routers; remove it"
             )
         )
+    problems.attempt(config.train.layer_noise.layers, hf_config.num_hidden_layers)
     for problem in family_problems(config, shape):
         problems.add(problem)
     if config.model.reference_path is not None:

@@ -233,6 +233,7 @@ def build_trainer(
         platform=platform,
         optimizer=optimizer,
         total_steps=config.warmup.num_steps if phase == "warmup" else config.run.num_steps,
+        noise=config.train.layer_noise if phase == "rl" else None,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.config.layer_noise import LayerNoiseConfig
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.schema import Config
@@ -175,7 +176,14 @@ def config_for(case: Case, dtype: str = "fp32", **sections: dict[str, Any]) -> C
     return Config.model_validate(values | {name: values.get(name, {}) | section for name, section in sections.items()})
 
 
-def build_trainer(case: Case, model: Any, platform: Platform, dtype: str, **sections: dict[str, Any]) -> Any:
+def build_trainer(
+    case: Case,
+    model: Any,
+    platform: Platform,
+    dtype: str,
+    noise: LayerNoiseConfig | None = None,
+    **sections: dict[str, Any],
+) -> Any:
     """A trainer with the weights of a transformers model; joins the process groups of the layout."""
     from megatron_dppo.mcore.setup import initialize_megatron
     from megatron_dppo.policy.trainer import PolicyTrainer
@@ -191,6 +199,7 @@ def build_trainer(case: Case, model: Any, platform: Platform, dtype: str, **sect
         platform=platform,
         optimizer=config.optimizer,
         total_steps=STEPS,
+        noise=noise,
     )
 
 

@@ -30,6 +30,7 @@ RECORDED = flags(
     train__mini_batches=2,
     rollout__prompts_per_step=8,
     optimizer__lr=1e-3,
+    train__layer_noise__std=1e-3,
 )
 
 

@@ -34,6 +34,8 @@ def run_flags(base_model: Path) -> list[str]:
         rollout__dynamic_sampling="true",
         rollout__max_refills=2,
         train__mask_truncated="true",
+        train__layer_noise__std=1e-4,
+        train__layer_noise__lr=0.05,
         checkpoint__save_every=1,
         checkpoint__keep=2,
     )
@@ -87,6 +89,8 @@ def test_dynamic_sampling_replaced_groups_without_signal(uninterrupted: Path) ->
     assert state["stream"]["cursor"] > 4 * STEPS
     steps = [r for r in without_timings(uninterrupted) if "rollout/groups_without_signal" in r]
     assert sum(r["rollout/groups_without_signal"] for r in steps) / len(steps) < 0.3
+    noise = [r["train/layer_noise"] for r in steps if "train/layer_noise" in r]
+    assert len(set(noise)) == STEPS and all(5e-5 < value < 2e-4 for value in noise), "the noise is learned"
     assert all(r["eval/accuracy"] == r["eval/pass_at_1"] <= r["eval/pass_at_2"] for r in steps if "eval/accuracy" in r)
 
 

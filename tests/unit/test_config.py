@@ -219,6 +219,9 @@ def test_thresholds_default_by_the_variant(loss: dict[str, Any], expected: tuple
         ({"rollout": {"return_logprobs": False}}, "rollout.return_logprobs = false"),
         ({"train": {"mini_batches": 3}}, "16 * 8 = 128 samples cannot be split into train.mini_batches = 3"),
         ({"model": {"random_init": True}}, "set warmup.num_steps"),
+        ({"train": {"layer_noise": {"lr": 0.1}}}, "layer_noise.lr = 0.1 has no effect with std = 0"),
+        ({"train": {"layer_noise": {"std": 1e-6, "learn": False, "lr": 0.1}}}, "no effect with learn = false"),
+        ({"train": {"layer_noise": {"std": 1e-6, "start_layer": 3, "end_layer": 3}}}, "is not above start_layer = 3"),
     ],
 )
 def test_values_that_do_not_fit_each_other_are_refused(sections: dict[str, Any], part: str) -> None:
