@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -18,6 +18,8 @@ class Band:
     low: float
     high: float
     count: int
+    of_seed: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
+    """the values; empty = not of seeds"""
 
     def __str__(self) -> str:
         return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
@@ -25,6 +27,11 @@ class Band:
     def above(self, other: Band) -> bool:
         """Whether all of it lies above all of the other one."""
         return self.low > other.high
+
+    def minus(self, other: Band) -> Band | None:
+        """The differences on the seeds that both have: a seed's base model and prompts are the same for all losses."""
+        both = self.of_seed.keys() & other.of_seed.keys()
+        return band(self.of_seed[seed] - other.of_seed[seed] for seed in sorted(both))
 
 
 def band(values: Iterable[float]) -> Band | None:
@@ -84,4 +91,9 @@ def cells(rows: Iterable[Row], phase: str = "report") -> dict[Cell, list[Row]]:
 
 def bands(rows: Iterable[Row], score: Score) -> dict[Cell, Band]:
     """The band of each cell."""
-    return {cell: found for cell, of in cells(rows).items() if (found := band(map(score, of))) is not None}
+    result = {}
+    for cell, of in cells(rows).items():
+        values = {int(row["seed"]): score(row) for row in of}
+        if (found := band(values.values())) is not None:
+            result[cell] = replace(found, of_seed=values)
+    return result

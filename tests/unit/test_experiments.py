@@ -160,7 +160,24 @@ def test_a_claim_holds_only_where_the_bands_do_not_overlap_and_three_seeds_are_t
     verdicts = {text[i][2]: text[i + 1].split(":")[0].strip(" -") for i in (0, 2, 4, 6)}
     assert verdicts == {"A": "holds in 1", "B": "reversed in 1", "C": "open in 1", "D": "too few seeds in 1"}
     assert text[-1] == "- E: not measured."
-    assert "- dppo_binary_tv / grpo: 1 : 0 : 0" in as_verdicts(ROWS, claims)
+    assert "- dppo_binary_tv / grpo: 1 : 0 : 0; 0 : 0" in as_verdicts(ROWS, claims)
+
+
+def test_where_bands_overlap_a_difference_on_every_seed_is_told_apart() -> None:
+    easy = (0.1, 0.3, 0.5, 0.7, 0.9)  # what a seed's base model makes of any loss
+    rows = [
+        *(row("grpo", s, [v] * 4) for s, v in enumerate(easy)),
+        *(row("ipo", s, [v + 0.01 * (s + 1)] * 4) for s, v in enumerate(easy)),
+        *(row("drpo", s, [v + 0.01 * (s - 1)] * 4) for s, v in enumerate(easy)),
+        *(row("pg_is", s, [v + 0.01] * 4) for s, v in enumerate(easy[:4])),
+    ]
+    claims = [Claim(name, *pair) for name, pair in (("A", ("ipo", "grpo")), ("B", ("grpo", "ipo")))]
+    claims += [Claim("C", "drpo", "grpo"), Claim("D", "pg_is", "grpo")]
+    text = as_verdicts(rows, claims)
+    found = [line.strip(" -") for line in text.split("\n\n")[0].splitlines()[1::2]]
+    assert [line.split(" in 1")[0] for line in found] == ["higher on every seed", "lower on every seed", "open", "open"]
+    assert "0.53 [0.11, 0.95] against 0.50 [0.10, 0.90] (+0.030 [+0.010, +0.050])" in found[0]
+    assert "- grpo / ipo: 0 : 0 : 1; 0 : 1" in text
 
 
 def test_the_figure_has_a_band_for_each_loss(tmp_path: Path) -> None:
