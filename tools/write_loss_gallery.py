@@ -21,8 +21,8 @@ from megatron_dppo.experiments.statistics import SCORES, Band, Cell, Row, bands
 from megatron_dppo.experiments.verdicts import judge
 
 ROWS = Path(__file__).parents[1] / "docs/windtunnel/rows.jsonl.xz"
-DEFAULT = "dppo_binary_tv"
-"""the loss that the others are compared with"""
+DEFAULT = "dppo_binary_tv cap 5"
+"""the loss that the others are compared with: it is the configuration's default"""
 MISSING = "not measured yet"
 
 HEAD = f"""# Losses: what each does with a token
@@ -43,7 +43,7 @@ more than (μ, π):
 **Verdict**: bands (mean [least, largest] over seeds) of the mean training reward over the last quarter of the steps, on
 small models ([experiments](../experiments.md#how-to-read-it)): without a mismatch, and in how many conditions the band
 lies above or below that of `{DEFAULT}` without touching it; "on every seed": the bands overlap, but the
-difference on the same seed has one sign on all five.
+difference on the same seed has one sign on all five. DPPO's runs whose name has no cap are with `ratio_cap = "off"`.
 """
 
 

@@ -10,7 +10,7 @@ from megatron_dppo.errors import ConfigError
 
 def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``experiment``."""
-    parser.add_argument("name", help="windtunnel, stability, ratio_tv, most_clipped, relaxed, bad_updates, long_tail")
+    parser.add_argument("name", help="which one, as windtunnel; docs/experiments.md lists them")
     parser.add_argument("--quick", action="store_true", help="a few losses, mismatches and seeds")
     parser.add_argument("--output", default="runs/experiments", help="folder of rows, base models, table and figures")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")

@@ -67,9 +67,9 @@ class LossConfig(Section):
     """Trust region for negative advantages (``ipo``: for pi < mu); None = 0.15 (TV) or 0.05 (KL), 0.3 for ``ipo``."""
     divergence_threshold_high: float | None = Field(None, gt=0)
     """Trust region for positive advantages (``ipo``: for pi > mu); None = 0.15 (TV) or 0.05 (KL), 0.3 for ``ipo``."""
-    ratio_cap: float | None = Field(None, gt=0)
-    """C in min(r, C) (``drpo``: of the whole weight); None = no cap, but 5 for ``cispo`` and 2 for
-    ``score_centering``."""
+    ratio_cap: Annotated[float, Field(gt=0)] | Literal["off"] | None = None
+    """C in min(r, C) (``drpo``: of the whole weight); ``off`` = no cap; None = 5 for ``dppo_*`` and ``cispo``, 2 for
+    ``score_centering``, else no cap."""
     ratio_floor: float | None = Field(None, gt=0)
     """Only ``cispo``: r is raised to this value (the two-sided form); None = no floor."""
     clip_ratio_low: float | None = Field(None, gt=0, lt=1)
@@ -210,11 +210,14 @@ class LossConfig(Section):
     @property
     def ratio_limits(self) -> tuple[float, float]:
         """(floor, cap) of the weight; 0 and infinity where there is none. Only ``drpo`` has negative weights."""
-        cap = {"cispo": 5.0, "score_centering": 2.0}.get(self.name) if self.ratio_cap is None else self.ratio_cap
-        if self.centers_score and self.centering != "truncate":
-            cap = None
+        if self.ratio_cap == "off" or (self.centers_score and self.centering != "truncate"):
+            cap = float("inf")
+        elif self.ratio_cap is None:
+            cap = 5.0 if self.is_dppo else {"cispo": 5.0, "score_centering": 2.0}.get(self.name, float("inf"))
+        else:
+            cap = self.ratio_cap
         floor = float("-inf") if self.name == "drpo" else self.ratio_floor or 0.0
-        return (floor, float("inf") if cap is None else cap)
+        return (floor, cap)
 
     @property
     def mismatch_limits(self) -> tuple[float, float]:

@@ -32,12 +32,14 @@ LOSS_ALIASES: Mapping[str, Mapping[str, Any]] = {
         "name": "dppo_binary_tv",
         "divergence_threshold_low": 0.2,
         "divergence_threshold_high": 0.2,
+        "ratio_cap": "off",
         **_PRIME_RL_KL,
     },
     "prime_rl/2026-08-11": {
         "name": "dppo_binary_tv",
         "divergence_threshold_low": 0.1,
         "divergence_threshold_high": 0.1,
+        "ratio_cap": "off",
         **_PRIME_RL_KL,
     },
     "prime_rl/2026-08-27": {

@@ -18,19 +18,26 @@ def _clips(*pairs: tuple[float, float]) -> Sequence[Settings]:
 
 _TV, _KL = _thresholds(0.05, 0.15, 0.3), _thresholds(0.02, 0.05, 0.15)
 _CLIPS = _clips((0.1, 0.14), (0.2, 0.28), (0.4, 0.56))
-_FAR = {"name": "dppo_binary_tv", "divergence_threshold_low": 0.5, "divergence_threshold_high": 1.0}
+_FAR = {"divergence_threshold_low": 0.5, "divergence_threshold_high": 1.0}
 """A probability never rises by more than 1: only falling tokens are masked."""
+
+
+def _dppo(kind: str, cap: float | str = "off", **more: Any) -> Settings:
+    return {"name": f"dppo_{kind}", "ratio_cap": cap, **more}
+
+
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss
     for loss in (
-        Loss("dppo_binary_tv", {"name": "dppo_binary_tv"}, _TV),
-        Loss("dppo_binary_tv cap 2", {"name": "dppo_binary_tv", "ratio_cap": 2.0}, _TV),
-        Loss("dppo_binary_tv cap 5", {"name": "dppo_binary_tv", "ratio_cap": 5.0}, _TV),
-        Loss("dppo_binary_kl", {"name": "dppo_binary_kl"}, _KL),
-        Loss("dppo_topk_tv", {"name": "dppo_topk_tv"}, _TV),
-        Loss("dppo_topk_kl", {"name": "dppo_topk_kl"}, _KL),
-        Loss("dppo_topk_tv predictive", {"name": "dppo_topk_tv", "direction": "predictive"}, _TV),
-        Loss("dppo_topk_kl predictive", {"name": "dppo_topk_kl", "direction": "predictive"}, _KL),
+        # Weights of DPPO are not capped unless the name says so: what a mask does is to be seen without another limit.
+        Loss("dppo_binary_tv", _dppo("binary_tv"), _TV),
+        Loss("dppo_binary_tv cap 2", _dppo("binary_tv", 2.0), _TV),
+        Loss("dppo_binary_tv cap 5", _dppo("binary_tv", 5.0), _TV),
+        Loss("dppo_binary_kl", _dppo("binary_kl"), _KL),
+        Loss("dppo_topk_tv", _dppo("topk_tv"), _TV),
+        Loss("dppo_topk_kl", _dppo("topk_kl"), _KL),
+        Loss("dppo_topk_tv predictive", _dppo("topk_tv", direction="predictive"), _TV),
+        Loss("dppo_topk_kl predictive", _dppo("topk_kl", direction="predictive"), _KL),
         Loss("score_centering", {"name": "score_centering"}, [{"loss": {"ratio_cap": cap}} for cap in (1.0, 2.0, 5.0)]),
         Loss("drpo", {"name": "drpo"}, _TV),
         Loss("ipo", {"name": "ipo"}, _thresholds(0.1, 0.3, 0.6)),
@@ -42,7 +49,10 @@ LOSSES: Mapping[str, Loss] = {
         Loss("grpo relaxed up", {"name": "grpo", "clip_ratio_high": 1e9}),
         Loss("grpo relaxed down", {"name": "grpo", "clip_ratio_low": 1 - 1e-9}),
         Loss("grpo relaxed both", {"name": "grpo", "clip_ratio_low": 1 - 1e-9, "clip_ratio_high": 1e9}),
-        Loss("dppo_binary_tv far", _FAR),
+        Loss("dppo_binary_tv far", _dppo("binary_tv", **_FAR)),
+        Loss("dppo_binary_kl cap 5", _dppo("binary_kl", 5.0), _KL),
+        Loss("dppo_topk_tv cap 5", _dppo("topk_tv", 5.0), _TV),
+        Loss("dppo_topk_kl cap 5", _dppo("topk_kl", 5.0), _KL),
     )
 }
 """Name -> loss with its candidates for the search; its defaults stand among them."""

@@ -89,6 +89,19 @@ _BAD = Experiment(
         Claim("the usual threshold is better than masking a few", "dppo_binary_tv", "dppo_binary_tv far", "final"),
     ),
 )
+_CAPPED = ("dppo_binary_tv", "dppo_binary_kl", "dppo_topk_tv", "dppo_topk_kl")
+_RATIO_CAP = Experiment(
+    "ratio_cap",
+    "Capped weights beside each of DPPO's masks, at the default thresholds",
+    blocks=(
+        Block("rare_chain", (*_CAPPED, "dppo_binary_tv cap 2", *(f"{name} cap 5" for name in _CAPPED)), ("hot",), {}),
+    ),
+    quick=(Block("rare_chain", ("dppo_binary_tv", "dppo_binary_tv cap 5"), ("hot",), {}),),
+    claims=tuple(
+        Claim(f"a cap of {cap} is better than no cap ({name})", f"{name} cap {cap}", name, "final")
+        for name, cap in [*((name, 5) for name in _CAPPED), ("dppo_binary_tv", 2)]
+    ),
+)
 _LONG_LOSSES = ("dppo_binary_tv", "dppo_binary_kl", "grpo", "pg_is")
 _LONG_TAIL = Experiment(
     "long_tail",
@@ -119,6 +132,7 @@ _CLIPPED = Experiment(
     tokens="most_clipped",
 )
 EXPERIMENTS: Mapping[str, Experiment] = {
-    e.name: e for e in (_WINDTUNNEL, _STABILITY, _RATIO_TV, _CLIPPED, _RELAXED, _BAD, _LONG_TAIL, _PRECISION)
+    e.name: e
+    for e in (_WINDTUNNEL, _STABILITY, _RATIO_TV, _CLIPPED, _RELAXED, _BAD, _RATIO_CAP, _LONG_TAIL, _PRECISION)
 }
 """Name -> experiment."""

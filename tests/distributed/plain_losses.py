@@ -40,6 +40,12 @@ def plain_loss(x: LossInputs, c: LossConfig) -> tuple[Tensor, float]:
     return total, kept.count(False) / len(kept)
 
 
+def _cap(c: LossConfig) -> float:
+    if isinstance(c.ratio_cap, float):
+        return c.ratio_cap
+    return 5.0 if c.ratio_cap is None and c.name.startswith("dppo_") else math.inf
+
+
 def token_weights(x: LossInputs, c: LossConfig) -> list[float]:
     """1 / N, 1 / H, 1 / (S L) or 1 / (S H) for each token (docs/loss.md, "Aggregation")."""
     assert x.sequence_ids is not None
@@ -143,7 +149,7 @@ def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple
     keep = advantage == 0 or not outside
     if c.mismatch == "mask_sequence":
         keep = keep and MISMATCH[0] <= math.exp(sum(sequence_log_ratios(x, t))) <= MISMATCH[1]
-    cap = c.ratio_cap or math.inf
+    cap = _cap(c)
     if not keep:
         return False, 0 * x.logprobs[t]
     if c.form == "ratio":

@@ -111,7 +111,7 @@ def test_the_search_tries_every_candidate_on_seeds_of_its_own_and_the_best_is_re
     reported = SMALL.report(False, (0,), rows)
     chosen = {run.loss: (run.candidate, run.settings["loss"]) for run in reported}
     assert chosen["grpo"] == (1, {"name": "grpo", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28})
-    assert chosen["dppo_binary_tv"] == (0, {"name": "dppo_binary_tv"})
+    assert chosen["dppo_binary_tv"] == (0, {"name": "dppo_binary_tv", "ratio_cap": "off"})
 
 
 def test_scores_are_means_over_all_steps_and_over_the_last_quarter_and_missing_steps_count_as_nothing() -> None:

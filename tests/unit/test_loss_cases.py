@@ -45,8 +45,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def case_config(variant: str, case: dict[str, Any]) -> LossConfig:
     keys = dict(VARIANTS[variant])
-    if "ratio_cap" not in keys and not keys["name"].startswith("ppo_") and not math.isinf(float(case["C"])):
-        keys["ratio_cap"] = float(case["C"])
+    if "ratio_cap" not in keys and not keys["name"].startswith("ppo_"):
+        keys["ratio_cap"] = "off" if math.isinf(float(case["C"])) else float(case["C"])
     if keys["name"].startswith("dppo_"):
         delta = case["delta_kl" if keys["name"].endswith("_kl") else "delta_tv"]
         keys["divergence_threshold_low"] = keys["divergence_threshold_high"] = delta

@@ -66,7 +66,7 @@ def row(loss: str, mismatch: str, seed: int, reward: float) -> dict[str, Any]:
 
 
 def test_the_verdicts_are_those_of_the_rows(writing: dict[str, Any], tmp_path: Path) -> None:
-    rows = [row("dppo_binary_tv", at, seed, 0.5 + seed / 100) for at in ("none", "hot") for seed in range(3)]
+    rows = [row("dppo_binary_tv cap 5", at, seed, 0.5 + seed / 100) for at in ("none", "hot") for seed in range(3)]
     rows += [row("grpo", "none", seed, 0.2 + seed / 100) for seed in range(3)]
     rows += [row("grpo", "hot", seed, 0.51 + seed / 100) for seed in range(3)]
     packed = tmp_path / "rows.jsonl.xz"
@@ -74,10 +74,10 @@ def test_the_verdicts_are_those_of_the_rows(writing: dict[str, Any], tmp_path: P
         file.writelines(json.dumps(one) + "\n" for one in rows)
     page = writing["document"](writing["read_rows"](packed))
     sections = {part.splitlines()[0]: part for part in page.split("\n## ")}
-    assert "- `dppo_binary_tv`, words: 0.51 [0.50, 0.52] without mismatch; 0.51 [0.50, 0.52] hot" in page
+    assert "- `dppo_binary_tv cap 5`, words: 0.51 [0.50, 0.52] without mismatch; 0.51 [0.50, 0.52] hot" in page
     assert (
-        "- `grpo`, words: 0.21 [0.20, 0.22] without mismatch; against `dppo_binary_tv`: above in 0, below in 1 (none), "
-        "overlaps in 1" in sections["GRPO clip-higher"]
+        "- `grpo`, words: 0.21 [0.20, 0.22] without mismatch; against `dppo_binary_tv cap 5`: above in 0, below in 1 "
+        "(none), overlaps in 1" in sections["GRPO clip-higher"]
     )
     assert "Verdict: not measured yet." in sections["IPO"] and "not in the wind tunnel" in sections["GSPO"]
 
