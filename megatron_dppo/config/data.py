@@ -59,8 +59,8 @@ class DataConfig(Section):
         return value
 
 
-SGLANG_MOST_KEPT = 4096
-"""Of its ``--sampling-mask-max-tokens``, at its default."""
+MOST_KEPT = 4096
+"""Of SGLang's ``--sampling-mask-max-tokens``, at its default; vLLM has no limit of its own."""
 
 
 class RolloutConfig(Section):
@@ -124,18 +124,12 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _filters_can_be_recorded(self) -> RolloutConfig:
-        found = f"top_p = {self.top_p}, top_k = {self.top_k}, min_p = {self.min_p} with engine = {self.engine!r}"
-        if self.filters and self.engine == "vllm":
+        if self.filters and self.engine != "local" and not 1 < self.top_k <= MOST_KEPT:
             raise ValueError(
-                f"{found}: training needs the ids that the filters left of each token, and vLLM tells them only under "
-                "its Model Runner V2, which is not supported here. Use top_p = 1, top_k = 0 and min_p = 0, or engine = "
-                "'sglang' or 'local'"
-            )
-        if self.filters and self.engine == "sglang" and not 1 < self.top_k <= SGLANG_MOST_KEPT:
-            raise ValueError(
-                f"{found}: SGLang reports the ids that the filters left only where top_k bounds their number. Set "
-                f"top_k from 2 to {SGLANG_MOST_KEPT} (the largest cuts next to nothing), or use top_p = 1, top_k = 0 "
-                "and min_p = 0"
+                f"top_p = {self.top_p}, top_k = {self.top_k}, min_p = {self.min_p} with engine = {self.engine!r}: "
+                "training needs the ids that the filters left of each token, and servers report them only where top_k "
+                f"bounds their number. Set top_k from 2 to {MOST_KEPT} (the largest cuts next to nothing), or use "
+                "top_p = 1, top_k = 0 and min_p = 0"
             )
         return self
 

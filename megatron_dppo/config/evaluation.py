@@ -7,6 +7,25 @@ from pydantic import Field, model_validator
 from megatron_dppo.config.section import Section
 
 
+def check_eval_filters(evaluation: EvalConfig, engine: str, *, recorded: bool) -> None:
+    """Whether a server that tells what rollouts' filters left also answers what evaluation asks.
+
+    Args:
+        evaluation: ``[eval]``.
+        engine: ``rollout.engine``.
+        recorded: rollouts have filters.
+
+    Raises:
+        ValueError: vLLM then refuses each request without top-k.
+    """
+    if engine == "vllm" and recorded and evaluation.temperature and not evaluation.top_k:
+        raise ValueError(
+            f"eval.top_k = 0 with eval.temperature = {evaluation.temperature}, rollout.engine = 'vllm' and filters of "
+            "rollouts: a vLLM server that tells what filters left answers no request without top_k. Set eval.top_k "
+            "(4096 cuts next to nothing), or eval.temperature = 0"
+        )
+
+
 class EvalConfig(Section):
     """Evaluation on ``data.eval``: greedy by default."""
 

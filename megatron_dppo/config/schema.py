@@ -14,7 +14,7 @@ from megatron_dppo.config.batch_invariant import check_batch_invariant
 from megatron_dppo.config.checkpoint import CheckpointConfig
 from megatron_dppo.config.data import DataConfig, RolloutConfig
 from megatron_dppo.config.distillation import DistillationConfig, check_distillation
-from megatron_dppo.config.evaluation import EvalConfig
+from megatron_dppo.config.evaluation import EvalConfig, check_eval_filters
 from megatron_dppo.config.layer_noise import LayerNoiseConfig
 from megatron_dppo.config.lora import LoraConfig, check_lora
 from megatron_dppo.config.loss import LossConfig
@@ -271,6 +271,12 @@ class Config(_Section):
                 "model.random_init = true starts RL from noise, where no reward is ever found; set warmup.num_steps "
                 "above 0, point model.path to a folder with weights, or name a distillation.teacher_path"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_fits(self) -> Config:
+        if self.data.eval is not None:
+            check_eval_filters(self.eval, self.rollout.engine, recorded=self.rollout.filters)
         return self
 
     @model_validator(mode="after")

@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pybase64
+import torch
 from numpy.typing import NDArray
 
 from megatron_dppo.errors import ContractBreach, ServerError
-from megatron_dppo.types import FinishReason, VersionSpan
+from megatron_dppo.types import FinishReason, KeptSets, VersionSpan
 
 _SHOWN = 80
 _HIGHEST = 2**31 - 1
@@ -101,6 +102,15 @@ class Fields:
     def ids(self, values: Any, field: str) -> NDArray[np.int32]:
         """``integers`` as an array."""
         return np.array(self.integers(values, field), dtype=np.int32)
+
+    def sets(self, value: Any, length: int, field: str) -> KeptSets:
+        """An array of ids for each of ``length`` tokens."""
+        rows = self.rows(value, field)
+        if len(rows) != length:
+            self.refuse(field, f"has {len(rows)} sets, expected {length}, one a token")
+        found = [self.ids(row, f"{field}[{place}]") for place, row in enumerate(rows)]
+        counts = torch.tensor([len(ids) for ids in found], dtype=torch.int32)
+        return KeptSets(torch.from_numpy(np.concatenate(found)), counts)
 
     def floats(self, values: Any, field: str) -> NDArray[np.float32]:
         """``numbers`` as an array; what is too large for a float32 becomes infinite."""

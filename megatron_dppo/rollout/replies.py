@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_dppo.errors import ConfigError, ServerError
-from megatron_dppo.types import KeptSets, SamplingParams
+from megatron_dppo.errors import ServerError
+from megatron_dppo.types import KeptSets
 
 INCOMPLETE = "incomplete"
 """The version while an update is under way. If the trainer dies now, nobody takes the weights for good ones."""
@@ -58,19 +58,6 @@ def of_kept(
     order = np.argsort(~is_kept, axis=1, kind="stable")
     ids, values = np.where(is_kept, ids, np.int32(-1)), np.where(is_kept, values, np.float32(0))
     return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
-
-
-def refuse_filters(params: SamplingParams, reason: str) -> None:
-    """Refuse top-p, top-k and min-p sampling.
-
-    Raises:
-        ConfigError: one of them is set; ``reason`` says why the engine's log-probabilities are of no use then.
-    """
-    if params.filters:
-        raise ConfigError(
-            f"top_p = {params.top_p}, top_k = {params.top_k}, min_p = {params.min_p}: {reason}. Use top_p = 1, "
-            "top_k = 0 and min_p = 0"
-        )
 
 
 def checked_success(answer: Any, url: str) -> Mapping[str, Any]:

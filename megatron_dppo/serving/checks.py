@@ -119,6 +119,8 @@ def _vllm(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator[s
     yield from _short(model.get("max_model_len"), needs.context, "--max-model-len")
     if (mode := model.get("logprobs_mode")) not in (None, "processed_logprobs"):
         yield f"--logprobs-mode is {mode!r}; start it with --logprobs-mode processed_logprobs"
+    if needs.kept_ids and model.get("return_sampling_mask") is False:
+        yield "tells no ids that its filters left, as those of [rollout] need; start it with --return-sampling-mask"
     device = (config.get("device_config") or {}).get("device")
     if needs.colocated and model.get("enable_sleep_mode") is False and device != "cpu":
         yield _keeps_memory("--enable-sleep-mode")

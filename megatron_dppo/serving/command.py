@@ -164,6 +164,8 @@ def _options(config: Config) -> dict[str, Any]:
             "worker-extension-cls": "megatron_dppo_vllm.WorkerExtension",
             "weight-transfer-config": {"backend": "megatron_dppo"},
         }
+        if config.rollout.filters:
+            options["return-sampling-mask"] = True
         if config.loss.is_topk:
             # 20 is vLLM's own limit, and it counts the sampled token as one of them.
             options["max-logprobs"] = max(20, config.loss.topk + 1)

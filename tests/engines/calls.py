@@ -47,12 +47,13 @@ def ask(
     routing_start: int = 0,
     stop: tuple[int, ...] = (),
     name: str = "",
+    **filters: float,
 ) -> GenerateRequest:
     """A request with an id that no other has."""
     return GenerateRequest(
         request_id=f"{name or 'test'}-{next(_ids)}",
         token_ids=tuple(prompt),
-        params=SamplingParams(max_new_tokens=tokens, temperature=temperature, topk_logprobs=topk),
+        params=SamplingParams(max_new_tokens=tokens, temperature=temperature, topk_logprobs=topk, **filters),  # type: ignore[arg-type]
         stop_token_ids=stop,
         routing=routing,
         routing_start=routing_start,

@@ -55,3 +55,15 @@ def check_stop(engine: Engine) -> None:
     answer = call(engine, lambda server: server.generate(ask(SHORT, 12, temperature=0, stop=(stop,))))
     assert answer.finish_reason == "stop"
     assert answer.token_ids.tolist() == tokens[: tokens.index(stop) + 1]
+
+
+def check_filters(engine: Engine) -> None:
+    """Without kept sets, as evaluation has them: filters that leave one token give the greedy answer."""
+    narrow: tuple[dict[str, float], ...] = ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999})
+    requests = [ask(SHORT, 12, temperature=0), *(ask(SHORT, 12, **filters) for filters in narrow)]
+
+    async def use(server: InferenceServer) -> list[Generation]:
+        return await asyncio.gather(*(server.generate(request) for request in requests))
+
+    greedy, *found = (answer.token_ids.tolist() for answer in call(engine, use))
+    assert found == [greedy] * 3

@@ -7,7 +7,7 @@ import torch
 
 from megatron_dppo.rollout.server import Generation, InferenceServer
 from tests.engines.calls import LONG, SHORT, ask, call
-from tests.engines.checks import check_logprobs, check_stop, check_topk
+from tests.engines.checks import check_filters, check_logprobs, check_stop, check_topk
 from tests.engines.servers import Engine
 from tests.engines.tiny import LAYERS, ROUTING, SPECIAL, TOP_K, Reference, byte_tokenizer, difference
 
@@ -41,6 +41,10 @@ def test_routed_experts_are_the_most_probable_ones_of_transformers_from_the_want
 
 def test_generation_stops_after_a_token_of_the_request(sglang: Engine) -> None:
     check_stop(sglang)
+
+
+def test_filters_of_an_evaluation_leave_what_they_say(sglang: Engine) -> None:
+    check_filters(sglang)
 
 
 def test_abort_returns_the_tokens_so_far_and_leaves_requests_with_a_longer_name_alone(

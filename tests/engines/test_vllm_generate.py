@@ -7,7 +7,7 @@ import pytest
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.server import Generation, InferenceServer
 from tests.engines.calls import SHORT, ask, call
-from tests.engines.checks import check_logprobs, check_stop, check_topk
+from tests.engines.checks import check_filters, check_logprobs, check_stop, check_topk
 from tests.engines.servers import Engine
 from tests.engines.tiny import ROUTING, SPECIAL, Reference, byte_tokenizer, difference
 
@@ -25,6 +25,10 @@ def test_topk_has_the_most_probable_tokens_and_always_the_sampled_one(vllm: Engi
 
 def test_generation_stops_after_a_token_of_the_request(vllm: Engine) -> None:
     check_stop(vllm)
+
+
+def test_filters_of_an_evaluation_leave_what_they_say(vllm: Engine) -> None:
+    check_filters(vllm)
 
 
 def test_abort_returns_the_tokens_so_far_and_leaves_requests_with_a_longer_name_alone(

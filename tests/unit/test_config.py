@@ -285,11 +285,14 @@ def test_clip_ratios_default_by_the_loss(loss: dict[str, Any], expected: tuple[f
     assert LossConfig(**loss).clip_ratios == expected
 
 
-def test_two_losses_cap_the_ratio_by_default() -> None:
+def test_dppo_and_two_other_losses_cap_the_ratio_by_default() -> None:
     caps = {"cispo": 5.0, "score_centering": 2.0}
     for name in get_args(LossName):
-        floor = -math.inf if name == "drpo" else 0.0
-        assert LossConfig(name=name).ratio_limits == (floor, caps.get(name, math.inf))
+        floor, cap = -math.inf if name == "drpo" else 0.0, 5.0 if name.startswith("dppo_") else caps.get(name, math.inf)
+        assert LossConfig(name=name).ratio_limits == (floor, cap)
+        if name not in ("gspo", "ppo_clip", "ppo_decoupled"):
+            assert LossConfig(name=name, ratio_cap="off").ratio_limits == (floor, math.inf)
+            assert LossConfig(name=name, ratio_cap=3.0).ratio_limits == (floor, 3.0)
     assert LossConfig(name="score_centering", centering="none").ratio_limits == (0.0, math.inf)
 
 
@@ -310,18 +313,26 @@ def test_a_configuration_cannot_be_changed_after_loading() -> None:
 
 
 def test_a_filtered_rollout_is_refused_where_the_engine_cannot_tell_what_it_kept() -> None:
-    for values in ({"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}):
-        message = refused_rollout({**values, "engine": "vllm"})
-        assert "Model Runner V2" in message and "engine = 'sglang' or 'local'" in message
-    for values in ({"top_p": 0.9}, {"top_k": 1}, {"top_k": 5000}, {"min_p": 0.1}):
-        message = refused_rollout({**values, "engine": "sglang"})
-        name, value = next(iter(values.items()))
-        assert f"{name} = {value}" in message and "Set top_k from 2 to 4096" in message
-    for values in ({"top_p": 0.9, "engine": "local"}, {"top_p": 0.9, "top_k": 4096, "engine": "sglang"}):
+    for engine in ("sglang", "vllm"):
+        for values in ({"top_p": 0.9}, {"top_k": 1}, {"top_k": 5000}, {"min_p": 0.1}):
+            message = refused_rollout({**values, "engine": engine})
+            name, value = next(iter(values.items()))
+            assert f"{name} = {value}" in message and "Set top_k from 2 to 4096" in message
+    for values in ({"engine": "local"}, {"top_k": 4096, "engine": "sglang"}, {"top_k": 4096, "engine": "vllm"}):
         config = minimal()
-        config["rollout"] |= values
+        config["rollout"] |= {"top_p": 0.9, **values}
         assert Config.model_validate(config).rollout.filters
     assert not Config.model_validate(minimal()).rollout.filters
+
+
+def test_evaluation_of_a_vllm_that_tells_kept_ids_is_greedy_or_has_a_top_k() -> None:
+    config = minimal()
+    config["rollout"] |= {"engine": "vllm", "top_k": 50}
+    config["data"]["eval"] = "held_out.jsonl"
+    for values in ({}, {"temperature": 0.7, "top_k": 20}):
+        assert Config.model_validate({**config, "eval": values}).rollout.filters
+    with pytest.raises(ConfigError, match=r"eval.top_k = 0 with eval.temperature = 0.7.*Set eval.top_k"):
+        validate({**config, "eval": {"temperature": 0.7, "top_p": 0.95}}, "test")
 
 
 def refused_rollout(values: dict[str, Any]) -> str:

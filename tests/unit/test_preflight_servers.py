@@ -82,6 +82,11 @@ def test_a_server_that_cannot_tell_what_a_filter_kept_is_told_before_the_start(s
     assert "0.5.20 is older than 0.5.21, the first that can work with a sampling filter" in old
     (few,) = problems_of("sglang", servers(sglang(sampling_mask_max_tokens=99)), **filters)
     assert "is 99, and rollout.top_k = 100; start it with --sampling-mask-max-tokens 100" in few
+    told = vllm(model={"return_sampling_mask": True})
+    assert problems_of("vllm", servers(told), **filters, rollout__weight_sync__method="disk") == []
+    untold = servers(vllm(model={"return_sampling_mask": False}))
+    (without,) = problems_of("vllm", untold, **filters, rollout__weight_sync__method="disk")
+    assert "start it with --return-sampling-mask" in without
 
 
 def test_a_server_that_cannot_serve_the_run_is_told_with_the_flag_that_mends_it(servers: Any) -> None:

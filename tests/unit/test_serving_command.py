@@ -39,6 +39,13 @@ def test_sglang_gets_model_address_dtype_and_nothing_that_is_not_needed() -> Non
     assert plan.url == "http://127.0.0.1:30000" and plan.env == {} and plan.config_file == {}
 
 
+def test_filters_of_rollouts_become_a_flag_of_vllm() -> None:
+    filters = {"top_p": 0.9, "top_k": 50}
+    assert "--return-sampling-mask" in plans(config_of("vllm", rollout=filters))[0].argv
+    for engine, rollout in (("vllm", {}), ("sglang", filters)):
+        assert "--return-sampling-mask" not in plans(config_of(engine, rollout=rollout))[0].argv
+
+
 def test_routing_and_random_weights_become_flags() -> None:
     found = config_of(
         rollout={"dtype": "fp32"},

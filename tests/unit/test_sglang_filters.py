@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.errors import ConfigError, ContractBreach, ServerError
+from megatron_dppo.errors import ContractBreach, ServerError
 from megatron_dppo.rollout.answers import AnswerProcesses
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.sglang import wire
-from megatron_dppo.types import FinishReason, SamplingParams
+from megatron_dppo.types import FinishReason
 from tests.unit.columns import same
 from tests.unit.http_stub import Stub
 from tests.unit.test_answers import INFO, Case
@@ -58,16 +58,16 @@ def test_kept_ids_are_read_and_all_log_probabilities_are_those_over_them() -> No
         assert found.echo.best_token_ids is not None and found.echo.best_token_ids[row] == sets[row][0]
 
 
-def test_the_request_asks_for_them_and_without_them_filters_are_refused() -> None:
+def test_the_request_asks_for_them_and_evaluation_has_filters_without_them() -> None:
     request, _, _ = filtered()
     body = wire.generate_body(request, flat=True)
     assert {name: body["sampling_params"][name] for name in FILTERS} == FILTERS
     assert body["return_sampling_mask"] is True and body["sampling_logprobs_mode"] == "selected"
     plain = wire.generate_body(recorded("0.5.23")[0], flat=True)
     assert "return_sampling_mask" not in plain and plain["sampling_params"]["top_k"] == -1
-    for change in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
-        with pytest.raises(ConfigError, match="Use top_p = 1, top_k = 0 and min_p = 0"):
-            wire.sampling_params(SamplingParams(max_new_tokens=1, **change), ())  # type: ignore[arg-type]
+    evaluation = wire.generate_body(replace(request, params=replace(request.params, kept_sets=False)), flat=True)
+    assert "return_sampling_mask" not in evaluation
+    assert {name: evaluation["sampling_params"][name] for name in FILTERS} == FILTERS
 
 
 def _in(name: str, change: Callable[[list[Any]], Any]) -> Callable[[dict[str, Any]], None]:

@@ -204,10 +204,80 @@ def test_the_request_states_every_sampling_setting_but_the_seed_that_kills_a_ser
     assert plain["logprobs"] == 2 and "routed_experts_prompt_start" not in plain
 
 
-@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
-def test_filters_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"renormalises .*Use top_p = 1, top_k = 0 and min_p = 0"):
-        wire.sampling_params(SamplingParams(max_new_tokens=1, **change), ())
+FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 40, "min_p": 0.05}
+
+
+def filtered() -> tuple[GenerateRequest, Any, Generation]:
+    """A recorded answer as it is under filters that left the sampled token, the most probable one and id 90, with the
+    lowest number where a filter cut; and the answer without them. Made by hand: vLLM has it on GPUs alone."""
+    request, answer = recorded()
+    plain, choice = decode(request, answer), answer["choices"][0]
+    assert plain.topk_token_ids is not None
+    choice["sampling_mask"] = [
+        [*dict.fromkeys((best, token, 90))]
+        for best, token in zip(plain.topk_token_ids[:, 0].tolist(), plain.token_ids.tolist(), strict=True)
+    ]
+    for kept, entry in zip(choice["sampling_mask"], choice["logprobs"]["content"], strict=True):
+        for candidate in entry["top_logprobs"]:
+            if candidate["token_id"] not in kept:
+                candidate["logprob"] = -9999.0
+    return replace(request, params=replace(request.params, kept_sets=True, **FILTERS)), answer, plain
+
+
+def test_the_ids_that_filters_left_are_read_and_the_others_leave_the_topk() -> None:
+    request, answer, plain = filtered()
+    found, sets = decode(request, answer), answer["choices"][0]["sampling_mask"]
+    assert found.kept is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
+    assert [part.tolist() for part in found.kept.ids.split(found.kept.counts.tolist())] == sets
+    assert same(found.logprobs, plain.logprobs), "vLLM's are those over the kept ids already"
+    assert plain.topk_token_ids is not None and plain.topk_logprobs is not None
+    cut = 0
+    for row, kept in enumerate(sets):
+        before = dict(zip(plain.topk_token_ids[row].tolist(), plain.topk_logprobs[row].tolist(), strict=True))
+        after = dict(zip(found.topk_token_ids[row].tolist(), found.topk_logprobs[row].tolist(), strict=True))
+        assert {i: v for i, v in after.items() if i >= 0} == {i: v for i, v in before.items() if i in kept}
+        used = found.topk_token_ids[row, :-1] >= 0
+        assert used.tolist() == sorted(used.tolist(), reverse=True), "unused slots stand behind the others"
+        cut += len(used) - int(used.sum())
+    assert cut, "the case has tokens that a filter cut"
+    assert {name: wire.sampling_params(request.params, ())[name] for name in FILTERS} == FILTERS
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: c.pop("sampling_mask"), r"sampling_mask is missing: start the server with --return-sampling-mask"),
+        (lambda c: c["sampling_mask"].pop(), r"sampling_mask has 5 sets, expected 6, one a token"),
+        (lambda c: c["sampling_mask"].__setitem__(2, 7), r"sampling_mask\[2\] is 7, expected an array"),
+        (lambda c: c["sampling_mask"].__setitem__(1, [3, "4"]), r"sampling_mask\[1\]\[1\] is '4', expected an integer"),
+    ],
+)
+def test_junk_among_the_kept_ids_is_named(damage: Callable[[Any], Any], message: str) -> None:
+    request, answer, _ = filtered()
+    damage(answer["choices"][0])
+    with pytest.raises(ContractBreach, match=message):
+        decode(request, answer)
+
+
+def test_an_aborted_request_without_its_kept_ids_counts_as_one_without_tokens() -> None:
+    request, answer, _ = filtered()
+    answer["choices"][0] |= {"sampling_mask": None, "finish_reason": "abort"}
+    found = decode(request, answer)
+    assert found.finish_reason == FinishReason.ABORT and not len(found.token_ids)
+
+
+def test_greedy_requests_of_a_server_that_tells_kept_ids_are_for_the_one_token_of_top_k_1() -> None:
+    request, answer, _ = filtered()
+    plain = replace(request, params=SamplingParams(max_new_tokens=6, temperature=0.0, topk_logprobs=3))
+    stub = Stub(server_answers(**{"/inference/v1/generate": answer}))
+
+    async def use(server: VLLMServer) -> None:
+        for each in (plain, request, plain):
+            await server.generate(each)
+
+    use_server(stub, use)
+    sent = [call.body["sampling_params"] for call in stub.calls if call.path == "/inference/v1/generate"]
+    assert [(each["temperature"], each["top_k"]) for each in sent] == [(0.0, 0), (0.7, 40), (1.0, 1)]
 
 
 def server_answers(case: dict[str, Any] = RIGHT, **changes: Any) -> dict[str, Any]:

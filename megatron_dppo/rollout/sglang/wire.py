@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.data.routing import compact_routes
 from megatron_dppo.rollout.fields import Fields, shown
-from megatron_dppo.rollout.replies import never_below, of_kept, refuse_filters, with_sampled
+from megatron_dppo.rollout.replies import never_below, of_kept, with_sampled
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import FinishReason, KeptSets, SamplingParams, VersionSpan
 
@@ -48,15 +48,9 @@ def version_parts(version: Any) -> tuple[int, ...]:
 def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     """Every field that shapes the distribution, also at its default: a server can be started with other defaults.
 
-    Raises:
-        ConfigError: filters without kept sets: SGLang's log-probabilities are then those before the filter.
+    With filters and without kept sets SGLang's log-probabilities are those before the filter: for answers that nobody
+    trains on.
     """
-    if not params.kept_sets:
-        refuse_filters(
-            params,
-            "SGLang reports log-probabilities before these filters, so they would not be those of the policy that "
-            "sampled",
-        )
     return {
         "max_new_tokens": params.max_new_tokens,
         "min_new_tokens": 0,
@@ -206,14 +200,8 @@ class _Reader(Fields):
 
     def kept_sets(self, length: int) -> KeptSets:
         """Of R tokens, the ids that the filters left."""
-        rows = self.rows(
-            self._field(_SETS, f"SGLang has it since 0.5.21. If it is newer, {_LOST}"), f"meta_info.{_SETS}"
-        )
-        if len(rows) != length:
-            self.refuse(f"meta_info.{_SETS}", f"has {len(rows)} sets, expected {length}, one a token")
-        sets = [self.ids(row, f"meta_info.{_SETS}[{place}]") for place, row in enumerate(rows)]
-        counts = torch.tensor([len(ids) for ids in sets], dtype=torch.int32)
-        return KeptSets(torch.from_numpy(np.concatenate(sets)), counts)
+        value = self._field(_SETS, f"SGLang has it since 0.5.21. If it is newer, {_LOST}")
+        return self.sets(value, length, f"meta_info.{_SETS}")
 
     def filtered_logprobs(self, length: int) -> NDArray[np.float32]:
         """[R], of the sampled tokens under the softmax over their kept sets."""

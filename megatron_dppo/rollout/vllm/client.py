@@ -32,6 +32,7 @@ class VLLMServer(WeightUpdates):
         self, url: str, *, api_key: str | None = None, deadlines: Deadlines | None = None, adapter: bool = False
     ) -> None:
         self._adapter = ADAPTER if adapter else None
+        self._tells_sets = False
         self._deadlines = deadlines or Deadlines()
         connect = self._deadlines.connect
         self._http = HttpClient(url, api_key=api_key, connect_timeout=connect)
@@ -88,9 +89,12 @@ class VLLMServer(WeightUpdates):
 
         Raises:
             ServerError: no answer, a refusal, or an answer that lacks what was asked for (``ContractBreach``).
-            ConfigError: top-p or top-k sampling.
         """
+        self._tells_sets |= request.params.kept_sets
         body = generate_body(request, self._adapter)
+        if self._tells_sets and not request.params.temperature:
+            # Such a server refuses temperature 0: the most probable token is what top-k 1 leaves.
+            body["sampling_params"] |= {"temperature": 1.0, "top_k": 1}
         try:
             answer = await self._http.post(_GENERATE, body, timeout=self._deadlines.generate)
         except ServerError as error:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_dppo.data.routing import compact_routes
 from megatron_dppo.rollout.fields import Fields, shown
-from megatron_dppo.rollout.replies import never_below, refuse_filters, with_sampled
+from megatron_dppo.rollout.replies import never_below, of_kept, with_sampled
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
-from megatron_dppo.types import FinishReason, SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, KeptSets, SamplingParams, VersionSpan
 
 _NEVER = -9998.0
 """vLLM writes -9999 for everything below, and for what is not a number."""
@@ -47,22 +47,16 @@ def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> di
     it after a pause ("CPU Generator does not use offset"). And it would not make a rollout repeatable: which requests
     share a batch is up to the server.
 
-    Raises:
-        ConfigError: top-p or top-k: vLLM's log-probabilities are those of the tokens that are left.
+    With filters vLLM's log-probabilities are those over the tokens that are left.
     """
-    refuse_filters(
-        params,
-        "vLLM renormalises its log-probabilities over the tokens that these filters keep, so they would not be those "
-        "of the policy that is trained",
-    )
     k = params.topk_logprobs
     return {
         "max_tokens": params.max_new_tokens,
         "min_tokens": 0,
         "temperature": params.temperature,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
@@ -106,6 +100,9 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     logprobs = reader.floats([entry.get("logprob") for entry in entries], f"{_CONTENT}.logprob")
     logprobs = never_below(logprobs, _NEVER)
     ids, values = reader.candidates(entries)
+    kept = reader.kept_sets(len(tokens)) if request.params.kept_sets else None
+    if kept is not None:
+        ids, values = of_kept(kept, ids, values)
     topk = with_sampled(ids, values, tokens, logprobs) if request.params.topk_logprobs else (None, None)
     return Generation(
         token_ids=torch.from_numpy(tokens),
@@ -114,6 +111,7 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
         versions=reader.versions(len(tokens)),
         topk_token_ids=topk[0],
         topk_logprobs=topk[1],
+        kept=kept,
         routed_experts=reader.routed_experts(len(tokens)),
         echo=reader.echo(ids[:, 0], values[:, 0]),
     )
@@ -145,7 +143,9 @@ class _Reader(Fields):
 
     def complete(self) -> bool:
         """Whether all that was asked for is there: of an aborted request vLLM sends no routed experts."""
-        return self._request.routing is None or self._choice.get("routed_experts") is not None
+        wanted = ["routed_experts"] if self._request.routing is not None else []
+        wanted += ["sampling_mask"] if self._request.params.kept_sets else []
+        return all(self._choice.get(name) is not None for name in wanted)
 
     def name(self) -> Echo:
         """What every answer says."""
@@ -209,6 +209,11 @@ class _Reader(Fields):
         values = self.floats([candidate.get("logprob") for candidate in wanted], name)
         logprobs[cells] = never_below(values, _NEVER)
         return ids.reshape(-1, k), logprobs.reshape(-1, k)
+
+    def kept_sets(self, length: int) -> KeptSets:
+        """Of R tokens, the ids that the filters left."""
+        cause = f"start the server with --return-sampling-mask (needs a GPU). If it was started so, {_LOST}"
+        return self.sets(self._field("sampling_mask", cause), length, "choices[0].sampling_mask")
 
     def _check_complete(self, cells: NDArray[np.int64], length: int, k: int) -> None:
         """Whether each step has a token of each rank."""
