@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from megatron_dppo.experiments.catalogue import LOSSES
 from megatron_dppo.experiments.experiment import Block, Claim, Experiment
 
-_OF_FIGURES = ("grpo relaxed up", "grpo relaxed down", "grpo relaxed both", "dppo_binary_tv far")
-_EVERY = tuple(name for name in LOSSES if name not in _OF_FIGURES)
+_CAPPED = tuple(f"dppo_{kind} cap 5" for kind in ("binary_kl", "topk_tv", "topk_kl"))
+_RELAXED_GRPO = ("grpo relaxed up", "grpo relaxed down", "grpo relaxed both")
+OF_FIGURES = (*_RELAXED_GRPO, "dppo_binary_tv far", *_CAPPED)
+"""losses that single experiments ask for, and the wind tunnel does not"""
+_EVERY = tuple(name for name in LOSSES if name not in OF_FIGURES)
 _MAIN = ("dppo_binary_tv", "dppo_binary_tv cap 2", "dppo_binary_kl", "grpo", "pg_is")
 _CLAIMS = (
     Claim("DPPO (Binary-TV) learns faster than ratio clipping", "dppo_binary_tv", "grpo"),
@@ -66,7 +69,7 @@ _STABILITY = Experiment(
         Claim("DPPO holds more than ratio clipping", "dppo_binary_tv", "grpo", "final"),
     ),
 )
-_RELAXED_LOSSES = ("grpo", "grpo relaxed up", "grpo relaxed down", "grpo relaxed both", "dppo_binary_tv")
+_RELAXED_LOSSES = ("grpo", *_RELAXED_GRPO, "dppo_binary_tv")
 _RELAXED = Experiment(
     "relaxed",
     "Ratio clipping relaxed in one direction or both (after the paper's figure 5)",
@@ -89,17 +92,17 @@ _BAD = Experiment(
         Claim("the usual threshold is better than masking a few", "dppo_binary_tv", "dppo_binary_tv far", "final"),
     ),
 )
-_CAPPED = ("dppo_binary_tv", "dppo_binary_kl", "dppo_topk_tv", "dppo_topk_kl")
+_MASKS = ("dppo_binary_tv", "dppo_binary_kl", "dppo_topk_tv", "dppo_topk_kl")
 _RATIO_CAP = Experiment(
     "ratio_cap",
     "Capped weights beside each of DPPO's masks, at the default thresholds",
     blocks=(
-        Block("rare_chain", (*_CAPPED, "dppo_binary_tv cap 2", *(f"{name} cap 5" for name in _CAPPED)), ("hot",), {}),
+        Block("rare_chain", (*_MASKS, "dppo_binary_tv cap 2", *(f"{name} cap 5" for name in _MASKS)), ("hot",), {}),
     ),
     quick=(Block("rare_chain", ("dppo_binary_tv", "dppo_binary_tv cap 5"), ("hot",), {}),),
     claims=tuple(
         Claim(f"a cap of {cap} is better than no cap ({name})", f"{name} cap {cap}", name, "final")
-        for name, cap in [*((name, 5) for name in _CAPPED), ("dppo_binary_tv", 2)]
+        for name, cap in [*((name, 5) for name in _MASKS), ("dppo_binary_tv", 2)]
     ),
 )
 _LONG_LOSSES = ("dppo_binary_tv", "dppo_binary_kl", "grpo", "pg_is")

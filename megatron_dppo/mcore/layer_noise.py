@@ -113,12 +113,12 @@ class LayerNoise:
         self._adam = torch.optim.Adam([self.log_std], lr=settings.lr, betas=adam[:2], eps=adam[2])
         self._own: dict[int, Tensor] = {}
         """this stage's, as leaves on the device, which the passes of one update add their gradients to"""
-        self._device = next(models[0].parameters()).device
+        device = next(models[0].parameters()).device
         for model in models:
             for layer in model.decoder.layers:
                 number = layer.layer_number - 1
                 if number in self._layers:
-                    self._own[number] = torch.zeros((), device=self._device, requires_grad=settings.learn)
+                    self._own[number] = torch.zeros((), device=device, requires_grad=settings.learn)
                     layer.register_forward_pre_hook(partial(self._add, number), with_kwargs=True)
         config.finalize_model_grads_func = self._reducing(config.finalize_model_grads_func)
 
@@ -143,12 +143,13 @@ class LayerNoise:
         def call(model: Any, num_tokens: Tensor | None = None, **more: Any) -> None:
             assert finalize is not None and num_tokens is not None
             finalize(model, num_tokens, **more)  # which makes num_tokens that of all ranks
-            total = torch.zeros(len(self._layers), dtype=torch.float64, device=self._device)
-            for number, leaf in self._own.items():
-                if leaf.grad is not None:
-                    total[number - self._layers.start] = leaf.grad
+            total = torch.zeros(len(self._layers), dtype=torch.float64)  # this group is over the CPU
+            found = {number: leaf.grad for number, leaf in self._own.items() if leaf.grad is not None}
+            if found:
+                rows = torch.tensor(list(found)) - self._layers.start
+                total[rows] = torch.stack(list(found.values())).double().cpu()
             dist.all_reduce(total, group=self._world)
-            self.gradient = total.cpu() / (self._copies * max(1, int(num_tokens)))
+            self.gradient = total / (self._copies * max(1, int(num_tokens)))
 
         return call
 
