@@ -15,18 +15,18 @@ from megatron_dppo.losses import divergence_keep_mask, needs, topk_tv
 
 
 @needs(zero_advantage=False)
-def binary_tv(inputs: LossInputs, *, threshold: float = 0.15) -> tuple[Tensor, Tensor]:
+def binary_tv(inputs: LossInputs, *, threshold: float = 0.15, cap: float = 5.0) -> tuple[Tensor, Tensor]:
     """The term of each token ``[T]``, and which tokens it keeps; pi and mu of the sampled token are enough for it."""
     logprobs, mu = inputs.logprobs, inputs.rollout_logprobs
     moved = (logprobs.detach().exp() - mu.exp()).abs()
     outward = inputs.advantages * (logprobs.detach() - mu) > 0
     keep = ~(outward & (moved > threshold))
-    ratio = (logprobs.detach() - mu).exp()
-    return torch.where(keep, -inputs.advantages * ratio * logprobs, 0.0), keep
+    weight = (logprobs.detach() - mu).exp().clamp(max=cap)
+    return torch.where(keep, -inputs.advantages * weight * logprobs, 0.0), keep
 
 
 @needs(topk=True, zero_advantage=False)
-def topk_total_variation(inputs: LossInputs, *, threshold: float = 0.15) -> tuple[Tensor, Tensor]:
+def topk_total_variation(inputs: LossInputs, *, threshold: float = 0.15, cap: float = 5.0) -> tuple[Tensor, Tensor]:
     """The same with the divergence over the rollout's Top-K (``loss.topk`` ids), by the package's own parts."""
     logprobs, mu = inputs.logprobs, inputs.rollout_logprobs
     divergence = topk_tv(
@@ -34,4 +34,5 @@ def topk_total_variation(inputs: LossInputs, *, threshold: float = 0.15) -> tupl
     )
     log_ratio = logprobs.detach() - mu
     keep = divergence_keep_mask(divergence, log_ratio, inputs.advantages, threshold, threshold)
-    return torch.where(keep, -inputs.advantages * log_ratio.exp() * logprobs, 0.0), keep
+    weight = log_ratio.exp().clamp(max=cap)
+    return torch.where(keep, -inputs.advantages * weight * logprobs, 0.0), keep

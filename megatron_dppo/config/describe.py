@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from pydantic import BaseModel
@@ -97,9 +97,11 @@ def explain(name: str) -> str:
 
 
 def elsewhere(name: str) -> str:
-    """``; did you mean 'optimizer.lr'?`` for a name that another framework, or another section here, has exactly."""
+    """``; did you mean 'optimizer.lr'?`` for a name that another framework, or another section here, has exactly; of
+    several sections those that are most alike come first."""
     leaf = _leaf(name)
     exact = [KNOWN_AS[leaf]] if leaf in KNOWN_AS else [path for path in _paths() if _leaf(path) == leaf]
+    exact.sort(key=lambda path: -SequenceMatcher(None, name, path).ratio())
     return f"; did you mean {' or '.join(map(repr, exact[:3]))}?" if exact else ""
 
 

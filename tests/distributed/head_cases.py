@@ -19,12 +19,14 @@ TOKEN_LOSSES: dict[str, LossConfig] = {
     "dppo_binary_tv": LossConfig(name="dppo_binary_tv"),
     "dppo_binary_kl": LossConfig(name="dppo_binary_kl"),
     "dppo_topk_tv": LossConfig(name="dppo_topk_tv", topk=5),
-    "dppo_topk_kl": LossConfig(name="dppo_topk_kl", topk=5),
+    "dppo_topk_kl": LossConfig(name="dppo_topk_kl", ratio_cap="off", topk=5),
     "dppo_topk_tv evicting": LossConfig(name="dppo_topk_tv", topk=5, topk_eviction=True),
-    "dppo_topk_kl evicting": LossConfig(name="dppo_topk_kl", topk=5, topk_eviction=True),
+    "dppo_topk_kl evicting": LossConfig(name="dppo_topk_kl", ratio_cap="off", topk=5, topk_eviction=True),
     "dppo_topk_tv predictive": LossConfig(name="dppo_topk_tv", topk=5, direction="predictive"),
-    "dppo_topk_kl predictive": LossConfig(name="dppo_topk_kl", topk=5, direction="predictive"),
-    "dppo_topk_kl predictive flat": LossConfig(name="dppo_topk_kl", topk=5, direction="predictive", tail="uniform"),
+    "dppo_topk_kl predictive": LossConfig(name="dppo_topk_kl", ratio_cap="off", topk=5, direction="predictive"),
+    "dppo_topk_kl predictive flat": LossConfig(
+        name="dppo_topk_kl", ratio_cap="off", topk=5, direction="predictive", tail="uniform"
+    ),
     "score centering": LossConfig(name="score_centering", topk=5),
     "score centering, IS mask": LossConfig(name="score_centering", topk=5, centering="mask"),
     "score centering, entropy": LossConfig(name="score_centering", topk=5, centering="none", entropy_coef=0.2),
@@ -33,10 +35,13 @@ TOKEN_LOSSES: dict[str, LossConfig] = {
     "cispo": LossConfig(name="cispo"),
     "minirl": LossConfig(name="minirl"),
     "KL penalty k1": LossConfig(name="dppo_binary_tv", kl_coef=0.3, kl_estimator="k1", kl_anchor="reference"),
-    "KL penalty k3": LossConfig(name="dppo_binary_tv", kl_coef=0.02, kl_estimator="k3", kl_anchor="reference"),
+    "KL penalty k3": LossConfig(
+        name="dppo_binary_tv", ratio_cap="off", kl_coef=0.02, kl_estimator="k3", kl_anchor="reference"
+    ),
     "entropy bonus": LossConfig(name="dppo_binary_kl", entropy_coef=0.2),
 }
-"""Every kind of loss in which a token's term depends on that token alone."""
+"""Every kind of loss in which a token's term depends on that token alone. Without a cap where the capped terms nearly
+cancel: the roundings of the terms to bf16, which every method has, then count against a small sum."""
 
 
 def needs_of(config: LossConfig) -> LossNeeds:
