@@ -175,9 +175,9 @@ class LayerNoise:
         if state is None or len(state["log_std"]) != len(self._layers):
             return
         self.log_std.copy_(torch.tensor(state["log_std"], dtype=torch.float64))
-        kinds = {"step": torch.float32}
         self._adam.state[self.log_std] = {
-            key: torch.tensor(value, dtype=kinds.get(key, torch.float64)) for key, value in state["adam"].items()
+            key: torch.tensor(value, dtype=torch.float32 if key == "step" else torch.float64)
+            for key, value in state["adam"].items()
         }
 
 
