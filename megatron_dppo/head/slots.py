@@ -40,11 +40,13 @@ def write_entries(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
     """``values [n, S]`` at ``places [n, S]`` of ``out [n, W]``, nothing where a place is -1.
 
     A place that stands twice in a row has the same value twice. Without a search for the used ones, which would wait
-    for the device: an unused place repeats a used one, or what the row has.
+    for the device: an unused place repeats a used one, or what the row has. By index and not by ``scatter_``, which on
+    the CPU takes a bf16 or fp16 tensor through an fp32 copy of all of it (torch 2.13).
     """
     used = places >= 0
     last = places.argmax(1, keepdim=True)
     at = torch.where(used, places, places.gather(1, last)).clamp(min=0)
     values = torch.where(used, values, values.gather(1, last)).to(out.dtype)
     values = torch.where(used.any(1, keepdim=True), values, out[:, :1])
-    return out.scatter_(1, at, values)
+    out[torch.arange(len(out), device=out.device)[:, None], at] = values
+    return out

@@ -21,13 +21,14 @@ def keep_only_(logits: Tensor, ids: Tensor, counts: Tensor, first: int, own: int
         first: the global id of the shard's first entry.
         own: entries of the shard that are not padding.
     """
-    rows, has_set = set_rows(ids, counts)
+    rows, _ = set_rows(ids, counts)
     local = ids - first
     places = local.clamp(0, max(own - 1, 0)).long().add_(rows * logits.shape[1])
     flat = logits.view(-1)
     # An id of another shard stands for a place that may be another's: -inf there changes nothing under a maximum.
     values = flat[places].masked_fill_((local < 0) | (local >= own), -torch.inf)
-    logits.masked_fill_(has_set[:, None], -torch.inf)
+    # On the CPU half the time of masked_fill_ with a mask of rows.
+    logits.index_fill_(0, _on_device(counts.nonzero()[:, 0], logits), -torch.inf)
     flat.scatter_reduce_(0, places, values, "amax")
     return logits
 
@@ -44,7 +45,10 @@ def keep_only(logits: Tensor, ids: Tensor, counts: Tensor, first: int, own: int)
 
 def set_rows(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The row of each id ``[N]``, and whether each row has a set ``[n]``."""
-    number = len(ids)
-    if ids.is_cuda:
-        counts = counts.pin_memory().to(ids.device, non_blocking=True)
-    return torch.repeat_interleave(counts.long(), output_size=number), counts > 0
+    counts = _on_device(counts, ids)
+    return torch.repeat_interleave(counts.long(), output_size=len(ids)), counts > 0
+
+
+def _on_device(values: Tensor, other: Tensor) -> Tensor:
+    """``values`` of the CPU where ``other`` is; nothing waits."""
+    return values.pin_memory().to(other.device, non_blocking=True) if other.is_cuda else values

@@ -42,6 +42,7 @@ def trainer_builder(
         platform=platform,
         optimizer=config.optimizer,
         total_steps=1,
+        noise=config.train.layer_noise,
     )
 
 

@@ -20,6 +20,7 @@ from megatron_dppo.plan.text import as_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENS = 8192
+HIDDEN = 64
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,12 @@ def test_kept_sets_and_combine_weights_are_in_the_memory_of_a_rank(rehearsals: R
     assert part(full, "replay") - part(plain, "replay") >= TOKENS * 2 * 2 * 4 > part(plain, "replay") / 2
     text = as_text(full)
     assert "44 ids that the filters left (10, " in text and "4 experts, 16 combine weights" in text
+
+
+def test_the_noise_of_the_layers_is_in_the_memory_of_the_forward_pass(rehearsals: Rehearsals) -> None:
+    noise = part(small(rehearsals, "--train.layer_noise.std=1e-3"), "forward")
+    # The draw and its product with the standard deviation, in fp32, and no more while the backward pass is under way.
+    assert 0 <= noise - part(small(rehearsals), "forward") - 2 * 4 * TOKENS * HIDDEN < 1024
 
 
 def columns(*overrides: str) -> Columns:
