@@ -61,7 +61,6 @@ def _runner(task: Task, keys: Mapping[str, Any], filtered: bool, divergence: str
         lesson, plan = Lesson(hidden, weight, Divergence(divergence)), RowPlan.of(targets.loss_mask, None)
 
     def run() -> None:
-        task.hidden.grad = task.weight.grad = None
         output = dppo_head_loss(
             task.hidden,
             task.weight,
@@ -74,6 +73,7 @@ def _runner(task: Task, keys: Mapping[str, Any], filtered: bool, divergence: str
             lesson=lesson,
         )
         output.loss_sum.backward()
+        task.hidden.grad = task.weight.grad = None
 
     return run
 
