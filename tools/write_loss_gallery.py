@@ -66,12 +66,12 @@ def _of_loss(name: str, found: Mapping[Cell, Band]) -> list[str]:
     lines = []
     for task in dict.fromkeys(task for task, _, loss in found if loss == name):
         mine = {mismatch: band for (at, mismatch, loss), band in found.items() if (at, loss) == (task, name)}
-        text = f"- `{name}`, {task}: {mine['none']} without mismatch" if "none" in mine else f"- `{name}`, {task}"
+        told = [f"{mine['none']} without mismatch"] if "none" in mine else []
         if name != DEFAULT:
-            text += f"; {_against(task, mine, found)}"
+            told.append(_against(task, mine, found))
         else:
-            text += "; " + ", ".join(f"{band} {mismatch}" for mismatch, band in mine.items() if mismatch != "none")
-        lines.append(text)
+            told.append(", ".join(f"{band} {mismatch}" for mismatch, band in mine.items() if mismatch != "none"))
+        lines.append(f"- `{name}`, {task}: {'; '.join(told)}")
     return lines
 
 
