@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.supervision.processes import no_orphans
 from tests.engines.calls import call
 from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
 from tests.engines.tiny import Reference, make_tiny
@@ -23,6 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for place, item in enumerate(item for item in own if SGLANG_VERSIONS[1] in item.name):
         if place % 3:
             item.add_marker("long")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_end_with_the_tests() -> Iterator[None]:
+    """However those end: servers have sessions of their own."""
+    with no_orphans():
+        yield
 
 
 @pytest.fixture(scope="session")
