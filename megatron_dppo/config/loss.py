@@ -248,8 +248,10 @@ class LossConfig(Section):
     @classmethod
     def _expand_alias(cls, values: Any) -> Any:
         if isinstance(values, dict) and isinstance(values.get("name"), str) and values["name"] in LOSS_ALIASES:
-            alias = LOSS_ALIASES[values["name"]]
-            return {**alias, **values, "name": alias["name"]}
+            merged = {**LOSS_ALIASES[values["name"]], **values, "name": LOSS_ALIASES[values["name"]]["name"]}
+            if not merged.get("kl_coef"):  # taken away beside the alias, whose other keys of the penalty go with it
+                merged = {key: value for key, value in merged.items() if key in values or not key.startswith("kl_")}
+            return merged
         return values
 
     @field_validator("name")
@@ -259,7 +261,7 @@ class LossConfig(Section):
             return name
         known = [*get_args(LossName), *LOSS_ALIASES]
         close = get_close_matches(name, known, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise ValueError(
             f"no such loss{hint} Expected one of {', '.join(get_args(LossName))}, an alias (docs/loss.md), or "
             "'path/to/file.py:function'"

@@ -56,6 +56,8 @@ APPLIES: Mapping[str, tuple[Callable[[LossConfig], bool], str]] = {
     "prefix_budget": (lambda c: c.name == "cppo", "cppo"),
     "prefix_budget_max": (lambda c: c.name == "cppo", "cppo"),
     "centering": (lambda c: c.centers_score, "score_centering"),
+    "kl_estimator": (lambda c: c.kl_coef > 0, "kl_coef above 0"),
+    "kl_anchor": (lambda c: c.kl_coef > 0, "kl_coef above 0"),
     "mismatch_low": (_limits_mismatch, "mismatch other than 'none', or centering = 'mask'"),
     "mismatch_high": (_limits_mismatch, "mismatch other than 'none', or centering = 'mask'"),
 }

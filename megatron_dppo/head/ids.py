@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_dppo.types import TokenTargets
+
 
 def check_ids(
     rows: int, labels: Tensor, ids: Tensor | None, valid: Tensor | None, vocab_size: int, used: Tensor | None
@@ -30,6 +32,31 @@ def check_ids(
         raise ValueError(f"expected bool ids_valid {tuple(ids.shape)}, got {valid.dtype} {tuple(valid.shape)}")
     _assert_in_vocabulary("id", ids, valid, vocab_size, used)
     _assert_distinct(ids, valid, used)
+
+
+def check_slots(targets: TokenTargets, used: Tensor | None) -> None:
+    """The label of each token with loss, in the rows ``used`` (None = all), is in one slot of its Top-K set: one of the
+    first K, or else the last.
+
+    Raises:
+        ValueError: it is in none or in two, or the last slot has another id. On CUDA a device-side assertion.
+    """
+    if targets.rollout_topk_ids is None:
+        return
+    ids, labels, mask = targets.rollout_topk_ids, targets.labels, targets.loss_mask
+    if used is not None:
+        ids, labels, mask = (column.index_select(0, used) for column in (ids, labels, mask))
+    is_among = (ids[:, :-1] == labels[:, None]).any(1)
+    wrong = mask & (ids[:, -1] != torch.where(is_among, -1, labels))
+    if ids.is_cuda:
+        torch._assert_async(~wrong.any(), "the last Top-K slot of a token is not what its label asks for")
+    elif bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        among, last = ("", "-1 (unused)") if is_among[row] else ("not ", f"the label, {int(labels[row])}")
+        raise ValueError(
+            f"rollout_topk_ids has {int(ids[row, -1])} in the last slot of {_where(row, 0, used, 'label')}, its label "
+            f"is {among}among the first {ids.shape[1] - 1}; expected {last}: the set is TopK(mu) and the sampled token"
+        )
 
 
 def _where(row: int, slot: int, used: Tensor | None, name: str) -> str:

@@ -48,8 +48,9 @@ def counterfactual_metrics(
         aggregation = torch.where(tokens.mask, token_weights.double(), 0.0)
     scale = tokens.advantages.double() * aggregation
     acts = tokens.mask & (tokens.advantages != 0)
+    moves = acts & (tokens.logprobs.detach() != -torch.inf)
     if coefficient is None:
-        own = _coefficient(decision, keep & acts, config, scale)
+        own = _coefficient(decision, keep & moves, config, scale)
         own = own if factor is None else own * factor.double()
     else:
         own = coefficient.double() * aggregation
@@ -57,7 +58,7 @@ def counterfactual_metrics(
     for name in (*_OTHERS, *(_ON_TOPK if config.is_topk else ())):
         other = _defaults(name, config.topk, config.topk_eviction)
         of_other = decide(tokens, other)
-        coefficient = _coefficient(of_other, of_other.keep & acts, other, scale)
+        coefficient = _coefficient(of_other, of_other.keep & moves, other, scale)
         metrics[f"{_PREFIX}/{name}/mask_fraction"] = Metric((acts & ~of_other.keep).sum(), acts.sum())
         metrics[f"{_PREFIX}/{name}/projection"] = Metric((own * coefficient).sum(), energy)
         metrics[f"{_PREFIX}/{name}/energy"] = Metric(coefficient.square().sum(), energy)
@@ -77,6 +78,8 @@ def with_cosines(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _coefficient(decision: Decision, acts: Tensor, config: LossConfig, scale: Tensor) -> Tensor:
     floor, cap = config.ratio_limits
+    if config.resolved_form == "ratio":  # a weight at its limit is a number, without gradient
+        acts = acts & (decision.weight >= floor) & (decision.weight <= cap)
     return torch.where(acts, -scale * decision.weight.double().clamp(floor, cap), 0.0)
 
 

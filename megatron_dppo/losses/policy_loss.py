@@ -192,7 +192,7 @@ def _centering_term(inputs: LossInputs, tokens: Tokens, keep: Tensor, config: Lo
             "the head without detaching it"
         )
     residual = residuals(tokens, config)
-    head = inputs.topk_logprobs[:, :-1]
+    head = inputs.topk_logprobs[:, :-1].to(tokens.logprobs.dtype)
     acts = (keep & tokens.mask & (tokens.advantages != 0))[:, None] & (residual != 0) & head.isfinite()
     scores = torch.where(acts, residual.to(head.dtype) * torch.where(acts, head, 0.0), 0.0)
     return tokens.advantages * scores.sum(-1)

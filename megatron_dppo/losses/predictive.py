@@ -49,7 +49,7 @@ def tail_square(tail: Tail, p_other: Tensor, other_square: Tensor | None, others
         tail: how it is found.
         p_other: ``[T]`` pi's mass outside the set.
         other_square: ``[T]`` the sum itself, for ``proportional``.
-        others: ``[T]`` how many entries of the vocabulary are outside the set, for ``uniform``.
+        others: ``[T]`` how many ids that pi may have are outside the set, for ``uniform``.
     """
     if tail == "proportional":
         assert other_square is not None

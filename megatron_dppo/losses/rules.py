@@ -95,7 +95,9 @@ def _divergence_region(tokens: Tokens, config: LossConfig, divergence: Tensor) -
     if config.direction == "predictive":
         assert tokens.topk is not None
         kind: Literal["tv", "kl"] = "tv" if config.name.endswith("_tv") else "kl"
-        direction = tokens.topk.rate(kind, config.tail, tokens.logprobs, tokens.rollout_logprobs)
+        rate = tokens.topk.rate(kind, config.tail, tokens.logprobs, tokens.rollout_logprobs)
+        # A NaN leads nowhere, and nothing would be dropped.
+        direction = torch.where(rate.isnan(), direction, rate)
     keep = divergence_keep_mask(divergence, direction, tokens.advantages, *config.thresholds)
     return _plain(tokens, keep, divergence)
 
@@ -117,7 +119,7 @@ def _drpo(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
 def _ipo(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:
     """The mask of prime-rl's IPO: both ways of a move are dropped, whatever the sign of the advantage."""
     low, high = config.thresholds
-    return _plain(tokens, divergence <= torch.where(tokens.log_ratio > 0, high, low), divergence)
+    return _plain(tokens, torch.where(tokens.log_ratio > 0, divergence <= high, divergence <= low), divergence)
 
 
 def _trm(tokens: Tokens, config: LossConfig, divergence: Tensor) -> Decision:

@@ -77,7 +77,8 @@ def prefix_keep_mask(
     """
     lengths = _lengths(sequence_ids)
     low, high = thresholds
-    limit = torch.where(advantages > 0, high, low).double()
+    ones = torch.ones_like(divergence, dtype=torch.float64)
+    limit = torch.where(advantages > 0, high * ones, low * ones)
     known = torch.where(mask, divergence.detach().double().nan_to_num(nan=torch.inf), 0.0)
     parts = zip(known.split(lengths), mask.split(lengths), limit.split(lengths), strict=True)
     inside = [_within_budget(*part, floor, budget) for part in parts]
@@ -101,7 +102,7 @@ def _within_budget(
     """``[n]`` bool for the positions of one sequence."""
     last = (mask.sum() - 1).clamp(min=0)
     rank = mask.cumsum(0) - 1
-    weights = torch.where(mask, 1 - (1 - floor) * rank / last.clamp(min=1), 0.0).double()
+    weights = torch.where(mask, 1 - (1 - floor) * rank.double() / last.clamp(min=1), 0.0)
     own = torch.where(mask, weights * divergence, 0.0)
     allowance = _percentile(torch.where(mask, divergence, torch.inf), last).clamp(*budget)
     before = limit + allowance * _shifted_sum(weights) - _shifted_sum(own)

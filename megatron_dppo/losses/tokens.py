@@ -50,7 +50,8 @@ class TopK:
     """[T]"""
     other_square: Tensor | None
     """[T] sum of pi^2 outside the slots"""
-    vocab_size: int | None
+    support: int | Tensor | None
+    """how many ids pi may have, or ``[T]`` of each token"""
 
     def divergence(self, kind: Literal["tv", "kl"]) -> Tensor:
         """``[T]`` total variation or KL on the set."""
@@ -75,7 +76,7 @@ class TopK:
             sums = predictive_sums(self.logprobs, self.rollout_logprobs, self.valid)
         assert sums is not None
         other = self.masses()
-        others = None if self.vocab_size is None else self.vocab_size - self.valid.sum(-1)
+        others = None if self.support is None else self.support - self.valid.sum(-1)
         square = tail_square(tail, other[0], self.other_square, others)
         sampled = (logprobs.detach().double().exp(), rollout_logprobs.double().exp())
         return divergence_rate(kind, sums, sampled, other, square)
@@ -168,10 +169,16 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
             )
         if config.direction == "predictive" and inputs.topk_sums is not None and inputs.topk_sums.shape[-1] != 6:
             raise ValueError("direction = 'predictive' needs [T, 6] losses.predictive_sums as topk_sums, got [T, 2]")
-        return TopK(None, inputs.topk_sums, rollout_logprobs, valid, other, square, inputs.vocab_size)
+        return TopK(None, inputs.topk_sums, rollout_logprobs, valid, other, square, _support(inputs))
     if config.topk_eviction:
         valid, other, square = evict(inputs.topk_logprobs, valid, other, square)
-    return TopK(inputs.topk_logprobs, None, rollout_logprobs, valid, other, square, inputs.vocab_size)
+    return TopK(inputs.topk_logprobs, None, rollout_logprobs, valid, other, square, _support(inputs))
+
+
+def _support(inputs: LossInputs) -> int | Tensor | None:
+    if inputs.vocab_size is None or inputs.kept_counts is None:
+        return inputs.vocab_size
+    return torch.where(inputs.kept_counts > 0, inputs.kept_counts, inputs.vocab_size)
 
 
 def check_shapes(inputs: LossInputs) -> None:

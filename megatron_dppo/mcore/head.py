@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.head.ids import check_slots
 from megatron_dppo.head.loss import LossFunction, dppo_head_loss
 from megatron_dppo.head.mixed_gemm import logits_into
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
@@ -138,6 +139,7 @@ class Head:
 
     def statistics(self, hidden: Tensor, row: Row, objective: Objective = SUPERVISED) -> LossInputs:
         """The inputs of a loss over the whole row, with the gradients that it needs; 0 where the row has no loss."""
+        check_slots(row.batch, None)
         found = self._fused_statistics(hidden, row, objective) if self._fused else self._plain(hidden, row)
         if not objective.needs.entropy_gradient:
             found = found._replace(entropy=found.entropy.detach())

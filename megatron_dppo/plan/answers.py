@@ -71,6 +71,12 @@ READS: Sequence[Read] = (
         reason="the ids of a row are distinct; on CUDA the device asserts it and nobody reads",
     ),
     Read(
+        file="head/ids.py",
+        function="check_slots",
+        answer=_always(False),
+        reason="the label has its one place; on CUDA the device asserts it and nobody reads",
+    ),
+    Read(
         file="head/gradient.py",
         function="_check_one",
         answer=_always(1.0),

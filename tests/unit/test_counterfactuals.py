@@ -35,6 +35,7 @@ def make(seed: int) -> LossInputs:
         loss_mask=torch.rand(TOKENS, generator=generator) < 0.8,
         token_weights=torch.rand(TOKENS, generator=generator),
         anchor_logprobs=mu[rows, sampled].log() + 0.1,
+        sequence_ids=rows // 30,
         **fields | {"topk_logprobs": fields["topk_logprobs"].requires_grad_()},
     )
 
@@ -53,8 +54,11 @@ def gradient(inputs: LossInputs, config: LossConfig) -> Tensor:
         LossConfig(name="dppo_topk_kl", topk=TOPK, topk_eviction=True),
         LossConfig(name="grpo"),
         LossConfig(name="minirl", mismatch="mask_token"),
+        LossConfig(form="ratio", ratio_cap=1.2),
+        LossConfig(name="cispo", form="ratio", ratio_cap=1.5, ratio_floor=0.7),
+        LossConfig(name="gspo"),
     ],
-    ids=lambda c: c.name,
+    ids=lambda c: f"{c.name} {c.form}",
 )
 def test_shares_and_cosines_are_those_of_the_other_losses_over_all_micro_batches(config: LossConfig) -> None:
     """Two micro-batches: the sums are added up before anything is divided."""

@@ -308,5 +308,17 @@ def test_bad_input_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             run(problem, leaves, config, **options)
+    inside = (targets.rollout_topk_ids[:, :-1] == targets.labels[:, None]).any(1)
+    for is_among in (True, False):
+        row = int((targets.loss_mask & (inside == is_among)).nonzero()[0])
+        wrong = int(targets.labels[row]) if is_among else -1
+        expected = "-1 .unused" if is_among else f"the label, {int(targets.labels[row])}"
+        for slot in (wrong, 60):
+            ids = targets.rollout_topk_ids.clone()
+            ids[row, -1] = slot
+            with pytest.raises(ValueError, match=f"{slot} in the last slot of row {row}, .*expected {expected}"):
+                run(problem, leaves, config, targets=replace(targets, rollout_topk_ids=ids))
+            free = replace(targets, rollout_topk_ids=ids, loss_mask=targets.loss_mask & (torch.arange(40) != row))
+            run(problem, leaves, config, targets=free)  # not of the loss
     with pytest.raises(ValueError, match="'gspo' needs sequence_ids"):
         run(problem, leaves, LossConfig(name="gspo"))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.losses import divergence_rate, policy_loss, predictive_sums
+from megatron_dppo.head.loss import dppo_head_loss
+from megatron_dppo.head.stats import loss_inputs, vocab_parallel_head_stats
+from megatron_dppo.losses import divergence_rate, policy_loss, policy_objective, predictive_sums
 from megatron_dppo.losses.predictive import Tail, tail_square
-from megatron_dppo.types import LossInputs
+from megatron_dppo.types import KeptSets, LossInputs, TokenTargets
 from tests.unit.loss_inputs import loss_config, topk_fields, value
 
 VOCABULARY, TOKENS = 12, 400
@@ -174,6 +177,68 @@ def test_the_mask_drops_what_is_beyond_and_would_raise_the_divergence(kind: str)
     assert torch.equal(policy_loss(by_sums, config).keep_mask, want)
 
 
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_under_a_filter_a_uniform_tail_is_flat_over_the_kept_ids(kind: str) -> None:
+    """Each token's twelve kept ids of 200, against a vocabulary of those twelve; both ways through the head."""
+    logits, mu, sampled = policies(10)
+    advantages = torch.randn(TOKENS, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+    config = LossConfig(
+        **{"name": f"dppo_topk_{kind}", "topk": 4, "direction": "predictive", "tail": "uniform"},
+        **{"divergence_threshold_low": 0.1, "divergence_threshold_high": 0.1},
+    )
+    inputs, _ = inputs_of(logits, mu, sampled, advantages, 4)
+    want = policy_loss(inputs, config).keep_mask
+    assert not torch.equal(want, policy_loss(dataclasses.replace(inputs, vocab_size=200), config).keep_mask)
+    none = dataclasses.replace(inputs, kept_counts=torch.zeros(TOKENS, dtype=torch.int32))
+    assert torch.equal(want, policy_loss(none, config).keep_mask)
+
+    generator = torch.Generator().manual_seed(12)
+    places = torch.stack([torch.randperm(200, generator=generator)[:VOCABULARY] for _ in range(TOKENS)])
+    wide = torch.randn(TOKENS, 200, generator=generator, dtype=torch.float64).scatter(1, places, logits)
+    top = torch.sort(mu, dim=-1, descending=True, stable=True).indices[:, :4]
+    labels = places.gather(1, sampled[:, None])
+    last = torch.where((top == sampled[:, None]).any(1, keepdim=True), -1, labels)
+    targets = TokenTargets(
+        labels=labels[:, 0],
+        advantages=advantages,
+        loss_mask=torch.ones(TOKENS, dtype=torch.bool),
+        rollout_logprobs=inputs.rollout_logprobs,
+        rollout_topk_ids=torch.cat([places.gather(1, top), last], 1).int(),
+        rollout_topk_logprobs=inputs.rollout_topk_logprobs,
+        kept=KeptSets(places.flatten().int(), torch.full((TOKENS,), VOCABULARY, dtype=torch.int32)),
+    )
+    head: dict[str, Any] = {"group": None, "vocab_size": 200}
+    eye, objective = torch.eye(200, dtype=torch.float64), policy_objective(config)
+    fused = dppo_head_loss(wide, eye, targets, objective.loss, needs=objective.needs, **head)
+    assert torch.equal(fused.keep_mask, want)
+    slots = targets.rollout_topk_ids[:, :-1].long()
+    found = vocab_parallel_head_stats(
+        wide, eye, targets.labels, ids=slots, ids_valid=slots >= 0, kept=targets.kept, needs=objective.needs, **head
+    )
+    assert torch.equal(policy_loss(loss_inputs(targets, found, 200), config).keep_mask, want)
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_number_that_is_none_does_not_switch_the_predicted_direction_off(kind: str, sign: float) -> None:
+    """Outward by the sampled token, and a slot whose mu is unknown: as with the direction of that token."""
+    pi, mu = (0.9, 0.3) if sign > 0 else (0.3, 0.9)
+    inputs = LossInputs(
+        logprobs=torch.tensor([pi]).log(),
+        rollout_logprobs=torch.tensor([mu]).log(),
+        advantages=torch.tensor([sign]),
+        loss_mask=torch.tensor([True]),
+        topk_logprobs=torch.tensor([[pi, 0.05, 1.0]]).log(),
+        rollout_topk_logprobs=torch.tensor([[math.log(mu), math.nan, 0.0]]),
+        topk_valid=torch.tensor([[True, True, False]]),
+        topk_other_logprob=torch.tensor([0.05]).log(),
+        topk_other_square=torch.tensor([0.0025]),
+    )
+    for direction in ("sampled", "predictive"):
+        config = LossConfig(name=f"dppo_topk_{kind}", topk=2, direction=direction)
+        assert not policy_loss(inputs, config).keep_mask.any(), direction
+
+
 def test_missing_inputs_of_the_tail_are_named() -> None:
     logits, mu, sampled = policies()
     inputs, _ = inputs_of(logits, mu, sampled, torch.ones(TOKENS), 4)
@@ -233,6 +298,25 @@ def test_the_centered_gradient_has_no_expectation_under_the_sampler_where_the_ta
     assert float(plain.grad.sum(0).abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_centering_is_computed_in_fp32_from_narrower_numbers(dtype: torch.dtype) -> None:
+    logits, mu, sampled = policies(13)
+    given, _ = inputs_of(logits.float(), mu.float(), sampled, torch.ones(TOKENS), 4)
+    assert given.topk_logprobs is not None
+    config = LossConfig(name="score_centering", topk=4)
+
+    def of(wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        slots = given.topk_logprobs.detach().to(dtype).to(wide).requires_grad_()
+        logprobs = given.logprobs.detach().to(dtype).to(wide).requires_grad_()
+        loss = policy_loss(dataclasses.replace(given, logprobs=logprobs, topk_logprobs=slots), config).loss_sum
+        loss.backward()
+        return loss.detach(), slots.grad
+
+    (loss, slots), (want, want_slots) = of(dtype), of(torch.float32)
+    torch.testing.assert_close(loss.float(), want, rtol=1e-6, atol=1e-6)
+    assert torch.equal(slots, want_slots.to(dtype))
+
+
 def test_on_policy_nothing_is_subtracted_and_tiny_rests_do_no_harm() -> None:
     _, mu, sampled = policies(9, 6.0)
     advantages = torch.ones(TOKENS, dtype=torch.float64)
@@ -266,6 +350,10 @@ def test_a_head_without_gradient_is_refused() -> None:
         ({"name": "score_centering", "mismatch_high": 3.0}, "mismatch_high = 3.0 has no effect"),
         ({"name": "score_centering", "topk_eviction": True}, "topk_eviction = True has no effect"),
         ({"name": "score_centering", "form": "ratio"}, "form = 'ratio' does not exist"),
+        ({"kl_estimator": "k1"}, "kl_estimator = k1 has no effect .* kl_coef above 0"),
+        ({"kl_anchor": "rollout"}, "kl_anchor = rollout has no effect .* kl_coef above 0"),
+        ({"name": "prime_rl/2026-04", "kl_coef": 0.0, "kl_estimator": "k2"}, "kl_estimator = k2 has no effect"),
+        ({"name": "xyz"}, r"no such loss\. Expected one of"),
     ],
 )
 def test_keys_without_effect_are_refused(keys: dict[str, object], match: str) -> None:

@@ -45,6 +45,34 @@ def test_prefix_budgets_of_a_worked_sequence() -> None:
         keep(ones, ones, torch.tensor([0, 1, 0, 1]))
 
 
+def test_float64_is_compared_in_float64() -> None:
+    """Limits and weights that fp32 cannot hold: what is on a limit is kept, a billionth beyond it is dropped."""
+    one, mask, ids = torch.ones(1, dtype=torch.float64), torch.tensor([True]), torch.tensor([0])
+
+    def keep(divergence: float, threshold: float) -> bool:
+        limits = {"thresholds": (threshold, threshold), "floor": 1.0, "budget": (1.0, 1.0)}
+        return bool(prefix_keep_mask(divergence * one, one, one, mask, ids, **limits))  # type: ignore[arg-type]
+
+    def ipo(moved: float, threshold: float) -> bool:
+        config = LossConfig(name="ipo", divergence_threshold_low=threshold, divergence_threshold_high=threshold)
+        inputs = LossInputs(
+            logprobs=((0.5 + moved) * one).log(), rollout_logprobs=(0.5 * one).log(), advantages=one, loss_mask=mask
+        )
+        return bool(policy_loss(inputs, config).keep_mask)
+
+    for threshold in (0.15, 0.3, 0.35):
+        assert keep(threshold, threshold) and not keep(threshold + 5e-9, threshold)
+        assert ipo(threshold - 1e-9, threshold) and not ipo(threshold + 1e-9, threshold)
+    # w = 1 - .1 t / 3 at position t: 1, .96667, .93333, .9.
+    tokens, last = torch.zeros(4, dtype=torch.float64), 0.5 / (1 - 0.2 / 3)
+    for beyond, kept in ((-1e-9, True), (1e-9, False)):
+        tokens[2] = last * (1 + beyond)
+        limits = {"thresholds": (0.5, 0.5), "floor": 0.9, "budget": (1.0, 1.0)}
+        ones = torch.ones(4, dtype=torch.float64)
+        found = prefix_keep_mask(tokens, ones, ones, ones.bool(), torch.zeros(4, dtype=torch.int64), **limits)  # type: ignore[arg-type]
+        assert bool(found[2]) is kept
+
+
 def test_the_percentile_lies_between_two_values_of_the_sequence() -> None:
     values = torch.tensor([3.0, INF, 1.0, 2.0], dtype=torch.float64)  # infinity: outside the mask
     assert float(_percentile(values, torch.tensor(2))) == pytest.approx(2.8)  # numpy.quantile([1, 2, 3], 0.9)
