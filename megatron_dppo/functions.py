@@ -15,7 +15,7 @@ from typing import Any
 from megatron_dppo.errors import FunctionError
 
 _ON_PATH = "The module must be on PYTHONPATH or in the working directory"
-_BESIDE = "The path is relative to the configuration or to the working directory"
+_BESIDE = "A path in a configuration is relative to it, one on the command line to the working directory"
 
 
 def is_function_name(name: str) -> bool:
@@ -42,8 +42,13 @@ def load_function(name: str, setting: str, also: str = "") -> Callable[..., Any]
             "'my_functions:one'"
         )
     is_file = module_name.endswith(".py")
+    if ".py:" in name and not is_file:
+        raise FunctionError(f"{setting} = {name!r} has more than one ':'; expected 'path/to/file.py:function'")
     try:
         module = _load_file(Path(module_name)) if is_file else importlib.import_module(module_name)
+        if not hasattr(module, function_name):
+            has = ", ".join(name for name, value in vars(module).items() if callable(value) and name[0] != "_")
+            raise AttributeError(f"{module_name} has no {function_name!r}; it has {has or 'no function'}")
         function = getattr(module, function_name)
     except (Exception, SystemExit) as error:
         fix = _BESIDE if is_file else _ON_PATH

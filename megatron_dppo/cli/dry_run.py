@@ -12,7 +12,7 @@ from megatron_dppo.config.resolved import resolved_defaults
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problems
 from megatron_dppo.run.preflight import Start, find_problems
-from megatron_dppo.run.resume import find_resume_point
+from megatron_dppo.run.resume import ResumePoint, find_resume_point
 
 
 def dry_run(path: str | Path, found: Read, world_size: int | None) -> int:
@@ -39,9 +39,10 @@ def dry_run(path: str | Path, found: Read, world_size: int | None) -> int:
     start = Start(found.config, size, rank, dry_run=True, unsure=found.unsure)
     for error in find_problems(start):
         problems.add(error)
+    point = None
     if start.inputs is not None and not start.config.run.overwrite and not found.problems:
         # A run looks at its checkpoints with all ranks and under the lock of the folder.
-        problems.attempt(find_resume_point, start.config, start.inputs)
+        point = problems.attempt(find_resume_point, start.config, start.inputs)
     if problems.errors and rank == 0:
         print("\n".join(start.notes))
     problems.raise_if_any()
@@ -53,7 +54,14 @@ def dry_run(path: str | Path, found: Read, world_size: int | None) -> int:
         if world_size is None and "WORLD_SIZE" not in os.environ:
             print(f"for {size} process(es), the fewest of this layout; --world-size N checks it for N")
         print("\n".join([describe(start.inputs.layout, start.config), start.inputs.data_summary, *start.notes]))
+        if point is not None:
+            print("\n".join(_resumes(point)))
     return 0
+
+
+def _resumes(point: ResumePoint) -> list[str]:
+    passed = [f"         {each.checkpoint.name} is passed over: {each.reason}" for each in point.passed_over]
+    return [f"resume   from {point.checkpoint}", *passed, *(f"         changed: {change}" for change in point.changes)]
 
 
 def _world_size(config: Config) -> int:

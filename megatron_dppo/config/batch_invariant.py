@@ -44,6 +44,12 @@ def check_batch_invariant(config: Config) -> None:
             train.router_replay,
             "'off': the routers agree to the bit",
         ),
+        (
+            train.layer_noise.std > 0 and train.max_first_prob_diff == "auto",
+            "train.layer_noise.std",
+            train.layer_noise.std,
+            "0, or train.max_first_prob_diff set: the guard allows no difference, and the noise makes one",
+        ),
         (bool(config.eval.beside_training), "eval.beside_training", True, "left out: the model does one at a time"),
     ]
     for key, most in (

@@ -124,6 +124,11 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _filters_can_be_recorded(self) -> RolloutConfig:
+        if self.top_k == 1:
+            raise ValueError(
+                "top_k = 1: every token is then the only one that can be sampled, so none has a gradient; use 0 (all), "
+                "or at least 2"
+            )
         if self.filters and self.engine != "local" and not 1 < self.top_k <= MOST_KEPT:
             raise ValueError(
                 f"top_p = {self.top_p}, top_k = {self.top_k}, min_p = {self.min_p} with engine = {self.engine!r}: "

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron_dppo.head.ids import check_slots
 from megatron_dppo.head.kept import check_sets
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.rows import Head
@@ -29,9 +30,10 @@ class Columns(NamedTuple):
         """Of all rows of the plan.
 
         Raises:
-            ValueError: the targets know whole sequences, or a kept set is not one.
+            ValueError: the targets know whole sequences, a label is not in its Top-K set, or a kept set is not one.
         """
         _check_no_sequences(targets)
+        check_slots(targets, None if plan is None else plan.rows)
         targets = targets if plan is None else targets.select(plan.rows, plan.on_host)
         check_sets(targets.kept, targets.labels, vocab_size)
         ids, valid = looked_up_ids(targets)

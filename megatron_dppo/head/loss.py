@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.head.columns import Columns, looked_up_ids
 from megatron_dppo.head.divergence import add_
 from megatron_dppo.head.gradient import HeadGradient, attach_gradient, check_rest, checked_main_grad
-from megatron_dppo.head.ids import check_ids, check_slots
+from megatron_dppo.head.ids import check_ids
 from megatron_dppo.head.outputs import joined
 from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size, chunks_in_flight
 from megatron_dppo.head.rows import Head, RowTotals, gather_shards, merge
@@ -80,15 +80,12 @@ def dppo_head_loss(
         ValueError: before any collective: ``targets.sequence_ids`` is given, ``needs`` contradict each other, shapes,
             dtypes or devices do not fit, the shards cannot hold the vocabulary, the temperature is not positive, a
             label or a valid id is outside the vocabulary (on CUDA a device-side assertion, as for the next three), a
-            valid id stands twice in its row, a label with loss is not in one slot of its Top-K set, or outside its kept
-            set, or ``main_grad`` does not fit. After them, on every rank: the loss has a gradient in a row without one
-            in the plan. In backward: another one.
+            valid id stands twice in its row, a label is not in its Top-K set, or outside its kept set, or ``main_grad``
+            does not fit. After them: the loss has a gradient in a row without one in the plan. In backward: a second.
     """
     _check_needs(needs)
     head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
-    used = None if plan is None else plan.rows
-    check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, used)
-    check_slots(targets, used)
+    check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
     columns, rows = Columns.of(head, targets, plan, vocab_size), Rows.of(hidden, plan)
     teaching = None if lesson is None else Teaching(lesson, head, rows, vocab_size, targets)
     main_grad, models = checked_main_grad(weight, accumulate_main_grad), 1 if teaching is None else 2

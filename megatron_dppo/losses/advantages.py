@@ -132,11 +132,13 @@ def _own(
         found = function.function(rewards.clone(), valid.clone(), **options)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FunctionError(f"{start} raised {type(error).__name__}: {error}") from error
     if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.is_floating_point():
         what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise FunctionError(f"{start} returned {what}, expected a float tensor {list(rewards.shape)} like the rewards")
+    if found.device != rewards.device or found.layout != torch.strided:
+        raise FunctionError(f"{start} returned a tensor on {found.device} ({found.layout}), expected it on the CPU")
     found = torch.where(valid, found.detach().to(rewards.dtype), 0.0)
     if not bool(found.isfinite().all()):
         raise FunctionError(f"{start} returned {found.tolist()} for the rewards {rewards.tolist()}; expected finite")

@@ -11,7 +11,7 @@ Checking that numbers are finite reads them: on CUDA one synchronisation for eac
 from __future__ import annotations
 
 import traceback
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -121,22 +121,35 @@ def _topk(function: UserFunction, inputs: LossInputs, mask: Tensor) -> dict[str,
 
 
 def _call(function: UserFunction, inputs: LossInputs, options: dict[str, Any]) -> Any:
+    given = {f.name: value for f in fields(inputs) if isinstance(value := getattr(inputs, f.name), Tensor)}
+    versions = {name: value._version for name, value in given.items()}
     try:
-        return function.function(replace(inputs), **options)
+        found = function.function(replace(inputs), **options)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         own = [frame for frame in frames if frame.filename.endswith(function.name.rpartition(":")[0])]
         place = own or frames
         where = f" ({place[-1].filename}, line {place[-1].lineno})" if place else ""
         raise _wrong(function, f"raised {type(error).__name__}: {error}{where}") from error
+    if changed := [name for name, value in given.items() if value._version != versions[name]]:
+        raise _wrong(
+            function, f"changes inputs.{changed[0]} in place, which the trainer goes on with; change a clone() of it"
+        )
+    return found
 
 
 def _check_tensor(function: UserFunction, found: Any, tokens: Tokens, expected: str) -> None:
     shape = tuple(tokens.mask.shape)
     if not isinstance(found, Tensor):
         raise _wrong(function, f"returned {type(found).__name__}, expected a tensor {list(shape)}: {expected}")
+    if found.device != tokens.mask.device or found.layout != torch.strided:
+        raise _wrong(
+            function,
+            f"returned a tensor on {found.device} ({found.layout}), expected one on {tokens.mask.device} "
+            f"({torch.strided}) like the inputs",
+        )
     if tuple(found.shape) != shape:
         raise _wrong(
             function,
@@ -158,8 +171,8 @@ def _check_finite(function: UserFunction, values: Tensor, tokens: Tokens) -> Non
     of_first = ", ".join(f"{name} {float(getattr(tokens, name)[first]):.6g}" for name in names)
     raise _wrong(
         function,
-        f"returned {float(values[first])} for {int(wrong.sum())} of {int(tokens.mask.sum())} tokens; the first has "
-        f"{of_first}",
+        f"returned {float(values.detach()[first])} for {int(wrong.sum())} of {int(tokens.mask.sum())} tokens; the "
+        f"first has {of_first}",
     )
 
 

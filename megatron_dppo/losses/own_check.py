@@ -39,10 +39,17 @@ def check_own_functions(config: LossConfig) -> None:
 def _check(function: UserFunction, config: LossConfig) -> None:
     inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
     whole = _gradients(inputs, config)
+    for name, gradient in whole.items():
+        if not bool(gradient.isfinite().all()):
+            raise FunctionError(
+                f"{function.setting} = {function.name!r} gives a gradient by {name} that is not finite "
+                f"({int((~gradient.isfinite()).sum())} of {gradient.numel()} numbers), from finite inputs; look for a "
+                "root, a division or a logarithm of 0 behind a torch.where"
+            )
     for part in _parts(inputs.loss_mask.numel(), in_sequences="sequence_ids" in config.required_inputs):
         alone = _gradients(_select(inputs, part), config)
         for name, mine in whole.items():
-            if not torch.allclose(alone[name], mine[part], rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
+            if not torch.allclose(alone[name], mine[part], rtol=_TOLERANCE, atol=_TOLERANCE):
                 others = "sequences" if function.needs.sequences else "tokens"
                 fix = "" if function.needs.sequences else "; if it is one over sequences, declare needs(sequences=True)"
                 raise FunctionError(

@@ -183,17 +183,21 @@ def _seal(folder: Path, texts: dict[str, str], group: dist.ProcessGroup | None) 
 def find_damage(checkpoint: Path) -> str:
     """Why a checkpoint's files are not those that were written; empty when they are (a collective of all ranks).
 
+    A dry run has no process groups, and reads all of them alone.
+
     Every rank reads its share of the files, whoever needs them; the answer is the same on all.
 
     Returns:
         One line; ``NO_MANIFEST`` when there is nothing to compare with.
     """
-    problem, records = agreed(lambda: _look_at(checkpoint), dist.group.WORLD)
+    everyone = dist.group.WORLD if dist.is_initialized() else None
+    rank, world = (0, 1) if everyone is None else (dist.get_rank(), dist.get_world_size())
+    problem, records = agreed(lambda: _look_at(checkpoint), everyone)
     if problem:
         return problem
     sizes = {name: record.size for name, record in records.items()}
-    mine = manifest.share(sizes, dist.get_rank(), dist.get_world_size())
-    problems = from_each(manifest.content_problem(checkpoint, records, mine), dist.group.WORLD)
+    mine = manifest.share(sizes, rank, world)
+    problems = from_each(manifest.content_problem(checkpoint, records, mine), everyone)
     return next((problem for problem in problems if problem), "")
 
 

@@ -12,6 +12,8 @@ _NOISE = (
     ("", FutureWarning, r"megatron\."),
     # Megatron's calls of collectives that torch has renamed.
     (r".*torch\.distributed\.\w+. is deprecated", FutureWarning, r"torch\.distributed\."),
+    # torch's planners of checkpoints about their own use of ShardedTensor.
+    ("", FutureWarning, r"torch\.distributed\.checkpoint\."),
 )
 
 

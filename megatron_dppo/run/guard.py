@@ -47,6 +47,8 @@ class FirstUpdateGuard:
     """that share in this step, over all ranks"""
     engine: str
     dtype: str
+    noise: float = 0.0
+    """``train.layer_noise.std``, under which the policy's probabilities are"""
 
     @classmethod
     def of(cls, config: Config, *, dropped: float, on_policy: bool) -> FirstUpdateGuard:
@@ -70,6 +72,7 @@ class FirstUpdateGuard:
             dropped=dropped,
             engine=config.rollout.engine,
             dtype=dtype,
+            noise=config.train.layer_noise.std,
         )
 
     def __call__(self, metrics: Mapping[str, float]) -> None:
@@ -86,11 +89,15 @@ class FirstUpdateGuard:
             )
         difference = metrics["abs_prob_diff"]
         if self.largest_difference is not None and not difference <= self.largest_difference:
+            of_noise = (
+                f"The policy is under train.layer_noise.std = {self.noise:g}, which alone makes a difference: lower "
+                "it, or set train.max_first_prob_diff to what it makes. "
+            )
             problems.append(
                 f"the policy's probabilities of the sampled tokens differ from those that the engine "
                 f"{self.engine!r} reported by {difference:.3g} on average, before the first update of the step, where "
                 f"both have the same weights; {self.dtype} allows {self.largest_difference:g} "
-                f"(train.max_first_prob_diff). {_DIFFERENT}"
+                f"(train.max_first_prob_diff). {of_noise if self.noise else ''}{_DIFFERENT}"
             )
         if problems:
             raise TrainingStopped(

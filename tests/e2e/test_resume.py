@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -12,8 +13,9 @@ import psutil
 import pytest
 import torch
 
+from megatron_dppo.cli.main import train_main
 from megatron_dppo.hf import FolderWeights
-from tests.e2e.runs import command, environment, flags, from_base, train, without_timings
+from tests.e2e.runs import CONFIG, command, environment, flags, from_base, train, without_timings
 
 pytestmark = pytest.mark.e2e
 
@@ -92,6 +94,40 @@ def test_dynamic_sampling_replaced_groups_without_signal(uninterrupted: Path) ->
     noise = [r["train/layer_noise"] for r in steps if "train/layer_noise" in r]
     assert len(set(noise)) == STEPS and all(5e-5 < value < 2e-4 for value in noise), "the noise is learned"
     assert all(r["eval/accuracy"] == r["eval/pass_at_1"] <= r["eval/pass_at_2"] for r in steps if "eval/accuracy" in r)
+
+
+def test_a_dry_run_says_from_which_checkpoint_the_run_would_go_on(
+    run_flags: list[str], uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest, the one before where that is damaged, and what is wrong where none is left; nothing is touched."""
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    arguments = [str(CONFIG), *run_flags, *flags(run__output_dir=tmp_path / "run"), "--dry-run", "--world-size", "2"]
+
+    def dry(*more: str) -> tuple[int, str]:
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        code = train_main([*arguments, *more])
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    def damage(step: int) -> None:
+        file = next((tmp_path / f"run/checkpoints/step_{step:06}").glob("__0_0.distcp"))
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+    checkpoints = tmp_path / "run/checkpoints"
+    code, said = dry("--log.rollouts_every", "1")
+    assert code == 0 and f"resume   from {checkpoints}/step_000005\n         changed: log.rollouts_every" in said, said
+    code, said = dry("--train.epochs", "3")
+    assert code == 2 and "step_000005 is of a run with other settings" in said and "train.epochs" in said, said
+    damage(5)
+    code, said = dry()
+    assert code == 0 and f"resume   from {checkpoints}/step_000004\n" in said, said
+    assert "step_000005 is passed over: __0_0.distcp has other content" in said, said
+    damage(4)
+    code, said = dry()
+    assert code == 2 and "step_000005: __0_0.distcp" in said and "step_000004: __0_0.distcp" in said, said
 
 
 @pytest.mark.long

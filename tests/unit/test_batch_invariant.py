@@ -40,6 +40,7 @@ def configured(section: str, **changes: Any) -> Config:
         ("model", {"fused_head": False}, "model.fused_head"),
         ("train", {"router_replay": "rollout"}, "train.router_replay = 'rollout' (expected 'off'"),
         ("eval", {"beside_training": True}, "eval.beside_training"),
+        ("train", {"layer_noise": {"std": 1e-6}}, "train.layer_noise.std = 1e-06 (expected 0, or train.max_first"),
         ("parallel", {"tensor_model_parallel_size": 4}, "parallel.tensor_model_parallel_size = 4 (expected at most 2)"),
         ("parallel", {"pipeline_model_parallel_size": 2}, "parallel.pipeline_model_parallel_size = 2"),
         ("parallel", {"context_parallel_size": 2}, "parallel.context_parallel_size = 2"),

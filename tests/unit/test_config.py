@@ -314,10 +314,12 @@ def test_a_configuration_cannot_be_changed_after_loading() -> None:
 
 def test_a_filtered_rollout_is_refused_where_the_engine_cannot_tell_what_it_kept() -> None:
     for engine in ("sglang", "vllm"):
-        for values in ({"top_p": 0.9}, {"top_k": 1}, {"top_k": 5000}, {"min_p": 0.1}):
+        for values in ({"top_p": 0.9}, {"top_k": 5000}, {"min_p": 0.1}):
             message = refused_rollout({**values, "engine": engine})
             name, value = next(iter(values.items()))
             assert f"{name} = {value}" in message and "Set top_k from 2 to 4096" in message
+    for engine in ("local", "sglang", "vllm"):
+        assert "top_k = 1: every token" in refused_rollout({"top_k": 1, "engine": engine})
     for values in ({"engine": "local"}, {"top_k": 4096, "engine": "sglang"}, {"top_k": 4096, "engine": "vllm"}):
         config = minimal()
         config["rollout"] |= {"top_p": 0.9, **values}

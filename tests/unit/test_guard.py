@@ -43,6 +43,13 @@ def test_the_limit_follows_the_coarser_dtype_or_the_configuration(sections: dict
         assert caught.value.exit_code == 3
 
 
+def test_noise_on_the_layers_is_named_where_there_is_some() -> None:
+    for std, told in ((0.25, True), (0.0, False)):
+        with pytest.raises(TrainingStopped) as caught:
+            guard(train={"layer_noise": {"std": std}})({"abs_prob_diff": 0.5})
+        assert ("train.layer_noise.std = 0.25" in str(caught.value)) == told
+
+
 def test_tokens_of_older_weights_have_no_limit_and_off_is_off() -> None:
     guard(on_policy=False)({"abs_prob_diff": 0.9})
     guard(train={"max_first_prob_diff": "off"})({"abs_prob_diff": math.nan})

@@ -145,6 +145,14 @@ BAD_LOSSES = {
     "def f(x): return term(x) / 0": "returned .*(inf|nan) for .* of 13 tokens; the first has logprobs -",
     "def f(x): raise KeyError('no')": r"raised KeyError: 'no' \(.*own.py, line 4\)",
     "def f(x): return x.topk_logprobs.sum(-1)": "raised AttributeError: 'NoneType'",
+    "def f(x): x.advantages.neg_(); return term(x)": "changes inputs.advantages in place.* clone",
+    "def f(x): x.loss_mask.fill_(True); return term(x)": "changes inputs.loss_mask in place",
+    "def f(x): x.rollout_logprobs[2] = 0; return term(x)": "changes inputs.rollout_logprobs in place",
+    "def f(x): return term(x) + x.logprobs.sub_(1).exp()": "changes inputs.logprobs in place|raised RuntimeError",
+    "def f(x): raise SystemExit(0)": r"raised SystemExit: 0 \(.*own.py, line 4\)",
+    "def f(x): return term(x).to('meta')": "returned a tensor on meta .* expected one on cpu",
+    "def f(x): return term(x).to_sparse()": "torch.sparse_coo.* expected one on cpu .torch.strided",
+    "def f(x): return term(x) + (x.logprobs - x.logprobs.detach()).sqrt()": "a gradient by logprobs that is not finite",
     "def f(x): return term(x) / x.loss_mask.sum()": r"gives tokens another gradient when other tokens .*sequences=True",
     "def f(x): return term(x) * torch.rand_like(x.logprobs)": "or at each call",
     "@needs(sequences=True)\ndef f(x): return term(x) / x.loss_mask.sum()": "when other sequences are in the same call",
@@ -162,6 +170,9 @@ def test_what_is_wrong_with_a_users_loss_is_told_before_the_run(body: str, messa
 BAD_MASKS = {
     "def f(x): return x.advantages.long()": "returned torch.int64, expected a bool",
     "def f(x): return x.advantages / 0": "returned .*(nan|inf) for",
+    "def f(x): x.advantages.neg_(); return x.loss_mask": "changes inputs.advantages in place",
+    "def f(x): raise SystemExit": "raised SystemExit",
+    "def f(x): return x.loss_mask.to('meta')": "returned a tensor on meta",
     "def f(x): return x.advantages[1:]": r"returned a tensor \[15\], expected \[16\]",
     "def f(x): return (x.logprobs < x.logprobs.mean())": "when other tokens are in the same call",
 }
@@ -180,9 +191,10 @@ def test_good_functions_pass(own: dict[str, Any]) -> None:
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
-    ("", {"name": "FILE:f"}, "loss.name = '.*' cannot be imported: AttributeError"),
+    ("", {"name": "FILE:f"}, "loss.name = '.*' cannot be imported: AttributeError: .*own.py has no 'f'; it has .*term"),
+    ("", {"name": "FILE:f:g"}, "has more than one ':'; expected 'path/to/file.py:function'"),
     ("oops(", {"name": "FILE:f"}, "cannot be imported: SyntaxError"),
-    ("def f(x): ...", {"name": "nowhere.py:f"}, "nowhere.py does not exist.*relative to the configuration"),
+    ("def f(x): ...", {"name": "nowhere.py:f"}, "nowhere.py does not exist.*command line to the working"),
     ("f = 1", {"name": "FILE:f"}, "is not callable, but int"),
     ("def f(): ...", {"name": "FILE:f"}, r"is called as f\(inputs\), but has the parameters \(\)"),
     ("def f(x, *, c): ...", {"name": "FILE:f"}, "missing a required argument: 'c'"),
@@ -241,6 +253,8 @@ def test_bad_advantages_are_told(tmp_path: Path) -> None:
             "def f(r, v): return r.mean(1)": r"returned torch.float32 \[2\], expected a float tensor \[2, 2\]",
             "def f(r, v): return r / 0": "expected finite",
             "def f(r, v): return r[7]": "raised IndexError",
+            "def f(r, v): raise SystemExit(0)": "raised SystemExit",
+            "def f(r, v): return r.to('meta')": "returned a tensor on meta",
             "def f(r, v, groups): return r + torch.tensor([[len(g)] for g in groups])": None,
         }.items()
     ):
