@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import ConfigError, DiskError
 
 if TYPE_CHECKING:
     from megatron_dppo.diagnose.ledger import Ledger
@@ -32,24 +33,62 @@ def run_diagnose(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the ledger; the exit code is 1 if it does not close, else 0.
 
     Raises:
-        UserError: what is to be diagnosed cannot be.
+        UserError: what is to be diagnosed cannot be, an argument is wrong, or the JSON file cannot be written.
     """
     from megatron_dppo.diagnose.ledger import as_text
 
     if (options.run is None) == (options.rollouts is None):
         raise ConfigError("diagnose needs either the folder of a run, or --rollouts FILE with --model FOLDER")
+    is_first = os.environ.get("RANK", "0") == "0"
+    if options.json is not None and is_first:
+        _check_target(options.json, options.rollouts)
     ledger = _of_run(options, overrides) if options.rollouts is None else _of_rollouts(options, overrides)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         print(f"\n{as_text(ledger)}", flush=True)
-        if options.json:
-            Path(options.json).write_text(json.dumps(ledger.plain(), indent=2) + "\n", encoding="utf-8")
+        if options.json is not None:
+            _write(Path(options.json), ledger)
     return 1 if ledger.closes is False else 0
+
+
+def _check_target(name: str, rollouts: str | None) -> None:
+    """Whether the JSON can be written, before hours are spent on what is in it.
+
+    Raises:
+        ConfigError: it cannot, or would replace the rollouts.
+    """
+    target, problem = Path(name), ""
+    parent = target.absolute().parent
+    try:
+        if target.is_dir():
+            problem = "is a folder"
+        elif not parent.is_dir():
+            problem = (
+                f"is in {str(parent)!r}, which is {'no folder' if parent.exists() else 'a folder that is not there'}"
+            )
+        elif not os.access(target if target.exists() else parent, os.W_OK):
+            problem = "cannot be written: no right to"
+        elif rollouts is not None and target.exists() and Path(rollouts).exists() and target.samefile(rollouts):
+            problem = "is the file of --rollouts, which would be lost"
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}"
+    if problem:
+        raise ConfigError(f"--json {name!r} {problem}; name a file in a folder that exists")
+
+
+def _write(target: Path, ledger: Ledger) -> None:
+    try:
+        target.write_text(json.dumps(ledger.plain(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DiskError(
+            f"--json {str(target)!r} cannot be written: {error.strerror}. The ledger stands above; make room or name "
+            "another file"
+        ) from error
 
 
 def _of_run(options: argparse.Namespace, overrides: Sequence[str]) -> Ledger:
     from megatron_dppo.diagnose.run import diagnose_run
 
-    if given := [name for name in (*_SAMPLING, "model", "limit") if getattr(options, name) is not None]:
+    if given := [name for name in (*_ALLOWED, "model") if getattr(options, name) is not None]:
         raise ConfigError(f"--{given[0].replace('_', '-')} goes with --rollouts; a run's own configuration says it")
     return diagnose_run(Path(options.run), overrides)
 
@@ -61,11 +100,20 @@ def _of_rollouts(options: argparse.Namespace, overrides: Sequence[str]) -> Ledge
         raise ConfigError(f"unexpected argument {overrides[0]!r}: --rollouts has no configuration to override")
     if options.model is None:
         raise ConfigError("--rollouts needs --model FOLDER: the Hugging Face folder of the weights that train on them")
-    given = {name: getattr(options, name) for name in _SAMPLING if getattr(options, name) is not None}
-    for name, value in (*given.items(), ("limit", options.limit)):
-        if value is not None and value <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
-    return diagnose_rollouts(Path(options.rollouts), options.model, Declared(**given), options.limit)
+    given = {name: getattr(options, name) for name in _ALLOWED if getattr(options, name) is not None}
+    for name, value in given.items():
+        is_allowed, expected = _ALLOWED[name]
+        if not is_allowed(value):
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {expected}")
+    limit = given.pop("limit", None)
+    return diagnose_rollouts(Path(options.rollouts), options.model, Declared(**given), limit)
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_ALLOWED: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 < value < math.inf, "a finite number above 0"),
+    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1 (1 = no filter)"),
+    "top_k": (lambda value: value >= 1, "1 or more; leave it out where there was no such filter"),
+    "min_p": (lambda value: 0 <= value < 1, "a number from 0 (no filter) to below 1"),
+    "limit": (lambda value: value >= 1, "1 or more; leave it out to look at all responses"),
+}
+"""The arguments that go with --rollouts alone: which values there are, and how to say it. NaN is within no bounds."""

@@ -94,16 +94,30 @@ def _is_parquet(file: Path) -> bool:
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:
+    for number, record in enumerate(parquet_rows(file), start=1):
+        yield f"{file.name}:{number}", record
+
+
+def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file.
+
+    Args:
+        file: that exists.
+        batch_rows: that are in memory at a time.
+
+    Raises:
+        DataError: no pyarrow, or the file is damaged, cut short or of another format.
+    """
     parquet = _optional("pyarrow.parquet", f"{file} is a Parquet file")
     arrow_error = import_module("pyarrow").ArrowException
     number = 0
     try:
         with parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(_BATCH_ROWS):
+            for batch in table.iter_batches(batch_rows):
                 for record in batch.to_pylist():
                     number += 1
-                    yield f"{file.name}:{number}", record
-    except (arrow_error, OSError) as error:
+                    yield record
+    except (arrow_error, OSError, ValueError) as error:  # ValueError: text that is not UTF-8
         raise DataError(f"{file}: not readable as Parquet after {number} rows: {error}") from error
 
 

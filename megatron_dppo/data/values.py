@@ -17,8 +17,13 @@ _MAX_DEPTH = 64
 """Levels of nesting; rows are pickled to the reward workers, which recurses."""
 
 
-def parse_object(place: str, line: bytes) -> dict[str, Any]:
+def parse_object(place: str, line: bytes, *, non_finite: bool = False) -> dict[str, Any]:
     """One line of a JSONL file.
+
+    Args:
+        place: for the messages.
+        line: one row.
+        non_finite: take NaN and infinities, as Python writes them; for readers that look at every number themselves.
 
     Raises:
         DataError: it is no JSON object, or holds a value that is refused (see ``check_values``).
@@ -27,8 +32,9 @@ def parse_object(place: str, line: bytes) -> dict[str, Any]:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+    constants = float if non_finite else _refuse_constant
     try:
-        record = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated)
+        record = json.loads(text, parse_constant=constants, object_pairs_hook=_refuse_repeated)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from error
     except RecursionError as error:

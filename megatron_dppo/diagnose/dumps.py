@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.sources import parquet_rows
+from megatron_dppo.data.values import parse_object
+from megatron_dppo.diagnose.columns import DumpRow
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import KeptSets, TrainingSample
 
@@ -23,6 +25,10 @@ _MASK = ("loss_mask", "response_mask", "completion_mask", "loss_masks")
 _TRAINED = ("old_log_probs", "old_per_token_logps", "log_probs")
 _NUMBERS = ("i1", "u1", "i2", "i4", "i8", "f4", "f8")
 _ROUTES = ("rollout_routed_experts", "routed_experts")
+_SET_IDS, _SET_OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
+_BATCH_ROWS = 64
+"""Of Parquet: a row may hold the experts of every token"""
+_FORMATS = (".jsonl", ".parquet", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -37,57 +43,75 @@ class DumpedSample:
     """[T] what the trainer of that stack computed, 0 outside the loss"""
     responses: int
     """R"""
+    place: str
+    """file, and line or row, for messages"""
 
 
-def read_dump(path: Path, limit: int | None = None) -> list[DumpedSample]:
-    """The samples of a dump; the format is told by the file.
+def read_dump(path: Path, limit: int | None = None, vocab_size: int | None = None) -> list[DumpedSample]:
+    """The samples of a dump; the format is told by the file's name.
 
     Args:
         path: ``.jsonl`` or ``.parquet`` with a row a response, or a torch file as slime writes.
-        limit: first samples that are read.
+        limit: first samples that are read, 1 or more; None = all. What comes after them is not looked at.
+        vocab_size: of the model that the ids have to fit; None = they are not compared with one.
 
     Raises:
-        DataError: no such file, of no known format, or without token ids or log-probabilities: what writes them.
+        DataError: no such file, of no known format, not readable as what its name says, a row that is none or holds
+            values that cannot be (with line, column and value), or without token ids or log-probabilities: what
+            writes them. Also a Parquet file without pyarrow.
     """
-    if not path.is_file():
-        raise DataError(f"--rollouts {str(path)!r}: no such file")
+    _check_file(path)
     found: list[DumpedSample] = []
-    for number, row in enumerate(_rows(path)):
-        if limit is not None and len(found) == limit:
+    for place, values in _rows(path):
+        if not isinstance(values, Mapping):
+            raise DataError(f"{place}: expected a row with named columns, got {type(values).__name__}")
+        row = DumpRow(place, values, vocab_size)
+        found.append(_of_slime(row) if "response_length" in values and "tokens" in values else _of_columns(row))
+        if len(found) == limit:
             break
-        where = f"{path.name}, row {number}"
-        try:
-            found.append(_of_slime(row) if "response_length" in row and "tokens" in row else _of_columns(row))
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise DataError(f"{where}: {error}") from error
     usable = [dumped for dumped in found if bool(dumped.sample.loss_mask.any())]
     if not usable:
         raise DataError(f"{path} has {len(found)} responses, and none with a token that trains")
     return usable
 
 
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines):
-                if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except ValueError as error:
-                        raise DataError(f"{path}, line {number + 1} is not JSON: {error}") from error
-    elif path.suffix == ".parquet":
-        from pyarrow import parquet
-
-        for batch in parquet.ParquetFile(path).iter_batches(64):
-            yield from batch.to_pylist()
-    elif path.suffix in (".pt", ".pth"):
-        yield from _torch_rows(path)
-    else:
+def _check_file(path: Path) -> None:
+    named = f"--rollouts {str(path)!r}"
+    try:
+        if path.is_dir():
+            raise DataError(f"{named} is a folder; give one file in it ({', '.join(_FORMATS)})")
+        if not path.exists():
+            raise DataError(f"{named}: no such file")
+        if not path.is_file():
+            raise DataError(f"{named} is no plain file; give one ({', '.join(_FORMATS)})")
+        with path.open("rb") as file:
+            is_empty = not file.read(1)
+    except OSError as error:
+        raise DataError(f"{named} cannot be opened: {error.strerror}") from error
+    if path.suffix not in _FORMATS:
         more = f". {_VERL_BATCH}" if path.suffix == ".dp" else ""
-        raise DataError(f"{path} is of no format that is read here (.jsonl, .parquet, .pt){more}")
+        raise DataError(f"{path} is of no format that is read here ({', '.join(_FORMATS)}){more}")
+    if is_empty:
+        raise DataError(
+            f"{path} is empty; expected a row for each response. Was it cut short, or is its writer at work?"
+        )
 
 
-def _torch_rows(path: Path) -> Sequence[Mapping[str, Any]]:
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each row stands, and what stands there."""
+    if path.suffix == ".jsonl":
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    place = f"{path}, line {number}"
+                    yield place, parse_object(place, line, non_finite=True)
+        return
+    rows = parquet_rows(path, _BATCH_ROWS) if path.suffix == ".parquet" else _torch_rows(path)
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, row {number} (counted from 1)", row
+
+
+def _torch_rows(path: Path) -> Sequence[Any]:
     """``samples`` of slime's file, read without running anything that it holds."""
     rebuild = np.empty(0).__reduce__()[0]
     # Numpy's own parts of an array, under the names of its version 2 and of those before.
@@ -98,77 +122,64 @@ def _torch_rows(path: Path) -> Sequence[Mapping[str, Any]]:
             values = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise DataError(
-            f"{path} cannot be read as plain data (weights_only): {error}. Only numbers, texts, tensors and arrays are "
-            "taken from a torch file; write one without objects (slime: --save-debug-rollout-data, with its tensors in "
-            "the file)"
+            f"{path} cannot be read as plain data (weights_only): {type(error).__name__}: {error}. Only numbers, "
+            "texts, tensors and arrays are taken from a torch file; write one without objects (slime: "
+            "--save-debug-rollout-data, with its tensors in the file)"
         ) from error
     if not isinstance(values, dict) or not isinstance(values.get("samples"), list):
         raise DataError(f"{path} has no list 'samples', which slime's --save-debug-rollout-data writes")
     return values["samples"]
 
 
-def _of_slime(row: Mapping[str, Any]) -> DumpedSample:
+def _of_slime(row: DumpRow) -> DumpedSample:
     """A ``Sample`` of slime: prompt and response together in ``tokens``."""
-    tokens, count = _list(row["tokens"]), int(row["response_length"])
-    if row.get("rollout_log_probs") is None:
-        raise ValueError(
+    tokens = row.ids("tokens")
+    if not row.has("rollout_log_probs"):
+        raise row.error(
             "slime's sample has no rollout_log_probs: its engine was not asked for them. SGLang returns them with "
             "return_logprob (slime's own rollout function asks); a custom generate function has to set them"
         )
-    if not 0 < count < len(tokens):
-        raise ValueError(f"response_length = {count} of {len(tokens)} tokens")
-    dropped = bool(row.get("remove_sample"))
-    mask = [0] * count if dropped else row.get("loss_mask")
-    offsets = row.get("rollout_top_p_token_offsets")
-    kept = None
-    if offsets is not None and row.get("rollout_top_p_token_ids") is not None:
-        ids = torch.as_tensor(row["rollout_top_p_token_ids"]).int()
-        kept = KeptSets(ids, torch.as_tensor(offsets).diff().int())
-    return _dumped(tokens[:-count], tokens[-count:], row, mask, kept)
+    count = row.length("response_length", len(tokens))
+    sampled = _sampled(row, ("loss_mask",), count)
+    if row.flag("remove_sample"):
+        sampled = [False] * count
+    prompt, response = tokens[:-count], tokens[-count:]
+    has_sets = row.has(_SET_IDS) and row.has(_SET_OFFSETS)
+    kept = row.kept(_SET_IDS, _SET_OFFSETS, response, sampled) if has_sets else None
+    return _dumped(row, prompt, response, sampled, kept)
 
 
-def _of_columns(row: Mapping[str, Any]) -> DumpedSample:
-    prompt, response = _first(row, _PROMPT), _first(row, _RESPONSE)
-    if prompt is None or response is None or isinstance(prompt, str) or isinstance(response, str):
-        raise ValueError(_no_ids(row))
-    if _first(row, _LOGPROBS) is None:
-        raise ValueError(
+def _of_columns(row: DumpRow) -> DumpedSample:
+    prompt, response = row.first(_PROMPT), row.first(_RESPONSE)
+    if prompt is None or response is None or any(isinstance(row.values[name], str) for name in (prompt, response)):
+        raise row.error(_no_ids(row))
+    if row.first(_LOGPROBS) is None:
+        raise row.error(
             f"there are token ids but no log-probabilities of the rollout; expected one of the columns "
-            f"{', '.join(_LOGPROBS)}, found {', '.join(sorted(row))}. verl makes rollout_log_probs with "
+            f"{', '.join(_LOGPROBS)}, found {', '.join(row.names)}. verl makes rollout_log_probs with "
             "actor_rollout_ref.rollout.calculate_log_probs = true, TRL sampling_per_token_logps with use_vllm = true"
         )
-    return _dumped(_list(prompt), _list(response), row, _first(row, _MASK), None)
+    ids = row.ids(response)
+    return _dumped(row, row.ids(prompt), ids, _sampled(row, _MASK, len(ids)), None)
+
+
+def _sampled(row: DumpRow, names: Sequence[str], count: int) -> list[bool]:
+    name = row.first(names)
+    return [True] * count if name is None else row.mask(name, count)
 
 
 def _dumped(
-    prompt: list[int], response: list[int], row: Mapping[str, Any], mask: Any, kept: KeptSets | None
+    row: DumpRow, prompt: list[int], response: list[int], sampled: list[bool], kept: KeptSets | None
 ) -> DumpedSample:
-    count = len(response)
-    sampled = None if mask is None else [bool(value) for value in _list(mask)]
-    sample = to_training_sample(prompt, response, _list(_first(row, _LOGPROBS)), 1.0, None, None, sampled, kept)
-    trained = _first(row, _TRAINED)
-    if trained is not None:
-        own = torch.zeros(sample.num_tokens)
-        own[-count:] = torch.tensor(_list(trained), dtype=torch.float32)
-        trained = own
-    routes = _first(row, _ROUTES)
-    if routes is not None:
-        routes = torch.as_tensor(np.asarray(routes))
-        if routes.dim() != 3 or len(routes) not in (sample.num_tokens, sample.num_tokens + 1):
-            raise ValueError(
-                f"routed experts of shape {tuple(routes.shape)} for {sample.num_tokens + 1} tokens; expected "
-                "[tokens - 1, layers, k]"
-            )
-        routes = routes[: sample.num_tokens]
-    return DumpedSample(sample, routes, trained, count)
-
-
-def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def _list(values: Any) -> list[Any]:
-    return list(values.tolist() if hasattr(values, "tolist") else values)
+    logprobs, own, experts = row.first(_LOGPROBS), row.first(_TRAINED), row.first(_ROUTES)
+    assert logprobs is not None
+    sample = to_training_sample(prompt, response, row.logprobs(logprobs, sampled), 1.0, None, None, sampled, kept)
+    trained = None
+    if own is not None:
+        trained = torch.zeros(sample.num_tokens)
+        trained[-len(response) :] = torch.tensor(row.logprobs(own, sampled))
+    routes = None if experts is None else row.routes(experts, sample.num_tokens)
+    return DumpedSample(sample, routes, trained, len(response), row.place)
 
 
 _VERL_BATCH = (
@@ -178,12 +189,12 @@ _VERL_BATCH = (
 )
 
 
-def _no_ids(row: Mapping[str, Any]) -> str:
+def _no_ids(row: DumpRow) -> str:
     """What to do about a dump of texts, by the stack that writes such columns."""
-    names = ", ".join(sorted(row))
-    if {"input", "output", "score"} <= row.keys():
+    names = ", ".join(row.names)
+    if {"input", "output", "score"} <= row.values.keys():
         return f"verl's trainer.rollout_data_dir holds texts ({names}), no ids and no log-probabilities. {_VERL_BATCH}"
-    if {"prompt", "completion", "step"} <= row.keys():
+    if {"prompt", "completion", "step"} <= row.values.keys():
         return (
             f"TRL's log_completions holds texts ({names}), no ids and no log-probabilities. Let a reward function add "
             "them by log_extra('prompt_ids', ...), log_extra('completion_ids', ...), log_extra('sampling_logps', ...), "

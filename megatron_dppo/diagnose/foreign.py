@@ -60,11 +60,11 @@ def diagnose_rollouts(path: Path, model: str, declared: Declared, limit: int | N
         limit: first samples that are looked at; None = all.
 
     Raises:
-        UserError: the dump has no ids or log-probabilities, or does not fit the model.
+        UserError: the dump has no ids or log-probabilities, holds values that cannot be (``read_dump``), or does not
+            fit the model; the model computes no numbers.
     """
-    dumped = read_dump(path, limit)
     hf_config = read_hf_config(model)
-    _check_ids(dumped, model_shape(hf_config).vocab_size, path)
+    dumped = read_dump(path, limit, model_shape(hf_config).vocab_size)
     copy = build_hf_model(hf_config, torch.float32).to(Platform.detect().device)
     copy_into_model(copy, FolderWeights(model).stream(tied=hf_config.tie_word_embeddings))
     shape = routing_shape(hf_config)
@@ -149,7 +149,13 @@ class _Foreign:
 
     def _score(self, samples: Sequence[TrainingSample], temperature: float, *, routes: bool) -> Tensor:
         forced = ForcedRoutes(self._model, self._shape) if routes and self._shape is not None else None
-        return self._column(rescore(self._model, samples, temperature=temperature, forced=forced))
+        found = self._column(rescore(self._model, samples, temperature=temperature, forced=forced))
+        if wrong := int((~found.isfinite()).sum()):
+            raise DataError(
+                f"the model's log-probabilities of {wrong} of the {len(found)} tokens are not finite at temperature "
+                f"{temperature:g}: the weights of --model are damaged, or --temperature is too near 0"
+            )
+        return found
 
     def _column(self, rows: Sequence[Tensor]) -> Tensor:
         """[N] of the tokens that train."""
@@ -166,15 +172,7 @@ def _with_routes(dumped: DumpedSample, shape: RoutingShape | None) -> DumpedSamp
         return dumped
     tokens = dumped.sample.num_tokens
     try:
-        routes = compact_routes(dumped.routes, shape, tokens=tokens, request="the dump")
+        routes = compact_routes(dumped.routes, shape, tokens=tokens, request=dumped.place)
     except ValueError as error:
         raise DataError(f"the routed experts of the dump do not fit the model: {error}") from error
     return replace(dumped, sample=replace(dumped.sample, routed_experts=routes))
-
-
-def _check_ids(dumped: Sequence[DumpedSample], vocab_size: int, path: Path) -> None:
-    largest = max(int(max(each.sample.tokens.max(), each.sample.labels.max())) for each in dumped)
-    if largest >= vocab_size:
-        raise DataError(
-            f"{path} has token {largest}, but the model has {vocab_size} entries: another tokenizer or model"
-        )

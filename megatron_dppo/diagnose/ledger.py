@@ -131,6 +131,8 @@ def make_ledger(
     before = trained.double()
     if not len(before) or not chain:
         raise ValueError(f"a ledger needs tokens and scorings, got {len(before)} tokens and {len(chain)} scorings")
+    if wrong := int((~before.isfinite()).sum()):
+        raise ValueError(f"{wrong} of the trainer's {len(before)} log-probabilities are not finite")
     links: dict[str, Tensor] = {}
     for i, scoring in enumerate(chain):
         after = scoring.logprobs.double()

@@ -183,7 +183,10 @@ WRONG = {
     "trl.jsonl": ({"prompt": "1+1", "completion": "2", "step": 1, "advantage": 0.0}, "log_extra"),
     "ids.jsonl": ({"prompts": [1], "responses": [2, 3]}, "calculate_log_probs"),
     "other.jsonl": ({"text": "1+1"}, "no token ids"),
-    "length.jsonl": ({"prompts": [1], "responses": [2, 3], "rollout_log_probs": [-1.0]}, "1 rollout log-prob"),
+    "length.jsonl": (
+        {"prompts": [1], "responses": [2, 3], "rollout_log_probs": [-1.0]},
+        "has 1 entries for 2 response tokens",
+    ),
 }
 
 
@@ -226,6 +229,17 @@ def test_another_model_is_refused_and_the_command_prints_and_writes(
     assert main(arguments) == 0
     assert "engine, not separated" in capsys.readouterr().out
     assert json.loads(target.read_text())["closes"] is True, "rounding"
+
+
+def test_weights_that_compute_no_numbers_are_told(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    weights = {name: tensor.clone() for name, tensor in stream_model(POLICY)}
+    weights["model.norm.weight"].fill_(torch.nan)
+    save_file(weights, broken / "model.safetensors")
+    (tmp_path / "ok.jsonl").write_text('{"prompts": [1, 2], "responses": [3, 4], "rollout_log_probs": [-1, -2]}\n')
+    with pytest.raises(DataError, match=r"2 of the 2 tokens are not finite at temperature 1: the weights of --model"):
+        diagnose_rollouts(tmp_path / "ok.jsonl", str(broken), Declared(), None)
 
 
 @pytest.mark.parametrize(
