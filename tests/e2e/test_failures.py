@@ -47,7 +47,7 @@ def rewards(tmp_path: Path) -> Path:
 
 
 def test_a_reward_that_hangs_or_raises_costs_its_samples_only(short_run: list[str], rewards: Path) -> None:
-    arguments = [*short_run, *flags(reward__function="my_rewards:flaky", reward__timeout_seconds=2)]
+    arguments = [*short_run, *flags(reward__function="my_rewards:flaky", reward__timeout_seconds=5)]
     result = train(arguments, extra_path=rewards)
     assert result.returncode == 0, result.stderr
     steps = [r for r in records(rewards / "run") if "rollout/reward" in r]

@@ -24,7 +24,7 @@ def check_turns(engine: Engine, new_model: Reference) -> None:
     async def lend(server: InferenceServer) -> None:
         await server.info()
         running = asyncio.create_task(server.generate(ask(SHORT, 2000, temperature=0)))  # which does not end by itself
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.4)
         await server.release_memory()
         assert (await running).finish_reason == "abort"
         await server.release_memory()  # a second time SGLang would end of
