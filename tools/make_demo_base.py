@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_dppo.experiments import runner
 from megatron_dppo.experiments.demo import Demo
+from megatron_dppo.experiments.runner import make_base_at
+from megatron_dppo.experiments.store import Store
 
 
 def main() -> None:
@@ -21,11 +22,11 @@ def main() -> None:
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     run = Demo().runs[0]
-    store = runner.Store(folder)
+    store = Store(folder)
     target = folder / store.base(run).name
     if target.exists():
         parser.error(f"{target} is there; nothing was made")
-    runner.make_base_at(store, run, target, print)
+    make_base_at(store, run, target, print)
     (
         target / "warmup.json"
     ).unlink()  # names folders of this machine; a run that starts from the weights does not read it

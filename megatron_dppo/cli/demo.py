@@ -27,7 +27,11 @@ def run_demo(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     for name, least in (("steps", 1), ("jobs", 1), ("seed", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} {getattr(options, name)}: expected at least {least}")
+    from megatron_dppo.config.run import MAX_SEED
     from megatron_dppo.experiments.demo import Demo, carry_out
+
+    if options.seed > MAX_SEED:
+        raise ConfigError(f"--seed {options.seed}: expected at most {MAX_SEED}")
 
     carry_out(Demo(output=options.output, steps=options.steps, seed=options.seed, jobs=options.jobs))
     return 0

@@ -17,7 +17,7 @@ def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the experiment's")
     parser.add_argument("--limit", type=int, help="stop after so many new runs; the same command goes on")
     parser.add_argument("--rows", nargs="+", default=[], help="rows.jsonl (or .xz) of other machines, to take over")
-    parser.add_argument("--list", action="store_true", help="print the runs that are missing, and do none")
+    parser.add_argument("--list", action="store_true", help="print the runs that are missing; do none, write nothing")
     parser.add_argument("--warmup-steps", type=int, help="of the base models; default: as many as the task needs")
 
 
@@ -25,7 +25,8 @@ def run_experiment(options: argparse.Namespace, overrides: Sequence[str]) -> int
     """Do the missing runs, write table, figures and verdicts; the exit code is 0.
 
     Raises:
-        UserError: no such experiment, or a run ended without a result.
+        UserError: no such experiment, an option or a row is wrong, another command works in the folder, or a run ended
+            without a result.
     """
     from megatron_dppo.experiments.named import EXPERIMENTS
     from megatron_dppo.experiments.report import Request, carry_out
@@ -38,6 +39,7 @@ def run_experiment(options: argparse.Namespace, overrides: Sequence[str]) -> int
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+    _check_seeds(options.seeds or ())
     request = Request(
         output=options.output,
         quick=options.quick,
@@ -50,3 +52,13 @@ def run_experiment(options: argparse.Namespace, overrides: Sequence[str]) -> int
     )
     carry_out(EXPERIMENTS[options.name], request)
     return 0
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    from megatron_dppo.config.run import MAX_SEED
+
+    for place, seed in enumerate(seeds):
+        if not 0 <= seed <= MAX_SEED:
+            raise ConfigError(f"--seeds {seed}: expected 0 to {MAX_SEED}")
+        if seed in seeds[:place]:
+            raise ConfigError(f"--seeds {seed} stands there twice: expected each seed once")

@@ -8,13 +8,18 @@ from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
 
+MAX_SEED = 2**63 - 1
+"""torch takes seeds below 2**64, and Megatron adds some thousands to a run's for its other random states; integers of
+TOML, in which a run keeps its configuration, end here. Python's ``random`` has no limit, numpy's is not used, and
+servers get 31 bits that are drawn by the seed."""
+
 
 class RunConfig(Section):
     """Where the run writes and how long it is."""
 
     output_dir: str
     """Everything the run writes goes here."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MAX_SEED)
     """Seeds weight initialisation, prompt order and sampling."""
     num_steps: int = Field(0, ge=0)
     """Rollout steps. One step = one batch of rollouts and ``train.mini_batches * train.epochs`` optimizer updates; 0 =

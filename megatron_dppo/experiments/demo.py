@@ -13,10 +13,12 @@ from megatron_dppo.experiments.catalogue import LOSSES, MISMATCHES
 from megatron_dppo.experiments.child import read_curves
 from megatron_dppo.experiments.demo_picture import write_picture
 from megatron_dppo.experiments.grid import Run, merged, run_settings
-from megatron_dppo.experiments.runner import Store, do_runs
+from megatron_dppo.experiments.runner import do_runs
 from megatron_dppo.experiments.statistics import Row, masked, series
+from megatron_dppo.experiments.store import Store
 from megatron_dppo.experiments.tasks import TASKS
 from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.files.disk import disk_errors
 
 TASK, MISMATCH = "rare_chain", "hot"
 STEPS = 40
@@ -26,6 +28,7 @@ LABELS: Mapping[str, str] = {
     "pg_is": "PG-IS without a trust region",
 }
 """Loss of the catalogue -> what it is called."""
+PICTURES = ("demo.png", "demo.txt")
 WINDOW = 5
 """steps that a figure of the sentence is the mean of"""
 _FALLEN = 0.8
@@ -60,28 +63,42 @@ def carry_out(demo: Demo) -> None:
     """Do the runs that are missing; write ``demo.png`` and ``demo.txt``, print the sentence.
 
     Raises:
-        UserError: a run ended without a result, or files of these names are somebody else's.
+        UserError: a run ended without a result, files of these names are somebody else's, or another command works in
+            the folder.
     """
     folder = Path(demo.output)
-    pictures = folder / "demo.png", folder / "demo.txt"
-    for file in pictures:
-        if file.exists() and not (folder / "rows").is_dir():
-            raise UserError(f"{file} exists, and no demo has written to {folder}: give --output another folder")
-    store, runs = Store(folder), demo.runs
+    store = Store(folder)
+    store.check_place()
+    for name in PICTURES:
+        if (folder / name).exists() and not (folder / "rows").is_dir():
+            raise UserError(
+                f"{folder / name} exists, and no demo has written to {folder}: give --output another folder"
+            )
+    with store.held():
+        _carry_out(store, demo)
+
+
+def _carry_out(store: Store, demo: Demo) -> None:
+    runs = demo.runs
     if not store.base(runs[0]).is_dir():
         print(
             f"no base model of seed {demo.seed} comes with the package: it is made first, once (about three minutes of "
             "one core)",
             flush=True,
         )
-    print(f"three runs of {demo.steps} steps from one base model, {demo.jobs} at a time; folder {folder}", flush=True)
+    print(
+        f"three runs of {demo.steps} steps from one base model, {demo.jobs} at a time; folder {store.folder}",
+        flush=True,
+    )
     with _telling(store, runs):
         rows = do_runs(store, runs, demo.jobs, lambda line: print(line, flush=True))
     found = [rows[run.key] for run in runs]
     text = sentence(found)
-    write_synced(pictures[1], text + "\n")
-    write_picture(found, LABELS, pictures[0])
-    print(f"\n{text}\n\npicture: {pictures[0]}", flush=True)
+    picture, told = (store.folder / name for name in PICTURES)
+    with disk_errors(store.folder, "picture and sentence"):
+        write_synced(told, text + "\n")
+        write_picture(found, LABELS, picture)
+    print(f"\n{text}\n\npicture: {picture}", flush=True)
 
 
 def best(rewards: Sequence[float]) -> float:

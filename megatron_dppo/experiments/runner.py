@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import lzma
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -17,85 +15,11 @@ from typing import Any
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.experiments.child import COSTS, log_of, make_base, make_row
-from megatron_dppo.experiments.grid import Run, Settings
-from megatron_dppo.experiments.tasks import warmup_settings
-from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.experiments.grid import Run
+from megatron_dppo.experiments.store import Rows, Store
 from megatron_dppo.rollout.quantized import require_modelopt
 
-Row = Mapping[str, Any]
-Rows = dict[str, Row]
-"""Key of a run -> its row."""
 PRELOAD = "megatron_dppo.run.preload"
-SHIPPED = Path(__file__).with_name("bases")
-"""base models that come with the package: ``tools/make_demo_base.py`` writes them"""
-
-
-@dataclass(frozen=True)
-class Store:
-    """Where rows and base models are: ``rows/KEY-HASH.json``, ``bases/TASK-SEED-HASH/``, ``runs/`` for what is under
-    way. HASH is of the warm-up's settings."""
-
-    folder: Path
-    warmup_steps: int | None = None
-    """of base models; None = as many as the task needs"""
-
-    def row(self, run: Run) -> Path:
-        """The file of a run's row."""
-        return self.folder / "rows" / f"{run.key}-{self._digest(run)}.json"
-
-    def place(self, run: Run) -> Path:
-        """Where it works."""
-        return self.folder / "runs" / run.key
-
-    def base(self, run: Run) -> Path:
-        """The folder of its base model: the package's, where one of these settings comes with it, else the store's."""
-        name = f"{run.task}-{run.settings['run']['seed']}-{self._digest(run)}"
-        shipped = SHIPPED / name
-        return shipped if shipped.is_dir() else self.folder / "bases" / name
-
-    def _digest(self, run: Run) -> str:
-        return hashlib.sha256(json.dumps(self.warmup(run), sort_keys=True).encode()).hexdigest()[:8]
-
-    def take(self, file: Path, runs: Sequence[Run]) -> int:
-        """Take over the rows of these runs that another machine made; returns how many were new.
-
-        Args:
-            file: its ``rows.jsonl``, also packed by xz.
-            runs: of the grid; rows of other runs, or of a base model that was made in another way, are left out.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
-        wanted, new = {(run.key, self.base(run).name): run for run in runs}, 0
-        for row in _rows_of(file):
-            run = wanted.get((row.get("key", ""), row.get("base", "")))
-            if run is None or row["settings"] != run.settings or self.row(run).is_file():
-                continue
-            self.row(run).parent.mkdir(parents=True, exist_ok=True)
-            write_synced(self.row(run), json.dumps(row) + "\n")
-            new += 1
-        return new
-
-    def warmup(self, run: Run) -> Settings:
-        """The configuration that makes it."""
-        return warmup_settings(run.task, run.settings["run"]["seed"], self.warmup_steps)
-
-    def read(self, runs: Sequence[Run]) -> Rows:
-        """The rows that there are."""
-        files = {run.key: self.row(run) for run in runs}
-        return {key: json.loads(f.read_text(encoding="utf-8")) for key, f in files.items() if f.is_file()}
-
-
-def _rows_of(file: Path) -> list[dict[str, Any]]:
-    try:
-        data = file.read_bytes()
-        lines = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-    except (OSError, ValueError, lzma.LZMAError) as error:
-        raise UserError(f"--rows {file}: {error}; expected the rows.jsonl of an experiment, or rows.jsonl.xz") from None
-    if any(not isinstance(row, dict) for row in rows):
-        raise UserError(f"--rows {file}: a line is not a JSON object; expected the rows.jsonl of an experiment")
-    return rows
 
 
 @dataclass
@@ -126,21 +50,20 @@ def do_runs(store: Store, runs: Sequence[Run], jobs: int, say: Callable[[str], N
         limit: at most so many new runs.
 
     Raises:
-        UserError: a run ended without a result, or a package is missing.
+        UserError: a run ended without a result, a package is missing, or a row that is there is broken.
     """
     wanted = {run.key: run for run in runs if not run.refusal}
-    missing = [run for run in wanted.values() if not store.row(run).is_file()][:limit]
-    for folder in ("rows", "bases", "runs"):
-        (store.folder / folder).mkdir(parents=True, exist_ok=True)
-    for run in wanted.values():
-        if store.row(run).is_file():  # a command may have been killed right after the row was written
-            shutil.rmtree(store.place(run), ignore_errors=True)
-            log_of(store.place(run)).unlink(missing_ok=True)
+    found = store.read(list(wanted.values()))  # before any work: a broken row would spoil the end of it
+    missing = [run for key, run in wanted.items() if key not in found][:limit]
+    store.make_folders()
+    for key in found:  # a command may have been killed right after the row was written
+        shutil.rmtree(store.place(wanted[key]), ignore_errors=True)
+        log_of(store.place(wanted[key])).unlink(missing_ok=True)
     for form in {run.weights for run in missing} - {"none"}:
         require_modelopt(form)
     if missing:
         _do(_jobs(store, missing), jobs, say)
-    return store.read(list(wanted.values()))
+    return found | store.read(missing)
 
 
 def make_base_at(store: Store, run: Run, target: Path, say: Callable[[str], None]) -> None:

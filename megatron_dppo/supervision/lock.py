@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +61,41 @@ def _birth(pid: int) -> str:
     return "" if fields[0] == "Z" else fields[19]
 
 
+@dataclass(frozen=True)
+class Words:
+    """How messages speak of a folder and of who works in it."""
+
+    key: str = "run.output_dir"
+    """by which the user chose the folder"""
+    owner: str = "run"
+    way_out: str = "Choose another folder, or stop that run"
+
+
+_OF_A_RUN = Words()
+
+
 class FolderLock:
     """Holds a folder until ``release``, or until this process ends.
 
     Args:
         folder: an existing folder.
+        words: for messages.
         watch_seconds: how long to look for heartbeats of an owner on another machine.
 
     Raises:
-        ConfigError: another run works in the folder, or the lock file cannot be written.
+        ConfigError: somebody else works in the folder, or the lock file cannot be written.
     """
 
     def __init__(
-        self, folder: Path, *, watch_seconds: float = WATCH_SECONDS, heartbeat_seconds: float = HEARTBEAT_SECONDS
+        self,
+        folder: Path,
+        *,
+        words: Words = _OF_A_RUN,
+        watch_seconds: float = WATCH_SECONDS,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
         self.path = folder / LOCK
+        self._words = words
         self.note = ""
         """what happened to an owner that did not let go; empty = there was none"""
         self._has_claimed = False
@@ -97,8 +118,8 @@ class FolderLock:
             return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
-                f"run.output_dir: {self.path} cannot be written: {error.strerror}; choose a folder that this user can "
-                "write to"
+                f"{self._words.key}: {self.path} cannot be written: {error.strerror}; choose a folder that this "
+                "user can write to"
             ) from error
 
     def _take(self, watch_seconds: float) -> None:
@@ -116,7 +137,9 @@ class FolderLock:
             self._file = self._open()
         withdraw(self.path.parent)
         if owner is not None:
-            self.note = f"the run that held this folder ({_named(owner)}) is gone without a word; going on"
+            self.note = (
+                f"the {self._words.owner} that held this folder ({_named(owner)}) is gone without a word; going on"
+            )
 
     def _claim(self, owner: dict[str, Any]) -> None:
         if not self._has_claimed:
@@ -136,7 +159,7 @@ class FolderLock:
                 return True
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 return False
-            raise ConfigError(f"run.output_dir: {self.path} cannot be locked: {error.strerror}") from error
+            raise ConfigError(f"{self._words.key}: {self.path} cannot be locked: {error.strerror}") from error
         return True
 
     def _is_current(self) -> bool:
@@ -157,7 +180,8 @@ class FolderLock:
         if owner["machine"] == _machine():
             return bool(owner["born"]) and _birth(owner["pid"]) == owner["born"]
         print(
-            f"lock     {self.path} is of {_named(owner)}; watching for {watch_seconds:.0f} s whether that run lives",
+            f"lock     {self.path} is of {_named(owner)}; watching for {watch_seconds:.0f} s whether that "
+            f"{self._words.owner} lives",
             flush=True,
         )
         first, end = self._read_again(), time.monotonic() + watch_seconds
@@ -177,8 +201,8 @@ class FolderLock:
     def _refusal(self, owner: dict[str, Any] | None) -> str:
         who = _named(owner) if owner else "another process"
         return (
-            f"run.output_dir = {str(self.path.parent)!r} is in use by another run: {who}. Choose another folder, or "
-            f"stop that run. When you are sure that it is dead, delete {self.path}"
+            f"{self._words.key} = {str(self.path.parent)!r} is in use by another {self._words.owner}: {who}. "
+            f"{self._words.way_out}. When you are sure that it is dead, delete {self.path}"
         )
 
     def _beat(self) -> None:

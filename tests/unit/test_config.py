@@ -87,6 +87,7 @@ def test_paths_are_relative_to_the_file_only_where_they_exist_there(tmp_path: Pa
         (["--no-bf16"], "model", "dtype", "fp32"),
         (["--no-bf16", "--bf16"], "model", "dtype", "bf16"),
         (["--seed", "7"], "run", "seed", 7),
+        (["--seed", str(2**63 - 1)], "run", "seed", 2**63 - 1),
         (["--wandb-project", "mine"], "log", "wandb_project", "mine"),
         (["--recompute-granularity", "full"], "model", "transformer", {"recompute_granularity": "full"}),
         (["--recompute-granularity", "full", "--recompute-granularity", "null"], "model", "transformer", {}),
@@ -123,6 +124,7 @@ def test_one_key_of_the_warmup_optimizer_leaves_its_other_defaults(path: Path) -
         (["--no-sequence-parallel=true"], "--no-sequence-parallel takes no value"),
         (["--lr"], "optimizer.lr = True: Input should be a valid number"),
         (["--seed"], "run.seed = True: Input should be a valid integer"),
+        (["--seed", str(2**63)], f"run.seed = {2**63}: Input should be less than or equal to {2**63 - 1}"),
     ],
 )
 def test_a_flag_that_makes_no_sense_is_refused(path: Path, flags: list[str], part: str) -> None:

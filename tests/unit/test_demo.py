@@ -16,7 +16,7 @@ from megatron_dppo.data.tasks import TASKS
 from megatron_dppo.experiments import demo
 from megatron_dppo.experiments.demo import LABELS, Demo, best, last, sentence
 from megatron_dppo.experiments.demo_picture import write_picture
-from megatron_dppo.experiments.runner import SHIPPED, Store
+from megatron_dppo.experiments.store import SHIPPED, Store
 
 DPPO, GRPO, PG = LABELS
 
@@ -114,6 +114,7 @@ def test_what_is_asked_for_wrongly_is_an_error_before_any_run(
         (["--steps", "0"], "--steps 0: expected at least 1"),
         (["--jobs", "0"], "--jobs 0: expected at least 1"),
         (["--seed", "-1"], "--seed -1: expected at least 0"),
+        (["--seed", str(2**63)], "--seed 9223372036854775808: expected at most 9223372036854775807"),
         (["--stepz", "3"], "unexpected argument '--stepz'"),
         (["--output", str(tmp_path)], "give --output another folder"),
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,20 @@ import pytest
 
 from megatron_dppo.cli.main import main
 from megatron_dppo.config.io import validate
-from megatron_dppo.errors import UserError
 from megatron_dppo.experiments import runner
 from megatron_dppo.experiments.catalogue import LOSSES, MISMATCHES
 from megatron_dppo.experiments.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose
 from megatron_dppo.experiments.figures import write_page
 from megatron_dppo.experiments.grid import PLACES, Run, merged
 from megatron_dppo.experiments.named import EXPERIMENTS
-from megatron_dppo.experiments.runner import Store, do_runs
+from megatron_dppo.experiments.runner import do_runs
 from megatron_dppo.experiments.statistics import Band, bands, final, whole
+from megatron_dppo.experiments.store import Store
 from megatron_dppo.experiments.table import as_table
 from megatron_dppo.experiments.tasks import TASKS, warmup_settings
 from megatron_dppo.experiments.verdicts import as_verdicts
 from megatron_dppo.rollout import quantized
+from tests.unit.experiment_rows import row_of
 
 SMALL = Experiment(
     "small",
@@ -192,7 +192,7 @@ def test_runs_that_have_a_row_are_not_done_again(tmp_path: Path, monkeypatch: py
         for job in jobs:
             done.append(job.name)
             if job.result.suffix == ".json":
-                job.result.write_text(json.dumps({"name": job.name}))
+                job.result.write_text(json.dumps(row_of(job.arguments[0], store)))
             else:
                 job.result.mkdir()
 
@@ -207,26 +207,6 @@ def test_runs_that_have_a_row_are_not_done_again(tmp_path: Path, monkeypatch: py
     assert do_runs(store, runs, 1, print) == store.read(accepted) and not done
 
 
-def test_rows_of_another_machine_are_taken_over_where_they_belong_to_the_grid(tmp_path: Path) -> None:
-    store, runs = Store(tmp_path / "here"), [run for run in SMALL.report(False, (0, 1), ()) if not run.refusal]
-    rows = [{"key": r.key, "base": store.base(r).name, "settings": r.settings, "seed": r.seed} for r in runs]
-    other_base, other_grid = {**rows[0], "base": "rare_words-0-00000000"}, {**rows[1], "key": "0" * 16}
-    other_settings = {**rows[2], "settings": {}}
-    file = tmp_path / "rows.jsonl.xz"
-    lines = [json.dumps(row) for row in (other_base, other_grid, other_settings, *rows[3:])]
-    file.write_bytes(lzma.compress("\n".join(lines).encode()))
-    assert store.take(file, runs) == len(runs) - 3
-    assert store.read(runs) == {row["key"]: row for row in rows[3:]}
-    assert store.take(file, runs) == 0
-    plain = tmp_path / "rows.jsonl"
-    plain.write_text(json.dumps(rows[0]))
-    assert store.take(plain, runs) == 1
-    for wrong in ("3", "{"):
-        plain.write_text(wrong)
-        with pytest.raises(UserError, match=r"expected the rows\.jsonl of an experiment"):
-            store.take(plain, runs)
-
-
 def test_the_command_lists_what_is_missing_and_refuses_what_it_does_not_know(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,6 +218,9 @@ def test_the_command_lists_what_is_missing_and_refuses_what_it_does_not_know(
         (["experiment", "windtunel"], "expected one of windtunnel, stability"),
         ([*command, "--jobs", "0"], "--jobs 0: expected at least 1"),
         ([*command, "--loss.name", "grpo"], "unexpected argument '--loss.name'"),
+        ([*command, "--seeds", "0", "-1"], "--seeds -1: expected 0 to 9223372036854775807"),
+        ([*command, "--seeds", str(2**63)], f"--seeds {2**63}: expected 0 to {2**63 - 1}"),
+        ([*command, "--seeds", "3", "0", "3"], "--seeds 3 stands there twice"),
     ):
         assert main(wrong) == 2
         assert message in capsys.readouterr().err

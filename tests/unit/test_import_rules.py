@@ -116,8 +116,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "experiments": (
         {"config", "data", "errors", "files", "hf", "losses", "platform", "report", "rewards", "rollout", "run"}
-        | {"types"},
-        {"torch", "matplotlib"},
+        | {"supervision", "types"},
+        {"torch", "matplotlib", "pydantic"},
     ),
     "diagnose": (
         {"config", "data", "errors", "hf", "mcore", "parallel", "platform", "policy", "report", "rollout"}
