@@ -50,7 +50,9 @@ def notes(rows: Sequence[Row], runs: Sequence[Run]) -> str:
     wanted = {run.key for run in runs if not run.refusal}
     cpu = sum(row["cpu_seconds"] for row in rows)
     lines = [f"{len(keys & wanted)} of {len(wanted)} runs; {cpu / 3600:.2f} CPU hours without base models."]
-    lines += [f"`{loss}`: refused, {reason}" for loss, reason in {(r.loss, r.refusal) for r in runs if r.refusal}]
+    lines += [
+        f"`{loss}`: refused, {reason}" for loss, reason in dict.fromkeys((r.loss, r.refusal) for r in runs if r.refusal)
+    ]
     stopped = [row for row in rows if row["error"]]
     lines += [f"{r['task']}, {r['mismatch']}, {r['loss']}, seed {r['seed']}: {r['error'][:120]}" for r in stopped]
     return "\n".join(f"- {line}" for line in lines)
