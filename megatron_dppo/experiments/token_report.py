@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_dppo.experiments.statistics import Row, band, cells
 from megatron_dppo.experiments.tokens import RULES
@@ -62,24 +63,66 @@ def _words(rule: str, found: Sequence[Any]) -> str:
 
 
 def write_token_page(rows: Iterable[Row], picture: Path, title: str) -> None:
-    """Ratio (5 % to 95 %) and |pi - mu| over mu, one line a mismatch and seed."""
+    """Ratio, |pi - mu| and, where rules were asked, what they mask, by mu: means over seeds, with least and largest."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for color, ((_, mismatch, _), of) in zip(plt.get_cmap("tab10").colors, cells(rows).items(), strict=False):
-        for number, row in enumerate(of):
-            bins = [b for b in row["tokens"].get("bins", []) if b["tokens"]]
-            mu = [(max(b["low"], 1e-5) * b["high"]) ** 0.5 for b in bins]
-            low, high = ([b["ratio"][i] for b in bins] for i in (0, 2))
-            label = mismatch if number == 0 else None
-            left.fill_between(mu, low, high, color=color, alpha=0.2, label=label)
-            right.plot(mu, [b["tv"] for b in bins], color=color, marker=".", label=label)
-    for axis, name in ((left, "pi / mu, 5 % to 95 %"), (right, "mean |pi - mu|")):
-        axis.set(xscale="log", yscale="log", xlabel="mu", title=name)
+    measured = {
+        mismatch: found
+        for (_, mismatch, _), of in cells(rows).items()
+        if (found := [row["tokens"] for row in of if row["tokens"]])
+    }
+    first = next(iter(measured.values()), [])
+    rules = [name for name in RULES if first and name in first[0]]
+    figure, axes = plt.subplots(1, 3 if rules else 2, figsize=(15 if rules else 11, 4), layout="constrained")
+    for color, (mismatch, found) in zip(plt.get_cmap("tab10").colors, measured.items(), strict=False):
+        low, median, high = (_line(found, partial(_ratio, i)) for i in range(3))
+        axes[0].plot(median.mu, median.mean, color=color, label=mismatch)
+        axes[0].fill_between(low.mu, low.mean, high.mean, color=color, alpha=0.15)
+        _draw(axes[1], _line(found, _difference), color, mismatch)
+    for color, rule in zip(plt.get_cmap("Dark2").colors, rules, strict=False):
+        _draw(axes[2], _line(first, partial(_masked, rule)), color, rule)
+    for axis, name in zip(axes, ("pi / mu: 5 %, median, 95 %", "mean |pi - mu|", "masked"), strict=False):
+        axis.set(xscale="log", xlabel="mu", title=name, **({} if name == "masked" else {"yscale": "log"}))
         axis.legend(frameon=False)
     figure.suptitle(title)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
+
+
+class _Line(NamedTuple):
+    mu: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def _ratio(place: int, found: Any, at: int) -> float:
+    return float(found["bins"][at]["ratio"][place])
+
+
+def _difference(found: Any, at: int) -> float:
+    return float(found["bins"][at]["tv"])
+
+
+def _masked(rule: str, found: Any, at: int) -> float | None:
+    share: float | None = found[rule]["bins"][at]
+    return share
+
+
+def _line(found: Sequence[Any], value: Callable[[Any, int], float | None]) -> _Line:
+    """A value of each seed by bin; a bin that most seeds lack has a few tokens and is left out."""
+    points = []
+    for at, first in enumerate(found[0]["bins"]):
+        seeds = [f for f in found if f["bins"][at]["tokens"]]
+        over = band([known for f in seeds if (known := value(f, at)) is not None])
+        if over is not None and 2 * len(seeds) > len(found):
+            points.append(((max(first["low"], 1e-5) * first["high"]) ** 0.5, over.mean, over.low, over.high))
+    return _Line(*(list(column) for column in zip(*points, strict=True))) if points else _Line([], [], [], [])
+
+
+def _draw(axis: Any, line: _Line, color: Any, label: str) -> None:
+    axis.plot(line.mu, line.mean, color=color, marker=".", label=label)
+    axis.fill_between(line.mu, line.low, line.high, color=color, alpha=0.15)
