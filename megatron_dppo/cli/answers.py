@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dppo.cli.targets import require_new
 from megatron_dppo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def run_eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_dppo.run.answers import evaluate, write_lines
 
     for file in (options.json, options.answers):
-        _require_new(file)
+        require_new(file)
     with _open(options, overrides) as offline:
         values = evaluate(offline, options.answers)
     width = max(map(len, values))
@@ -62,7 +63,7 @@ def run_generate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     from megatron_dppo.run.answers import generate, write_lines
 
-    _require_new(options.output)
+    require_new(options.output)
     if options.prompt is not None and options.score:
         raise ConfigError("--score compares with labels, and --prompt has none; use --prompts FILE")
     with tempfile.TemporaryDirectory() as folder:
@@ -104,9 +105,3 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Off
     run = options.target if is_run else None
     with open_offline(config, run=run, model=options.model, step=options.step) as offline:
         yield offline
-
-
-def _require_new(file: Path | None) -> None:
-    if file is not None and (file.exists() or not file.absolute().parent.is_dir()):
-        problem = "exists already" if file.exists() else "is in a folder that does not exist"
-        raise ConfigError(f"{str(file)!r} {problem}; name another file")

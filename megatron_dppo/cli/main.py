@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,8 +40,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, command in _COMMANDS.items():
         epilog = _OVERRIDES if command.has_overrides else None
         command.add_arguments(commands.add_parser(name, help=command.help, epilog=epilog, allow_abbrev=False))
-    options, overrides = parser.parse_known_args(arguments)
-    return _COMMANDS[options.command].run(options, overrides)
+    try:
+        options, overrides = parser.parse_known_args(arguments)
+        code = _COMMANDS[options.command].run(options, overrides)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_its_reader():
+            raise
+        # As `head` does when it has seen enough; at its end Python would try to flush the output again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+    return code
+
+
+def _has_lost_its_reader() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 class _Version(argparse.Action):

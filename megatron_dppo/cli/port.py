@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dppo.cli.targets import require_new, write_new
 from megatron_dppo.errors import ConfigError
 
 
@@ -26,9 +27,11 @@ def run_port(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if overrides:
         raise ConfigError(f"port takes no {overrides[0]!r}; put what differs on the command line of train")
-    if options.output is not None and options.output.exists():
-        raise ConfigError(f"--output {str(options.output)!r} exists; name another file")
-    found = port(options.file)
+    require_new(options.output)
+    try:
+        found = port(options.file)
+    except RecursionError as error:
+        raise ConfigError(f"{str(options.file)!r} is nested too deeply to be a launch; give the file itself") from error
     for status in ("taken", "changed", "unread", "no home"):
         rows = [row for row in found.rows if row.status == status]
         print(f"\n{status} ({len(rows)})" if rows else "", file=sys.stderr)
@@ -40,7 +43,7 @@ def run_port(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.output is None:
         print(head + found.toml)
     else:
-        options.output.write_text(head + found.toml, encoding="utf-8")
+        write_new(options.output, head + found.toml)
     for problem in found.problems:
         print(f"  missing or wrong: {problem}", file=sys.stderr)
     name = options.output or "my.toml"

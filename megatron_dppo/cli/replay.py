@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dppo.cli.targets import require_new, write_new
 from megatron_dppo.errors import ConfigError
 
 
@@ -21,8 +22,9 @@ def run_replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print what came out next to what the run recorded.
 
     Raises:
-        UserError: see ``replay_step``.
+        UserError: see ``replay_step``, or the JSON file exists or cannot be made.
     """
+    require_new(options.json)
     if options.step < 1:
         raise ConfigError(f"--step {options.step} must be 1 or more: steps are counted as in metrics.jsonl")
     from megatron_dppo.replay.replay import replay_step
@@ -31,5 +33,5 @@ def run_replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if outcome is not None:
         print(f"\n{outcome.text()}", flush=True)
         if options.json is not None:
-            options.json.write_text(json.dumps(outcome.plain(), indent=2) + "\n", encoding="utf-8")
+            write_new(options.json, json.dumps(outcome.plain(), indent=2) + "\n")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,14 +33,15 @@ def run_report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     Raises:
         UserError: there is no such run, or the file cannot be written.
     """
-    from megatron_dppo.page.build import FILE, build, write_report
+    from megatron_dppo.page.build import FILE, build, check_target, write_report
 
     if overrides:
         raise ConfigError(f"unknown argument {overrides[0]!r}; see megatron-dppo report --help")
-    if options.watch is not None and options.watch < 1:
-        raise ConfigError(f"--watch {options.watch:g} must be 1 or more seconds")
+    if options.watch is not None and not 1 <= options.watch < math.inf:
+        raise ConfigError(f"--watch {options.watch:g}: expected a number of seconds, at least 1")
     folders = [options.run, *([options.second] if options.second else [])]
     runs, target = [_opened(folder) for folder in folders], options.output or options.run / FILE
+    check_target(target)
     refresh = options.watch or 0.0
     try:
         while True:
@@ -66,7 +68,9 @@ def _stamp(folders: Sequence[Path]) -> list[int]:
 def _is_finished(folder: Path) -> bool:
     """A summary is written at the end, and one of an earlier end is older than the records."""
     summary, records = folder / "summary.json", folder / "metrics.jsonl"
-    return summary.is_file() and summary.stat().st_mtime_ns >= records.stat().st_mtime_ns
+    if not (summary.is_file() and records.is_file()):
+        return summary.is_file()
+    return summary.stat().st_mtime_ns >= records.stat().st_mtime_ns
 
 
 def _opened(folder: Path) -> Run:

@@ -9,10 +9,12 @@ import argparse
 import runpy
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.files.disk import disk_errors
 
 TOOLS: Mapping[str, str] = {
     "hf-to-megatron": "convert_hf_to_megatron.py",
@@ -78,9 +80,18 @@ def run_examples(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if target.exists() or target.is_symlink():
             raise ConfigError(f"{target} already exists; choose another folder by --to, or move it away")
     for name, target in targets.items():
-        shutil.copytree(sources[name], target, ignore=_NOT_COPIED)
+        _copy(sources[name], target)
         print(target)
     return 0
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Whole or not at all."""
+    with disk_errors(target, "the files"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+            shutil.copytree(source, Path(folder) / target.name, ignore=_NOT_COPIED)
+            (Path(folder) / target.name).rename(target)
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:

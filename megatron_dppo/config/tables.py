@@ -34,7 +34,9 @@ def read_tables(file: Path, relative_to: Path | None = None, seen: tuple[Path, .
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"configuration file {str(file)!r}{where} does not exist") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except OSError as error:
+        raise ConfigError(f"configuration file {str(file)!r}{where} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"configuration file {str(file)!r}{where} is not valid TOML: {error}") from error
     base = values.pop("extends", None)
     resolve_paths(values, relative_to or file.parent)

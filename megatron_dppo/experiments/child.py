@@ -21,7 +21,7 @@ from megatron_dppo.data.task_models import write_model_folder
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.experiments.grid import Run, Settings, merged
 from megatron_dppo.files.atomic import write_synced
-from megatron_dppo.report.metrics import read_metrics
+from megatron_dppo.report.records import read_metrics
 
 KEPT = (
     "rollout/reward",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -16,12 +17,13 @@ from typing import Any, NamedTuple
 
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.page.charts import others, series
 from megatron_dppo.page.findings import findings
 from megatron_dppo.page.steps import Budget, step_view
 from megatron_dppo.record.files import recorded_steps
 from megatron_dppo.record.tokens import Decode
-from megatron_dppo.report.metrics import read_metrics
+from megatron_dppo.report.records import read_metrics
 
 FILE = "report.html"
 _FORMAT = 1
@@ -77,20 +79,38 @@ def build(runs: Sequence[Run], *, ledger: Path | None = None, refresh: float = 0
 _PARTS = ("page.html", "page.css", "charts.js", "tokens.js", "page.js")
 
 
+def check_target(target: Path) -> None:
+    """Whether a report can be written there, over one of ours at most.
+
+    Raises:
+        ConfigError: there is something else of that name, or no such folder.
+    """
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"{str(target)!r} is in a folder that does not exist; name another file")
+    if os.path.lexists(target):
+        begin = b""
+        if target.is_file():
+            with disk_errors(target, "the report"), target.open("rb") as file:
+                begin = file.read(_BEGIN)
+        if _MARK.encode() not in begin:
+            raise ConfigError(f"{str(target)!r} exists and is no report of ours; name another file by --output")
+
+
 def write_report(target: Path, text: str) -> None:
     """Replace the file at once; one that is no report of ours is left.
 
     Raises:
-        ConfigError: there is another file of that name, or no such folder.
+        ConfigError: see ``check_target``.
+        DiskError: it cannot be written.
     """
-    if not target.absolute().parent.is_dir():
-        raise ConfigError(f"{str(target)!r} is in a folder that does not exist; name another file")
-    if target.exists() and _MARK not in target.read_text(encoding="utf-8", errors="replace")[:400]:
-        raise ConfigError(f"{str(target)!r} exists and is no report of ours; name another file by --output")
-    write_synced(target, text)
+    check_target(target)
+    with disk_errors(target, "the report"):
+        write_synced(target, text)
 
 
 _MARK = "megatron-dppo report"
+_BEGIN = 400
+"""bytes of a report that have the mark"""
 
 
 def _element(name: str, value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -149,7 +150,7 @@ def number(value: Any) -> float:
 def whole(value: Any) -> int:
     """An integer, from ``1e3`` too."""
     found = float(text(value))
-    if found != int(found):
+    if not math.isfinite(found) or found != int(found):
         raise ValueError(value)
     return int(found)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_dppo.config.schema import Config, ParallelConfig
-from megatron_dppo.errors import CheckpointError, ConfigError, Problems
+from megatron_dppo.errors import CheckpointError, ConfigError, DataError, Problems
 from megatron_dppo.parallel.objects import at_leader
 from megatron_dppo.platform import Platform, pin_threads
 from megatron_dppo.policy.update import mini_batches
@@ -26,7 +26,7 @@ from megatron_dppo.record.files import StepMeta, read_meta, read_rows, recorded_
 from megatron_dppo.record.rows import groups_of
 from megatron_dppo.replay.outcome import Outcome
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.report.metrics import read_metrics
+from megatron_dppo.report.records import read_metrics
 from megatron_dppo.run.logbook import over_updates
 from megatron_dppo.run.loop import make_samples, update_policy
 from megatron_dppo.run.recording import StepRecord
@@ -74,6 +74,9 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Outco
     world = int(os.environ.get("WORLD_SIZE", "1"))
     file = _recorded(folder, step)
     meta = read_meta(file)
+    if meta.step != step:
+        raise ConfigError(f"{file} has the rollouts of step {meta.step}, not those that its name says; it was moved")
+    recorded = _record_of(folder, step)
     config = _config(folder, meta, world, overrides)
     checkpoint = _checkpoint(folder, step, config.checkpoint.fork_from)
     with _opened(config, checkpoint, step) as run:
@@ -97,11 +100,22 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Outco
             return None
         together = {number: sample for each in every for number, sample in each.items()}
         same = run.trainer.layout.world_size == meta.world_size and str(run.trainer.layout) == meta.layout
-        found = _outcome(folder, meta, read_rows(file), together, metrics, same_layout=same)
+        found = _outcome(recorded, meta, read_rows(file), together, metrics, same_layout=same)
         return replace(found, changed=tuple(overrides))
 
 
+def _record_of(folder: Path, step: int) -> dict[str, Any]:
+    """What the run said of the step, which the result is compared with."""
+    metrics = folder / "metrics.jsonl"
+    found = next((record for record in read_metrics(metrics) if record["step"] == step), None)
+    if found is None:
+        raise DataError(f"{metrics} has no record of step {step}, so there is nothing to compare with")
+    return found
+
+
 def _recorded(folder: Path, step: int) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(f"{str(folder)!r} is no folder; expected the folder of a run (run.output_dir)")
     found = recorded_steps(folder)
     if step not in found:
         have = ", ".join(map(str, list(found)[:20])) + (" ..." if len(found) > 20 else "")
@@ -229,7 +243,7 @@ def _mine(
 
 
 def _outcome(
-    folder: Path,
+    recorded: Mapping[str, Any],
     meta: StepMeta,
     rows: Sequence[dict[str, Any]],
     seen: dict[int, SeenSample],
@@ -245,7 +259,6 @@ def _outcome(
         kept = torch.tensor(row["keep"], dtype=torch.bool)[place] != own.keep[-count:][place - count]
         tokens, decisions = tokens + len(place), decisions + int(kept.sum())
         largest = max(largest, float((was - now).abs().max()) if len(place) else 0.0)
-    recorded = next((r for r in read_metrics(folder / "metrics.jsonl") if r["step"] == meta.step), {})
     both = {
         name: (float(recorded[f"train/{name}"]), value)
         for name, value in metrics.items()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.report.metrics import read_metrics
+from megatron_dppo.report.records import read_metrics
 
 _PANELS = {
     "reward": ("Reward", (("rollout/reward", "training reward", 1.0), ("eval/accuracy", "held-out accuracy", 1.0))),

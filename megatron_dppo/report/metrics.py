@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import ConfigError, Problems
 from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.trackers import Labels, finite, open_trackers, require_trackers, run_id
 from megatron_dppo.types import Metric
 
@@ -177,19 +178,6 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
 def _plain(text: str) -> str:
     """Characters of Markdown and HTML by their numbers."""
     return "".join(f"&#{ord(c)};" if c in "|<>&*_`[]\\\n\r#" else c for c in text)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``; a last line that was cut off by a crash is left out."""
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
 
 
 def _open_tensorboard(folder: Path, resumed_step: int | None) -> Any:

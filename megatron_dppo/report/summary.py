@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.report.metrics import read_metrics
+from megatron_dppo.report.records import read_metrics
 
 _WINDOW = 10
 """Steps averaged for the last reward; the first one is that of step 1, sampled before any update."""

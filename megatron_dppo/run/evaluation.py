@@ -13,7 +13,8 @@ from megatron_dppo.files.atomic import write_synced
 from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.parallel.objects import agreed, is_leader
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.report.metrics import read_metrics, reduce_metrics
+from megatron_dppo.report.metrics import reduce_metrics
+from megatron_dppo.report.records import read_records
 from megatron_dppo.run.eval_scores import eval_params, metrics_by_set
 from megatron_dppo.run.session import Session
 from megatron_dppo.run.stream.draw import Draw
@@ -101,7 +102,7 @@ def read_answers(session: Session) -> list[dict[str, Any]]:
 
 
 def _read_samples(session: Session) -> list[dict[str, Any]]:
-    return read_metrics(session.folder / "samples.jsonl")
+    return read_records(session.folder / "samples.jsonl")
 
 
 def reduce_over_samples(session: Updating, local: dict[str, Metric]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf import model_shape
+from megatron_dppo.report.records import read_metrics
 from megatron_dppo.run.changes import Change, changes_between, check_changes
 from megatron_dppo.run.inputs import Inputs, ModelInputs
 
@@ -70,13 +71,19 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
     at all (a collective of all ranks).
 
     Raises:
+        DataError: its metrics.jsonl, which goes on with the run, is damaged.
         CheckpointError: there are checkpoints but none is usable; or the usable one is of another model, seed or data,
             of a layout that Megatron cannot reshard from, or of a run with other settings (``run/changes.py``).
     """
+    import torch.distributed as dist
+
     from megatron_dppo.mcore.checkpoint import read_state
+    from megatron_dppo.parallel.objects import agreed
 
     if config.checkpoint.resume != "auto":
         return None
+    records = Path(config.run.output_dir) / "metrics.jsonl"
+    agreed(lambda: len(read_metrics(records)), dist.group.WORLD if dist.is_initialized() else None)
     folder, unverified = Path(config.run.output_dir) / "checkpoints", config.checkpoint.accept_unverified
     chosen, passed_over = newest_usable(folder, accept_unverified=unverified)
     is_fork = chosen is None and config.checkpoint.fork_from is not None

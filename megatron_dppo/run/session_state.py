@@ -12,7 +12,8 @@ from megatron_dppo.mcore.checkpoint_folder import prune, set_aside
 from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.record.files import drop_after
 from megatron_dppo.report.clock import PROGRESS
-from megatron_dppo.report.metrics import MetricsWriter, read_metrics
+from megatron_dppo.report.metrics import MetricsWriter
+from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.trackers import Labels
 from megatron_dppo.run.output import space_for_save
 from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity

@@ -305,7 +305,7 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
     assert "bad.toml' is not valid TOML" in message and "line 2" in message
     (tmp_path / "latin.toml").write_bytes(b'[run]\noutput_dir = "\xff"\n')
     assert "is not valid TOML" in refusal(tmp_path / "latin.toml")
-    assert "is not valid TOML" in refusal(tmp_path)
+    assert "cannot be read: Is a directory" in refusal(tmp_path)
 
 
 def test_a_configuration_cannot_be_changed_after_loading() -> None:

@@ -16,7 +16,7 @@ from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import DataError
-from megatron_dppo.report.metrics import read_metrics
+from megatron_dppo.report.records import read_records
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.worker import Worker
@@ -74,7 +74,7 @@ def downstream(prompt: Prompt, folder: Path) -> None:
     assert same(load_groups(folder / "groups", lambda position: prompt)[0].content, group)
     session: Any = SimpleNamespace(folder=folder, step=0, answers_before=[], groups=SimpleNamespace(world=None))
     record_answers(session, [group], 0)
-    (record,) = read_metrics(folder / "samples.jsonl")
+    (record,) = read_records(folder / "samples.jsonl")
     assert (record["prompt"], record["label"]) == (prompt.text, prompt.label)
     (folder / "state.json").write_text(json.dumps({"answers_before": session.answers_before}, indent=2), "utf-8")
 

@@ -22,7 +22,8 @@ from megatron_dppo.errors import DiskError, UserError
 from megatron_dppo.files import disk
 from megatron_dppo.files.disk import disk_errors, in_words, require_space
 from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
-from megatron_dppo.report.metrics import MetricsWriter, read_metrics
+from megatron_dppo.report.metrics import MetricsWriter
+from megatron_dppo.report.records import read_metrics
 from megatron_dppo.run.evaluation import record_answers
 from megatron_dppo.weights.hf_folder import save_hf_folder
 

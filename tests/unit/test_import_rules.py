@@ -138,6 +138,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "doctor",
             "errors",
             "experiments",
+            "files",
             "page",
             "plan",
             "record",

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.report.metrics import MetricsWriter, read_metrics, reduce_metrics
+from megatron_dppo.report.metrics import MetricsWriter, reduce_metrics
+from megatron_dppo.report.records import read_metrics
 from megatron_dppo.types import Metric
 
 
