@@ -44,8 +44,9 @@ def read_hf_config(path: str | Path) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
+    except Exception as error:  # transformers and huggingface_hub have errors of their own for each kind of value
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read by transformers: {what}") from error
 
 
 def model_shape(hf_config: Any) -> ModelShape:

@@ -38,8 +38,16 @@ def conversion_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def parallel_of(options: argparse.Namespace) -> ParallelConfig:
-    """The layout that the arguments say."""
-    return ParallelConfig(**{name: value for name in _SIZES if (value := getattr(options, name)) is not None})
+    """The layout that the arguments say.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+    sizes = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected a number of ranks, at least 1")
+    return ParallelConfig(**sizes)
 
 
 def new_folder(path: str) -> Path:

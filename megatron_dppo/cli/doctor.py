@@ -102,7 +102,10 @@ class _Scrubber:
 
     def __init__(self, environ: Mapping[str, str], urls: Sequence[str]) -> None:
         words = {value: "***" for name, value in environ.items() if _SECRET.search(name) and len(value) >= 6}
-        parts = [urlsplit(url if "//" in url else f"//{url}") for url in urls]
+        try:
+            parts = [urlsplit(url if "//" in url else f"//{url}") for url in urls]
+        except ValueError as error:
+            raise ConfigError(f"--servers {' '.join(urls)}: {error}; expected URLs as http://host:port") from error
         words |= {part.password: "***" for part in parts if part.password}
         hosts = dict.fromkeys(part.hostname for part in parts if part.hostname and part.hostname not in _LOCAL)
         words |= {host: f"host{i}" for i, host in enumerate(hosts, 1)}

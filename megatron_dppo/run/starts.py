@@ -94,7 +94,10 @@ def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Co
         file = Path(scratch) / CONFIG
         file.write_text(dump_toml(Config.model_validate(start["config"])), encoding="utf-8")
         own = [*overrides, "--run.output_dir", str(folder)]
-        return load_config(file, own, relative_to=Path(start.get("cwd", ".")))
+        try:
+            return load_config(file, own, relative_to=Path(start.get("cwd", ".")))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(file), str(folder / CONFIG))) from error
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

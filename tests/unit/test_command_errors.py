@@ -1,4 +1,4 @@
-"""The records of a run, read back: only what a crash leaves is left out, anything else is named by its line."""
+"""Damaged records, targets, odd files, interrupts at the command line: one line that names them, and nothing lost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cli import main as program
+from megatron_dppo.cli.convert import conversion_parser, parallel_of
+from megatron_dppo.cli.doctor import _Scrubber
 from megatron_dppo.cli.port import run_port
 from megatron_dppo.cli.replay import run_replay
 from megatron_dppo.cli.report import run_report
 from megatron_dppo.cli.shipped import run_examples
-from megatron_dppo.errors import ConfigError, DataError, DiskError
+from megatron_dppo.config.io import load_config
+from megatron_dppo.errors import CheckpointError, ConfigError, DataError, DiskError
+from megatron_dppo.hf import read_hf_config
 from megatron_dppo.page.build import check_target
 from megatron_dppo.replay.replay import _record_of
 from megatron_dppo.report.records import read_metrics, read_records
+from megatron_dppo.run.starts import load_config_of_step, record_start
 
+EXAMPLE = Path(__file__).parents[2] / "examples/chain_sum"
 GOOD = [{"step": step, "train/loss": step / 4, "eval/accuracy": None} for step in range(4)]
 
 
@@ -148,3 +154,25 @@ def test_an_interrupt_and_a_reader_that_leaves_end_a_command_in_one_line(
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert (process.stderr.read(), process.wait(60)) == (b"", 141)
+
+
+def test_messages_name_what_the_user_wrote(tmp_path: Path) -> None:
+    parser = conversion_parser(None)
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 0: expected a number of ranks, at least 1"):
+        parallel_of(parser.parse_args(["--tensor-model-parallel-size", "0"]))
+    with pytest.raises(ConfigError, match=r"--servers http://\[::1: .*expected URLs as http://host:port"):
+        _Scrubber({}, ["http://[::1"])
+    model = json.loads((EXAMPLE / "model/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"hidden_size": "big"}))
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read by transformers: .*hidden_size"):
+        read_hf_config(tmp_path)
+
+
+def test_a_bad_override_of_a_recorded_step_names_the_run_s_own_file(tmp_path: Path) -> None:
+    config = load_config(EXAMPLE / "dppo.toml", ["--run.output_dir", str(tmp_path)])
+    (tmp_path / ".megatron_dppo_run.json").write_text("{}")
+    record_start(tmp_path, config, world_size=1, layout="", resumed_step=None, changes=[])
+    assert load_config_of_step(tmp_path, 1, ["--loss.name", "grpo"]).loss.name == "grpo"
+    with pytest.raises(ConfigError) as caught:
+        load_config_of_step(tmp_path, 1, ["--loss.name", "nosuch"])
+    assert str(tmp_path / "config.toml") in str(caught.value) and "nosuch" in str(caught.value)
