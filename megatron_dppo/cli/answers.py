@@ -44,8 +44,8 @@ def run_eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     from megatron_dppo.run.answers import evaluate, write_lines
 
-    for file in (options.json, options.answers):
-        require_new(file)
+    require_new(options.json, "--json")
+    require_new(options.answers, "--answers")
     with _open(options, overrides) as offline:
         values = evaluate(offline, options.answers)
     width = max(map(len, values))
@@ -63,7 +63,7 @@ def run_generate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     from megatron_dppo.run.answers import generate, write_lines
 
-    require_new(options.output)
+    require_new(options.output, "--output")
     if options.prompt is not None and options.score:
         raise ConfigError("--score compares with labels, and --prompt has none; use --prompts FILE")
     with tempfile.TemporaryDirectory() as folder:

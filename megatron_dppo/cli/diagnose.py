@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dppo.errors import ConfigError, DiskError
+from megatron_dppo.cli.targets import require_new, write_new
+from megatron_dppo.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_dppo.diagnose.ledger import Ledger
@@ -26,7 +27,7 @@ def add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="with --rollouts: of the sampling, as the next two (default: none)")
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--min-p", type=float)
-    parser.add_argument("--json", metavar="FILE", help="also write the ledger as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ledger as JSON; a new file")
 
 
 def run_diagnose(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -39,50 +40,13 @@ def run_diagnose(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if (options.run is None) == (options.rollouts is None):
         raise ConfigError("diagnose needs either the folder of a run, or --rollouts FILE with --model FOLDER")
-    is_first = os.environ.get("RANK", "0") == "0"
-    if options.json is not None and is_first:
-        _check_target(options.json, options.rollouts)
+    require_new(options.json, "--json")
     ledger = _of_run(options, overrides) if options.rollouts is None else _of_rollouts(options, overrides)
-    if is_first:
+    if os.environ.get("RANK", "0") == "0":
         print(f"\n{as_text(ledger)}", flush=True)
         if options.json is not None:
-            _write(Path(options.json), ledger)
+            write_new(options.json, json.dumps(ledger.plain(), indent=2) + "\n")
     return 1 if ledger.closes is False else 0
-
-
-def _check_target(name: str, rollouts: str | None) -> None:
-    """Whether the JSON can be written, before hours are spent on what is in it.
-
-    Raises:
-        ConfigError: it cannot, or would replace the rollouts.
-    """
-    target, problem = Path(name), ""
-    parent = target.absolute().parent
-    try:
-        if target.is_dir():
-            problem = "is a folder"
-        elif not parent.is_dir():
-            problem = (
-                f"is in {str(parent)!r}, which is {'no folder' if parent.exists() else 'a folder that is not there'}"
-            )
-        elif not os.access(target if target.exists() else parent, os.W_OK):
-            problem = "cannot be written: no right to"
-        elif rollouts is not None and target.exists() and Path(rollouts).exists() and target.samefile(rollouts):
-            problem = "is the file of --rollouts, which would be lost"
-    except OSError as error:
-        problem = f"cannot be written: {error.strerror}"
-    if problem:
-        raise ConfigError(f"--json {name!r} {problem}; name a file in a folder that exists")
-
-
-def _write(target: Path, ledger: Ledger) -> None:
-    try:
-        target.write_text(json.dumps(ledger.plain(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DiskError(
-            f"--json {str(target)!r} cannot be written: {error.strerror}. The ledger stands above; make room or name "
-            "another file"
-        ) from error
 
 
 def _of_run(options: argparse.Namespace, overrides: Sequence[str]) -> Ledger:

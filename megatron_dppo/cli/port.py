@@ -27,7 +27,7 @@ def run_port(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if overrides:
         raise ConfigError(f"port takes no {overrides[0]!r}; put what differs on the command line of train")
-    require_new(options.output)
+    require_new(options.output, "--output")
     try:
         found = port(options.file)
     except RecursionError as error:

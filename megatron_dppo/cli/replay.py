@@ -24,7 +24,7 @@ def run_replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     Raises:
         UserError: see ``replay_step``, or the JSON file exists or cannot be made.
     """
-    require_new(options.json)
+    require_new(options.json, "--json")
     if options.step < 1:
         raise ConfigError(f"--step {options.step} must be 1 or more: steps are counted as in metrics.jsonl")
     from megatron_dppo.replay.replay import replay_step

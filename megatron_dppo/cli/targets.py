@@ -9,23 +9,31 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.files.disk import disk_errors
 
 
-def require_new(file: Path | None) -> None:
+def require_new(file: Path | None, option: str) -> None:
     """Whether a file can be made there; None = none is wanted.
+
+    Args:
+        file: that is to be made.
+        option: what named it, for the message.
 
     Raises:
         ConfigError: it exists, or its folder does not or is not to be written to.
     """
     if file is None:
         return
-    parent, problem = file.absolute().parent, ""
-    if os.path.lexists(file):
-        problem = "exists already"
-    elif not parent.is_dir():
-        problem = "is in a folder that does not exist"
-    elif not os.access(parent, os.W_OK):
-        problem = "is in a folder that this user cannot write to"
-    if problem:
-        raise ConfigError(f"{str(file)!r} {problem}; name another file")
+    parent, problem = file.absolute().parent, "exists already"
+    try:
+        os.lstat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        if not parent.is_dir():
+            problem = "is in a folder that does not exist"
+        elif not os.access(parent, os.W_OK):
+            problem = "is in a folder that this user cannot write to"
+        else:
+            return
+    except OSError as error:
+        problem = f"cannot be made: {error.strerror}"
+    raise ConfigError(f"{option} {str(file)!r} {problem}; name another file")
 
 
 def write_new(file: Path, text: str) -> None:

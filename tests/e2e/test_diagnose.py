@@ -26,6 +26,7 @@ ALL = flags(
 def diagnosed(folder: Path, *overrides: str, processes: int = 1) -> dict[str, Any]:
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file() and file.name[0] != "."}
     target = folder.with_name("ledger.json")
+    target.unlink(missing_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_dppo.cli.main", "diagnose"]
     done = subprocess.run(

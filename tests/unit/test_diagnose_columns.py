@@ -18,7 +18,7 @@ from pyarrow import parquet
 from megatron_dppo.cli import diagnose
 from megatron_dppo.cli.main import main
 from megatron_dppo.diagnose.dumps import DumpedSample, read_dump
-from megatron_dppo.diagnose.ledger import UNEXPLAINED, Scoring, make_ledger
+from megatron_dppo.diagnose.ledger import UNEXPLAINED, Ledger, Scoring, make_ledger
 from megatron_dppo.errors import DataError, DiskError
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**30
@@ -220,12 +220,12 @@ def test_arguments_out_of_range_are_refused_before_any_file_is_read(
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("nodir/x.json", "a folder that is not there"),
-        ("dump.jsonl/x.json", "no folder"),
-        (".", "is a folder"),
-        ("", "is a folder"),
-        ("x" * 300, "cannot be written"),
-        ("dump.jsonl", "would be lost"),
+        ("nodir/x.json", "a folder that does not exist"),
+        ("dump.jsonl/x.json", "a folder that does not exist"),
+        (".", "exists already"),
+        ("", "exists already"),
+        ("x" * 300, "cannot be made: File name too long"),
+        ("dump.jsonl", "exists already"),
     ],
 )
 def test_a_json_file_that_cannot_be_written_is_told_before_the_work(
@@ -243,10 +243,17 @@ def test_a_write_that_fails_after_all_is_no_exit_code_of_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = make_ledger(torch.zeros(2), [Scoring(UNEXPLAINED, torch.zeros(2))])
-    monkeypatch.setattr(diagnose, "_of_rollouts", lambda *_: ledger)
-    assert main(["diagnose", "--rollouts", "x", "--model", "y", "--json", "/dev/full"]) == DiskError.exit_code == 2
+    target = tmp_path / "new" / "ledger.json"
+    target.parent.mkdir()
+
+    def made(*_: object) -> Ledger:
+        target.parent.rmdir()
+        return ledger
+
+    monkeypatch.setattr(diagnose, "_of_rollouts", made)
+    assert main(["diagnose", "--rollouts", "x", "--model", "y", "--json", str(target)]) == DiskError.exit_code == 2
     printed = capsys.readouterr()
-    assert "mismatch of 2 tokens" in printed.out and "No space left" in printed.err
+    assert "mismatch of 2 tokens" in printed.out and "the folder is gone" in printed.err
 
 
 def test_a_ledger_is_never_made_of_numbers_that_are_none() -> None:
