@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.cli.targets import require_new
+from megatron_dppo.cli.targets import require_new, write_new
 from megatron_dppo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run_eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     Raises:
         UserError: see ``offline_config``, ``open_offline`` and ``evaluate``.
     """
-    from megatron_dppo.run.answers import evaluate, write_lines
+    from megatron_dppo.run.answers import evaluate
 
     require_new(options.json, "--json")
     require_new(options.answers, "--answers")
@@ -51,7 +51,7 @@ def run_eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     width = max(map(len, values))
     print(f"{offline.weights}\n" + "\n".join(f"  {name:<{width}}  {value:.4f}" for name, value in values.items()))
     if options.json is not None:
-        write_lines(options.json, [json.dumps({"weights": offline.weights, **values}, indent=2)])
+        write_new(options.json, json.dumps({"weights": offline.weights, **values}, indent=2) + "\n")
     return 0
 
 

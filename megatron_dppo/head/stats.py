@@ -26,7 +26,6 @@ from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size
 from megatron_dppo.head.rows import Head, RowTotals, gather_shards, merge
 from megatron_dppo.head.slots import SlotGradient
 from megatron_dppo.head.topk import candidates, merge_candidates
-from megatron_dppo.parallel.vocab_kept import on_device_of
 from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, TokenTargets
 
 
@@ -135,7 +134,7 @@ def loss_inputs(targets: TokenTargets, statistics: HeadStatistics, vocab_size: i
         topk_other_logprob=statistics.other_logprob,
         topk_other_square=statistics.other_square,
         vocab_size=vocab_size,
-        kept_counts=None if targets.kept is None else on_device_of(targets.labels, targets.kept.counts),
+        kept_counts=None if targets.kept is None else targets.kept.counts,
         anchor_logprobs=targets.anchor_logprobs,
         reference_logprobs=targets.reference_logprobs,
         sequence_ids=targets.sequence_ids,

@@ -51,7 +51,7 @@ class TopK:
     other_square: Tensor | None
     """[T] sum of pi^2 outside the slots"""
     support: int | Tensor | None
-    """how many ids pi may have, or ``[T]`` of each token"""
+    """how many ids pi may have, or ``[T]`` of each token; for a uniform tail"""
 
     def divergence(self, kind: Literal["tv", "kl"]) -> Tensor:
         """``[T]`` total variation or KL on the set."""
@@ -158,7 +158,7 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
     valid = inputs.topk_valid & mask[:, None]
     other = inputs.topk_other_logprob
     rollout_logprobs = inputs.rollout_topk_logprobs.detach()
-    square = inputs.topk_other_square
+    square, support = inputs.topk_other_square, _support(inputs) if config.tail == "uniform" else None
     if inputs.topk_logprobs is None:
         own = any(needs.topk for needs in config.own_needs)
         if config.topk_eviction or config.centers_score or own or other is None:
@@ -169,16 +169,17 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
             )
         if config.direction == "predictive" and inputs.topk_sums is not None and inputs.topk_sums.shape[-1] != 6:
             raise ValueError("direction = 'predictive' needs [T, 6] losses.predictive_sums as topk_sums, got [T, 2]")
-        return TopK(None, inputs.topk_sums, rollout_logprobs, valid, other, square, _support(inputs))
+        return TopK(None, inputs.topk_sums, rollout_logprobs, valid, other, square, support)
     if config.topk_eviction:
         valid, other, square = evict(inputs.topk_logprobs, valid, other, square)
-    return TopK(inputs.topk_logprobs, None, rollout_logprobs, valid, other, square, _support(inputs))
+    return TopK(inputs.topk_logprobs, None, rollout_logprobs, valid, other, square, support)
 
 
 def _support(inputs: LossInputs) -> int | Tensor | None:
     if inputs.vocab_size is None or inputs.kept_counts is None:
         return inputs.vocab_size
-    return torch.where(inputs.kept_counts > 0, inputs.kept_counts, inputs.vocab_size)
+    counts = inputs.kept_counts.to(inputs.logprobs.device)
+    return torch.where(counts > 0, counts, inputs.vocab_size)
 
 
 def check_shapes(inputs: LossInputs) -> None:

@@ -28,7 +28,7 @@ def keep_only_(logits: Tensor, ids: Tensor, counts: Tensor, first: int, own: int
     # An id of another shard stands for a place that may be another's: -inf there changes nothing under a maximum.
     values = flat[places].masked_fill_((local < 0) | (local >= own), -torch.inf)
     # On the CPU half the time of masked_fill_ with a mask of rows.
-    logits.index_fill_(0, on_device_of(logits, counts.nonzero()[:, 0]), -torch.inf)
+    logits.index_fill_(0, _on_device_of(logits, counts.nonzero()[:, 0]), -torch.inf)
     flat.scatter_reduce_(0, places, values, "amax")
     return logits
 
@@ -45,10 +45,10 @@ def keep_only(logits: Tensor, ids: Tensor, counts: Tensor, first: int, own: int)
 
 def set_rows(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The row of each id ``[N]``, and whether each row has a set ``[n]``."""
-    counts = on_device_of(ids, counts)
+    counts = _on_device_of(ids, counts)
     return torch.repeat_interleave(counts.long(), output_size=len(ids)), counts > 0
 
 
-def on_device_of(other: Tensor, values: Tensor) -> Tensor:
+def _on_device_of(other: Tensor, values: Tensor) -> Tensor:
     """``values`` of the CPU where ``other`` is; nothing waits."""
     return values.pin_memory().to(other.device, non_blocking=True) if other.is_cuda else values

@@ -97,7 +97,8 @@ class LossInputs:
     vocab_size: int | None = None
     """V without padding; for the predicted direction with a uniform tail"""
     kept_counts: Tensor | None = None
-    """[T] int, how many ids a sampling filter left to a token, over which pi and mu are distributions then; 0 = all"""
+    """[T] int on the CPU, how many ids a sampling filter left to a token, over which pi and mu are distributions then;
+    0 = all"""
     anchor_logprobs: Tensor | None = None
     """[T] log-probabilities recomputed by the trainer at the rollout's weights; only for the losses named so"""
     reference_logprobs: Tensor | None = None
