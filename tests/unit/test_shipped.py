@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cli.main import main
-from megatron_dppo.cli.shipped import TOOLS, shipped_folder
+from megatron_dppo.cli.shipped import TOOLS
 from megatron_dppo.errors import UserError
 
 ROOT = Path(__file__).parents[2]
