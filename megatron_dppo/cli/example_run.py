@@ -13,11 +13,10 @@ from pathlib import Path
 
 from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.files.shipped import shipped_folder
+from megatron_dppo.platform import has_fast_bf16
 
 MODELS = Path("runs/models")
 """Folder of links to the models, by the names that the examples' configurations have."""
-_BF16_SPEEDUP = 1.3
-"""Least gain of bf16 products over fp32 ones at which bf16 pays."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
 """For the processes that train, where the user has not set them."""
 
@@ -82,7 +81,7 @@ def run_example(name: str, files: Path, *, output: Path, processes: int, seed: i
     began = time.perf_counter()
     _link(example.make_model(), MODELS / Path(name).name)
     settings = ["--run.output_dir", str(output), "--run.overwrite", "true", "--run.seed", str(seed)]
-    if not _has_fast_bf16():
+    if not has_fast_bf16():
         _say("model    bf16 products are not faster on this processor: training in fp32, about twice as long")
         settings += ["--model.dtype", "fp32"]
     if importlib.util.find_spec("pyarrow") is not None:
@@ -115,21 +114,3 @@ def _link(model: Path, link: Path) -> None:
     with disk_errors(link, "the link to the model"):
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(model.resolve(), target_is_directory=True)
-
-
-def _has_fast_bf16() -> bool:
-    """Measure whether a product in bf16 takes less time than in fp32, at the size of the model's layers."""
-    import torch
-
-    if torch.cuda.is_available():
-        return True
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        left, right = torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
-        times = []
-        for _ in range(5):
-            began = time.perf_counter()
-            torch.mm(left, right)
-            times.append(time.perf_counter() - began)
-        seconds[dtype] = min(times)
-    return seconds[torch.float32] > _BF16_SPEEDUP * seconds[torch.bfloat16]
