@@ -44,6 +44,7 @@ def test_two_steps_of_training_and_their_log_probabilities(model: Path, tmp_path
         run__num_steps=2,
         model__path=model,
         model__dtype="fp32",
+        rollout__dtype="fp32",
         rollout__prompts_per_step=4,
         rollout__samples_per_prompt=4,
         train__mini_batches=1,
