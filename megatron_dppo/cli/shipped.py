@@ -20,6 +20,7 @@ TOOLS: Mapping[str, str] = {
     "hf-to-megatron": "convert_hf_to_megatron.py",
     "megatron-to-hf": "convert_megatron_to_hf.py",
     "adapter": "convert_adapter.py",
+    "upcycle": "convert_upcycle.py",
     "check": "check_conversion.py",
 }
 """Name of a conversion -> its script in ``tools/``."""

@@ -87,8 +87,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "transformers"},
     ),
     "weights": (
-        {"config", "data", "errors", "files", "hf", "mcore", "parallel", "platform", "policy", "rollout", "serving"}
-        | {"types"},
+        {"config", "data", "errors", "families", "files", "hf", "mcore", "parallel", "platform", "policy", "rollout"}
+        | {"serving", "types"},
         {"modelopt", "safetensors", "torch", "transformers"},
     ),
     "run": (
