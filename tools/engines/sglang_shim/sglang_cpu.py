@@ -210,7 +210,22 @@ def _not_pinned(module: Any) -> None:
     torch.Tensor.pin_memory = lambda self, *_: self
 
 
+def _gate_in_torch(module: Any) -> None:
+    """Reason: the gate of Qwen2-MoE's shared expert is a Triton kernel whatever the device is.
+
+    Affected: 0.5.23. Delete when: Qwen2-MoE answers with ``--device cpu``.
+    """
+
+    def launch(hidden: Any, weight: Any, shared: Any, output: Any, *, do_add: bool) -> None:
+        gate = (hidden.float() @ weight.float()).sigmoid()[:, None]
+        gated = gate * shared.float()
+        output.copy_(gated + output.float() if do_add else gated)
+
+    module._launch_fused_gate_sigmoid_mul = launch
+
+
 _FIXES: dict[str, Callable[[Any], None]] = {
+    "sglang.kernels.ops.elementwise.elementwise": _gate_in_torch,
     "sglang.srt.lora.layers": _not_pinned,
     "sglang.srt.mem_cache.pool_host.common": _plain_host_buffer,
     "sglang.srt.utils.weight_checker": _no_synchronize,
