@@ -13,7 +13,6 @@ from pathlib import Path
 
 from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.files.shipped import shipped_folder
-from megatron_dppo.platform import has_fast_bf16
 
 MODELS = Path("runs/models")
 """Folder of links to the models, by the names that the examples' configurations have."""
@@ -77,6 +76,8 @@ def run_example(name: str, files: Path, *, output: Path, processes: int, seed: i
     Raises:
         UserError: the model cannot be made.
     """
+    from megatron_dppo.platform import has_fast_bf16  # imports torch, which other commands do without
+
     example = RUNNABLE[name]
     began = time.perf_counter()
     _link(example.make_model(), MODELS / Path(name).name)

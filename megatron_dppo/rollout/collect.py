@@ -37,7 +37,7 @@ def score_completions(
             completion=completion.text,
             label=prompt.label,
             # A plain string: a scoring process would import torch to unpickle the enum, in the first sample's time.
-            metadata={**prompt.metadata, "finish_reason": completion.finish_reason.value},
+            metadata={**prompt.metadata, "finish_reason": str(completion.finish_reason)},
             token_ids=tuple(completion.token_ids.tolist()),
             messages=prompt.messages,
         )

@@ -36,7 +36,7 @@ def test_every_command_and_target_that_the_pages_name_is_there() -> None:
         code = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S) + re.findall(r"`([^`\n]+)`", text))
         commands = set(re.findall(r"(?<![\w/-])megatron-dppo ([a-z][a-z-]*)", code))
         assert commands <= set(_COMMANDS), (page.name, commands - set(_COMMANDS))
-        made = set(re.findall(r"(?:^|&& |`)make ([a-z][a-z-]*)", code, re.M))
+        made = set(re.findall(r"(?:^|&& |`)make ([a-z][a-z0-9-]*)", code, re.M))
         assert made <= targets, (page.name, made - targets)
 
 
