@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.files.shipped import shipped_folder
 
@@ -48,7 +49,8 @@ def _smollm2_moe() -> Path:
         _say("model    upcycling it to 4 experts (377 M parameters)")
         script = shipped_folder("tools") / TOOLS["upcycle"]
         sizes = ["--experts", "4", "--top-k", "2", "--noise", "0.02"]
-        subprocess.run([sys.executable, str(script), str(dense), str(folder), *sizes], check=True)
+        if subprocess.run([sys.executable, str(script), str(dense), str(folder), *sizes]).returncode:
+            raise UserError(f"expected a mixture of experts in {folder}, but {script.name} failed: see its error above")
     return folder
 
 
@@ -80,11 +82,11 @@ def run_example(name: str, files: Path, *, output: Path, processes: int, seed: i
 
     example = RUNNABLE[name]
     began = time.perf_counter()
-    _link(example.make_model(), MODELS / Path(name).name)
+    _link(example.make_model(), MODELS / name)
     settings = ["--run.output_dir", str(output), "--run.overwrite", "true", "--run.seed", str(seed)]
     if not has_fast_bf16():
         _say("model    bf16 products are not faster on this processor: training in fp32, about twice as long")
-        settings += ["--model.dtype", "fp32"]
+        settings += ["--model.dtype", "fp32", "--rollout.dtype", "fp32"]
     if importlib.util.find_spec("pyarrow") is not None:
         settings += ["--log.rollouts_every", "4"]  # single tokens for the report
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -105,9 +107,10 @@ def _say(line: str) -> None:
 
 def _link(model: Path, link: Path) -> None:
     """Let ``link`` lead to the model, where nothing of the user's is in its place."""
-    if link.is_symlink():
-        if link.resolve() == model.resolve():
-            return
+    if link.resolve() == model.resolve():
+        return
+    # An earlier version's link leads to its neighbour in the cache, or to nothing after the cache was emptied.
+    if link.is_symlink() and (not link.exists() or link.resolve().parent == model.resolve().parent):
         link.unlink()
     if link.exists():
         _say(f"model    {link} is there already and is used as it is")

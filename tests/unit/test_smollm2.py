@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import zipfile
@@ -120,7 +119,13 @@ def test_a_users_folder_in_place_of_the_link_stays(tmp_path: Path, monkeypatch: 
     for target in (other, model, model):
         example_run._link(target, link)
         assert link.resolve() == target
-    os.rename(other, tmp_path / "gone")
+    elsewhere = tmp_path / "mine/folder"
+    elsewhere.mkdir(parents=True)
+    link.unlink()
+    link.symlink_to(elsewhere)
+    example_run._link(model, link)
+    assert link.resolve() == elsewhere  # a link of the user's stays
+    elsewhere.rmdir()
     example_run._link(model, link)
     assert link.resolve() == model
 
