@@ -49,9 +49,6 @@ def run_examples(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return _run_example(options, overrides)
     if overrides:
         raise ConfigError(f"unexpected argument {overrides[0]!r}; examples takes names and --to DIR")
-    runnable = [name for name in options.name if name in RUNNABLE]
-    if runnable and not options.copy_only:
-        raise ConfigError(f"example {runnable[0]!r} beside others: expected it alone, to run it, or --copy-only")
     examples = shipped_folder("examples")
     sources = {folder.name: folder for folder in sorted(examples.iterdir()) if folder.is_dir()}
     sources[LAUNCH] = shipped_folder(LAUNCH)
@@ -60,7 +57,7 @@ def run_examples(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             files = sorted(str(f.relative_to(folder)) for f in folder.glob("*") if f.suffix in (".toml", ".py", ".sh"))
             print(f"{name:15} {', '.join(files) or 'data files'}")
         print("\nmegatron-dppo examples NAME... --to DIR copies them")
-        print(f"megatron-dppo examples NAME copies and runs one of {', '.join(RUNNABLE)}")
+        print(f"megatron-dppo examples NAME, alone, copies and runs one of {', '.join(RUNNABLE)}")
         return 0
     names = [RUNNABLE[name].files if name in RUNNABLE else name for name in options.name]
     unknown = [name for name in names if name not in sources]
