@@ -1,4 +1,4 @@
-"""What bf16 costs on this CPU, in time ratios of one run: products, attention, the head's logits.
+"""Time ratios of bf16 and fp32 on this CPU, of one run: products, attention, the head's logits.
 
     python benchmarks/cpu_bf16.py [--rounds 9]
 

@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Task:
-    """What both sides learn, and when they have learned it."""
+    """Task, reward and goal that both sides share."""
 
     config: Path
     """ours"""

@@ -1,4 +1,4 @@
-"""What router replay does on a real mixture of experts: three engines in bf16, experts compared and replayed.
+"""Router replay on a real mixture of experts: three engines in bf16, experts compared and replayed.
 
     python benchmarks/real_model_replay.py [--seeds 0 1] [--only sglang] [--output runs/real_model_replay]
 

@@ -36,14 +36,14 @@ EVAL_EVERY = 5
 def main() -> None:
     """Write the picture."""
     rows, picture = (*sys.argv[1:], "docs/real_model/rows.jsonl.xz", "docs/real_model/losses.png")[:2]
-    found = cells(each.row for each in read_handed(Path(rows)))
+    rows_of_cell = cells(each.row for each in read_handed(Path(rows)))
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     with plt.rc_context({**style, "font.size": 9}):
         figure, axes = plt.subplots(len(CONDITIONS), len(METRICS), figsize=(11, 5.6), layout="constrained", sharex=True)
         for line, (condition, name) in zip(axes, CONDITIONS.items(), strict=True):
             for axis, (metric, title) in zip(line, METRICS.items(), strict=True):
                 for loss, (label, color) in LOSSES.items():
-                    draw(axis, found.get(("smollm2", condition, loss), ()), metric, label, color)
+                    draw(axis, rows_of_cell.get(("smollm2", condition, loss), ()), metric, label, color)
                 axis.set_title(f"{title}, {name}", loc="left")
                 axis.set_ylim(0, None if metric == "train/mask_fraction" else 1)
         for axis in axes[-1]:

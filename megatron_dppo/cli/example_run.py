@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.errors import UserError
 from megatron_dppo.files.disk import disk_errors
-from megatron_dppo.files.shipped import shipped_folder
 
 MODELS = Path("runs/models")
 """Folder of links to the models, by the names that the examples' configurations have."""
@@ -41,16 +39,14 @@ def _smollm2() -> Path:
 
 def _smollm2_moe() -> Path:
     """Upcycle SmolLM2 to four experts, two for each token."""
-    from megatron_dppo.cli.shipped import TOOLS
+    from megatron_dppo.weights.upcycled_config import Upcycling
+    from megatron_dppo.weights.upcycling import upcycle_folder
 
     dense = _smollm2()
     folder = dense.with_name(f"{dense.name}-moe-4x2")
     if not folder.is_dir():
         _say("model    upcycling it to 4 experts (377 M parameters)")
-        script = shipped_folder("tools") / TOOLS["upcycle"]
-        sizes = ["--experts", "4", "--top-k", "2", "--noise", "0.02"]
-        if subprocess.run([sys.executable, str(script), str(dense), str(folder), *sizes]).returncode:
-            raise UserError(f"expected a mixture of experts in {folder}, but {script.name} failed: see its error above")
+        upcycle_folder(dense, folder, Upcycling(num_experts=4, top_k=2, noise=0.02))
     return folder
 
 

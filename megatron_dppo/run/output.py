@@ -79,11 +79,11 @@ def run_bytes(config: Config, inputs: Inputs) -> int:
     """What a run from its beginning writes at most at one time."""
     parameters, checkpoint = inputs.num_parameters, config.checkpoint
     # The oldest is deleted when the next one is complete.
-    kept = 1
+    num_checkpoints = 1
     if checkpoint.save_every:
         saves = math.ceil(config.run.num_steps / checkpoint.save_every)
-        kept = min(saves, checkpoint.keep + 1)
-    total = (kept + checkpoint.keep_best) * checkpoint_bytes(config, inputs) + _LOGS
+        num_checkpoints = min(saves, checkpoint.keep + 1)
+    total = (num_checkpoints + checkpoint.keep_best) * checkpoint_bytes(config, inputs) + _LOGS
     total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
     total += weights_bytes(config, inputs) * checkpoint.export_hf
     total += _trained(config, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)

@@ -28,7 +28,7 @@ SIZES = {"vocab_size": 117, "hidden_size": 64, "intermediate_size": 96, "num_hid
     "initializer_range": 0.08,
     "tie_word_embeddings": True,
 }
-"""Of a dense model."""
+"""Configuration of a dense model."""
 
 
 def tool(name: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:

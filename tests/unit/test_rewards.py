@@ -216,7 +216,7 @@ def test_a_function_that_loads_only_in_the_parent_is_refused_with_the_reason(
 
 
 def test_no_samples_time_is_spent_on_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a scoring process is sent must be plain data: on a busy machine torch takes longer than a sample may."""
+    """Samples reach a scoring process as plain data: on a busy machine torch takes longer than a sample may."""
     (tmp_path / "heavy.py").write_text(
         "import sys\ndef score(*, prompt, completion, label, metadata):\n"
         "    return {'score': 1.0, 'torch': float('torch' in sys.modules)}\n"

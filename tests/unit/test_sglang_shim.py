@@ -1,4 +1,4 @@
-"""What lets the unmodified SGLang wheel serve on a CPU, where it replaces a kernel."""
+"""Replacement of a GPU kernel in the shim that lets the unmodified SGLang wheel serve on a CPU."""
 
 from __future__ import annotations
 
