@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_dppo.hf import WeightStream, stream_model
 from megatron_dppo.types import RoutingShape
@@ -77,7 +77,7 @@ class Reference:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.model = Qwen3MoeForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def distributions(self, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
