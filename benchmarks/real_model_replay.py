@@ -11,6 +11,8 @@ scored twice then, with the trainer's live routers and with the engine's experts
 *Probe*: what ``weights/probe.py`` measured after each sync, which a run prints only when it refuses a server.
 
 A run is ``megatron_dppo.train`` with these measurements around it (``--worker``), and without a checkpoint at its end.
+``--adapters RANK`` trains LoRA adapters instead of all weights, for machines with less memory. The router then stays as it
+is, and what updates do to the routes is not measured.
 """
 
 from __future__ import annotations
@@ -382,7 +384,7 @@ def _free_memory() -> int:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-def train(variant: Variant, seed: int, config: Path, work: Path) -> dict[str, Any]:
+def train(variant: Variant, seed: int, config: Path, work: Path, adapters: int) -> dict[str, Any]:
     """Run the trainer once; its row."""
     run, measured = work / f"{variant.name}-{seed}", work / f"{variant.name}-{seed}.jsonl"
     measured.unlink(missing_ok=True)
@@ -391,12 +393,18 @@ def train(variant: Variant, seed: int, config: Path, work: Path) -> dict[str, An
     arguments += ["--run.output_dir", str(run), "--run.seed", str(seed), *engine_arguments(variant.engine)]
     arguments += ["--train.router_replay", variant.replay]
     arguments += ["--train.router_replay_weights", str(variant.has_weights).lower()]
+    arguments += ["--lora.rank", str(adapters)] if adapters else []
     begin = time.perf_counter()
     with (work / f"{variant.name}-{seed}.log").open("w") as log:
         subprocess.run(arguments, check=True, env=environment(), cwd=work, stdout=log, stderr=subprocess.STDOUT)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     records = [json.loads(line) for line in measured.read_text().splitlines()]
-    row: dict[str, Any] = {**asdict(variant), "seed": seed, "seconds": time.perf_counter() - begin}
+    row: dict[str, Any] = {
+        **asdict(variant),
+        "adapters": adapters,
+        "seed": seed,
+        "seconds": time.perf_counter() - begin,
+    }
     row["steps"] = [{name: step[name] for name in METRICS if name in step} for step in steps]
     for record in records:
         row.setdefault(record.pop("kind"), []).append(record)
@@ -414,12 +422,14 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Run what has no row yet, and append its rows."""
     import datetime
 
-    done = {(Variant(r["engine"], r["replay"], r["has_weights"]).name, r["seed"]) for r in rows}
+    done = {(*_key(r), r["seed"]) for r in rows}
     variants = [v for v in VARIANTS if options.only is None or v.name in options.only]
     config = write_inputs(options)
     for engine in dict.fromkeys(variant.engine for variant in variants):
         missing = [(seed, v) for seed in options.seeds for v in variants if v.engine == engine]
-        missing = [(seed, v) for seed, v in missing if (v.name, seed) not in done]
+        missing = [
+            (seed, v) for seed, v in missing if (*_key({**asdict(v), "adapters": options.adapters}), seed) not in done
+        ]
         if not missing:
             continue
         process, start_seconds = None, 0.0
@@ -429,7 +439,7 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         try:
             for seed, variant in missing:
                 wait_for_memory(options.memory)
-                row = train(variant, seed, config, options.work)
+                row = train(variant, seed, config, options.work, options.adapters)
                 row |= {"start_seconds": start_seconds, "machine": machine(), "date": f"{datetime.date.today()}"}
                 row |= {"load": os.getloadavg()[1], "lr": options.lr}
                 rows.append(row)
@@ -453,10 +463,9 @@ def rounded(value: Any) -> Any:
 def print_tables(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the Markdown tables: paired differences, drift, sync and probe."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for variant in VARIANTS:
-        rows_of_variant = [r for r in rows if (r["engine"], r["replay"], r["has_weights"]) == _key(variant)]
-        if rows_of_variant:
-            groups[variant.name] = rows_of_variant
+    for row in sorted(rows, key=lambda r: (r["adapters"], _order(r))):
+        name = Variant(row["engine"], row["replay"], row["has_weights"]).name
+        groups.setdefault(f"{name}, adapters" if row["adapters"] else name, []).append(row)
     print("\n### Same weights, same tokens\n")
     columns = ("live_abs_prob", "replayed_abs_prob", "live_k3", "replayed_k3", "routes")
     _table("run", ["tokens", *columns], groups, lambda row: _paired(row, columns), {"tokens": sum})
@@ -471,8 +480,14 @@ def print_tables(rows: Sequence[Mapping[str, Any]]) -> None:
     print(f"\n{len(rows)} runs on {', '.join(sorted({row['machine'] for row in rows}))}")
 
 
-def _key(variant: Variant) -> tuple[str, str, bool]:
-    return variant.engine, variant.replay, variant.has_weights
+def _key(row: Mapping[str, Any]) -> tuple[str, str, bool, int]:
+    """Identity of a variant, apart from the seed."""
+    return row["engine"], row["replay"], row["has_weights"], row["adapters"]
+
+
+def _order(row: Mapping[str, Any]) -> int:
+    """Position of a row's variant in the tables."""
+    return VARIANTS.index(Variant(row["engine"], row["replay"], row["has_weights"]))
 
 
 def _paired(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, float | None]:
@@ -546,6 +561,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--adapters", type=int, default=0, metavar="RANK", help="train LoRA adapters of this rank")
     parser.add_argument("--memory", type=float, default=10, help="GiB of free memory that a run waits for")
     parser.add_argument("--only", nargs="+", choices=[v.name for v in VARIANTS], help="variants to run")
     parser.add_argument("--table", action="store_true", help="only print the tables of the rows")
