@@ -11,8 +11,8 @@ scored twice then, with the trainer's live routers and with the engine's experts
 *Probe*: what ``weights/probe.py`` measured after each sync, which a run prints only when it refuses a server.
 
 A run is ``megatron_dppo.train`` with these measurements around it (``--worker``), and without a checkpoint at its end.
-``--adapters RANK`` trains LoRA adapters instead of all weights, for machines with less memory. The router then stays as it
-is, and what updates do to the routes is not measured.
+``--adapters RANK`` trains LoRA adapters instead of all weights, for machines with less memory. The router then stays as
+it is, and what updates do to the routes is not measured.
 """
 
 from __future__ import annotations
