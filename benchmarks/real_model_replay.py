@@ -163,9 +163,9 @@ def run_worker(arguments: Sequence[str]) -> int:
 
 
 def _measure_probe(measurements: Measurements) -> None:
-    """Record every verdict; the first probe of a run asks for more tokens, so that its means are worth comparing."""
+    """Record every verdict with its numbers."""
     from megatron_dppo.errors import ServerError
-    from megatron_dppo.rollout import probe, verdict
+    from megatron_dppo.rollout import verdict
     from megatron_dppo.weights import probe as trainer_probe
 
     def judge(answer: Any, expected: Any, readings: Any) -> Any:
@@ -178,12 +178,7 @@ def _measure_probe(measurements: Measurements) -> None:
         measurements.write("probe", passed=True, tokens=tokens, **_plain(asdict(result)))
         return result
 
-    def expect(**fields: Any) -> Any:
-        is_first = not fields["policy_version"]
-        return probe.Expectation(**{**fields, "enough_tokens": 512 if is_first else 64})
-
     trainer_probe.judge = judge
-    trainer_probe.Expectation = expect  # type: ignore[misc, assignment]
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -507,13 +502,19 @@ def _last(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, float | Non
 
 
 def _probe(row: Mapping[str, Any]) -> dict[str, float | None]:
-    """Verdicts of a run, and the numbers of its first probe, which has the most tokens."""
+    """Verdicts of a run, and the means of the numbers of those that passed, over tokens."""
     probes = row.get("probe", [])
     values: dict[str, float | None] = {"passed": sum(p["passed"] for p in probes), "of": len(probes)}
-    if probes and probes[0]["passed"]:
-        first = probes[0]
-        values |= {"live": first["logprobs"]["probability"], "median_log_odds": first["logprobs"]["odds"]}
-        values |= {"replayed": first["replayed"] and first["replayed"]["probability"], "routes": first["routes"]}
+    columns = {
+        "live": lambda p: p["logprobs"]["probability"],
+        "replayed": lambda p: p["replayed"] and p["replayed"]["probability"],
+        "median_log_odds": lambda p: p["logprobs"]["odds"],
+        "routes": lambda p: p["routes"],
+    }
+    for name, read in columns.items():
+        pairs = [(read(p), p["tokens"]) for p in probes if p["passed"] and read(p) is not None]
+        tokens = sum(count for _, count in pairs)
+        values[name] = sum(value * count for value, count in pairs) / tokens if tokens else None
     return values
 
 
