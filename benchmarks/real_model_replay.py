@@ -420,6 +420,7 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     done = {(*_key(r), r["seed"]) for r in rows}
     variants = [v for v in VARIANTS if options.only is None or v.name in options.only]
     config = write_inputs(options)
+    options.rows.parent.mkdir(parents=True, exist_ok=True)
     for engine in dict.fromkeys(variant.engine for variant in variants):
         missing = [(seed, v) for seed in options.seeds for v in variants if v.engine == engine]
         missing = [
