@@ -210,23 +210,22 @@ def _not_pinned(module: Any) -> None:
     torch.Tensor.pin_memory = lambda self, *_: self
 
 
-def _plain_shared_expert_gate(module: Any) -> None:
-    """Reason: a shared expert (Qwen2-MoE) is gated by a Triton kernel whatever the device is, unless the CPU has AMX.
+def _gate_in_torch(module: Any) -> None:
+    """Reason: the gate of Qwen2-MoE's shared expert is a Triton kernel whatever the device is.
 
-    Affected: 0.5.20 and 0.5.23. Delete when: ``Qwen2MoeForCausalLM`` generates with ``--device cpu`` without AMX.
+    Affected: 0.5.23. Delete when: Qwen2-MoE answers with ``--device cpu``.
     """
 
-    def launch(hidden_states: Any, gate_weight: Any, shared_output: Any, output: Any, *, do_add: bool) -> None:
-        # In fp32, and rounded once at the end, as the kernel does it.
-        gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
-        gated = gate[:, None] * shared_output.float()
+    def launch(hidden: Any, weight: Any, shared: Any, output: Any, *, do_add: bool) -> None:
+        gate = (hidden.float() @ weight.float()).sigmoid()[:, None]
+        gated = gate * shared.float()
         output.copy_(gated + output.float() if do_add else gated)
 
     module._launch_fused_gate_sigmoid_mul = launch
 
 
 _FIXES: dict[str, Callable[[Any], None]] = {
-    "sglang.kernels.ops.elementwise.elementwise": _plain_shared_expert_gate,
+    "sglang.kernels.ops.elementwise.elementwise": _gate_in_torch,
     "sglang.srt.lora.layers": _not_pinned,
     "sglang.srt.mem_cache.pool_host.common": _plain_host_buffer,
     "sglang.srt.utils.weight_checker": _no_synchronize,

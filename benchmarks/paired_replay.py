@@ -1,6 +1,6 @@
 """Router replay on a real mixture of experts: rollouts of SGLang, vLLM and the local engine, all in bf16.
 
-    python benchmarks/real_model_replay.py --model FOLDER [--seeds 0 1] [--only sglang,rollout] [--table]
+    python benchmarks/paired_replay.py --model FOLDER [--seeds 0 1] [--only sglang,rollout] [--table]
 
 Runs the trainer on two ranks (expert parallel 2) for a few small steps against each engine, with live and with replayed
 experts, and appends a row for each finished run to ``--rows``. The same command resumes; ``--table`` only prints.
@@ -558,8 +558,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=Path("runs/models/smollm2-moe"), help="Hugging Face folder")
     parser.add_argument("--prompts", type=Path, default=task / "train.jsonl", help="JSONL with prompt and label")
     parser.add_argument("--reward", type=Path, default=task / "reward.py", help="file with the function score")
-    parser.add_argument("--rows", type=Path, default=REPOSITORY / "docs/real_model/replay.jsonl")
-    parser.add_argument("--work", type=Path, default=Path("runs/real_model_replay"), help="runs and logs")
+    parser.add_argument("--rows", type=Path, default=REPOSITORY / "docs/real_model/paired_replay.jsonl")
+    parser.add_argument("--work", type=Path, default=Path("runs/paired_replay"), help="runs and logs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-5)
