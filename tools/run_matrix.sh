@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # Every loss on every layout, up to 8 processes, with both supported versions of Megatron Core; writes docs/parity.md.
 #
-#   tools/run_matrix.sh [PYTHON312]     a Python 3.12 for megatron-core 0.19.2 (default: python3.12)
+#   tools/run_matrix.sh [PYTHON312]     a Python 3.12 for megatron-core 0.19.2 (see tools/setup_python312.sh)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-newer=${1:-python3.12}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
@@ -12,11 +11,8 @@ export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
 python=$(tools/setup_env.sh)
 "$python" -m tests.distributed.run_matrix "$folder/first.md"
 
-if [[ ! -x .venv312/bin/python ]]; then
-    "$newer" -m venv .venv312
-    .venv312/bin/pip install --quiet "megatron-core==0.19.2" -e ".[dev]"
-fi
-.venv312/bin/python -m tests.distributed.run_matrix "$folder/second.md"
+newer=$(tools/setup_python312.sh "$@")
+"$newer" -m tests.distributed.run_matrix "$folder/second.md"
 {
     echo "# The whole objective on every layout, in figures"
     echo

@@ -178,10 +178,9 @@ _COMMANDS = {
         has_overrides=False,
     ),
     "examples": _Command(
-        "list or copy the examples and launch scripts",
+        "list, copy or run the examples; copy the launch scripts",
         add_examples_arguments,
         _reported(run_examples),
-        has_overrides=False,
     ),
     "convert": _Command(
         "convert weights between Hugging Face and Megatron",

@@ -1,7 +1,4 @@
-"""``megatron-dppo examples`` and ``megatron-dppo convert``: what comes with the package beside its code.
-
-A checkout has these folders beside the package; in a wheel they are in ``megatron_dppo/shipped`` (setup.py).
-"""
+"""``megatron-dppo examples`` and ``megatron-dppo convert``: what comes with the package beside its code."""
 
 from __future__ import annotations
 
@@ -13,13 +10,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.cli.example_run import RUNNABLE, run_example
+from megatron_dppo.config.run import MAX_SEED
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.files.disk import disk_errors
+from megatron_dppo.files.shipped import shipped_folder
 
 TOOLS: Mapping[str, str] = {
     "hf-to-megatron": "convert_hf_to_megatron.py",
     "megatron-to-hf": "convert_megatron_to_hf.py",
     "adapter": "convert_adapter.py",
+    "upcycle": "convert_upcycle.py",
     "check": "check_conversion.py",
 }
 """Name of a conversion -> its script in ``tools/``."""
@@ -27,37 +28,25 @@ LAUNCH = "launch"
 _NOT_COPIED = shutil.ignore_patterns("__pycache__")
 
 
-def shipped_folder(name: str, package: Path = Path(__file__).parents[1]) -> Path:
-    """The folder ``examples``, ``launch`` or ``tools``.
-
-    Args:
-        name: of the folder.
-        package: the folder of the package's code.
-
-    Raises:
-        UserError: it is not there.
-    """
-    inside, beside = package / "shipped" / name, package.parent / name
-    if inside.is_dir():
-        return inside
-    # The folder of all packages may have an "examples" of somebody else's.
-    if beside.is_dir() and (package.parent / "setup.py").is_file():
-        return beside
-    raise UserError(f"no {name}/ in {inside.parent} or beside a checkout's setup.py: install the package again")
-
-
 def add_examples_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``examples``."""
-    parser.add_argument("name", nargs="*", help="which to copy; without any: list them")
+    parser.add_argument("name", nargs="*", help="which to copy, or to copy and run; without any: list them")
     parser.add_argument("--to", default=".", help="copy to DIR/examples/NAME and DIR/launch (the current folder)")
+    runnable = ", ".join(RUNNABLE)
+    parser.add_argument("--copy-only", action="store_true", help=f"do not run it ({runnable})")
+    parser.add_argument("--output", type=Path, help="folder of the run (runs/NAME)")
+    parser.add_argument("--processes", type=int, default=2, help="training processes of the run (2)")
+    parser.add_argument("--seed", type=int, default=0, help="of the run (0)")
 
 
 def run_examples(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """List or copy examples and launch scripts; nothing that exists is touched.
+    """List, copy or run examples; nothing that exists is touched.
 
     Raises:
-        UserError: no such example, or its target exists; nothing was copied then.
+        UserError: no such example, or its target exists; nothing was copied then. A model cannot be made.
     """
+    if len(options.name) == 1 and options.name[0] in RUNNABLE and not options.copy_only:
+        return _run_example(options, overrides)
     if overrides:
         raise ConfigError(f"unexpected argument {overrides[0]!r}; examples takes names and --to DIR")
     examples = shipped_folder("examples")
@@ -68,13 +57,14 @@ def run_examples(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             files = sorted(str(f.relative_to(folder)) for f in folder.glob("*") if f.suffix in (".toml", ".py", ".sh"))
             print(f"{name:15} {', '.join(files) or 'data files'}")
         print("\nmegatron-dppo examples NAME... --to DIR copies them")
+        print(f"megatron-dppo examples NAME, alone, copies and runs one of {', '.join(RUNNABLE)}")
         return 0
-    unknown = [name for name in options.name if name not in sources]
+    names = [RUNNABLE[name].files if name in RUNNABLE else name for name in options.name]
+    unknown = [name for name in names if name not in sources]
     if unknown:
         raise ConfigError(f"example {unknown[0]!r}; expected some of {', '.join(sources)}")
     targets = {
-        name: Path(options.to) / (LAUNCH if name == LAUNCH else f"examples/{name}")
-        for name in dict.fromkeys(options.name)
+        name: Path(options.to) / (LAUNCH if name == LAUNCH else f"examples/{name}") for name in dict.fromkeys(names)
     }
     for target in targets.values():
         if target.exists() or target.is_symlink():
@@ -83,6 +73,27 @@ def run_examples(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _copy(sources[name], target)
         print(target)
     return 0
+
+
+def _run_example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Copy the example's files, where they are not there yet, and run it."""
+    (name,) = options.name
+    if options.processes < 1:
+        raise ConfigError(f"--processes {options.processes}: expected at least 1")
+    if not 0 <= options.seed <= MAX_SEED:
+        raise ConfigError(f"--seed {options.seed}: expected 0 to {MAX_SEED}")
+    files = Path(options.to) / "examples" / RUNNABLE[name].files
+    if not files.exists():
+        _copy(shipped_folder("examples") / RUNNABLE[name].files, files)
+    print(f"files    {files}: your own settings, data and reward go there", flush=True)
+    return run_example(
+        name,
+        files,
+        output=options.output or Path("runs") / name,
+        processes=options.processes,
+        seed=options.seed,
+        overrides=overrides,
+    )
 
 
 def _copy(source: Path, target: Path) -> None:

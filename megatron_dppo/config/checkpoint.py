@@ -12,8 +12,8 @@ from megatron_dppo.config.section import Section
 class CheckpointConfig(Section):
     """Megatron torch_dist checkpoints under ``output_dir/checkpoints``."""
 
-    save_every: int | None = Field(None, ge=1)
-    """Steps between checkpoints; None = only the last. SIGTERM always saves."""
+    save_every: int | None = Field(None, ge=0)
+    """Steps between checkpoints; None or 0 = only the last. SIGTERM always saves."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that stay on disk."""
     keep_best: bool = False

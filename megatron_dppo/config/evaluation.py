@@ -29,8 +29,8 @@ def check_eval_filters(evaluation: EvalConfig, engine: str, *, recorded: bool) -
 class EvalConfig(Section):
     """Evaluation on ``data.eval``: greedy by default."""
 
-    every: int = Field(10, ge=1)
-    """Steps between evaluations; one more runs before the first step and one after the last."""
+    every: int = Field(10, ge=0)
+    """Steps between evaluations; one more runs before the first step and one after the last. 0 = never."""
     samples_per_prompt: int = Field(1, ge=1)
     """n answers to each prompt: ``eval/accuracy`` is their mean score; above 1 also ``eval/pass_at_k`` for k = 1, 2, 4
     ... n (unbiased) and ``eval/maj_at_n``, the score of the most frequent answer."""
@@ -51,6 +51,35 @@ class EvalConfig(Section):
     ``eval/accuracy`` (the mean score) is at least this; None = after ``run.num_steps``."""
     max_prompts: int | None = Field(None, gt=0)
     """Evaluate on a fixed random sample of this size; None = all."""
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Return whether a run of ``num_steps`` evaluates after ``step``."""
+        return self.every > 0 and (step % self.every == 0 or step == num_steps)
+
+    def check_uses(self, *, has_prompts: bool, keep_best: bool) -> None:
+        """Refuse what needs evaluations where there are none.
+
+        Args:
+            has_prompts: ``data.eval`` names held-out prompts.
+            keep_best: ``checkpoint.keep_best``.
+
+        Raises:
+            ValueError: accuracies that would never be known, or known too late.
+        """
+        needing = "checkpoint.keep_best = true" if keep_best else ""
+        if self.stop_at_accuracy is not None:
+            needing = f"eval.stop_at_accuracy = {self.stop_at_accuracy}"
+        if needing and not (has_prompts and self.every):
+            missing = "eval.every = 0" if has_prompts else "no data.eval"
+            raise ValueError(
+                f"{needing} with {missing}: nothing is evaluated. Set data.eval and eval.every, or remove "
+                f"{needing.partition(' ')[0]}"
+            )
+        if keep_best and self.beside_training:
+            raise ValueError(
+                "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation is "
+                "there, its weights are gone. Choose one of them"
+            )
 
     @model_validator(mode="after")
     def _stop_is_known_in_time(self) -> EvalConfig:

@@ -231,16 +231,6 @@ class Config(_Section):
                 "waits for a step while others are trained on becomes two steps old. Set max_staleness = 2 or more, or "
                 "rollout.order = 'stream'"
             )
-        if self.eval.stop_at_accuracy is not None and self.data.eval is None:
-            raise ValueError(
-                f"eval.stop_at_accuracy = {self.eval.stop_at_accuracy} without data.eval: nothing is evaluated. Name "
-                "held-out prompts, or leave it out"
-            )
-        if self.checkpoint.keep_best and self.eval.beside_training:
-            raise ValueError(
-                "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation is "
-                "there, its weights are gone. Choose one of them"
-            )
         if self.train.router_replay == "recorded" and self.train.mini_batches * self.train.epochs == 1:
             raise ValueError(
                 "train.router_replay = 'recorded' has no effect with one update a step: it replays the routing of the "
@@ -275,6 +265,7 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _evaluation_fits(self) -> Config:
+        self.eval.check_uses(has_prompts=self.data.eval is not None, keep_best=self.checkpoint.keep_best)
         if self.data.eval is not None:
             check_eval_filters(self.eval, self.rollout.engine, recorded=self.rollout.filters)
         return self

@@ -59,6 +59,7 @@ LOSSES: Mapping[str, Loss] = {
 
 NONE = Mismatch("none", "", {})
 _HALF = ("bf16", "fp16")
+_CONSTANT: Settings = {"optimizer": {"lr_decay_style": "constant"}}
 
 
 def _perturbed(name: str, key: str, values: Sequence[Any]) -> list[Mismatch]:
@@ -76,6 +77,11 @@ MISMATCHES: Mapping[str, Mismatch] = {
         *_perturbed("hidden_top_p", "unrecorded_top_p", [0.95, 0.9]),
         Mismatch("staleness", "4, lr 1e-3", {"train": {"max_staleness": 4}, "optimizer": {"lr": 1e-3}}),
         *[Mismatch(f"{dtype} both", "", {name: {"dtype": dtype} for name in ("model", "rollout")}) for dtype in _HALF],
+        # Not mismatches: what may keep a run at its best when the learning rate does not fall.
+        Mismatch("constant rate", "", _CONSTANT),
+        Mismatch("constant rate", "1e-5", {"optimizer": {"lr_decay_style": "constant", "lr": 1e-5}}),
+        Mismatch("constant rate", "groups with signal", {**_CONSTANT, "rollout": {"dynamic_sampling": True}}),
+        Mismatch("constant rate", "entropy bonus", {**_CONSTANT, "loss": {"entropy_coef": 0.003}}),
         Mismatch("hot", "", {"train": {"max_staleness": 8, "advantage": "std"}, "optimizer": {"lr": 3e-3}}),
     )
 }

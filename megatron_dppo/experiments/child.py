@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.io import validate
+from megatron_dppo.config.paths import resolve_paths
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.task_models import write_model_folder
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.experiments.grid import Run, Settings, merged
+from megatron_dppo.experiments.smollm2 import model_folder
+from megatron_dppo.experiments.tasks import REAL_MODEL, task_files
 from megatron_dppo.files.atomic import write_synced
 from megatron_dppo.report.records import read_metrics
 
@@ -48,14 +51,22 @@ KEPT_PREFIX = "train/counterfactual"
 
 
 def make_base(task: str, settings: Settings, target: str) -> None:
-    """Warm the base model of a task up and put its folder at ``target``, whole or not at all."""
+    """Warm the base model of a task up and put its folder at ``target``, whole or not at all.
+
+    The folder of the real model has links to its files.
+    """
     folder = Path(f"{target}.partial")
     _begin(folder)
     began = time.perf_counter()
-    write_model_folder(task, folder / "model")
-    _train(settings, folder / "run", {"model": {"path": str(folder / "model")}})
-    costs = {"cpu_seconds": _cpu_seconds(), "wall_seconds": time.perf_counter() - began}
     made = folder / "run" / "base"
+    if task == REAL_MODEL:
+        made.mkdir(parents=True)
+        for file in model_folder(print).iterdir():
+            (made / file.name).symlink_to(file)
+    else:
+        write_model_folder(task, folder / "model")
+        _train(task, settings, folder / "run", {"model": {"path": str(folder / "model")}})
+    costs = {"cpu_seconds": _cpu_seconds(), "wall_seconds": time.perf_counter() - began}
     write_synced(made / COSTS, json.dumps(costs))
     made.replace(target)
     shutil.rmtree(folder)
@@ -66,7 +77,7 @@ def make_row(run: Run, base: str, folder: str, row: str) -> None:
     place = Path(folder)
     _begin(place)
     began = time.perf_counter()
-    config, error = _train(run.settings, place / "run", {"model": {"path": base}})
+    config, error = _train(run.task, run.settings, place / "run", {"model": {"path": base}})
     curves = read_curves(place / "run" / "metrics.jsonl")
     steps = curves.get("rollout/reward", [])
     if not error and len(steps) < config.run.num_steps:
@@ -108,11 +119,14 @@ def read_curves(metrics: Path) -> dict[str, list[float | None]]:
     return {name: [record[name] for record in records if record.get(name) is not None] for name in sorted(names)}
 
 
-def _train(settings: Settings, folder: Path, places: Mapping[str, Any]) -> tuple[Config, str]:
+def _train(task: str, settings: Settings, folder: Path, places: Mapping[str, Any]) -> tuple[Config, str]:
     """Run the trainer; returns the configuration and what a run that is told to stop says, mostly nothing."""
     from megatron_dppo.run.loop import run as train
 
-    config = validate(merged(settings, {"run": {"output_dir": str(folder)}}, places), "experiment")
+    values = merged(settings, {"run": {"output_dir": str(folder)}}, places)
+    if (files := task_files(task)) is not None:
+        resolve_paths(values, files)
+    config = validate(values, "experiment")
     try:
         train(config)
     except TrainingStopped as error:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from megatron_dppo.experiments.catalogue import LOSSES
 from megatron_dppo.experiments.experiment import Block, Claim, Experiment
+from megatron_dppo.experiments.grid import Settings
+from megatron_dppo.experiments.tasks import REAL_MODEL
 
 _MASKS = ("dppo_binary_tv", "dppo_binary_kl", "dppo_topk_tv", "dppo_topk_kl")
 _CAPPED = tuple(f"{name} cap 5" for name in _MASKS)
@@ -132,8 +134,46 @@ _CLIPPED = Experiment(
     quick=(Block("rare_words", _TOKENS, ("none",), {"run": {"num_steps": 3}, "checkpoint": {"export_hf": True}}),),
     tokens="most_clipped",
 )
+_DEFAULT = "dppo_binary_tv cap 5"
+_REAL_LOSSES = (_DEFAULT, "grpo", "pg_is")
+_REAL_MODEL = Experiment(
+    "real_model",
+    "A real language model, SmolLM2-135M-Instruct, on sums: losses side by side",
+    blocks=(
+        Block(REAL_MODEL, _REAL_LOSSES, ("none", "staleness 4"), {}),
+        Block(REAL_MODEL, _REAL_LOSSES[:2], ("weights int8", "weights int4"), {}),
+    ),
+    quick=(Block(REAL_MODEL, _REAL_LOSSES, ("staleness 4",), {"run": {"num_steps": 5}}),),
+    claims=(
+        Claim("DPPO learns faster than ratio clipping", _DEFAULT, "grpo"),
+        Claim("DPPO ends higher than ratio clipping", _DEFAULT, "grpo", "final"),
+        Claim("a trust region holds what no trust region loses", _DEFAULT, "pg_is", "final"),
+    ),
+)
+_LONG_RUN: Settings = {"run": {"num_steps": 30}}
+_REAL_MODEL_END = Experiment(
+    "real_model_end",
+    "What keeps a real language model at its best: learning rate, groups with signal, trust region",
+    blocks=(
+        Block(
+            REAL_MODEL,
+            (_DEFAULT,),
+            (
+                *("none", "constant rate", "constant rate 1e-5"),
+                *("constant rate groups with signal", "constant rate entropy bonus"),
+            ),
+            _LONG_RUN,
+        ),
+        Block(REAL_MODEL, ("pg_is",), ("constant rate",), _LONG_RUN),
+    ),
+    quick=(Block(REAL_MODEL, (_DEFAULT,), ("none", "constant rate"), _LONG_RUN),),
+    claims=(Claim("a trust region holds what no trust region loses", _DEFAULT, "pg_is", "final"),),
+)
 EXPERIMENTS: Mapping[str, Experiment] = {
     e.name: e
-    for e in (_WINDTUNNEL, _STABILITY, _RATIO_TV, _CLIPPED, _RELAXED, _BAD, _RATIO_CAP, _LONG_TAIL, _PRECISION)
+    for e in (
+        *(_WINDTUNNEL, _STABILITY, _RATIO_TV, _CLIPPED, _RELAXED, _BAD, _RATIO_CAP, _LONG_TAIL, _PRECISION),
+        *(_REAL_MODEL, _REAL_MODEL_END),
+    )
 }
 """Name -> experiment."""

@@ -42,9 +42,14 @@ def _products_of(dtype: torch.dtype) -> Iterator[None]:
         setting.fp32_precision = before
 
 
-def _blocks(weight: Tensor) -> Iterator[slice]:
+def _block_rows(weight: Tensor) -> int:
+    """Return how many rows of ``weight [W, H]`` are converted at a time."""
     rows, columns = weight.shape
-    step = max(64, _BLOCK_ENTRIES // max(columns, 1))
+    return min(rows, max(64, _BLOCK_ENTRIES // max(columns, 1)))
+
+
+def _blocks(weight: Tensor) -> Iterator[slice]:
+    rows, step = len(weight), _block_rows(weight)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -57,9 +62,12 @@ def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
         torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
     else:
         rows = hidden.float()
+        # One buffer for all blocks: fresh memory for each would cost more in page faults than the product.
+        buffer = torch.empty(_block_rows(weight), weight.shape[1])
         with _products_of(hidden.dtype):
             for block in _blocks(weight):
-                torch.mm(rows, weight[block].float().t(), out=out[:, block])
+                converted = buffer[: block.stop - block.start].copy_(weight[block])
+                torch.mm(rows, converted.t(), out=out[:, block])
     return out if bias is None else out.add_(bias)
 
 

@@ -39,6 +39,9 @@ def summarize(
     return summary
 
 
+_SHOWN_CHARACTERS = 100
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -67,10 +70,16 @@ def sample_answers(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[
     """The same held-out problems answered before and after training."""
     lines = []
     for old, new in zip(before, after, strict=False):
-        lines.append(f"  {old['prompt']}   (answer: {old['label']})")
-        lines.append(f"    before  {_mark(old)} {old['response']}")
-        lines.append(f"    after   {_mark(new)} {new['response']}")
+        lines.append(f"  {_one_line(old['prompt'])}   (answer: {old['label']})")
+        lines.append(f"    before  {_mark(old)} {_one_line(old['response'])}")
+        lines.append(f"    after   {_mark(new)} {_one_line(new['response'])}")
     return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    """Return the end of a text, where a prompt has its question and a response its answer."""
+    words = " ".join(text.split())
+    return words if len(words) <= _SHOWN_CHARACTERS else f"... {words[-_SHOWN_CHARACTERS:]}"
 
 
 def _mark(record: Mapping[str, Any]) -> str:

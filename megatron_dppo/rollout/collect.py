@@ -36,7 +36,8 @@ def score_completions(
             prompt=prompt.text,
             completion=completion.text,
             label=prompt.label,
-            metadata={**prompt.metadata, "finish_reason": completion.finish_reason},
+            # A plain string: a scoring process would import torch to unpickle the enum, in the first sample's time.
+            metadata={**prompt.metadata, "finish_reason": str(completion.finish_reason)},
             token_ids=tuple(completion.token_ids.tolist()),
             messages=prompt.messages,
         )

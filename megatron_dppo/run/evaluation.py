@@ -36,13 +36,14 @@ class Evaluation:
 
 
 def evaluate(session: Session) -> dict[str, float]:
-    """Ask for answers to the held-out prompts; what they show, or nothing when training goes on meanwhile.
+    """Ask for answers to the held-out prompts; what they show, or nothing when training goes on meanwhile or
+    ``eval.every`` is 0.
 
     ``eval/accuracy`` and the others are over the prompts of all sets together; a set with a name has them apart too,
     as ``eval/<name>/accuracy``.
     """
     sets, config = session.inputs.eval_prompts, session.config
-    if not sets:
+    if not sets or not config.eval.every:
         return {}
     every = [(name, prompts[i]) for name, prompts in sets.items() for i in range(len(prompts))]
     share = every[session.trainer.dp_rank :: session.inputs.layout.dp]

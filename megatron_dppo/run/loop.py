@@ -79,7 +79,7 @@ def _train(session: Session, stop: StopSignal) -> None:
         if record is not None:
             with clock.part("record"):
                 write_record(session, record, collected)
-        evaluating = session.step % config.eval.every == 0 or session.step == config.run.num_steps
+        evaluating = config.eval.is_due(session.step, config.run.num_steps)
         # Servers on the trainer's GPUs would have to release their memory again before a save.
         if evaluating or not config.rollout.servers.colocated:
             with clock.part("publish"):
@@ -194,7 +194,7 @@ def save_due(session: Session) -> bool:
     """Whether this step ends with a checkpoint."""
     every = session.config.checkpoint.save_every
     last = session.step == session.config.run.num_steps
-    return last or session.is_solved or (every is not None and session.step % every == 0)
+    return last or session.is_solved or bool(every and session.step % every == 0)
 
 
 def check_health(session: Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,8 +79,10 @@ def run_bytes(config: Config, inputs: Inputs) -> int:
     """What a run from its beginning writes at most at one time."""
     parameters, checkpoint = inputs.num_parameters, config.checkpoint
     # The oldest is deleted when the next one is complete.
-    saves = config.run.num_steps if checkpoint.save_every is None else -(-config.run.num_steps // checkpoint.save_every)
-    kept = 1 if checkpoint.save_every is None else min(saves, checkpoint.keep + 1)
+    kept = 1
+    if checkpoint.save_every:
+        saves = math.ceil(config.run.num_steps / checkpoint.save_every)
+        kept = min(saves, checkpoint.keep + 1)
     total = (kept + checkpoint.keep_best) * checkpoint_bytes(config, inputs) + _LOGS
     total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
     total += weights_bytes(config, inputs) * checkpoint.export_hf

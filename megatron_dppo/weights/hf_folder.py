@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ def save_hf_folder(
     target: str | Path,
     source: str | Path,
     weights: WeightStream,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     *,
+    config: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     max_shard_bytes: int = 5 * 2**30,
     quantization: Quantization | None = None,
@@ -47,7 +48,8 @@ def save_hf_folder(
         target: the folder, on a file system that all ranks of ``group`` see.
         source: the folder that ``config.json`` and the tokenizer come from.
         weights: full tensors by Hugging Face name, the same on all ranks.
-        dtype: that they are written in.
+        dtype: that they are written in. None = every tensor in its own, and config.json keeps its dtype.
+        config: written as config.json. None = that of ``source``.
         group: ranks that call this together; file k is written by rank k modulo their number. None = this one alone.
         max_shard_bytes: of one file; a larger tensor gets one for itself.
         quantization: of the weights after they were rounded to ``dtype``; config.json says it. None = none.
@@ -61,7 +63,7 @@ def save_hf_folder(
     files = _Files(partial, rank, size, dtype, max_shard_bytes)
     stream = iter(weights if quantization is None else quantized(_rounded(weights, dtype), quantization))
     try:
-        agreed(lambda: _begin(target, partial, Path(source), dtype), group)
+        agreed(lambda: _begin(target, partial, Path(source), dtype, config), group)
         _together(lambda: files.take(stream), target, group)
         _together(files.name, target, group)
         settings = None if quantization is None else quantization.config(files.names())
@@ -71,9 +73,13 @@ def save_hf_folder(
         files.close()
 
 
-def _rounded(weights: WeightStream, dtype: torch.dtype) -> WeightStream:
+def _rounded(weights: WeightStream, dtype: torch.dtype | None) -> WeightStream:
     for name, tensor in weights:
-        yield name, tensor.detach().to(stored_dtype(name, dtype))
+        yield name, tensor.detach().to(_written_dtype(name, tensor, dtype))
+
+
+def _written_dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return tensor.dtype if dtype is None or is_quantized(tensor) else stored_dtype(name, dtype)
 
 
 def _together(work: Callable[[], None], target: Path, group: dist.ProcessGroup | None) -> None:
@@ -91,17 +97,20 @@ def _together(work: Callable[[], None], target: Path, group: dist.ProcessGroup |
         raise found
 
 
-def _begin(target: Path, partial: Path, source: Path, dtype: torch.dtype) -> None:
+def _begin(
+    target: Path, partial: Path, source: Path, dtype: torch.dtype | None, config: Mapping[str, Any] | None
+) -> None:
     with disk_errors(target, _WHAT):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for file in source.iterdir():
             if file.is_file() and file.suffix in COPIED and "safetensors" not in file.name:
                 shutil.copyfile(file, partial / file.name)
-        config = json.loads((partial / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        written = dict(json.loads((partial / "config.json").read_text()) if config is None else config)
+        if dtype is not None:
+            written.pop("torch_dtype", None)
+            written["dtype"] = str(dtype).removeprefix("torch.")
+        (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _publish(files: _Files, partial: Path, target: Path, quantization: dict[str, Any] | None) -> None:
@@ -122,7 +131,7 @@ def _publish(files: _Files, partial: Path, target: Path, quantization: dict[str,
 class _Files:
     """The safetensors files of a folder; every rank follows all of them and writes those that are its own."""
 
-    def __init__(self, folder: Path, rank: int, size: int, dtype: torch.dtype, max_bytes: int) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, dtype: torch.dtype | None, max_bytes: int) -> None:
         self._folder, self._rank, self._size, self._dtype, self._max_bytes = folder, rank, size, dtype, max_bytes
         self._place: dict[str, int] = {}
         """of each tensor: the number of its file"""
@@ -136,7 +145,7 @@ class _Files:
         """Write the tensors of the stream that belong to this rank's files."""
         number = filled = 0
         for name, tensor in weights:
-            dtype = tensor.dtype if is_quantized(tensor) else stored_dtype(name, self._dtype)
+            dtype = _written_dtype(name, tensor, self._dtype)
             size = tensor.numel() * dtype.itemsize
             if filled and filled + size > self._max_bytes:
                 self._flush(number)

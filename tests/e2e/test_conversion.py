@@ -9,15 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
-from megatron_dppo.hf import FolderWeights, stream_model
+from megatron_dppo.hf import FolderWeights, build_hf_model, stream_model
 from megatron_dppo.weights.hf_folder import save_hf_folder
+from megatron_dppo.weights.upcycled_config import Upcycling
+from megatron_dppo.weights.upcycling import upcycle_folder
 from tests.distributed.parity import hf_config, hf_reference
 from tests.e2e.runs import ROOT, environment
 
 pytestmark = pytest.mark.e2e
 
 LAYOUT = ["--dtype", "fp32", "--expert-model-parallel-size"]
+SIZES = {"vocab_size": 117, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3} | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": True,
+}
+"""Of a dense model."""
 
 
 def tool(name: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
@@ -92,3 +103,30 @@ def test_check_of_a_good_folder_under_tensor_parallelism(hf_folder: Path) -> Non
     done = tool("check_conversion.py", str(hf_folder), *LAYOUT, "1", "--tensor-model-parallel-size", "2", processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same: every weight bit for bit" in done.stdout
+
+
+MEGATRON_AGAINST_DENSE = """
+import sys
+from pathlib import Path
+from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.weights.conversion import open_converter
+for folder in map(Path, sys.argv[1:]):
+    with open_converter(str(folder / "upcycled"), ParallelConfig(), "fp32") as converter:
+        converter.load_hf()
+        assert not converter.problems()
+        converter.hf_folder = folder / "dense"
+        print("error", converter.logprob_error())
+"""
+
+
+def test_megatron_computes_of_an_upcycled_folder_what_the_dense_model_computes(tmp_path: Path) -> None:
+    folders = [tmp_path / family for family in ("llama", "qwen2", "qwen3")]
+    for folder in folders:
+        config = AutoConfig.for_model(folder.name, **SIZES)
+        build_hf_model(config, torch.float32, seed=0).save_pretrained(folder / "dense")
+        upcycle_folder(folder / "dense", folder / "upcycled", Upcycling(num_experts=4, top_k=2, noise=0.0))
+    command = [sys.executable, "-c", MEGATRON_AGAINST_DENSE, *map(str, folders)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    errors = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("error")]
+    assert len(errors) == 3 and max(errors) < 1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from megatron_dppo.cli.main import main
 from megatron_dppo.config.io import validate
-from megatron_dppo.experiments import runner
+from megatron_dppo.experiments import runner, tasks
 from megatron_dppo.experiments.catalogue import LOSSES, MISMATCHES
 from megatron_dppo.experiments.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose
 from megatron_dppo.experiments.figures import write_page
@@ -20,11 +21,12 @@ from megatron_dppo.experiments.runner import do_runs
 from megatron_dppo.experiments.statistics import Band, bands, final, whole
 from megatron_dppo.experiments.store import Store
 from megatron_dppo.experiments.table import as_table
-from megatron_dppo.experiments.tasks import TASKS, warmup_settings
+from megatron_dppo.experiments.tasks import REAL_MODEL, TASKS, warmup_settings
 from megatron_dppo.experiments.verdicts import as_verdicts
 from megatron_dppo.rollout import quantized
 from tests.unit.experiment_rows import row_of
 
+ROOT = Path(__file__).parents[2]
 SMALL = Experiment(
     "small",
     "Small",
@@ -70,7 +72,7 @@ def test_every_run_of_every_experiment_is_a_configuration_that_the_trainer_takes
         assert {claim.better, claim.worse} <= set(LOSSES)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", sorted(set(TASKS) - {REAL_MODEL}))
 def test_the_base_model_of_a_task_and_seed_is_a_run_of_its_own_without_the_losses(task: str) -> None:
     config = validate(merged(warmup_settings(task, 7), PLACES), "base")
     assert config.warmup.num_steps >= 1000 and config.run.seed == 7 and config.warmup.data == f"task:{task}"
@@ -82,6 +84,19 @@ def test_the_base_model_of_a_task_and_seed_is_a_run_of_its_own_without_the_losse
     assert store.base(runs[0]) == store.base(runs[1]) and runs[0].key != runs[1].key
     for place in (Store.base, Store.row):
         assert place(Store(Path("x"), 5), runs[0]) != place(store, runs[0])
+
+
+def test_the_real_models_base_is_named_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = EXPERIMENTS["real_model"]
+    run = experiment.report(False, (7,), ())[0]
+    before = Store(tmp_path).base(run).name
+    assert run.task == REAL_MODEL and run.settings["data"]["train"] == "train.jsonl"  # the same on every machine
+    files = tmp_path / "examples/smollm2"
+    shutil.copytree(ROOT / "examples/smollm2", files)
+    monkeypatch.setattr(tasks, "shipped_folder", lambda name: tmp_path / name)
+    assert Store(tmp_path).base(run).name == before
+    (files / "reward.py").write_text("")
+    assert Store(tmp_path).base(run).name != before
 
 
 def test_settings_are_laid_over_one_another_and_the_key_is_of_what_the_result_depends_on() -> None:

@@ -87,8 +87,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "transformers"},
     ),
     "weights": (
-        {"config", "data", "errors", "files", "hf", "mcore", "parallel", "platform", "policy", "rollout", "serving"}
-        | {"types"},
+        {"config", "data", "errors", "families", "files", "hf", "mcore", "parallel", "platform", "policy", "rollout"}
+        | {"serving", "types"},
         {"modelopt", "safetensors", "torch", "transformers"},
     ),
     "run": (
@@ -117,7 +117,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "experiments": (
         {"config", "data", "errors", "files", "hf", "losses", "platform", "report", "rewards", "rollout", "run"}
         | {"supervision", "types"},
-        {"torch", "matplotlib", "pydantic"},
+        {"torch", "matplotlib", "pydantic", "transformers"},
     ),
     "diagnose": (
         {"config", "data", "errors", "hf", "mcore", "parallel", "platform", "policy", "report", "rollout"}
@@ -141,6 +141,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "files",
             "page",
             "plan",
+            "platform",
             "record",
             "replay",
             "port",

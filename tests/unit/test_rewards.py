@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer, extract_answer, math_reward, scoring
 from megatron_dppo.rewards import worker as worker_module
+from megatron_dppo.rollout.collect import score_completions
+from megatron_dppo.types import Completion, FinishReason, Prompt
 
 USER_FUNCTIONS = """
 import os, time
@@ -210,3 +213,23 @@ def test_a_function_that_loads_only_in_the_parent_is_refused_with_the_reason(
     with pytest.raises(RewardError, match=r"worker process: .*a_module_that_is_not_installed"):
         scorer.score([item("x")])
     assert not multiprocessing.active_children()
+
+
+def test_no_samples_time_is_spent_on_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a scoring process is sent must be plain data: on a busy machine torch takes longer than a sample may."""
+    (tmp_path / "heavy.py").write_text(
+        "import sys\ndef score(*, prompt, completion, label, metadata):\n"
+        "    return {'score': 1.0, 'torch': float('torch' in sys.modules)}\n"
+    )
+    prompt = Prompt(prompt_id="0", text="1+1=", token_ids=(1, 2), label="2", metadata={"level": 3})
+    completion = Completion(
+        policy_version=0,
+        token_ids=torch.tensor([5, 6], dtype=torch.int32),
+        logprobs=torch.zeros(2),
+        text="2",
+        finish_reason=FinishReason.STOP,
+    )
+    scorer = RewardScorer(FunctionSpec(f"{tmp_path / 'heavy.py'}:score"), timeout_seconds=60, num_workers=1)
+    (group,) = score_completions(scorer, [prompt], [completion, completion])
+    scorer.close()
+    assert [rollout.reward_parts["torch"] for rollout in group.rollouts] == [0.0, 0.0]

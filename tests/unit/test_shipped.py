@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cli.main import main
-from megatron_dppo.cli.shipped import TOOLS, shipped_folder
+from megatron_dppo.cli.shipped import TOOLS
 from megatron_dppo.errors import UserError
+from megatron_dppo.files.shipped import shipped_folder
 
 ROOT = Path(__file__).parents[2]
 

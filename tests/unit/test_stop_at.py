@@ -25,13 +25,26 @@ def test_it_needs_an_evaluation_whose_result_is_there_at_once() -> None:
     assert config("--eval.stop_at_accuracy", "0.9").eval.stop_at_accuracy == 0.9
     for overrides, text in (
         (["--eval.beside_training", "true"], "Choose one of them"),
-        (["--data.eval", "null"], "without data.eval"),
+        (["--data.eval", "null"], "no data.eval: nothing is evaluated"),
+        (["--eval.every", "0"], "eval.every = 0: nothing is evaluated"),
     ):
         with pytest.raises(ConfigError, match=text):
             config("--eval.stop_at_accuracy", "0.9", *overrides)
     server = ["--rollout.engine", "sglang", "--rollout.servers.urls", '["http://127.0.0.1:1"]']
     assert config(*server).evaluates_beside_training
     assert not config(*server, "--eval.stop_at_accuracy", "0.9").evaluates_beside_training
+
+
+def test_every_0_never_evaluates_or_saves_early() -> None:
+    due = [step for step in range(8) if config("--eval.every", "3").eval.is_due(step, 7)]
+    assert due == [0, 3, 6, 7]
+    assert not any(config("--eval.every", "0").eval.is_due(step, 7) for step in range(8))
+    assert config("--checkpoint.save_every", "0").checkpoint.save_every == 0
+    for overrides in (["--eval.every", "0"], ["--data.eval", "null"]):
+        with pytest.raises(ConfigError, match=r"checkpoint.keep_best = true with .*: nothing is evaluated"):
+            config("--checkpoint.keep_best", "true", *overrides)
+    with pytest.raises(ConfigError, match=r"eval\.every"):
+        config("--eval.every", "-1")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,12 @@
+"""The reward of both sides of end_to_end.py --task smollm2: 1 where the last number of an answer is the label."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def last_number(prompts: list[str], completions: list[str], label: list[str], **_: Any) -> list[float]:
+    """Score in TRL's signature, which megatron_dppo takes as it stands."""
+    answers = [re.findall(r"-?\d+", completion) for completion in completions]
+    return [float(numbers[-1:] == [right]) for numbers, right in zip(answers, label, strict=True)]
