@@ -140,7 +140,8 @@ class ServerRecord:
         self, key: Key, e: Expected, found: Mapping[Key, str], matches: set[Key], strict: set[Key], idle: bool
     ) -> str:
         digest, before, sent = found.get(key), self._sums.get(key), self._sent.get(key)
-        stale = digest == before and (sent is not None and sent != e.digest)
+        # A tensor that the server has under no name of its own (a tied head) is not known to be the old one.
+        stale = digest is not None and digest == before and sent is not None and sent != e.digest
         if key in matches:
             # What was loaded is right; its changed form must not be the old one.
             return "wrong" if stale and not _same(e, digest) else "as_sent"

@@ -9,7 +9,14 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megatron_dppo.hf import WeightStream, stream_model
 from megatron_dppo.types import RoutingShape
@@ -55,6 +62,45 @@ def make_tiny(folder: Path, seed: int, *, vocab_size: int = VOCAB) -> Path:
     return folder
 
 
+def make_tied(folder: Path, seed: int) -> Path:
+    """Make a tiny Qwen2-MoE: tied embeddings, biases on q, k and v, a gated shared expert of another size.
+
+    Args:
+        folder: is made.
+        seed: of the weights.
+    """
+    torch.manual_seed(seed)
+    config = Qwen2MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=32,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        qkv_bias=True,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=END,
+        pad_token_id=0,
+        initializer_range=0.1,
+    )
+    model = Qwen2MoeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # zeros would hide one that is left out
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    byte_tokenizer(SPECIAL).save_pretrained(folder)
+    return folder
+
+
 def byte_tokenizer(special: Sequence[str]) -> PreTrainedTokenizerFast:
     """One token a byte, after the special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -77,7 +123,7 @@ class Reference:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.model = Qwen3MoeForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def distributions(self, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:

@@ -202,6 +202,18 @@ def test_of_a_tensor_that_is_packed_after_loading_the_loaded_bytes_and_the_chang
     assert not judge(other, other, "c")
 
 
+def test_a_tied_head_without_a_name_in_use_is_proved_by_what_was_loaded() -> None:
+    layout = WeightLayout(algorithm="sha256", tp_size=1, plain=True, complete=True)
+    embedding, head, record = "model.embed_tokens.weight", "lm_head.weight", ServerRecord()
+    for _ in range(3):
+        weight = torch.randn(64, HIDDEN)
+        stream = StreamDigests([layout], KV_HEADS)
+        list(stream.watch((name, weight) for name in (embedding, head)))
+        sums = RankSums(tp_rank=0, sums={embedding: sha(weight)}, loaded={head: sha(weight)})
+        proof = record.judge(layout, [sums], {0: stream.expected(layout, 0)})
+        assert not proof.wrong and sorted(proof.as_sent) == [head, embedding]
+
+
 def test_a_server_that_tells_what_it_loaded_has_no_form_of_its_own() -> None:
     names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in range(2)]
     for complete in (False, True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,14 +11,19 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+_UNIT_ROWS = 256
+"""Rows of the identity that a packed layer multiplies at a time."""
+
 
 def sums_in_use(model: nn.Module) -> dict[str, str]:
-    """Of each tensor; of one that a CPU has packed out of reach, the digest of what it does to a fixed input."""
-    sums = {plain_name(name): digest_of(weight) for name, weight in model.named_parameters() if weight.numel()}
+    """Return the digest of each tensor; of one that a CPU has packed out of reach, that of what is read back."""
+    # A tied head is the embedding under a second name, by which it is sent too.
+    named = model.named_parameters(remove_duplicate=False)
+    sums = {plain_name(name): digest_of(weight) for name, weight in named if weight.numel()}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and not weight.numel() and hasattr(module, "cpu_linear"):
-            sums[plain_name(f"{name}.weight")] = _fingerprint(module, weight)
+            sums[plain_name(f"{name}.weight")] = _packed_digest(module, weight)
     return sums
 
 
@@ -74,10 +78,20 @@ def stop_noting(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _fingerprint(module: Any, weight: Tensor) -> str:
+def _packed_digest(module: Any, weight: Tensor) -> str:
+    """Return the digest of a packed layer's weights as they were before packing.
+
+    A row of the identity gives one column of the weights without rounding: one product, and sums with zeros. So a
+    single element that changed by one bit shows. In the rounded product with another input it would not. A zero may
+    lose its sign.
+    """
     # The shape before packing, which vLLM keeps for reloads; not of layers with adapters.
     known = get_layerwise_info(module).restore_metadata[0].get("weight")
     width = module.input_size_per_partition if known is None else known.shape[-1]
-    inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    output = module.cpu_linear(inputs, weight, None)
-    return hashlib.sha256(output.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+    columns = []
+    for start in range(0, width, _UNIT_ROWS):
+        rows = torch.arange(min(_UNIT_ROWS, width - start))
+        inputs = torch.zeros(len(rows), width, dtype=weight.dtype)
+        inputs[rows, start + rows] = 1
+        columns.append(module.cpu_linear(inputs, weight, None).T)
+    return digest_of(torch.cat(columns, 1))
