@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_dppo.files.atomic import write_synced
 from megatron_dppo.files.disk import disk_errors
+from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import agreed, is_leader
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import reduce_metrics
@@ -18,7 +19,6 @@ from megatron_dppo.report.records import read_records
 from megatron_dppo.run.eval_scores import eval_params, metrics_by_set
 from megatron_dppo.run.session import Session
 from megatron_dppo.run.stream.draw import Draw
-from megatron_dppo.run.updating import Updating
 from megatron_dppo.types import Metric, Prompt, RolloutGroup
 
 _SHOWN_ANSWERS = 4
@@ -69,7 +69,7 @@ def _values(session: Session, evaluation: Evaluation) -> dict[str, float]:
     record_answers(session, groups, evaluation.step)
     owners, n = [name for name, _ in evaluation.prompts], session.config.eval.samples_per_prompt
     local = metrics_by_set(list(session.inputs.eval_prompts), owners, groups, n)
-    return prefixed("eval", reduce_over_samples(session, local))
+    return prefixed("eval", reduce_over_samples(session.groups, local))
 
 
 def record_answers(session: Session, groups: Sequence[RolloutGroup], step: int) -> None:
@@ -106,10 +106,9 @@ def _read_samples(session: Session) -> list[dict[str, Any]]:
     return read_records(session.folder / "samples.jsonl")
 
 
-def reduce_over_samples(session: Updating, local: dict[str, Metric]) -> dict[str, float]:
+def reduce_over_samples(groups: ParallelGroups, local: dict[str, Metric]) -> dict[str, float]:
     """Reduce per-sample metrics: one rank of each model-parallel group contributes."""
-    leader = is_leader(session.groups.replica)
-    return reduce_metrics([local], session.groups.world, contributes=leader)
+    return reduce_metrics([local], groups.world, contributes=is_leader(groups.replica))
 
 
 def prefixed(prefix: str, values: dict[str, float]) -> dict[str, float]:

@@ -38,9 +38,9 @@ def step_metrics(
     """Everything that is logged for a step, globally reduced."""
     dp = session.inputs.layout.dp
     local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | _server_metrics(session, dp)
-    rollout = reduce_over_samples(session, local)
+    rollout = reduce_over_samples(session.groups, local)
     # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
-    tokens = reduce_over_samples(session, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
+    tokens = reduce_over_samples(session.groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
     # Before the first update pi and mu have the same weights: what differs is the engine.
     first = {f"{name}_first": value for name, value in results[0].metrics.items() if name == "abs_prob_diff"}
     train = over_updates([result.metrics for result in results]) | first

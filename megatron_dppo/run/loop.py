@@ -180,7 +180,7 @@ def first_update_guard(session: Updating, collected: Collected) -> FirstUpdateGu
         "dropped": dropped_tokens(collected.groups),
         "oldest": Metric(max(collected.token_ages, default=0), kind="max"),
     }
-    found = reduce_over_samples(session, local)
+    found = reduce_over_samples(session.groups, local)
     return FirstUpdateGuard.of(session.config, dropped=found["dropped"], on_policy=found["oldest"] == 0)
 
 

@@ -1,0 +1,186 @@
+"""Print figures of the package's structure: ``python tools/measure_structure.py [REVISION ...]``.
+
+Each revision is a column; the last column is the working tree. A package is a folder of ``megatron_dppo``, or a module
+of its root. Imports inside functions count; those under ``if TYPE_CHECKING`` do not. Files that inference servers load
+(``*_extension``) are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import statistics
+import tokenize
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+from draw_rooms import PACKAGE, sources
+
+SECTIONS_ALLOWED = ("run", "commands", "cli")
+"""Packages whose functions may take the whole configuration."""
+Graph = Mapping[str, set[str]]
+
+
+def main() -> None:
+    """Measure each revision and the working tree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revisions", nargs="*", help="commits to compare with")
+    revisions = [*parser.parse_args().revisions, None]
+    columns = [measure(dict(sources(revision))) for revision in revisions]
+    print(f"| | {' | '.join(revision or 'working tree' for revision in revisions)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    for label in columns[0]:
+        print(f"| {label} | {' | '.join(str(column[label]) for column in columns)} |")
+
+
+def measure(files: Mapping[tuple[str, ...], str]) -> dict[str, str]:
+    """Return label -> figure.
+
+    Args:
+        files: path below the package -> source.
+    """
+    sources_ = {_module_name(parts): text for parts, text in files.items() if not parts[-2:][0].endswith("_extension")}
+    trees = {name: ast.parse(text) for name, text in sources_.items()}
+    modules = {name: set(_imported(tree, trees.keys())) - {name} for name, tree in trees.items()}
+    folders = {".".join(parts[:-1]) for parts in files if len(parts) > 1}
+    packages = _grouped(modules, lambda name: _package(name, folders))
+    tops = _grouped(modules, lambda name: name.split(".")[0])
+    lines = sorted(text.count("\n") for text in sources_.values())
+    words, code_lines, comments, all_lines = _token_counts(sources_.values())
+    taking = list(_functions_with_config(trees))
+    outside = [name for name in taking if name.split(".")[0] not in SECTIONS_ALLOWED]
+    return {
+        "packages (top level)": f"{len(packages)} ({len(tops)})",
+        "floors (top level)": f"{_floors(packages)} ({_floors(tops)})",
+        "arrows (top level)": f"{_arrows(packages)} ({_arrows(tops)})",
+        "circles of packages": str(len(circles(packages))),
+        "circles of modules": str(len(circles(modules))),
+        "files": str(len(lines)),
+        "lines": str(sum(lines)),
+        "lines a file, median": f"{statistics.median(lines):.0f}",
+        "lines a file, 90th percentile": str(lines[int(0.9 * len(lines))]),
+        "files of at most 60 lines": str(sum(count <= 60 for count in lines)),
+        "tokens a code line": f"{words / code_lines:.1f}",
+        "comment lines": f"{100 * comments / all_lines:.1f} %",
+        "Any": str(sum(_count_any(tree) for tree in trees.values())),
+        "functions that take Config": str(len(taking)),
+        "of these below run and commands": str(len(outside)),
+    }
+
+
+def _module_name(parts: tuple[str, ...]) -> str:
+    return ".".join(parts).removesuffix(".py").removesuffix("__init__").rstrip(".")
+
+
+def _package(name: str, folders: set[str]) -> str:
+    if name in folders or "." not in name:
+        return name
+    return name.rpartition(".")[0]
+
+
+def _imported(tree: ast.Module, known: Collection[str]) -> Iterator[str]:
+    """Yield the modules of the package that a module imports when it runs."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            base = (node.module or "").removeprefix(PACKAGE).lstrip(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".lstrip(".")
+                imported = inner if inner in known else base
+                if imported in known:
+                    yield imported
+
+
+def _grouped(modules: Graph, package: Callable[[str], str]) -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {}
+    for name, used in modules.items():
+        if name:
+            graph.setdefault(package(name), set()).update(package(other) for other in used if other)
+    return {name: (used - {name}) & graph.keys() for name, used in graph.items()}
+
+
+def _arrows(graph: Graph) -> int:
+    return sum(len(used) for used in graph.values())
+
+
+def circles(graph: Graph) -> list[set[str]]:
+    """Return the groups of nodes that reach each other (strongly connected, more than one node)."""
+    reach = {name: _reachable(graph, name) for name in graph}
+    groups = {frozenset(b for b in reach[a] if a in reach[b]) for a in graph}
+    return [set(group) for group in groups if len(group) > 1]
+
+
+def _reachable(graph: Graph, start: str) -> set[str]:
+    reached: set[str] = set()
+    pending = [start]
+    while pending:
+        for other in graph.get(pending.pop(), ()):
+            if other not in reached:
+                reached.add(other)
+                pending.append(other)
+    return reached
+
+
+def _floors(graph: Graph) -> int:
+    """Return the longest chain of imports, a circle counted as one floor."""
+    merged = {name: next((min(group) for group in circles(graph) if name in group), name) for name in graph}
+    simple: dict[str, set[str]] = {merged[name]: set() for name in graph}
+    for name, used in graph.items():
+        simple[merged[name]] |= {merged[other] for other in used} - {merged[name]}
+    heights: dict[str, int] = {}
+
+    def height(name: str) -> int:
+        if name not in heights:
+            heights[name] = 1 + max((height(other) for other in simple[name]), default=0)
+        return heights[name]
+
+    return max(height(name) for name in simple)
+
+
+def _token_counts(texts: Iterable[str]) -> tuple[int, int, int, int]:
+    """Return tokens of code, lines of code, lines that are comments, and all lines."""
+    words = code_lines = comments = all_lines = 0
+    silent = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
+    for text in texts:
+        documented = _docstring_lines(ast.parse(text))
+        used = set()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
+                comments += 1
+            if token.type not in silent and token.start[0] not in documented:
+                words += 1
+                used.add(token.start[0])
+        code_lines += len(used)
+        all_lines += text.count("\n")
+    return words, code_lines, comments, all_lines
+
+
+def _docstring_lines(tree: ast.Module) -> set[int]:
+    strings = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    )
+    return {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def _count_any(tree: ast.Module) -> int:
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
+
+
+def _functions_with_config(trees: Mapping[str, ast.Module]) -> Iterator[str]:
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if any(a.annotation is not None and ast.unparse(a.annotation) == "Config" for a in arguments):
+                    yield f"{name}.{node.name}"
+
+
+if __name__ == "__main__":
+    main()
