@@ -29,7 +29,7 @@ from megatron_dppo.hf import read_hf_config, routing_shape
 from megatron_dppo.policy.warmup import is_warm
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.local import LocalEngine
-from megatron_dppo.run.loop import make_samples, publish, update_policy
+from megatron_dppo.run.loop import make_samples, update_policy
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.starts import load_run_config, read_starts
 from megatron_dppo.run.stream.collected import Collected
@@ -59,10 +59,11 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = ()) -> Ledger:
             scorer = _scorer(session, before, snapshots)
             if before.train.router_replay == "rollout" and not before.train.router_replay_weights:
                 samples = [scorer.without_weights(sample) for sample in samples]
-            for _ in update_policy(session, collected, samples, Clock()):
-                pass
+            step = session.state.step
+            update_policy(session.trainer, config, session.teacher, step, collected, samples, Clock())
             session.stream.settle(Clock())
-            session.step += 1
+            session.state.step += 1
+            session.records.show_servers(session.gpus.after_update(samples_next=True))
         collected = _collect(session, snapshots)
         return _ledger(session, before, snapshots, collected)
 
@@ -125,21 +126,21 @@ def _restore(session: Session) -> None:
         session.engine.reveal_filters()
     point = session.resume_point
     if point is None:
-        session.console.say("diagnose the run has no checkpoint yet: its weights before the first step")
+        session.records.console.say("diagnose the run has no checkpoint yet: its weights before the first step")
         return
     state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
-    session.step = state["step"]
+    session.state.step = state["step"]
     saved = SavedStream.of(state["stream"]).on(session.inputs.layout.dp)
-    session.stream.restore(saved.without_draws(session.step), {})
-    session.console.say(f"diagnose {point.checkpoint} (step {session.step})")
+    session.stream.restore(saved.without_draws(session.state.step), {})
+    session.records.console.say(f"diagnose {point.checkpoint} (step {session.state.step})")
 
 
 def _collect(session: Session, snapshots: Snapshots) -> Collected:
     """The next batch, drawn with the present weights published."""
-    publish(session)
+    notes = session.gpus.for_sampling()
     snapshots.take()
-    collected = session.stream.collect(session.step, session.trainer.policy_version, Clock())
-    session.take_gpus()
+    collected = session.stream.collect(session.state.step, session.trainer.policy_version, Clock())
+    session.records.show_servers([*notes, *session.gpus.for_training()])
     return collected
 
 
@@ -175,7 +176,7 @@ def _ledger(session: Session, before: Config, snapshots: Snapshots, collected: C
         trained, chain = scorer.chain(collected.groups, samples)
         scorings = scorer.scorings(chain, samples)
         absent = _absent(before, scorer, {cause for cause, _ in chain})
-        return make_ledger(scorer.gathered(trained, samples), scorings, absent, _notes(before, session.step))
+        return make_ledger(scorer.gathered(trained, samples), scorings, absent, _notes(before, session.state.step))
     finally:
         if scorer.exact is not None:
             scorer.exact.close()

@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Run:
-    """What ``update_policy`` needs of a run."""
+    """The policy as it was before the step."""
 
     config: Config
     trainer: PolicyTrainer
     groups: ParallelGroups
     step: int
+    """Rollout steps done."""
     teacher: Teacher | TeacherServers | None = None
-    skipped_in_a_row: int = 0
 
 
 def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Outcome | None:
@@ -84,7 +84,8 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Outco
         groups, ages = groups_of(rows)
         collected = Collected(groups, ages, {}, dict(Counter(ages)))
         record = StepRecord(run.trainer.policy_version)
-        results = update_policy(run, collected, make_samples(groups, config), Clock(), record, parts)
+        samples = make_samples(groups, config)
+        results = update_policy(run.trainer, config, run.teacher, run.step, collected, samples, Clock(), record, parts)
         last = results[-1]
         metrics = over_updates([result.metrics for result in results]) | {
             "grad_norm": sum(result.grad_norm for result in results) / len(results),

@@ -1,4 +1,4 @@
-"""What is logged of a step, and what a run leaves behind at its end."""
+"""Step metrics and end-of-run artifacts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
+
+from megatron_dppo.config.layout import Layout
+from megatron_dppo.config.schema import Config
 from megatron_dppo.files.disk import disk_errors, require_space
+from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import agreed
-from megatron_dppo.platform import DTYPES
+from megatron_dppo.report.alarms import Alarms
 from megatron_dppo.report.clock import Clock
+from megatron_dppo.report.console import Console
 from megatron_dppo.report.curves import write_curves
+from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.summary import before_after_table, sample_answers, summarize, written_files
+from megatron_dppo.report.trackers import Labels
 from megatron_dppo.rollout.collect import rollout_metrics
+from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.pool import PoolCounts
 from megatron_dppo.rollout.server_engine import ServerEngine
 from megatron_dppo.run.evaluation import prefixed, read_answers, reduce_over_samples
-from megatron_dppo.run.export import export_adapter, export_hf
-from megatron_dppo.run.session import Session
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.types import Metric, StepResult, TrainingSample
 
@@ -29,18 +37,30 @@ _RECORD_BYTES = 1_000_000
 
 
 def step_metrics(
-    session: Session,
+    groups: ParallelGroups,
     collected: Collected,
     samples: Sequence[TrainingSample],
     results: Sequence[StepResult],
     clock: Clock,
+    request_metrics: dict[str, Metric],
+    *,
+    dp: int,
 ) -> dict[str, float]:
-    """Everything that is logged for a step, globally reduced."""
-    dp = session.inputs.layout.dp
-    local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | _server_metrics(session, dp)
-    rollout = reduce_over_samples(session.groups, local)
+    """Return the metrics of a step, reduced over all ranks; a collective.
+
+    Args:
+        groups: parallel groups of this rank.
+        collected: rollouts of this rank.
+        samples: their training samples.
+        results: one for each update.
+        clock: seconds of each part of the step.
+        request_metrics: see ``request_metrics``.
+        dp: number of data-parallel ranks.
+    """
+    local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | request_metrics
+    rollout = reduce_over_samples(groups, local)
     # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
-    tokens = reduce_over_samples(session.groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
+    tokens = reduce_over_samples(groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
     # Before the first update pi and mu have the same weights: what differs is the engine.
     first = {f"{name}_first": value for name, value in results[0].metrics.items() if name == "abs_prob_diff"}
     train = over_updates([result.metrics for result in results]) | first
@@ -70,12 +90,18 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(values) if name.endswith("_max") else _mean(values) for name, values in found.items()}
 
 
-def _server_metrics(session: Session, dp: int) -> dict[str, Metric]:
-    """What happened to the requests of this step (sums over the ranks); empty without servers."""
-    if session.config.rollout.engine == "local":
+def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int) -> dict[str, Metric]:
+    """Return counts of this step's requests, to be summed over the ranks; empty without servers.
+
+    Args:
+        engine: of this rank; None on ranks that get their rollouts from another one.
+        has_servers: whether the run samples with servers. Every rank must have the same metrics.
+        dp: number of data-parallel ranks.
+    """
+    if not has_servers:
         return {}
-    counts = session.engine.take_counts() if isinstance(session.engine, ServerEngine) else PoolCounts()
-    # Of every rank, not of the one that shows: each sees the answers to its own requests.
+    counts = engine.take_counts() if isinstance(engine, ServerEngine) else PoolCounts()
+    # On every rank, not on rank 0 alone: each sees the answers to its own requests.
     for message in counts.messages[:_SHOWN_MESSAGES]:
         print(f"servers  {message}", file=sys.stderr, flush=True)
     return {
@@ -85,77 +111,126 @@ def _server_metrics(session: Session, dp: int) -> dict[str, Metric]:
     }
 
 
-def _sources(train: str | list[str]) -> str:
-    return train if isinstance(train, str) else ", ".join(train)
-
-
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers)
 
 
-def log(session: Session, step: int, values: dict[str, float]) -> None:
-    """One record of a step to every sink, one line to the terminal; a collective. Nothing where there are no values.
+class Records:
+    """What a run reports: metrics to files and trackers, lines to the terminal, a summary at the end.
 
-    Raises:
-        DiskError: on all ranks, when it cannot be written: without its record a run does not go on.
+    Args:
+        config: configuration of the run.
+        layout: parallel layout of the run.
+        groups: parallel groups of this rank.
+        console: the terminal.
+        started: ``time.time()`` at the start of the program.
     """
 
-    if not values:
-        return
+    def __init__(
+        self, config: Config, layout: Layout, groups: ParallelGroups, console: Console, started: float
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._groups = groups
+        self._started = started
+        self._folder = Path(config.run.output_dir)
+        self._warnings = Alarms(rewarded=not config.distillation.is_on)
+        self.console = console
+        self.writer: MetricsWriter | None = None
+        """None on all ranks but 0, and before ``open``."""
 
-    def write() -> None:
-        if session.writer is not None:
-            # TensorBoard writes in a thread of its own, whose failure would be a traceback.
-            require_space(session.writer.path, _RECORD_BYTES, "the log of a step")
-            with disk_errors(session.writer.path, "the metrics"):
-                session.writer.write(step, values)
+    def open(self, resumed_step: int | None) -> None:
+        """Open the metrics' files and trackers on rank 0.
 
-    agreed(write, session.groups.world)
-    if "rollout/reward" in values:
-        session.console.step(step, session.config.run.num_steps, values)
-        if session.writer is not None:
-            for text in session.alarms.see(values):
-                print(f"warning  {text}", file=sys.stderr, flush=True)
-    elif "eval/accuracy" in values:
-        when = f"of step {step}" if step else "before training"
-        session.console.show(values)
-        session.console.say(f"held-out {session.config.reward.evaluated} {when}: {values['eval/accuracy']:.3f}")
+        Args:
+            resumed_step: records of later steps are dropped; None at the beginning of a run.
+        """
+        if dist.get_rank() != 0:
+            return
+        log = self._config.log
+        self.writer = MetricsWriter(
+            self._folder,
+            self._config.model_dump(),
+            tensorboard=log.tensorboard,
+            wandb_project=log.wandb_project,
+            trackers=log.trackers,
+            labels=Labels(
+                project=log.project or log.wandb_project or "megatron_dppo",
+                name=log.name or self._folder.resolve().name,
+                group=log.group,
+                tags=tuple(log.tags),
+                offline=log.offline,
+            ),
+            resumed_step=resumed_step,
+        )
 
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Write a step's metrics everywhere and show one line; a collective. Empty values write nothing.
 
-def finish(session: Session) -> None:
-    """Export the model and its adapters, draw the curves, print what changed."""
-    config = session.config
-    if config.checkpoint.export_hf:
-        export_hf(session.trainer, session.inputs, config, session.folder / "hf", DTYPES[config.model.dtype])
-    if config.lora.rank:
-        export_adapter(session.trainer, config, session.folder / "hf-adapter")
-    agreed(lambda: _summarize(session), session.groups.world)
+        Raises:
+            DiskError: on all ranks, when they cannot be written: a run does not go on without its records.
+        """
+        if not values:
+            return
+        writer = self.writer
 
+        def write() -> None:
+            if writer is not None:
+                # TensorBoard writes in a thread of its own, whose failure would be a traceback.
+                require_space(writer.path, _RECORD_BYTES, "the log of a step")
+                with disk_errors(writer.path, "the metrics"):
+                    writer.write(step, values)
 
-def _summarize(session: Session) -> None:
-    """Summary and curves, on the rank that has the metrics."""
-    folder, console = session.folder, session.console
-    if session.writer is None:
-        return
-    with disk_errors(folder, "the summary"):
-        _write_summary(session, session.writer.path)
-    console.finish()
-    console.say("\n" + before_after_table(folder, session.config.reward.evaluated))
-    after = read_answers(session)
-    if session.answers_before and after:
-        console.say("\nheld-out problems\n" + sample_answers(session.answers_before, after))
-    console.say("\nwritten\n" + written_files(folder))
+        agreed(write, self._groups.world)
+        if "rollout/reward" in values:
+            self.console.step(step, self._config.run.num_steps, values)
+            if writer is not None:
+                for text in self._warnings.see(values):
+                    print(f"warning  {text}", file=sys.stderr, flush=True)
+        elif "eval/accuracy" in values:
+            when = f"of step {step}" if step else "before training"
+            evaluated = self._config.reward.evaluated
+            self.console.show(values)
+            self.console.say(f"held-out {evaluated} {when}: {values['eval/accuracy']:.3f}")
 
+    def show_servers(self, notes: Sequence[str]) -> None:
+        """Show what the user should know of the servers."""
+        for note in notes:
+            self.console.say(f"servers  {note}")
 
-def _write_summary(session: Session, metrics: Path) -> None:
-    config, folder = session.config, session.folder
-    summarize(
-        folder,
-        world_size=session.inputs.layout.world_size,
-        layout=str(session.inputs.layout),
-        policy_updates=session.trainer.policy_version,
-        total_seconds=time.time() - session.started,
-    )
-    if config.log.curves:
-        write_curves(metrics, folder / "curves.png", f"{config.loss.name} on {_sources(config.data.train)}")
+    def summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
+        """Write ``summary.json`` and the curves, show what changed; a collective.
+
+        Args:
+            policy_updates: optimizer updates of the run.
+            answers_before: answers from before training.
+        """
+        agreed(lambda: self._summarize(policy_updates, answers_before), self._groups.world)
+
+    def _summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
+        if self.writer is None:
+            return
+        config, folder, console = self._config, self._folder, self.console
+        with disk_errors(folder, "the summary"):
+            summarize(
+                folder,
+                world_size=self._layout.world_size,
+                layout=str(self._layout),
+                policy_updates=policy_updates,
+                total_seconds=time.time() - self._started,
+            )
+            if config.log.curves:
+                sources = config.data.train if isinstance(config.data.train, str) else ", ".join(config.data.train)
+                write_curves(self.writer.path, folder / "curves.png", f"{config.loss.name} on {sources}")
+        console.finish()
+        console.say("\n" + before_after_table(folder, config.reward.evaluated))
+        after = read_answers(folder)
+        if answers_before and after:
+            console.say("\nheld-out problems\n" + sample_answers(answers_before, after))
+        console.say("\nwritten\n" + written_files(folder))
+
+    def close(self) -> None:
+        """Close the files and trackers."""
+        if self.writer is not None:
+            self.writer.close()

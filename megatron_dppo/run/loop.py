@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,28 +24,32 @@ from megatron_dppo.run.advantages import (
     taught_advantages,
     teacher_metrics,
 )
-from megatron_dppo.run.evaluation import evaluate, finish_evaluation, reduce_over_samples
+from megatron_dppo.run.evaluation import reduce_over_samples
+from megatron_dppo.run.export import export_results
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
-from megatron_dppo.run.logbook import finish, log, step_metrics
-from megatron_dppo.run.recording import StepRecord, begin_record, write_record
+from megatron_dppo.run.logbook import request_metrics, step_metrics
+from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.run.sampling import sampling_seed
 from megatron_dppo.run.session import Session, open_session
-from megatron_dppo.run.session_state import begin, finish_save, save_session
 from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.run.teacher import scored
-from megatron_dppo.run.updating import Updating
 from megatron_dppo.supervision.processes import no_orphans, stop_when_torchrun_dies
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
 
+if TYPE_CHECKING:
+    from megatron_dppo.mcore.teacher import Teacher
+    from megatron_dppo.parallel.groups import ParallelGroups
+    from megatron_dppo.policy.trainer import PolicyTrainer
+
 
 def run(config: Config) -> int:
-    """Train by ``config``; returns the exit code (0, also when a signal ended the run after a save)."""
+    """Train with ``config``; return the exit code (0, also when a signal ended the run after a save)."""
     with no_orphans(), StopSignal() as stop:
         stop_when_torchrun_dies()
         try:
             with open_session(config, stop) as session:
-                begin(session)
+                session.begin()
                 stop.deferring = True
                 _train(session, stop)
         except Stopped as reason:
@@ -52,57 +58,66 @@ def run(config: Config) -> int:
 
 
 def _train(session: Session, stop: StopSignal) -> None:
-    config = session.config
+    config, state, inputs = session.config, session.state, session.inputs
+    trainer, stream, gpus = session.trainer, session.stream, session.gpus
+    evaluator, checkpoints = session.evaluator, session.checkpoints
+    records, recorder = session.records, session.recorder
     with PROGRESS.part("publish"):
-        publish(session)
-    if session.step == 0 or session.evaluation_due:
-        log(session, session.step, evaluate(session))
+        records.show_servers(gpus.for_sampling())
+    if state.step == 0 or state.evaluation_due:
+        records.log(state.step, evaluator.evaluate(state.step))
     if stop.requested():
         raise Stopped(f"by {stop.name} before the next step; the same command continues the run")
-    session.console.start("training", config.run.num_steps, session.step)
-    while session.step < config.run.num_steps and not session.is_solved:
-        PROGRESS.enter("loop", session.step)
+    records.console.start("training", config.run.num_steps, state.step)
+    while state.step < config.run.num_steps and not state.has_reached(config.eval.stop_at_accuracy):
+        PROGRESS.enter("loop", state.step)
         clock = Clock()
-        if config.rollout.servers.colocated:
-            with clock.part("publish"):
-                publish(session)
-        collected = session.stream.collect(session.step, session.trainer.policy_version, clock)
+        with clock.part("publish"):
+            records.show_servers(gpus.for_sampling())
+        collected = stream.collect(state.step, trainer.policy_version, clock)
         samples = make_samples(collected.groups, config)
         with clock.part("publish"):
-            session.take_gpus()
-        record = begin_record(session)
-        results = update_policy(session, collected, samples, clock, record)
-        session.stream.settle(clock)
-        if late := finish_evaluation(session):  # of the weights that the engine still has
-            log(session, *late)
-        session.step += 1
+            records.show_servers(gpus.for_training())
+        record = recorder.begin(state.step + 1)
+        results = update_policy(trainer, config, session.teacher, state.step, collected, samples, clock, record)
+        state.count_skipped(results)
+        stream.settle(clock)
+        if late := evaluator.finish():  # of the weights that the engine still has
+            records.log(*late)
+        state.step += 1
         if record is not None:
             with clock.part("record"):
-                write_record(session, record, collected)
-        evaluating = config.eval.is_due(session.step, config.run.num_steps)
-        # Servers on the trainer's GPUs would have to release their memory again before a save.
-        if evaluating or not config.rollout.servers.colocated:
-            with clock.part("publish"):
-                publish(session)
-        values = step_metrics(session, collected, samples, results, clock)
+                recorder.write(state.step, record, collected, records.writer)
+        evaluating = config.eval.is_due(state.step, config.run.num_steps)
+        with clock.part("publish"):
+            records.show_servers(gpus.after_update(samples_next=evaluating))
+        requests = request_metrics(session.engine, has_servers=config.rollout.engine != "local", dp=inputs.layout.dp)
+        values = step_metrics(session.groups, collected, samples, results, clock, requests, dp=inputs.layout.dp)
         if evaluating:
-            values |= evaluate(session)
-        log(session, session.step, values)
+            values |= evaluator.evaluate(state.step)
+        records.log(state.step, values)
         stopping = stop.requested()
-        if session.is_new_best(values.get("eval/accuracy")) or stopping or save_due(session):
+        stuck = state.skipped_in_a_row >= config.train.max_skipped_updates
+        best = state.is_new_best(values.get("eval/accuracy")) and config.checkpoint.keep_best
+        if best or stopping or stuck or checkpoints.is_due(state):
             with PROGRESS.part("save"):
-                save_session(session)
-        finish_save(session, wait=stopping or session.save_group is None)
-        check_health(session)
+                records.show_servers(gpus.for_training())
+                checkpoints.save(state, evaluator)
+        checkpoints.finish(wait=stopping or stuck or checkpoints.waits)
+        if stuck:
+            raise _stuck(state.skipped_in_a_row, config)
         if stopping:
-            raise Stopped(f"by {stop.name} after step {session.step}; the same command continues the run")
-    finish_save(session, wait=True)
-    if session.is_solved and session.best is not None:
-        reached, goal = f"{session.best[0]:.3f} at step {session.best[1]}", config.eval.stop_at_accuracy
-        session.console.say(f"solved   eval/accuracy {reached} reached eval.stop_at_accuracy = {goal}")
+            raise Stopped(f"by {stop.name} after step {state.step}; the same command continues the run")
+    checkpoints.finish(wait=True)
+    if state.best is not None and state.has_reached(config.eval.stop_at_accuracy):
+        records.console.say(
+            f"solved   eval/accuracy {state.best[0]:.3f} at step {state.best[1]} reached eval.stop_at_accuracy = "
+            f"{config.eval.stop_at_accuracy}"
+        )
     with PROGRESS.part("export"):
-        session.take_gpus()
-        finish(session)
+        records.show_servers(gpus.for_training())
+        export_results(trainer, inputs, config)
+        records.summarize(trainer.policy_version, evaluator.answers_before)
 
 
 def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[TrainingSample]:
@@ -118,7 +133,10 @@ def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[Trainin
 
 
 def update_policy(
-    session: Updating,
+    trainer: PolicyTrainer,
+    config: Config,
+    teacher: Teacher | TeacherServers | None,
+    step: int,
     collected: Collected,
     samples: Sequence[TrainingSample],
     clock: Clock,
@@ -128,8 +146,11 @@ def update_policy(
     """One optimizer update for each mini-batch of each epoch.
 
     Args:
-        session: this rank's.
-        collected: its rollouts.
+        trainer: policy of this rank.
+        config: configuration of the run.
+        teacher: teacher of a distillation, if there is one.
+        step: rollout steps done before this one.
+        collected: rollouts of this rank.
         samples: what ``make_samples`` made of them.
         clock: gets the time of each part.
         record: gets what the updates saw of each token; None = nobody wants it.
@@ -138,9 +159,8 @@ def update_policy(
     Raises:
         TrainingStopped: the rollouts are not those of the policy; nothing was updated.
     """
-    session.trainer.optimizer.set_step(session.step)
-    config, trainer = session.config, session.trainer
-    exact, teacher = config.distillation.is_exact, session.teacher
+    trainer.optimizer.set_step(step)
+    exact = config.distillation.is_exact
     inside = None if isinstance(teacher, TeacherServers) else teacher
     updater = Updater(
         trainer,
@@ -151,7 +171,7 @@ def update_policy(
         score=None if exact else inside,
         watch=None if record is None else record.watch,
     )
-    guard, results = first_update_guard(session, collected), []
+    guard = first_update_guard(trainer.groups, config, collected)
     samples = updater.add_recomputed(samples, clock)
     if isinstance(teacher, TeacherServers):
         with clock.part("recompute"):
@@ -162,11 +182,8 @@ def update_policy(
         samples = samples if teacher is None else taught_advantages(samples, config)
     if record is not None:
         samples = record.numbered(samples, trainer.dp_rank)
-    seed = sampling_seed(config, "order", session.step, trainer.dp_rank)
-    for result in updater.run(samples, seed, clock, guard, parts):
-        counts = result.skipped and not result.has_lower_scale
-        session.skipped_in_a_row = session.skipped_in_a_row + 1 if counts else 0
-        results.append(result)
+    seed = sampling_seed(config, "order", step, trainer.dp_rank)
+    results = list(updater.run(samples, seed, clock, guard, parts))
     if config.reward.kl_coef:
         own |= kl_metrics(samples, config, trainer.groups)
     if own:
@@ -174,43 +191,21 @@ def update_policy(
     return results
 
 
-def first_update_guard(session: Updating, collected: Collected) -> FirstUpdateGuard:
-    """The guard of this step's first update; a collective over all ranks."""
+def first_update_guard(groups: ParallelGroups, config: Config, collected: Collected) -> FirstUpdateGuard:
+    """Return the guard of this step's first update; a collective over all ranks."""
     local = {
         "dropped": dropped_tokens(collected.groups),
         "oldest": Metric(max(collected.token_ages, default=0), kind="max"),
     }
-    found = reduce_over_samples(session.groups, local)
-    return FirstUpdateGuard.of(session.config, dropped=found["dropped"], on_policy=found["oldest"] == 0)
+    found = reduce_over_samples(groups, local)
+    return FirstUpdateGuard.of(config, dropped=found["dropped"], on_policy=found["oldest"] == 0)
 
 
-def publish(session: Session) -> None:
-    """Give the current weights to the engine, which has the GPUs then; every rank takes part in gathering them."""
-    for note in session.gpus.for_sampling():
-        session.console.say(f"servers  {note}")
-
-
-def save_due(session: Session) -> bool:
-    """Whether this step ends with a checkpoint."""
-    every = session.config.checkpoint.save_every
-    last = session.step == session.config.run.num_steps
-    return last or session.is_solved or bool(every and session.step % every == 0)
-
-
-def check_health(session: Session) -> None:
-    """Stop when no update could be applied several times in a row.
-
-    Raises:
-        TrainingStopped: after ``train.max_skipped_updates`` non-finite gradients; the weights were saved.
-    """
-    limit = session.config.train.max_skipped_updates
-    if session.skipped_in_a_row < limit:
-        return
-    save_session(session)
-    finish_save(session, wait=True)
-    raise TrainingStopped(
-        f"the gradient was not finite in {session.skipped_in_a_row} updates in a row (train.max_skipped_updates = "
-        f"{limit}); none of them was applied, and the weights were saved. Look at train/ratio_max, "
-        f"train/prob_rise_max and train/grad_norm in {session.folder / 'metrics.jsonl'}: a rollout engine whose "
-        "log-probabilities do not fit the weights, a learning rate that is too high, and bf16 overflow are usual causes"
+def _stuck(skipped: int, config: Config) -> TrainingStopped:
+    return TrainingStopped(
+        f"the gradient was not finite in {skipped} updates in a row (train.max_skipped_updates = "
+        f"{config.train.max_skipped_updates}); none of them was applied, and the weights were saved. Look at "
+        f"train/ratio_max, train/prob_rise_max and train/grad_norm in {Path(config.run.output_dir) / 'metrics.jsonl'}: "
+        "a rollout engine whose log-probabilities do not fit the weights, a learning rate that is too high, and bf16 "
+        "overflow are usual causes"
     )

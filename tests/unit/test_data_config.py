@@ -125,15 +125,9 @@ def test_named_sets_are_reported_apart_and_together(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(evaluation, "record_answers", lambda *_: None)
     monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, metrics: local.append(metrics) or {})
     for rank in (0, 1):
-        layout = SimpleNamespace(dp=2)
-        session = SimpleNamespace(
-            config=configuration,
-            stream=stream,
-            step=1,
-            inputs=SimpleNamespace(eval_prompts=read.eval_prompts, layout=layout),
-            trainer=SimpleNamespace(dp_rank=rank),
-        )
-        evaluation.evaluate(session)  # type: ignore[arg-type]
+        groups = SimpleNamespace(world=None)
+        evaluator = evaluation.Evaluator(configuration, read.eval_prompts, stream, groups, dp=2, dp_rank=rank)  # type: ignore[arg-type]
+        evaluator.evaluate(1)
     values = reduce_metrics(local, None)
     assert values["a/accuracy"] == sum(reward[t] for t in texts["a"]) / 4
     assert values["b/accuracy"] == sum(reward[t] for t in texts["b"]) / 7

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,11 +71,10 @@ def downstream(prompt: Prompt, folder: Path) -> None:
     group = RolloutGroup(prompt=prompt, rollouts=(rollout,))
     save_groups(folder / "groups", [Stored(0, prompt, group)])
     assert same(load_groups(folder / "groups", lambda position: prompt)[0].content, group)
-    session: Any = SimpleNamespace(folder=folder, step=0, answers_before=[], groups=SimpleNamespace(world=None))
-    record_answers(session, [group], 0)
+    answers = record_answers(folder, [group], 0, None)
     (record,) = read_records(folder / "samples.jsonl")
     assert (record["prompt"], record["label"]) == (prompt.text, prompt.label)
-    (folder / "state.json").write_text(json.dumps({"answers_before": session.answers_before}, indent=2), "utf-8")
+    (folder / "state.json").write_text(json.dumps({"answers_before": answers}, indent=2), "utf-8")
 
 
 @pytest.fixture(autouse=True)

@@ -122,11 +122,11 @@ def test_evaluation_counts_unshaped_scores(monkeypatch: pytest.MonkeyPatch) -> N
     groups = [RolloutGroup(prompt=right[0].prompt, rollouts=rollouts) for rollouts in (right, wrong)]
     monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, local: reduce_metrics([local], None))
     settings = config(eval={"samples_per_prompt": 2, "temperature": 1.0})
-    session = SimpleNamespace(config=settings, step=0, answers_before=[], trainer=SimpleNamespace(dp_rank=0))
-    session.stream = SimpleNamespace(ask=lambda *_: None, answered=lambda *_: groups)
-    session.inputs = SimpleNamespace(eval_prompts={"": [g.prompt for g in groups]}, layout=SimpleNamespace(dp=1))
-    monkeypatch.setattr(evaluation, "record_answers", lambda *_: None)
-    values = evaluation.evaluate(session)  # type: ignore[arg-type]
+    stream = SimpleNamespace(ask=lambda *_: None, answered=lambda *_: groups)
+    prompts = {"": [group.prompt for group in groups]}
+    monkeypatch.setattr(evaluation, "record_answers", lambda *_: [])
+    parallel = SimpleNamespace(world=None)
+    values = evaluation.Evaluator(settings, prompts, stream, parallel, dp=1, dp_rank=0).evaluate(0)  # type: ignore[arg-type]
     names = ("accuracy", "pass_at_1", "pass_at_2")
     assert [values[f"eval/{name}"] for name in names] == [0.25, 0.25, 0.5]
 

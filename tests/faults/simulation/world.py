@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,12 +195,12 @@ class _Run:
         if saved.stream is not None:
             stream.restore(saved.stream, saved.contents)
         gpus = gpus_of(config, trainer, publisher)
-        self._publish(gpus)
+        self._publish(gpus.for_sampling())
         for step in range(saved.step, plan.steps):
             self._step(stream, step, trainer, gpus)
 
-    def _publish(self, gpus: Gpus) -> None:
-        for text in gpus.for_sampling():
+    def _publish(self, notes: Sequence[str]) -> None:
+        for text in notes:
             self.say(f"published: {text}")
 
     def _released(self, release: Callable[[], list[str]]) -> None:
@@ -230,7 +230,7 @@ class _Run:
         trainer.learn([self.outcome.lives, *tokens])
         stream.settle(Clock())
         self.digests[trainer.policy_version] = trainer.digest
-        self._publish(gpus)
+        self._publish(gpus.after_update(samples_next=True))
         if (step + 1) % self.plan.save_every and step + 1 < self.plan.steps:
             return
         contents = {stored.position: stored for stored in stream.contents()}
