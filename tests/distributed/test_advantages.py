@@ -17,6 +17,8 @@ from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, Rollo
 from tests.distributed.spawn import run_distributed
 from tests.unit import configs
 
+pytestmark = pytest.mark.distributed
+
 SIBLINGS, COEFFICIENT = 3, 0.3
 CASES = [
     (advantage, coefficient, estimator, normalization)

@@ -39,6 +39,8 @@ from tests.distributed.head_cases import (
 )
 from tests.distributed.spawn import run_distributed
 
+pytestmark = pytest.mark.distributed
+
 WORLD = SHARDS
 ALL = LossNeeds(entropy_gradient=True, other_square=True, slot_gradient=True)
 BASE = HeadCase(tokens=23)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,6 +15,8 @@ from megatron_dppo.parallel.objects import exchange, from_each, from_leader, par
 from megatron_dppo.platform import Platform
 from tests.distributed.spawn import run_distributed
 from tests.unit.columns import same
+
+pytestmark = pytest.mark.distributed
 
 
 def limit_of(group: dist.ProcessGroup) -> timedelta:

@@ -17,6 +17,8 @@ from megatron_dppo.weights import hf_folder
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.spawn import run_distributed
 
+pytestmark = pytest.mark.distributed
+
 MODEL = Path(__file__).parents[2] / "examples/chain_sum/model"
 SHARD = 100_000
 """bytes of a file: some tensors are larger, most smaller"""

@@ -24,6 +24,8 @@ from megatron_dppo.weights.handles import Sharing
 from tests.distributed.spawn import run_distributed
 from tests.unit.weight_server import FakeServer, files_of, make, weights
 
+pytestmark = pytest.mark.distributed
+
 URLS = ("http://a:1", "http://b:2", "http://c:3")
 OWNERS = {URLS[0]: [0], URLS[1]: [2], URLS[2]: [1]}
 

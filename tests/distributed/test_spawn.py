@@ -8,6 +8,8 @@ import pytest
 
 from tests.distributed.spawn import run_distributed
 
+pytestmark = pytest.mark.distributed
+
 
 def fail_on_rank_one(rank: int, world_size: int) -> None:
     if rank == 1:

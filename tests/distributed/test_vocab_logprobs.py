@@ -46,6 +46,8 @@ CASES = (
     Case(dtype=torch.float32, temperature=1.7, holes=True),
     Case(dtype=torch.bfloat16, temperature=0.8),
 )
+
+pytestmark = pytest.mark.distributed
 # relative, absolute; the gradient of bf16 logits is itself bf16
 VALUE_TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (2e-6, 2e-6), torch.bfloat16: (2e-6, 2e-6)}
 GRAD_TOLERANCE = {torch.float64: (1e-11, 1e-12), torch.float32: (1e-5, 2e-6), torch.bfloat16: (5e-3, 2e-6)}

@@ -28,6 +28,8 @@ from tests.distributed.vocab_cases import (
     shard_of,
 )
 
+pytestmark = pytest.mark.distributed
+
 WORLD = SHARDS
 CASES = 72
 # Errors relative to max(1, |value|): log p of a nearly certain token is no better than the sum of the row, around 1.
