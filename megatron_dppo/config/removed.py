@@ -17,7 +17,7 @@ class RemovedKey(NamedTuple):
 
 REMOVED_KEYS: Mapping[str, RemovedKey] = {
     "rollout.weight_sync.delta": RemovedKey(
-        default=False, instead="Remove it. With a slow network use [lora] with method = 'adapter'."
+        default=False, instead="Remove it, and set method to 'distributed' or 'disk', which send all weights."
     ),
 }
 """Removed keys by their path."""

@@ -349,7 +349,7 @@ def refused_rollout(values: dict[str, Any]) -> str:
 
 
 def test_a_removed_key_is_named_with_what_to_use_and_its_default_is_dropped(path: Path) -> None:
-    assert "rollout.weight_sync.delta = True: this key was removed. Remove it." in refusal(
+    assert "rollout.weight_sync.delta = True: this key was removed. Remove it, and set method" in refusal(
         path, "--rollout.weight_sync.delta", "true"
     )
     loaded = load_config(EXAMPLE, ["--rollout.weight_sync.delta", "false"])
