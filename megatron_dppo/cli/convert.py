@@ -13,11 +13,8 @@ from pathlib import Path
 from megatron_dppo.cli.main import report_error
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.errors import CheckpointError, ConfigError, UserError
-from megatron_dppo.weights.awq import require_awq
-from megatron_dppo.weights.quantization import FORMATS
+from megatron_dppo.weights.quantization import FORMATS, Format
 
-AWQ = "int4_awq"
-QUANTIZED = (*FORMATS, AWQ)
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -61,25 +58,20 @@ def new_folder(path: str) -> Path:
     return Path(path)
 
 
-def add_calibration(parser: argparse.ArgumentParser) -> None:
-    """The texts that AWQ looks at."""
-    parser.add_argument("--calibration", help="of int4_awq: lines of JSON with a key 'text'")
-
-
-def check_calibration(form: str | None, calibration: str | None) -> bool:
-    """Whether the format is AWQ, which alone needs texts.
+def quantized_format(text: str) -> Format:
+    """Return the format that ``--format`` or ``--quantize`` names.
 
     Raises:
-        ConfigError: texts without it, it without texts, or packages that cannot make it.
+        argparse.ArgumentTypeError: another one; with what to use for one that was removed.
     """
-    if form != AWQ:
-        if calibration is not None:
-            raise ConfigError(f"--calibration {calibration} has no effect without {AWQ}; remove it")
-        return False
-    if calibration is None:
-        raise ConfigError(f"{AWQ} needs --calibration FILE: lines of JSON with a key 'text'; fp8 and int4 need none")
-    require_awq()
-    return True
+    if text in FORMATS:
+        return text
+    if text == "int4_awq":
+        raise argparse.ArgumentTypeError(
+            "int4_awq was removed. Fix: export without it, then run NVIDIA ModelOpt's hf_ptq.py --qformat int4_awq on "
+            "the folder (docs/precision.md, Calibrated formats)"
+        )
+    raise argparse.ArgumentTypeError(f"expected {' or '.join(FORMATS)}, got {text!r}")
 
 
 def reporting_errors(main: Callable[[], int]) -> Callable[[], int]:

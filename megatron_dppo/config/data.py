@@ -174,16 +174,6 @@ class RolloutConfig(Section):
                 "servers.colocated = true with weight_sync.method = 'adapter': servers that release their memory lose "
                 "the base model, which is not sent again. Set it to 'ipc' or 'disk'"
             )
-        if self.weight_sync.delta and self.engine != "sglang":
-            raise ValueError(
-                f"weight_sync.delta = true with engine = {self.engine!r}: vLLM loads each layer into fresh memory and "
-                "packs it again, so that nothing is there to be changed in part. Set engine to 'sglang', or remove it"
-            )
-        if self.weight_sync.delta and self.servers.colocated:
-            raise ValueError(
-                "weight_sync.delta = true with servers.colocated = true: the servers give up their weights before each "
-                "update, so that they need all of them after it; remove delta"
-            )
         return self
 
     @model_validator(mode="after")

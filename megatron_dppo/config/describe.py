@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_dppo.config.known_as import KNOWN_AS
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES
+from megatron_dppo.config.removed import removed_key_hint
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 
@@ -81,6 +82,8 @@ def explain(name: str) -> str:
     models = dict(sections())
     if wanted in found:
         return _entry(wanted, found[wanted])
+    if removed := removed_key_hint(wanted):
+        return f"{wanted}: {removed}"
     if wanted in models and wanted:
         inside = [_entry(f"{wanted}.{key}", f) for key, f in models[wanted].model_fields.items()]
         return "\n".join([f"[{wanted}]  {_prose(models[wanted].__doc__ or '')}", "", *inside])

@@ -19,6 +19,7 @@ from megatron_dppo.config.layer_noise import LayerNoiseConfig
 from megatron_dppo.config.lora import LoraConfig, check_lora
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.optimizer import OptimizerConfig, WarmupOptimizerConfig
+from megatron_dppo.config.removed import without_removed_defaults
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.router_replay import FROM_ENGINE, RouterReplay, check_router_weights
 from megatron_dppo.config.run import LogConfig, RunConfig
@@ -149,6 +150,11 @@ class Config(_Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed_defaults(cls, values: Any) -> Any:
+        return without_removed_defaults(values) if isinstance(values, dict) else values
 
     @property
     def needs_engine_routing(self) -> bool:

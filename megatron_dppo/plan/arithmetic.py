@@ -106,8 +106,6 @@ class Transfers:
     """over its network link, or within each GPU's memory; None = nothing is sent"""
     sync_buffer: int
     """bytes of the two buckets on a sending GPU: one is sent while the next is gathered"""
-    sync_host: int
-    """bytes of the copy in rank 0's host memory from which only changes are sent; 0 = everything is"""
     sync_by_handle: bool
     """whether each rank has such buckets, and its server reads them where they are"""
     checkpoint: int
@@ -145,7 +143,6 @@ def transfers(config: Config, parameters: int, trained: tuple[int, int], layout:
         sync=sent,
         sync_seconds=sent / (link * machine.reached_bandwidth) if served else None,
         sync_buffer=2 * sync.bucket_megabytes * 2**20 if served and not by_adapter else 0,
-        sync_host=parameters * DTYPES[config.rollout.dtype or config.model.dtype].itemsize if sync.delta else 0,
         sync_by_handle=by_handle,
         checkpoint=checkpoint,
         export=parameters * size,

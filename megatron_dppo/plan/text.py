@@ -244,8 +244,6 @@ def _transfers(plan: Plan) -> str:
             f"sync     {gib(moved.sync)} GiB a publish, {moved.sync_seconds:.1f} s {where}, "
             f"{gib(moved.sync_buffer)} GiB of buckets on {who}"
         )
-    if moved.sync_host:
-        sync += f", {gib(moved.sync_host)} GiB of its host memory for what was sent last (delta sends less than all)"
     files = f"files    {gib(moved.checkpoint)} GiB a checkpoint, {gib(moved.export)} GiB exported"
     return f"{sync}\n{files}; up to {gib(moved.save_host)} GiB of host memory a rank while one is written"
 

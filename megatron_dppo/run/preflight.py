@@ -20,7 +20,7 @@ from megatron_dppo.losses.own_check import check_own_functions
 from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.platform import Platform, require_devices
 from megatron_dppo.record.files import require_pyarrow
-from megatron_dppo.report.metrics import require_sinks
+from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rollout.quantized import WeightQuantizer
 from megatron_dppo.run.engines import connect_servers, open_function

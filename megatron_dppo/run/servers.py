@@ -60,7 +60,6 @@ def needs_of(config: Config, inputs: Inputs | None) -> Needs:
         routed_experts=config.needs_engine_routing,
         weight_sync=config.rollout.weight_sync.method,
         adapter_rank=config.lora.rank if config.rollout.weight_sync.method == "adapter" else 0,
-        delta=config.rollout.weight_sync.delta,
         quantized=config.rollout.servers.model is not None,
         colocated=config.rollout.servers.colocated,
         kept_ids=config.rollout.top_k if config.rollout.filters else 0,

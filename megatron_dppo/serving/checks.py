@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from megatron_dppo.config.servers import WeightSyncMethod
 from megatron_dppo.errors import ServerError
-from megatron_dppo.serving.command import LOADER
 from megatron_dppo.serving.health import IDLE, fetch_json, identify_server, is_healthy
 
 _OLDEST = {"sglang": (0, 5, 19), "vllm": (0, 32)}
@@ -34,8 +33,6 @@ class Needs:
     weight_sync: WeightSyncMethod
     adapter_rank: int = 0
     """of the adapter that it has to add to its weights; 0 = none"""
-    delta: bool = False
-    """whether it has to take only what changed of its weights"""
     colocated: bool = False
     """whether it has to release its memory"""
     quantized: bool = False
@@ -87,12 +84,6 @@ def _sglang(url: str, needs: Needs, key: str | None, timeout: float) -> Iterator
                 f"--sampling-mask-max-tokens is {most}, and rollout.top_k = {needs.kept_ids}; start it with "
                 f"--sampling-mask-max-tokens {needs.kept_ids}, or lower rollout.top_k"
             )
-    if needs.delta and LOADER not in (info.get("custom_weight_loader") or []):
-        yield (
-            "cannot take only what changed of its weights, as rollout.weight_sync.delta = true needs; start it with "
-            "megatron-dppo serve, or with megatron_dppo/serving/sglang_extension in PYTHONPATH and "
-            f"--custom-weight-loader {LOADER}"
-        )
     if needs.adapter_rank:
         takes = bool(info.get("enable_lora", True))
         yield from _small_adapter(takes, info.get("max_lora_rank"), needs.adapter_rank)

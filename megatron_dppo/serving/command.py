@@ -42,10 +42,8 @@ _RELEASING: Mapping[str, dict[str, Any]] = {
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What --max-lora-rank may be (vllm/config/lora.py, 0.32)."""
 
-_EXTENSIONS = Path(__file__).parent
-"""What servers load, in a folder for each engine. Not a part of this package: those of vLLM import vLLM."""
-LOADER = "megatron_dppo_delta.load"
-"""SGLang's name of what takes only the changes of weights"""
+_VLLM_EXTENSION = Path(__file__).parent / "vllm_extension"
+"""Folder that vLLM servers load. Not a part of this package: it imports vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +87,9 @@ def plan_servers(
             "write its content into [rollout.sglang], or leave rollout.servers.api_key_env out"
         )
     if config.rollout.engine == "vllm":
-        env |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _with_extension("vllm", environ)}
+        env |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _with_vllm_extension(environ)}
         if config.rollout.weight_sync.method == "adapter":
             env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    elif config.rollout.weight_sync.delta:
-        env |= {"PYTHONPATH": _with_extension("sglang", environ)}
     command = servers.command or [sys.executable, "-m", _MODULES[config.rollout.engine]]
     return [
         ServerPlan(
@@ -153,9 +149,6 @@ def _options(config: Config) -> dict[str, Any]:
         options |= _fp32_head(engine, own)
     if config.rollout.weight_sync.method == "adapter":
         options |= _adapters(engine, config.lora)
-    if config.rollout.weight_sync.delta:
-        loaders = own.pop("custom-weight-loader", [])
-        options["custom-weight-loader"] = [LOADER, *(loaders if isinstance(loaders, list) else [loaders])]
     if engine == "vllm":
         options |= {
             "logprobs-mode": "processed_logprobs",
@@ -238,10 +231,9 @@ def _keys(config: Config, environ: Mapping[str, str]) -> tuple[dict[str, str], d
     return {}, {name: value for name, value in named.items() if value}, secrets
 
 
-def _with_extension(engine: str, environ: Mapping[str, str]) -> str:
-    """PYTHONPATH with the folder from which an engine loads its part of the weight transfer."""
-    folder = _EXTENSIONS / f"{engine}_extension"
-    return os.pathsep.join(part for part in (str(folder), environ.get("PYTHONPATH")) if part)
+def _with_vllm_extension(environ: Mapping[str, str]) -> str:
+    """Return PYTHONPATH with the folder from which vLLM loads its part of the weight transfer."""
+    return os.pathsep.join(part for part in (str(_VLLM_EXTENSION), environ.get("PYTHONPATH")) if part)
 
 
 def _split_gpus(config: Config, options: Mapping[str, Any], gpus: Sequence[str], skip: int) -> list[list[str]]:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import tomli_w
 
+from megatron_dppo.config.describe import explain
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.loss import LossConfig, LossName
 from megatron_dppo.config.schema import Config
@@ -345,3 +346,12 @@ def refused_rollout(values: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
         validate(config, "test")
     return str(caught.value)
+
+
+def test_a_removed_key_is_named_with_what_to_use_and_its_default_is_dropped(path: Path) -> None:
+    assert "rollout.weight_sync.delta = True: this key was removed. Remove it, and set method" in refusal(
+        path, "--rollout.weight_sync.delta", "true"
+    )
+    loaded = load_config(EXAMPLE, ["--rollout.weight_sync.delta", "false"])
+    assert loaded == load_config(EXAMPLE) and "delta" not in dump_toml(loaded)
+    assert "delta: this key was removed" in explain("rollout.weight_sync.delta")

@@ -16,10 +16,11 @@ import pytest
 
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.report import metrics
+from megatron_dppo.report import sinks
 from megatron_dppo.report.alarms import Alarms
 from megatron_dppo.report.console import Console, idle_share, live_rows
-from megatron_dppo.report.metrics import MetricsWriter, require_sinks
+from megatron_dppo.report.metrics import MetricsWriter
+from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.trackers import Labels, flat, open_trackers, run_id
 
 VALUES = {
@@ -114,7 +115,7 @@ def test_wandb_gets_id_name_group_and_tags(tmp_path: Path, monkeypatch: pytest.M
     calls: list[dict[str, Any]] = []
     run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
     wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run)
-    monkeypatch.setattr(metrics, "require_wandb", lambda project: wandb)
+    monkeypatch.setattr(sinks, "require_wandb", lambda project: wandb)
     labels = Labels(project="p", name="n", group="g", tags=("x", "y"), offline=True)
     for step in (None, 3):
         MetricsWriter(

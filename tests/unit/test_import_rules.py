@@ -89,7 +89,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "weights": (
         {"config", "data", "errors", "families", "files", "hf", "mcore", "parallel", "platform", "policy", "rollout"}
         | {"serving", "types"},
-        {"modelopt", "safetensors", "torch", "transformers"},
+        {"safetensors", "torch", "transformers"},
     ),
     "run": (
         {

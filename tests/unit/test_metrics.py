@@ -4,12 +4,14 @@ import builtins
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.report import sinks
 from megatron_dppo.report.metrics import MetricsWriter, reduce_metrics
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.types import Metric
@@ -128,6 +130,32 @@ def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("rollout/reward")] == [(1, 0.125), (2, 0.25)]
+
+
+def test_a_resume_purges_later_steps_from_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps, resumed_step in (((1, 2, 3), None), ((2, 3), 1)):
+        sink = writer(tmp_path, resumed_step=resumed_step, tensorboard=True)
+        for step in steps:
+            sink.write(step, {"rollout/reward": step + (10.0 if resumed_step else 0.0)})
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("rollout/reward")] == [(1, 1.0), (2, 12.0), (3, 13.0)]
+
+
+def test_weights_and_biases_gets_values_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[dict[str, Any], int]] = []
+    run = SimpleNamespace(log=lambda values, step: logged.append((values, step)), finish=lambda: None)
+    package = SimpleNamespace(init=lambda **options: run, Table=lambda columns, data: (columns, data))
+    monkeypatch.setattr(sinks, "require_wandb", lambda project: package)
+    sink = writer(tmp_path, wandb_project="mine")
+    assert sink.has_tables
+    sink.write(1, {"rollout/reward": 0.5})
+    sink.write_table(1, "masked", ["token", "n"], [["a", 3]])
+    sink.close()
+    assert logged == [({"rollout/reward": 0.5}, 1), ({"masked": (["token", "n"], [["a", 3]])}, 1)]
 
 
 def test_weights_and_biases_without_its_package_is_refused_with_the_remedy(

@@ -252,22 +252,22 @@ def test_an_output_folder_that_cannot_be_written_is_told(dry: Any, monkeypatch: 
 
 
 def test_a_run_that_asks_for_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from megatron_dppo.report import metrics
+    from megatron_dppo.report import sinks
 
-    monkeypatch.setattr(metrics, "require_wandb", lambda project: object())
+    monkeypatch.setattr(sinks, "require_wandb", lambda project: object())
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="there is no key"):
-        metrics.require_sinks(tensorboard=False, wandb_project="mine")
+        sinks.require_sinks(tensorboard=False, wandb_project="mine")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    metrics.require_sinks(tensorboard=False, wandb_project="mine")
+    sinks.require_sinks(tensorboard=False, wandb_project="mine")
     (tmp_path / "netrc").unlink()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    metrics.require_sinks(tensorboard=False, wandb_project="mine")
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    sinks.require_sinks(tensorboard=False, wandb_project="mine")
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs the package tensorboard"):
-        metrics.require_sinks(tensorboard=True, wandb_project=None)
+        sinks.require_sinks(tensorboard=True, wandb_project=None)
 
 
 def test_several_errors_are_one_error_whose_parts_are_told_once() -> None:

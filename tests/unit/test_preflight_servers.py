@@ -103,10 +103,6 @@ def test_a_server_that_cannot_serve_the_run_is_told_with_the_flag_that_mends_it(
     assert len(problems_of("sglang", servers(sglang(context_length=242)), **replay)) == 0
     assert "--enable-return-routed-experts" in routes and "--dp-size 2" in dp
     assert len(problems_of("sglang", servers(sglang(dp_size=2)), **replay, rollout__weight_sync__method="disk")) == 0
-    delta = without | {"rollout__weight_sync__method": "tensor", "rollout__weight_sync__delta": "true"}
-    assert problems_of("sglang", servers(sglang(custom_weight_loader=["megatron_dppo_delta.load"])), **delta) == []
-    (loader,) = problems_of("sglang", servers(sglang(custom_weight_loader=[])), **delta)
-    assert "--custom-weight-loader megatron_dppo_delta.load" in loader
     adapter = without | {"rollout__weight_sync__method": "adapter", "lora__rank": "32", "warmup__num_steps": "0"}
     adapter |= {"model__random_init": "false"}
     assert problems_of("sglang", servers(sglang(enable_lora=True, max_lora_rank=32)), **adapter) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_dppo.cli.convert import quantized_format
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf import build_hf_model, stream_model
 from megatron_dppo.mcore.compat import apply_shims
@@ -187,3 +189,11 @@ def test_a_model_without_routed_experts_has_nothing_for_int4(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"no routed experts.*--format fp8"):
         quantize_folder(tmp_path / "dense", tmp_path / "out", "int4", torch.bfloat16)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_removed_format_says_what_to_use() -> None:
+    assert [quantized_format(name) for name in ("fp8", "int4")] == ["fp8", "int4"]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"int4_awq was removed.*hf_ptq.py --qformat int4_awq"):
+        quantized_format("int4_awq")
+    with pytest.raises(argparse.ArgumentTypeError, match="expected fp8 or int4, got 'int8'"):
+        quantized_format("int8")

@@ -77,18 +77,6 @@ def test_vllm_gets_the_flags_that_training_needs() -> None:
     assert plan.env["PYTHONPATH"] == f"{ROOT}/megatron_dppo/serving/vllm_extension:/mine"
 
 
-def test_sglang_gets_the_loader_of_changes_beside_those_of_the_user() -> None:
-    delta = {"weight_sync": {"method": "tensor", "delta": True}}
-    (plan,) = plans(config_of(rollout=delta), PYTHONPATH="/mine")
-    assert "--custom-weight-loader megatron_dppo_delta.load" in shlex.join(plan.argv)
-    folder = ROOT / "megatron_dppo/serving/sglang_extension"
-    assert plan.env == {"PYTHONPATH": f"{folder}:/mine"}
-    assert "def load(" in (folder / "megatron_dppo_delta.py").read_text()
-    for own in ("mine.load", ["mine.load"]):
-        (plan,) = plans(config_of(rollout=delta | {"sglang": {"custom_weight_loader": own}}))
-        assert "--custom-weight-loader megatron_dppo_delta.load mine.load" in shlex.join(plan.argv)
-
-
 @pytest.mark.parametrize(
     ("engine", "flag", "own", "off"),
     [

@@ -302,25 +302,6 @@ def test_a_folder_that_cannot_be_loaded_is_an_error_that_says_what_is_served_now
     assert stub.paths[-1] == "/continue_generation"
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_changes_go_through_our_loader_and_never_to_a_server_without_it(version: str) -> None:
-    info = RECORDED[version]["server_info"]
-    with_loader = {"/server_info": info | {"custom_weight_loader": ["mine", "megatron_dppo_delta.load"]}}
-
-    async def change(server: SGLangServer) -> None:
-        await server.receive_patches([("w", torch.ones(2))])
-
-    stub = Stub(server_answers(version, **with_loader))
-    use_server(stub, change)
-    (sent,) = [call.body for call in stub.calls if "tensor" in call.path]
-    assert sent["load_format"] == "megatron_dppo_delta.load"
-    for loaders in (None, []):
-        stub = Stub(server_answers(version, **{"/server_info": info | {"custom_weight_loader": loaders}}))
-        with pytest.raises(ServerError, match=r"start it with .*--custom-weight-loader megatron_dppo_delta.load"):
-            use_server(stub, change)
-        assert not [path for path in stub.paths if "tensor" in path]
-
-
 def test_a_success_that_says_it_failed_is_an_error() -> None:
     answer = {"success": False, "message": "Weights were updated, but the cache was not flushed"}
     stub = Stub(server_answers("0.5.23", **{"/update_weights_from_tensor": answer}))

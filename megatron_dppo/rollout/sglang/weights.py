@@ -30,8 +30,6 @@ _DIGESTS = ((0, 5, 19), (0, 6))
 """Versions whose digests are those that ``megatron_dppo_digest`` computes: from, and below."""
 _NO_ADAPTER = "does not exist"
 """Stands in SGLang's message when it has no adapter that it could unload."""
-_LOADER = "megatron_dppo_delta.load"
-"""of ``serving/sglang_extension``"""
 _UNTOUCHED = "weights iterator"
 """Stands in SGLang's message when it could not even list the folder's weights, so that it changed none."""
 
@@ -111,23 +109,8 @@ class WeightUpdates(FolderUpdates):
 
     async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Take weights by value. The server reads a pickle of plain CPU tensors; nothing is ever unpickled here."""
-        await self._receive_values(tensors, None)
-
-    async def receive_patches(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """See ``InferenceServer``: through ``serving/sglang_extension``, which must be in the server."""
-        loaders = (await self._server_info()).get("custom_weight_loader") or []
-        if _LOADER not in loaders:
-            # SGLang would end of a loader that it does not know.
-            raise ServerError(
-                self.url,
-                "cannot take only what changed (rollout.weight_sync.delta): start it with "
-                f"megatron_dppo/serving/sglang_extension in PYTHONPATH and --custom-weight-loader {_LOADER}",
-            )
-        await self._receive_values(tensors, _LOADER)
-
-    async def _receive_values(self, tensors: Sequence[tuple[str, Tensor]], load_format: str | None) -> None:
         payload = pickle.dumps([(name, _owned(tensor)) for name, tensor in tensors])
-        await self._receive([payload] * await self._ranks(), load_format)
+        await self._receive([payload] * await self._ranks(), None)
 
     async def receive_handles(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]

@@ -110,14 +110,6 @@ class WeightUpdates(FolderUpdates):
         body = {"update_info": {"safetensors": base64.b64encode(save(owned)).decode()}}
         await self._update("/update_weights", body)
 
-    async def receive_patches(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """See ``InferenceServer``.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(f"{self.url}: vLLM loads each layer into fresh memory; set rollout.weight_sync.delta = false")
-
     async def receive_handles(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]
     ) -> None:

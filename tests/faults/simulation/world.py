@@ -180,7 +180,7 @@ class _Run:
     def _live(self) -> None:
         saved, plan, config = self.saved, self.plan, self.config
         seams.NOW.life = Life()
-        trainer = SimTrainer(dict(saved.weights), saved.step, plan.delta)
+        trainer = SimTrainer(dict(saved.weights), saved.step)
         seams.NOW.trainer = trainer
         self.digests = {v: d for v, d in self.digests.items() if v < saved.step} | {saved.step: trainer.digest}
         for record in (self.trained, self.left_out):
