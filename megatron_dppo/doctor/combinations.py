@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_dppo.doctor.machine import Machine
+from megatron_dppo.mcore.extensions import INSTALL_TOOLS, MODULES
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,18 @@ def _apex_without_kernels(machine: Machine) -> str | None:
     return f"apex {machine.packages['apex']} without compiled kernels"
 
 
+def _no_c_compiler(machine: Machine) -> str | None:
+    needs_one = bool(machine.gpus) and "triton" in machine.packages
+    return "no C compiler" if needs_one and machine.c_compiler is None else None
+
+
+def _no_build_tools(machine: Machine) -> str | None:
+    version = machine.packages.get("megatron-core", "0")
+    if numbers(version) < (0, 17) or not machine.missing_build_tools:
+        return None
+    return f"megatron-core {version} without {', '.join(machine.missing_build_tools)}"
+
+
 _INSTALL_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 
 TABLE: tuple[Combination, ...] = (
@@ -198,6 +211,19 @@ TABLE: tuple[Combination, ...] = (
         "it has no bf16",
         "Use compute capability 8.0 (A100) or newer; model.dtype = 'fp32' is for tests",
         "CUDA C++ programming guide, compute capabilities",
+    ),
+    Combination(
+        _no_c_compiler,
+        "Triton compiles the launcher of every kernel with it, so the first step on the GPU fails",
+        "Install gcc (on Debian: gcc), or set CC",
+        "triton/runtime/build.py",
+    ),
+    Combination(
+        _no_build_tools,
+        f"recompute_modules with {', '.join(MODULES)} compile a C++ extension at the start of a run, and fail there",
+        INSTALL_TOOLS,
+        "megatron/core/tensor_parallel/random.py",
+        stops=False,
     ),
     Combination(
         _older("transformer-engine", (2, 1)),

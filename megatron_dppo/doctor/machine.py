@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -76,6 +78,10 @@ class Machine:
     apex: tuple[str, ...] = ()
     """of Apex's compiled kernels, those that Megatron takes"""
     variables: Mapping[str, str] = field(default_factory=dict)
+    missing_build_tools: tuple[str, ...] = ()
+    """Names of what is absent of the tools that compile a C++ extension of torch"""
+    c_compiler: str | None = "gcc"
+    """C compiler that Triton calls; None if there is none"""
 
 
 APEX_KERNELS = {"fused_weight_gradient_mlp_cuda": "gradient accumulation", "amp_C": "FusedAdam"}
@@ -86,6 +92,8 @@ its own linear layers, the second where Transformer Engine is not there."""
 def look() -> Machine:
     """This machine."""
     import torch
+
+    from megatron_dppo.mcore.extensions import missing_build_tools
 
     gpus = []
     for i in range(torch.cuda.device_count()):
@@ -104,6 +112,8 @@ def look() -> Machine:
         engine=_transformer_engine(looked_at=bool(gpus)),
         apex=tuple(use for module, use in APEX_KERNELS.items() if importlib.util.find_spec(module) is not None),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        missing_build_tools=tuple(missing_build_tools()),
+        c_compiler=_c_compiler(),
     )
 
 
@@ -115,6 +125,13 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _c_compiler() -> str | None:
+    """Return the compiler that ``triton.runtime.build`` takes: CC, gcc or clang."""
+    named = os.environ.get("CC")
+    candidates = [shlex.split(named)[0]] if named else ["gcc", "clang"]
+    return next((name for name in candidates if shutil.which(name)), None)
 
 
 def _driver() -> str | None:
@@ -158,6 +175,8 @@ def in_words(machine: Machine) -> list[str]:
         lines.append("no CUDA device: training runs on the CPU, with gloo")
     lines.append(f"Transformer Engine: {machine.engine}")
     lines.append(f"Apex kernels that Megatron takes: {', '.join(machine.apex) or 'none'}")
+    lines.append(f"C compiler: {machine.c_compiler or '-'}")
+    lines.append(f"missing to compile C++ extensions: {', '.join(machine.missing_build_tools) or 'nothing'}")
     lines += [f"{name}={value}" for name, value in machine.variables.items()]
     return lines
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.mcore.extensions import replace_load_inline
 from megatron_dppo.mcore.fused_adam import FusedAdam
 from megatron_dppo.mcore.gloo import collectives_of_one, uneven_collectives
 from megatron_dppo.mcore.quiet import quiet_megatron
@@ -257,9 +258,18 @@ SHIMS = (
     Shim(
         _recompute_flag,
         "selective recompute takes 'fp8 is not None' for fp8 and needs Transformer Engine then",
-        "0.16.1",
-        "0.16.1 is no longer supported",
+        _ALL,
+        "CheckpointWithoutOutput(fp8=False) means without fp8",
         on_cuda=True,
+    ),
+    Shim(
+        replace_load_inline,
+        "selective recompute compiles an extension behind torch's lock file, at which a run waits without end after "
+        "another was killed (see extensions.py)",
+        "0.17.0 to 0.19.2",
+        "Megatron restores outputs without an extension of its own",
+        on_cuda=True,
+        with_te=True,
     ),
     Shim(
         _replicated_latents,

@@ -22,6 +22,7 @@ from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint import Save, load_checkpoint, read_state, save_checkpoint
 from megatron_dppo.mcore.device_state import DeviceState
+from megatron_dppo.mcore.extensions import prepare_extensions
 from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
 from megatron_dppo.mcore.fp8 import row_multiple
 from megatron_dppo.mcore.head import Head
@@ -89,6 +90,7 @@ class PolicyTrainer:
         if config.rollout.batch_invariant:
             make_batch_invariant(platform.device)
         megatron_config = transformer_config(hf_config, config.model, layout, platform, router_replay=replay != "off")
+        prepare_extensions(megatron_config)
         self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         shape, tied = model_shape(hf_config), bool(hf_config.tie_word_embeddings)
         self.bridge = Bridge(self.models, shape, tied=tied, groups=groups)

@@ -129,12 +129,15 @@ def _megatron(start: Start) -> Iterable[UserError]:
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     apply_shims(platform)
     from megatron_dppo.mcore import model
+    from megatron_dppo.mcore.extensions import check_build_tools
 
     config, replay = start.config, start.config.train.router_replay != "off"
     check_flags(config)
     if start.model is not None:
         hf_config, layout = start.model.hf_config, start.model.layout
         found = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
+        if not start.dry_run:
+            check_build_tools(found)
         if platform.is_cuda:
             start.notes.append(model.kernels_note(found, config.model))
         if left_out := model_shape(hf_config).num_mtp_layers:

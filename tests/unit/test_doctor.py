@@ -75,6 +75,8 @@ BAD: dict[str, tuple[Machine, str, bool]] = {
     "connections": (with_variables(CUDA_DEVICE_MAX_CONNECTIONS="8"), "CUDA_DEVICE_MAX_CONNECTIONS=8", False),
     "no connections": (replace(GOOD, variables={}), "CUDA_DEVICE_MAX_CONNECTIONS=(not set)", False),
     "apex": (with_packages(apex="0.9.10.dev0"), "apex 0.9.10.dev0 without compiled kernels", False),
+    "no C compiler": (replace(GOOD, c_compiler=None), "no C compiler", True),
+    "no build tools": (replace(GOOD, missing_build_tools=("ninja",)), "megatron-core 0.19.2 without ninja", False),
     "blocking": (with_variables(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING=1", False),
 }
 
@@ -97,14 +99,17 @@ def test_every_row_is_met_by_a_case_and_none_by_machines_that_are_fine() -> None
         python=(3, 11, 7),
         packages={"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.23.0", "psutil": "7"},
         engine="not looked at: no CUDA device",
+        missing_build_tools=("ninja",),  # megatron-core 0.16.1 compiles nothing
+        c_compiler=None,
     )
     assert [list(known_bad(machine)) for machine in (GOOD, blackwell, cpu)] == [[], [], []]
 
 
 def test_the_facts_are_told_in_words() -> None:
-    text = "\n".join(in_words(replace(GOOD, apex=("FusedAdam",))))
+    text = "\n".join(in_words(replace(GOOD, apex=("FusedAdam",), missing_build_tools=("ninja",))))
     assert "8 x NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GiB" in text
     assert "driver 580.95, CUDA of torch 13.0, NCCL 2.28.9" in text
+    assert "C compiler: gcc\nmissing to compile C++ extensions: ninja" in text
     assert "not installed: megatron-dppo" in text and "nvidia-modelopt" in text
     assert "Apex kernels that Megatron takes: FusedAdam" in text and "CUDA_DEVICE_MAX_CONNECTIONS=1" in text
 
