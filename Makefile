@@ -38,7 +38,7 @@ export PYTHONWARNINGS := ignore
 
 # Left out: every loss on every layout (make test-matrix has that with both versions), servers, and all of tests/unit that
 # does not call Megatron.
-PYTHON312_TESTS := tests/unit/test_extensions.py tests/unit/test_compat.py tests/distributed/test_extension_builds.py \
+PYTHON312_TESTS := tests/unit/mcore/test_extensions.py tests/unit/mcore/test_compat.py tests/distributed/test_extension_builds.py \
 	tests/distributed/test_model_parity.py::test_one_process_equals_transformers \
 	tests/distributed/test_model_parity.py::test_four_processes_equal_transformers \
 	tests/distributed/test_families.py tests/distributed/test_checkpoints.py \
@@ -52,7 +52,7 @@ PYTHON312_TESTS := tests/unit/test_extensions.py tests/unit/test_compat.py tests
 .PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-all test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-python312 test-page bench-head docs lint setup clean
 
 demo:
-	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.cli.main demo --output $(OUT) --seed $(SEED) $(ARGS)
+	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.commands.main demo --output $(OUT) --seed $(SEED) $(ARGS)
 
 example:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
@@ -60,7 +60,7 @@ example:
 
 example-llm example-llm-moe:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'gguf>=0.17' 'accelerate>=1.10' && \
-		$$python -m megatron_dppo.cli.main examples $(subst example-llm,smollm2,$@) --output $(OUT) --seed $(SEED) $(ARGS)
+		$$python -m megatron_dppo.commands.main examples $(subst example-llm,smollm2,$@) --output $(OUT) --seed $(SEED) $(ARGS)
 
 example-sglang:
 	@tools/engines/sglang.sh install 0.5.23 >/dev/null
@@ -103,7 +103,7 @@ test-python312:
 
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
-		$$python -m pytest tests/unit/test_reasoning_gym.py $(ARGS)
+		$$python -m pytest tests/unit/rewards/test_reasoning_gym.py $(ARGS)
 
 test-page:
 	@tools/install_chromium.sh
@@ -132,7 +132,7 @@ test-matrix: engines
 	@tools/run_matrix.sh $(PYTHON312)
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/engines -m long
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/distributed/test_router_replay.py tests/engines/test_stream.py \
-		tests/unit/test_plan_offload.py tests/distributed/test_batch_invariant.py
+		tests/unit/commands/test_plan_offload.py tests/distributed/test_batch_invariant.py
 
 bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)

@@ -110,5 +110,5 @@ setup(
             "triton>=3.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
         ],
     },
-    entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.cli.main:main"]},
+    entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.commands.main:main"]},
 )

@@ -81,10 +81,10 @@ class OneAfterAnother(transfer.Buckets):
 def build_bridge(folder: Path, ranks: int) -> Any:
     """The policy on this rank's shards: experts over all ranks."""
     from megatron_dppo.config.layout import resolve_parallel
-    from megatron_dppo.config.schema import ModelConfig, ParallelConfig
-    from megatron_dppo.hf import model_shape, read_hf_config
-    from megatron_dppo.mcore.compat import apply_shims
-    from megatron_dppo.platform import Platform
+    from megatron_dppo.config.model import ModelConfig, ParallelConfig
+    from megatron_dppo.hf.folder import model_shape, read_hf_config
+    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.parallel.platform import Platform
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     apply_shims(platform)
@@ -104,8 +104,8 @@ def build_bridge(folder: Path, ranks: int) -> Any:
 def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     """One rank: send by every way, in the same order on all ranks."""
     from megatron_dppo.config.servers import WeightSyncConfig
-    from megatron_dppo.hf import drain
-    from megatron_dppo.rollout.sglang import SGLangServer
+    from megatron_dppo.engines.sglang import SGLangServer
+    from megatron_dppo.hf.folder import drain
     from megatron_dppo.weights.handles import Sharing
     from megatron_dppo.weights.sync import WeightSync
 

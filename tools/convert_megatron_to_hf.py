@@ -12,14 +12,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_dppo.cli.convert import (
+from megatron_dppo.commands.convert import (
     conversion_parser,
     new_folder,
     parallel_of,
     quantized_format,
     reporting_errors,
 )
-from megatron_dppo.platform import DTYPES
+from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.weights.conversion import open_converter
 from megatron_dppo.weights.quantization import Quantization
 

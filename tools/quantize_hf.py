@@ -12,8 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_dppo.cli.convert import new_folder, quantized_format, reporting_errors
-from megatron_dppo.platform import DTYPES
+from megatron_dppo.commands.convert import new_folder, quantized_format, reporting_errors
+from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.weights.quantized_folder import quantize_folder
 
 

@@ -15,10 +15,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dppo.config.describe import elsewhere, near
+from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
+from megatron_dppo.config.paths import read_tables
 from megatron_dppo.config.removed import removed_key_hint, removed_value_hint
-from megatron_dppo.config.schema import Config, ParallelConfig
-from megatron_dppo.config.tables import read_tables
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 
 _ALIASES: dict[str, tuple[str, str, Any]] = {

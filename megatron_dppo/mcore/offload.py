@@ -19,7 +19,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_dppo.mcore.torch_proxy import host_copies
+from megatron_dppo.mcore.compat.torch_proxy import host_copies
 
 _OF_ADAM = frozenset({"lr", "weight_decay", "betas", "eps", "bias_correction"})
 

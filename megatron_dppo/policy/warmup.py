@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.files import write_synced
 from megatron_dppo.losses import SUPERVISED
-from megatron_dppo.mcore.checkpoint_folder import step_of
+from megatron_dppo.mcore.checkpoint.folder import step_of
 from megatron_dppo.parallel.objects import from_leader
 from megatron_dppo.report.clock import PROGRESS
-from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
+from megatron_dppo.run.stop_signal import Stopped, StopSignal
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
@@ -111,7 +111,7 @@ def _resume(trainer: PolicyTrainer, config: Config) -> int:
     Raises:
         CheckpointError: it is damaged.
     """
-    from megatron_dppo.mcore.checkpoint import NO_MANIFEST, checkpoints, find_damage, read_state
+    from megatron_dppo.mcore.checkpoint.save_load import NO_MANIFEST, checkpoints, find_damage, read_state
 
     if config.checkpoint.resume == "never":
         return 0

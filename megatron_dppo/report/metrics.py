@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.files import write_synced
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.sinks import open_sinks
 from megatron_dppo.report.trackers import Labels
@@ -146,3 +148,13 @@ class MetricsWriter:
             self._file.close()
         for sink in self._sinks:
             sink.finish()
+
+
+def reduce_over_samples(groups: ParallelGroups, local: dict[str, Metric]) -> dict[str, float]:
+    """Reduce per-sample metrics: one rank of each model-parallel group contributes."""
+    return reduce_metrics([local], groups.world, contributes=is_leader(groups.replica))
+
+
+def prefixed(prefix: str, values: dict[str, float]) -> dict[str, float]:
+    """Return the same values under ``prefix/name``."""
+    return {f"{prefix}/{name}": value for name, value in values.items()}

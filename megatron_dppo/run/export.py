@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.files.disk import require_space
+from megatron_dppo.files import require_space
 from megatron_dppo.parallel.objects import agreed
-from megatron_dppo.platform import DTYPES
+from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.weights.adapter_folder import save_adapter
 from megatron_dppo.weights.hf_folder import save_hf_folder

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_dppo.config.schema import Config
 from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.run.engines import connect_servers
-from megatron_dppo.weights.memory import release_all
+from megatron_dppo.weights.publish import release_all
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer

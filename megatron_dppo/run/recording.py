@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.tokenizer import token_texts
-from megatron_dppo.files.disk import disk_errors
+from megatron_dppo.data.chat import token_texts
+from megatron_dppo.files import disk_errors
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import agreed, at_leader, is_leader
-from megatron_dppo.policy.watch import SeenSample, TokenWatch
-from megatron_dppo.record.files import StepMeta, write_step
-from megatron_dppo.record.rows import RankPart, TrainedTokens
-from megatron_dppo.record.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
+from megatron_dppo.policy.packed import SeenSample, TokenWatch
 from megatron_dppo.report.metrics import MetricsWriter
+from megatron_dppo.report.steps.files import StepMeta, write_step
+from megatron_dppo.report.steps.rows import RankPart, TrainedTokens
+from megatron_dppo.report.steps.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
+from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.run.folder import read_marker
-from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.types import Completion, TrainingSample
 
 if TYPE_CHECKING:

@@ -16,36 +16,35 @@ import torch.distributed as dist
 from megatron_dppo.config.layout import describe
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.files.disk import disk_errors, require_space
-from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, stream_model
+from megatron_dppo.engines.teacher import TeacherServers
+from megatron_dppo.files import disk_errors, require_space
+from megatron_dppo.hf.folder import DictWeights, FolderWeights, build_hf_model, stream_model
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
-from megatron_dppo.platform import Platform, pin_threads
+from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
-from megatron_dppo.record.files import drop_after
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.records import read_metrics
-from megatron_dppo.rewards.build import build_scorer
-from megatron_dppo.rewards.scorer import RewardScorer
+from megatron_dppo.report.steps.files import drop_after
+from megatron_dppo.rewards.scorer import RewardScorer, build_scorer
+from megatron_dppo.rollout.batch import Needed
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.teacher import TeacherServers
+from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.run.checkpoints import Checkpoints, RunState
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers, open_function
 from megatron_dppo.run.evaluation import Evaluator
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.folder import open_folder
 from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
 from megatron_dppo.run.inputs import Inputs, ModelInputs, with_num_steps
-from megatron_dppo.run.logbook import Records
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.recording import StepRecorder
+from megatron_dppo.run.records import Records
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
-from megatron_dppo.run.session_state import Checkpoints, RunState
-from megatron_dppo.run.sharing import find_sharing
 from megatron_dppo.run.starts import record_start
-from megatron_dppo.run.stream.needed import Needed
-from megatron_dppo.run.stream.stream import Stream
+from megatron_dppo.run.stop_signal import Stopped, StopSignal
 from megatron_dppo.run.teacher import build_teacher
-from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
-from megatron_dppo.supervision.watchdog import Watchdog
+from megatron_dppo.run.watchdog import Watchdog
+from megatron_dppo.weights.sharing import find_sharing
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher import Teacher
@@ -121,7 +120,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     # Megatron is imported from here on: the shims must come first.
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     apply_shims(platform)
     from megatron_dppo.mcore import setup

@@ -16,11 +16,11 @@ import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import CheckpointError, DiskError, ServerError
-from megatron_dppo.files.disk import disk_errors
-from megatron_dppo.hf import drain
-from megatron_dppo.rollout.attempt import Attempt, SyncResult
+from megatron_dppo.files import disk_errors
+from megatron_dppo.hf.folder import drain
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.adapter_folder import on_cpu, write_adapter
+from megatron_dppo.weights.attempt import Attempt, SyncResult
 from megatron_dppo.weights.handles import HandleTransfer, SharedStream, Sharing, as_sent
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, kv_heads

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.rollout.attempt import Attempt, caught
 from megatron_dppo.rollout.server import InferenceServer, transfer_group_name
+from megatron_dppo.weights.attempt import Attempt, caught
 from megatron_dppo.weights.transfer_group import Bucket, GroupTransport, described, flatten_bucket, widest_first
 
 Weights = Iterator[tuple[str, Tensor]]

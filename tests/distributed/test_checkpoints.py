@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.mcore.compat import megatron_version
-from megatron_dppo.platform import Platform
+from megatron_dppo.mcore.compat.shims import megatron_version
+from megatron_dppo.parallel.platform import Platform
 from tests.distributed.parity import Case, HFSide, build_trainer
 from tests.distributed.spawn import run_distributed
 
@@ -39,7 +39,7 @@ class Evil:
 
 
 def make_trainer() -> Any:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)
@@ -160,7 +160,7 @@ def check_reading_is_shared(trainer: Any, folder: Path, monkeypatch: pytest.Monk
 
 
 def check_nothing_is_run(trainer: Any, folder: Path) -> None:
-    from megatron_dppo.mcore.manifest import hash_files, list_files, write_manifest
+    from megatron_dppo.mcore.checkpoint.manifest import hash_files, list_files, write_manifest
     from megatron_dppo.run.resume import newest_usable
 
     newest, trap = folder / "step_000002", folder / "trap"
@@ -194,7 +194,7 @@ def check_nothing_is_run(trainer: Any, folder: Path) -> None:
 
 
 def check_finite_weights_are_kept(trainer: Any, folder: Path) -> None:
-    from megatron_dppo.mcore.checkpoint_folder import checkpoints
+    from megatron_dppo.mcore.checkpoint.folder import checkpoints
     from megatron_dppo.run.resume import newest_usable
 
     weight = next(iter(trainer.models[0].parameters()))
@@ -235,7 +235,7 @@ def check_no_good_one(trainer: Any, folder: Path) -> None:
 
 def check_weights_alone(trainer: Any, folder: Path) -> None:
     """What the conversion tools write and read."""
-    from megatron_dppo.mcore.checkpoint import load_model, save_model
+    from megatron_dppo.mcore.checkpoint.save_load import load_model, save_model
 
     save_model(folder, trainer.models, {"note.json": "{}"})
     assert (

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from tests.distributed.parity import Case, HFSide, build_trainer
 from tests.distributed.spawn import run_distributed
 
@@ -25,7 +25,7 @@ SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2
 
 
 def test_the_boxes_of_a_range_are_its_elements_in_their_order() -> None:
-    from megatron_dppo.mcore.optimizer_shards import boxes_of_range
+    from megatron_dppo.mcore.checkpoint.optimizer_shards import boxes_of_range
 
     for shape in SHAPES:
         values = torch.arange(prod(shape)).view(shape)
@@ -41,7 +41,7 @@ def test_the_boxes_of_a_range_are_its_elements_in_their_order() -> None:
 
 
 def test_a_large_range_is_a_few_boxes_however_many_rows_it_has() -> None:
-    from megatron_dppo.mcore.optimizer_shards import boxes_of_range
+    from megatron_dppo.mcore.checkpoint.optimizer_shards import boxes_of_range
 
     assert len(list(boxes_of_range((151936, 2048), 12345, 311_000_000))) == 3
     assert len(list(boxes_of_range((128, 768, 2048), 2048 * 769 + 5, 2048 * 768 * 127 + 2049))) == 5
@@ -79,13 +79,13 @@ def own_format(trainer: Any) -> None:
 
 
 def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.optimizer_shards import use_boxes
+    from megatron_dppo.mcore.checkpoint.optimizer_shards import use_boxes
 
     for i, layout in enumerate(LAYOUTS):
         trainer = build_trainer(Case(layout), HFSide(Case(layout)).model, here, "bf16")

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
+from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import tensor_digest
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.handles import Handle, as_flattened_bucket
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
-from megatron_dppo.serving.vllm_extension.megatron_dppo_digest import tensor_digest
 from megatron_dppo.weights.handles import Sharing
 from megatron_dppo.weights.quantization import Quantization
 from megatron_dppo.weights.sync import WeightSync

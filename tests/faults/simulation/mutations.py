@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from megatron_dppo.rollout import contract, pool
-from megatron_dppo.rollout.member import Member
-from megatron_dppo.rollout.memory import ReleasedMemory
+from megatron_dppo.engines.servers import contract, pool
+from megatron_dppo.engines.servers.member import Member
+from megatron_dppo.engines.servers.updates import ReleasedMemory
+from megatron_dppo.engines.sglang import client
+from megatron_dppo.rollout import stream
+from megatron_dppo.rollout.pending import Place
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.sglang import client
-from megatron_dppo.run.stream import stream
-from megatron_dppo.run.stream.draw import Place
-from megatron_dppo.run.stream.stream import Stream
+from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.proof import SyncProof
 from megatron_dppo.weights.publish import ServerPublisher

@@ -13,10 +13,10 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.hf import routing_shape
+from megatron_dppo.hf.folder import routing_shape
 from megatron_dppo.rewards.item import RewardItem, RewardResult
+from megatron_dppo.rollout.saved import SavedStream
 from megatron_dppo.rollout.store import Stored
-from megatron_dppo.run.stream.saved import SavedStream
 from megatron_dppo.types import Prompt, RolloutGroup
 from tests.faults.simulation import model
 from tests.faults.simulation.faults import Plan

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from megatron_dppo.engines.servers.updates import RELEASED
 from megatron_dppo.errors import TrainingStopped, UserError
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.rollout.memory import RELEASED
+from megatron_dppo.rollout.batch import Collected
+from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers
 from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
-from megatron_dppo.run.stream.collected import Collected
-from megatron_dppo.run.stream.stream import Stream
 from tests.faults.simulation import invariants, seams
 from tests.faults.simulation.broadcast import Broadcasts
 from tests.faults.simulation.chaos import Chaos
