@@ -4,7 +4,7 @@
 
 A model with the shape of Qwen3-30B-A3B in bf16, at two sizes, on ``--ranks`` data-parallel processes. Each round saves
 and loads it once in each way, in a new random order; the medians are of the rounds. *boxes* is this package's
-(``mcore/checkpoint/optimizer_shards.py``); the others are Megatron's own formats, with its own options. *memory* is by how much a
+(``mcore/optimizer_shards.py``); the others are Megatron's own formats, with its own options. *memory* is by how much a
 rank's resident memory grew at its peak, with what its writer processes hold for themselves. *read* is what the load has
 asked the file system for, of all ranks together, also a parameter. All ways write to the same disk and none of them
 hashes its files; *seconds* are those in which training waits. The weights are on the CPU: from a GPU Megatron's ways,
@@ -107,7 +107,7 @@ def state_of(models: list[Any], optimizer: Any, way: Way, is_loading: bool) -> d
     """What Megatron writes, or a place for what it loads."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megatron_dppo.mcore.checkpoint.optimizer_shards import use_boxes
+    from megatron_dppo.mcore.optimizer_shards import use_boxes
 
     for part in optimizer.megatron.chained_optimizers:
         if not isinstance(part, DistributedOptimizer):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_dppo.errors import DiskError, UserError
+from megatron_dppo.errors import ConfigError, DiskError, UserError
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -208,3 +208,40 @@ def shipped_folder(name: str, package: Path = Path(__file__).parents[1]) -> Path
     if beside.is_dir() and (package.parent / "setup.py").is_file():
         return beside
     raise UserError(f"no {name}/ in {inside.parent} or beside a checkout's setup.py: install the package again")
+
+
+def require_new(file: Path | None, option: str) -> None:
+    """Whether a file can be made there; None = none is wanted.
+
+    Args:
+        file: that is to be made.
+        option: what named it, for the message.
+
+    Raises:
+        ConfigError: it exists, or its folder does not or is not to be written to.
+    """
+    if file is None:
+        return
+    parent, problem = file.absolute().parent, "exists already"
+    try:
+        os.lstat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        if not parent.is_dir():
+            problem = "is in a folder that does not exist"
+        elif not os.access(parent, os.W_OK):
+            problem = "is in a folder that this user cannot write to"
+        else:
+            return
+    except OSError as error:
+        problem = f"cannot be made: {error.strerror}"
+    raise ConfigError(f"{option} {str(file)!r} {problem}; name another file")
+
+
+def write_new(file: Path, text: str) -> None:
+    """Write it.
+
+    Raises:
+        DiskError: it cannot be written.
+    """
+    with disk_errors(file, "the result"), file.open("x", encoding="utf-8") as target:
+        target.write(text)

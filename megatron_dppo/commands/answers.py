@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.commands.targets import require_new, write_new
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.files import require_new, write_new
 
 if TYPE_CHECKING:
     from megatron_dppo.run.offline import Offline

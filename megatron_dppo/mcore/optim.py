@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.mcore.checkpoint.optimizer_shards import use_boxes
 from megatron_dppo.mcore.mapping import router_biases_kept
 from megatron_dppo.mcore.offload import drop_gradient_copies, is_offloaded, offloaded_tensors, start_offloaded
+from megatron_dppo.mcore.optimizer_shards import use_boxes
 from megatron_dppo.parallel.platform import DTYPES
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.agents.generate import AgentFunction
+from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
-from megatron_dppo.engines.servers.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.engines.servers.engine import ServerEngine, contract_of
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.serving.command import api_key

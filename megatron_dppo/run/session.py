@@ -21,7 +21,6 @@ from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.hf.folder import DictWeights, FolderWeights, build_hf_model, stream_model
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
-from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import drop_after
@@ -43,6 +42,7 @@ from megatron_dppo.run.resume import ResumePoint, find_resume_point
 from megatron_dppo.run.starts import record_start
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
 from megatron_dppo.run.teacher import build_teacher
+from megatron_dppo.run.warmup import is_warm, mark_warm, run_warmup
 from megatron_dppo.run.watchdog import Watchdog
 from megatron_dppo.weights.sharing import find_sharing
 

@@ -25,7 +25,7 @@ SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2
 
 
 def test_the_boxes_of_a_range_are_its_elements_in_their_order() -> None:
-    from megatron_dppo.mcore.checkpoint.optimizer_shards import boxes_of_range
+    from megatron_dppo.mcore.optimizer_shards import boxes_of_range
 
     for shape in SHAPES:
         values = torch.arange(prod(shape)).view(shape)
@@ -41,7 +41,7 @@ def test_the_boxes_of_a_range_are_its_elements_in_their_order() -> None:
 
 
 def test_a_large_range_is_a_few_boxes_however_many_rows_it_has() -> None:
-    from megatron_dppo.mcore.checkpoint.optimizer_shards import boxes_of_range
+    from megatron_dppo.mcore.optimizer_shards import boxes_of_range
 
     assert len(list(boxes_of_range((151936, 2048), 12345, 311_000_000))) == 3
     assert len(list(boxes_of_range((128, 768, 2048), 2048 * 769 + 5, 2048 * 768 * 127 + 2049))) == 5
@@ -85,7 +85,7 @@ def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
     apply_shims(here)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.checkpoint.optimizer_shards import use_boxes
+    from megatron_dppo.mcore.optimizer_shards import use_boxes
 
     for i, layout in enumerate(LAYOUTS):
         trainer = build_trainer(Case(layout), HFSide(Case(layout)).model, here, "bf16")

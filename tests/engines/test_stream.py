@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 from transformers import AutoConfig
 
-from megatron_dppo.engines.servers.answers import AnswerProcesses, AnswerSettings
+from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.engines.servers.engine import ServerEngine, contract_of
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.sglang import SGLangServer

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dppo.commands.targets import require_new, write_new
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.files import require_new, write_new
 
 if TYPE_CHECKING:
     from megatron_dppo.commands.diagnose.ledger import Ledger

@@ -27,7 +27,6 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
-from megatron_dppo.policy.warmup import is_warm
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.saved import SavedStream
@@ -35,6 +34,7 @@ from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.starts import load_run_config, read_starts
 from megatron_dppo.run.step import make_samples, update_policy
 from megatron_dppo.run.stop_signal import StopSignal
+from megatron_dppo.run.warmup import is_warm
 
 
 def diagnose_run(folder: Path, overrides: Sequence[str] = ()) -> Ledger:

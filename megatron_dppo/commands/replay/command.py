@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dppo.commands.targets import require_new, write_new
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.files import require_new, write_new
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:

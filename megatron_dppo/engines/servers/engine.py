@@ -7,8 +7,8 @@ from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from megatron_dppo.engines.answers import AnswerProcesses
 from megatron_dppo.engines.servers import responder as prompt_routes
-from megatron_dppo.engines.servers.answers import AnswerProcesses
 from megatron_dppo.engines.servers.contract import Contract, checked
 from megatron_dppo.engines.servers.pool import PoolCounts, ServerPool
 from megatron_dppo.engines.servers.responder import LoopThread, PromptRoutes, Responder, Sample

@@ -172,13 +172,13 @@ def _load_optimizer() -> None:
 
 
 def _offloading() -> None:
-    from megatron_dppo.mcore.offload import copy_without_cuda
+    from megatron_dppo.mcore.compat.offload import copy_without_cuda
 
     copy_without_cuda()
 
 
 def _offload_once() -> None:
-    from megatron_dppo.mcore.offload import copy_shards_only
+    from megatron_dppo.mcore.compat.offload import copy_shards_only
 
     copy_shards_only()
 

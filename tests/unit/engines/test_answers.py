@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.servers.answers import AnswerProcesses, AnswerSettings
+from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.engines.servers.contract import Contract
 from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.engines.servers.http import Deadlines
@@ -233,8 +233,8 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def test_a_request_keeps_all_its_fields_on_the_way() -> None:
-    from megatron_dppo.engines.servers.answer_process import _request
-    from megatron_dppo.engines.servers.answers import _fields
+    from megatron_dppo.engines.answer_process import _request
+    from megatron_dppo.engines.answers import _fields
     from megatron_dppo.types import RoutingShape, SamplingParams
 
     routing = RoutingShape(num_layers=3, num_experts=9, topk=2, dense_layers=frozenset({0, 2}))
@@ -263,7 +263,7 @@ def test_a_generation_without_tokens_stays_one() -> None:
 
 def test_a_process_that_nothing_was_asked_of_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine it takes longer to start than a run would wait for its end.
-    monkeypatch.setattr("megatron_dppo.engines.servers.answers._EXIT_SECONDS", 60.0)
+    monkeypatch.setattr("megatron_dppo.engines.answers._EXIT_SECONDS", 60.0)
 
     async def run() -> int | None:
         answers = Case("sglang").answers("http://127.0.0.1:9")

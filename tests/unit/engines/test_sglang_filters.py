@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.engines.servers.answers import AnswerProcesses
+from megatron_dppo.engines.answers import AnswerProcesses
 from megatron_dppo.engines.sglang import wire
 from megatron_dppo.errors import ContractBreach, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation

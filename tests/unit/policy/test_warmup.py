@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.policy.warmup import MARKER, is_warm, mark_warm
+from megatron_dppo.run.warmup import MARKER, is_warm, mark_warm
 from tests.unit import configs
 
 

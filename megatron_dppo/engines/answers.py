@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import errors
-from megatron_dppo.engines.servers.answer_process import KEPT
+from megatron_dppo.engines.answer_process import KEPT
 from megatron_dppo.engines.servers.contract import Contract
 from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.engines.servers.http import Deadlines
@@ -50,7 +50,7 @@ class _Process:
         with theirs:
             # Nothing of it computes with several threads, and it draws no numbers.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_dppo.engines.servers.answer_process", str(theirs.fileno())],
+                [sys.executable, "-m", "megatron_dppo.engines.answer_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

@@ -2,7 +2,7 @@
 
 An answer is several times as large as what it says, and takes longer to decode than to send on: see
 ``benchmarks/data_plane.py``. Requests come from ``answers.AnswerProcesses`` and go back to it as columns; control calls
-stay with the trainer. Started as ``python -m megatron_dppo.engines.servers.answer_process DESCRIPTOR``; it ends when the other
+stay with the trainer. Started as ``python -m megatron_dppo.engines.answer_process DESCRIPTOR``; it ends when the other
 end of that connection does.
 """
 
