@@ -26,7 +26,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_dppo.engines.servers.engine import ServerEngine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.sglang.wire import generate_body
 from megatron_dppo.rollout.server import GenerateRequest

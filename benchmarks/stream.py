@@ -38,7 +38,7 @@ from transformers import Qwen3Config
 
 from benchmarks.stream_servers import END, LONGEST, SIBLINGS, SLOTS, UNIT, Population, Server
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.servers.engine import ServerEngine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.stream import Stream
 from tests.faults.simulation import seams

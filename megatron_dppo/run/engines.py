@@ -16,7 +16,7 @@ from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
-from megatron_dppo.engines.servers.engine import ServerEngine, contract_of
+from megatron_dppo.engines.server_engine import ServerEngine, contract_of
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.serving.command import api_key
 from megatron_dppo.engines.sglang import SGLangServer

@@ -18,7 +18,7 @@ from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.servers.engine import ServerEngine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import CheckpointError, ConfigError, PublishError
 from megatron_dppo.files import disk_errors
 from megatron_dppo.hf.folder import FolderWeights, read_hf_config

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.servers.engine import ServerEngine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.pool import PoolCounts
 from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.parallel.groups import ParallelGroups

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.servers.engine import ServerEngine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import NoServerLeft, PublishError
 from megatron_dppo.hf.folder import drain
 from megatron_dppo.parallel.objects import agreed, from_each, from_leader

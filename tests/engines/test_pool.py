@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megatron_dppo.engines.servers.engine import ServerEngine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.rollout.engine import GroupRequest

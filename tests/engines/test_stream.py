@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
-from megatron_dppo.engines.servers.engine import ServerEngine, contract_of
+from megatron_dppo.engines.server_engine import ServerEngine, contract_of
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.rollout.saved import load_contents

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.engines import server_engine
 from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.engines.agents.runner import AgentTask
-from megatron_dppo.engines.servers import engine as server_engine
-from megatron_dppo.engines.servers.engine import ServerEngine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.engines.tiny import byte_tokenizer
 from tests.unit.engines.test_server_engine import publish

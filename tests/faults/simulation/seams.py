@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.data.routing import count_differences
-from megatron_dppo.engines.servers import engine as server_engine
+from megatron_dppo.engines import server_engine
 from megatron_dppo.engines.servers import http
 from megatron_dppo.engines.sglang import client
 from megatron_dppo.engines.sglang import wire as client_wire

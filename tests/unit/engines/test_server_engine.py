@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.servers.engine import ServerEngine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.responder import LoopThread, PromptRoutes
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.engine import GroupRequest
@@ -48,7 +48,7 @@ def servers() -> list[FakeServer]:
 
 @pytest.fixture
 def engine(servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
-    import megatron_dppo.engines.servers.engine as module
+    import megatron_dppo.engines.server_engine as module
     from tests.unit.fake_servers import SHAPE
 
     monkeypatch.setattr(module, "routing_shape", lambda config: SHAPE)
@@ -203,7 +203,7 @@ def test_what_is_not_kept_begins_anew(engine: ServerEngine, servers: list[FakeSe
 
 def test_requests_that_were_never_sent_do_not_begin_when_others_are_stopped(servers: list[FakeServer]) -> None:
     dense = SimpleNamespace(vocab_size=VOCAB, eos_token_id=END)
-    import megatron_dppo.engines.servers.engine as module
+    import megatron_dppo.engines.server_engine as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "routing_shape", lambda config: None)
@@ -272,7 +272,7 @@ def test_a_function_goes_on_by_replay_after_it_was_stopped(servers: list[FakeSer
         return turns.finish()
 
     dense = SimpleNamespace(vocab_size=VOCAB, eos_token_id=END)
-    import megatron_dppo.engines.servers.engine as module
+    import megatron_dppo.engines.server_engine as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "routing_shape", lambda config: None)

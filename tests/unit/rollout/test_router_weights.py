@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_dppo.data.routing import append_routes, is_missing, missing_rows, with_all_routes
 from megatron_dppo.data.samples import RowShape, pack, to_training_sample
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.contract import check_generation
-from megatron_dppo.engines.servers.engine import ServerEngine
 from megatron_dppo.errors import ConfigError, ContractBreach
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
 from megatron_dppo.rollout.saved import SavedStream, why_unusable

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
-from megatron_dppo.engines.servers.engine import ServerEngine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import RewardError
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.item import RewardResult

@@ -14,8 +14,8 @@ import torch
 
 from megatron_dppo.data.routing import is_missing
 from megatron_dppo.data.samples import to_samples, to_training_sample
-from megatron_dppo.engines.servers import engine as server_engine
-from megatron_dppo.engines.servers.engine import ServerEngine
+from megatron_dppo.engines import server_engine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import ConfigError, GenerateError
 from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.pending import score_completions
