@@ -55,7 +55,7 @@ setup(
         "torch>=2.6",
         # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.
         "megatron-core>=0.16.1,<0.20",
-        # Its selective recomputation compiles a C++ extension (mcore/extensions.py).
+        # Its selective recomputation compiles a C++ extension (mcore/compat/extensions.py).
         "ninja; python_version >= '3.12'",
         # Megatron's checkpoints hang for ever without it (the writing child dies, the parent waits).
         "psutil",

@@ -21,7 +21,7 @@ from megatron_dppo.hf.folder import model_shape, routing_shape
 from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint.save_load import Save, load_checkpoint, read_state, save_checkpoint
-from megatron_dppo.mcore.extensions import prepare_extensions
+from megatron_dppo.mcore.compat.extensions import prepare_extensions
 from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
 from megatron_dppo.mcore.fusions import row_multiple
 from megatron_dppo.mcore.head import Head

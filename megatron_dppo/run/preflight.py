@@ -128,7 +128,7 @@ def _megatron(start: Start) -> Iterable[UserError]:
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     apply_shims(platform)
     from megatron_dppo.mcore import model
-    from megatron_dppo.mcore.extensions import check_build_tools
+    from megatron_dppo.mcore.compat.extensions import check_build_tools
 
     config, replay = start.config, start.config.train.router_replay != "off"
     check_flags(config)

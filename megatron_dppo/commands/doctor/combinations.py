@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_dppo.commands.doctor.machine import Machine
-from megatron_dppo.mcore.extensions import INSTALL_TOOLS, MODULES
+from megatron_dppo.mcore.compat.extensions import INSTALL_TOOLS, MODULES
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def look() -> Machine:
     """This machine."""
     import torch
 
-    from megatron_dppo.mcore.extensions import missing_build_tools
+    from megatron_dppo.mcore.compat.extensions import missing_build_tools
 
     gpus = []
     for i in range(torch.cuda.device_count()):

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.mcore.compat.extensions import replace_load_inline
 from megatron_dppo.mcore.compat.fused_adam import FusedAdam
 from megatron_dppo.mcore.compat.gloo import collectives_of_one, quiet_megatron, uneven_collectives
 from megatron_dppo.mcore.compat.torch_proxy import bind_proxy, cuda_type_names
 from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine, version_of_none
-from megatron_dppo.mcore.extensions import replace_load_inline
 from megatron_dppo.parallel.platform import Platform
 
 OLDEST, NEWEST_EXCLUSIVE = (0, 16, 1), (0, 20, 0)

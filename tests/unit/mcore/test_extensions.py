@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import megatron.core
 import pytest
 
-from megatron_dppo.mcore import extensions
-from megatron_dppo.mcore.extensions import needs_extension
+from megatron_dppo.mcore.compat import extensions
+from megatron_dppo.mcore.compat.extensions import needs_extension
 
 PACKAGE = Path(extensions.__file__).parents[1]
 
