@@ -1,4 +1,4 @@
-"""Tiny models of each family of ``megatron_dppo.hf.families``, as transformers makes them, and in float64 throughout."""
+"""Tiny models of each family of ``megatron_dppo.hf.families``, as transformers makes them, in float64 throughout."""
 
 from __future__ import annotations
 

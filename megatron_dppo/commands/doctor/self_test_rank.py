@@ -1,4 +1,6 @@
-"""One process of the self-test: ``python -m megatron_dppo.commands.doctor.self_test_rank FOLDER``, with RANK and WORLD_SIZE set.
+"""One process of the self-test.
+
+Started as ``python -m megatron_dppo.commands.doctor.self_test_rank FOLDER``, with RANK and WORLD_SIZE set.
 
 Rank 0 writes what was found to ``FOLDER/checks.jsonl``, a line as soon as it is known.
 """

@@ -204,6 +204,6 @@ def _unknown(what: str) -> PlanError:
     frame = _caller()
     place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
     return PlanError(
-        f"a rehearsal cannot go on: {place} reads {what}, and megatron_dppo/commands/plan/answers.py has no answer for this "
-        "place"
+        f"a rehearsal cannot go on: {place} reads {what}, and megatron_dppo/commands/plan/answers.py has no "
+        "answer for this place"
     )

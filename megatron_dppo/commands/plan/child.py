@@ -1,4 +1,6 @@
-"""The process that rehearses ranks: ``python -m megatron_dppo.commands.plan.child``, questions in, answers out, pickled.
+"""The process that rehearses ranks.
+
+Started as ``python -m megatron_dppo.commands.plan.child``; questions come in and answers go out pickled.
 
 It imports everything once and forks for each question: a rehearsed rank leaves its process good for nothing else.
 """

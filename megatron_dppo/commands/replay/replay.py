@@ -136,8 +136,8 @@ def _config(folder: Path, meta: StepMeta, world: int, overrides: Sequence[str]) 
     if world != 1:
         raise ConfigError(
             f"the step was trained by {meta.world_size} processes ({meta.layout}), here there are {world}: torchrun "
-            f"--nproc-per-node {meta.world_size} -m megatron_dppo.commands.main replay {folder} --step {meta.step}, or one "
-            "process without torchrun"
+            f"--nproc-per-node {meta.world_size} -m megatron_dppo.commands.main replay {folder} --step {meta.step}, or "
+            "one process without torchrun"
         )
     single = ParallelConfig(
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,

@@ -60,8 +60,9 @@ class WeightUpdates(FolderUpdates):
         if backend != _BACKEND or not await self._extended():
             raise ConfigError(
                 f"{self.url} takes no weights from a torch process group (its weight transfer backend is {backend!r}; "
-                "vLLM's own ones need vLLM in the trainer). Start it with megatron_dppo/engines/serving/vllm_extension in "
-                f"PYTHONPATH, --worker-extension-cls {_EXTENSION} and --weight-transfer-config "
+                "vLLM's own ones need vLLM in the trainer). Start it with "
+                "megatron_dppo/engines/serving/vllm_extension in PYTHONPATH, "
+                f"--worker-extension-cls {_EXTENSION} and --weight-transfer-config "
                 f'\'{{"backend": "{_BACKEND}"}}\', or use the weight sync method disk'
             )
 

@@ -1,6 +1,7 @@
 """What a vLLM server of our trainer loads into its workers; this file runs inside vLLM, nothing of ours imports it.
 
-    PYTHONPATH=megatron_dppo/engines/serving/vllm_extension ... --worker-extension-cls megatron_dppo_vllm.WorkerExtension
+    PYTHONPATH=megatron_dppo/engines/serving/vllm_extension ...
+        --worker-extension-cls megatron_dppo_vllm.WorkerExtension
         --weight-transfer-config '{"backend": "megatron_dppo"}'
 
 vLLM's own transfer backends broadcast over a communicator that only a trainer with vLLM installed can open, and none
