@@ -33,8 +33,7 @@ NEEDS: Mapping[str, tuple[Mapping[str, Any], bool, str | None]] = {
     "score centering": ({"name": "score_centering"}, False, None),
     "kept sets": (_TOPK, True, None),
     "teacher, reverse KL": (_TOPK, False, "reverse_kl"),
-    "teacher, mixed KL": (_TOPK, False, "mixed_kl"),
-    "teacher, JSD": (_TOPK, False, "jsd"),
+    "teacher, forward KL": (_TOPK, False, "forward_kl"),
 }
 """Name -> keys of ``[loss]``, whether the rollouts were filtered (the kept set: the Top-K and the sampled token), and
 the divergence from a teacher"""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     pass
 
 
-DivergenceName = Literal["sampled", "reverse_kl", "forward_kl", "mixed_kl", "jsd"]
+DivergenceName = Literal["sampled", "reverse_kl", "forward_kl"]
 
 
 _OF_SERVERS = (
@@ -22,9 +22,6 @@ _OF_SERVERS = (
     "teacher_timeout_seconds",
     "teacher_max_in_flight",
 )
-
-
-_MIXTURES = ("mixed_kl", "jsd")
 
 
 class DistillationConfig(Section):
@@ -49,11 +46,7 @@ class DistillationConfig(Section):
     """Requests that one data-parallel rank has under way at a time."""
     divergence: DivergenceName = "sampled"
     """``sampled``: log mu - log teacher of the sampled token is taken from its advantage. Or over the whole vocabulary,
-    as a term of the loss: KL(policy || teacher), KL(teacher || policy), their mixture, or the generalised
-    Jensen-Shannon divergence."""
-    weight: float | None = Field(None, gt=0, lt=1)
-    """Only ``mixed_kl``: the share of KL(teacher || policy); only ``jsd``: the teacher's share of the mixture (GKD's
-    beta); None = 0.5."""
+    as a term of the loss: ``reverse_kl`` is KL(policy || teacher), ``forward_kl`` KL(teacher || policy)."""
     coef: float = Field(1.0, gt=0)
     """What the divergence is multiplied by."""
     task_reward: bool = True
@@ -68,11 +61,6 @@ class DistillationConfig(Section):
     def is_exact(self) -> bool:
         """Whether the divergence is over the whole vocabulary."""
         return self.is_on and self.divergence != "sampled"
-
-    @property
-    def share(self) -> float:
-        """``weight`` with its default."""
-        return 0.5 if self.weight is None else self.weight
 
     @model_validator(mode="after")
     def _has_effect(self) -> DistillationConfig:
@@ -93,10 +81,5 @@ class DistillationConfig(Section):
             raise ValueError(
                 f"divergence = {self.divergence!r} with teacher_urls: servers tell the log-probabilities of the "
                 "sampled tokens, not those of the whole vocabulary. Use divergence = 'sampled', or teacher_path"
-            )
-        if self.weight is not None and self.divergence not in _MIXTURES:
-            raise ValueError(
-                f"weight = {self.weight} has no effect with divergence = {self.divergence!r}; remove it, or use one of "
-                f"{', '.join(_MIXTURES)}"
             )
         return self

@@ -19,10 +19,15 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
     "rollout.weight_sync.delta": RemovedKey(
         default=False, instead="Remove it, and set method to 'distributed' or 'disk', which send all weights."
     ),
+    "distillation.weight": RemovedKey(default=None, instead="Remove it: 'reverse_kl' and 'forward_kl' have no weight."),
 }
 """Removed keys by their path."""
 
-REMOVED_VALUES: Mapping[tuple[str, Any], str] = {}
+_ONE_KL = "Use 'reverse_kl' or 'forward_kl'."
+REMOVED_VALUES: Mapping[tuple[str, Any], str] = {
+    ("distillation.divergence", "mixed_kl"): _ONE_KL,
+    ("distillation.divergence", "jsd"): _ONE_KL,
+}
 """``(path of the key, removed value)`` -> what to use now, as a sentence."""
 
 

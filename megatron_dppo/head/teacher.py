@@ -1,13 +1,12 @@
 """A teacher in the fused head: the divergence from it over the whole vocabulary, in the chunks of the policy's loss.
 
 The teacher's hidden states go through its own output layer chunk by chunk, beside the student's. Its two totals of a
-row travel in the gather of the student's statistics; one all-reduce of four numbers a row adds up the divergence, and
-its gradient takes the place of the teacher's logits.
+row travel in the gather of the student's statistics; one all-reduce of two numbers a row adds up both KLs, and the
+gradient of the one in the loss takes the place of the teacher's logits.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -29,6 +28,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 _CUDA_BLOCK_BYTES = 1 << 26
+
+
+COLUMN = {"reverse_kl": 0, "forward_kl": 1}
+"""Where each KL stands in a row of ``shard_kls``."""
 
 
 class Side(NamedTuple):
@@ -62,67 +65,60 @@ def merge_totals(parts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     return maximum, (((parts[..., 0] - maximum) / temperature).exp() * parts[..., 1]).sum(0).log()
 
 
-def shard_sums(student: Side, teacher: Side, own: int, temperature: float, divergence: Divergence) -> Tensor:
-    """``[n, 4]`` this shard's part of reverse, forward, sum p log(p / m) and sum q log(q / m), the last two for ``jsd``
-    only. The teacher's logits become its log-probabilities."""
-    sums = student.maximum.new_zeros(len(student.maximum), 4)
-    if not own or not len(sums):
-        return sums
-    columns = (sums, student.maximum, student.log_total, teacher.maximum, teacher.log_total)
+def shard_kls(student: Side, teacher: Side, own: int, temperature: float) -> Tensor:
+    """Return this shard's part of both KLs; the teacher's logits become its log-probabilities.
+
+    Args:
+        student: p, its logits as they are.
+        teacher: q.
+        own: entries of the shard that are not padding.
+        temperature: divides the logits.
+
+    Returns:
+        ``[n, 2]``: KL(p || q) and KL(q || p).
+    """
+    kls = student.maximum.new_zeros(len(student.maximum), len(COLUMN))
+    if not own or not len(kls):
+        return kls
+    columns = (kls, student.maximum, student.log_total, teacher.maximum, teacher.log_total)
     for z, u, out, top_p, total_p, top_q, total_q in _blocks(
         own, student.logits[:, :own], teacher.logits[:, :own], *columns
     ):
         log_p = _log_probabilities(z, top_p, total_p, temperature)
         log_q = u.copy_(_log_probabilities(u, top_q, total_q, temperature))
-        p, q, a = log_p.exp(), log_q.exp(), log_p - log_q
-        out[:, 0] = (p * a).sum(1)
-        out[:, 1] = -(q * a).sum(1)
-        if divergence.name == "jsd":
-            log_m = _log_mixture(log_p, log_q, divergence.share)
-            out[:, 2] = p.mul_(log_p - log_m).sum(1)
-            out[:, 3] = q.mul_(log_q - log_m).sum(1)
-    return sums
-
-
-def values(sums: Tensor, divergence: Divergence) -> Tensor:
-    """``[n]`` the divergence from the sums ``[n, 4]`` of all shards, without its coefficient."""
-    reverse, forward, of_student, of_teacher = sums.unbind(1)
-    if divergence.name == "jsd":
-        return (1 - divergence.share) * of_student + divergence.share * of_teacher
-    share = {"reverse_kl": 0.0, "forward_kl": 1.0, "mixed_kl": divergence.share}[divergence.name]
-    return (1 - share) * reverse + share * forward
+        log_ratio = log_p - log_q
+        out[:, 0] = log_p.exp_().mul_(log_ratio).sum(1)
+        out[:, 1] = -log_q.exp().mul_(log_ratio).sum(1)
+    return kls
 
 
 def gradient_(
-    student: Side, log_q: Tensor, own: int, sums: Tensor, weights: Tensor, temperature: float, divergence: Divergence
+    student: Side, log_q: Tensor, own: int, kls: Tensor, weights: Tensor, temperature: float, name: str
 ) -> Tensor:
-    """``[n, W]`` the gradient of the student's logits, written over the teacher's log-probabilities.
+    """Return the gradient of the student's logits, ``[n, W]``, written over the teacher's log-probabilities.
+
+    In the logits z of p, at temperature 1: d KL(p || q) / dz = p (log p - log q - KL(p || q)), and
+    d KL(q || p) / dz = p - q.
 
     Args:
-        student: its logits as they are.
-        log_q: ``[n, W]`` what ``shard_sums`` left of the teacher's logits.
+        student: p, its logits as they are.
+        log_q: ``[n, W]`` what ``shard_kls`` left of the teacher's logits.
         own: entries of the shard that are not padding, whose gradient is 0.
-        sums: ``[n, 4]`` of all shards.
-        weights: ``[n]`` the derivative of the loss in the divergence of each row.
+        kls: ``[n, 2]`` of all shards.
+        weights: ``[n]`` the derivative of the loss in the KL of each row.
         temperature: divides the logits.
-        divergence: which one; its coefficient is in the weights.
+        name: ``reverse_kl`` or ``forward_kl``.
     """
     log_q[:, own:] = 0.0
     if not own or not len(log_q):
         return log_q
-    name, share = divergence.name, divergence.share
-    rows = (student.maximum, student.log_total, sums, weights / temperature)
-    for z, target, maximum, total, of_row, weight in _blocks(own, student.logits[:, :own], log_q[:, :own], *rows):
+    rows = (student.maximum, student.log_total, kls[:, COLUMN["reverse_kl"]], weights / temperature)
+    for z, target, maximum, total, reverse_kl, weight in _blocks(own, student.logits[:, :own], log_q[:, :own], *rows):
         log_p = _log_probabilities(z, maximum, total, temperature)
-        p = log_p.exp()
-        if name == "jsd":
-            log_m = _log_mixture(log_p, target, share)
-            slope = (log_p.sub_(log_m).sub_(of_row[:, 2:3])).mul_(p).mul_(1 - share)
+        if name == "reverse_kl":
+            slope = (log_p - target).sub_(reverse_kl[:, None]).mul_(log_p.exp_())
         else:
-            forward = {"reverse_kl": 0.0, "forward_kl": 1.0, "mixed_kl": share}[name]
-            slope = log_p.sub_(target).sub_(of_row[:, :1]).mul_(1 - forward).mul_(p)
-            if forward:
-                slope.add_(p.sub_(target.exp()), alpha=forward)
+            slope = log_p.exp_().sub_(target.exp_())
         target.copy_(slope.mul_(weight[:, None]))
     return log_q
 
@@ -138,10 +134,6 @@ def add_(out: Tensor, gradient: Tensor) -> Tensor:
 def _log_probabilities(logits: Tensor, maximum: Tensor, log_total: Tensor, temperature: float) -> Tensor:
     z = (logits - maximum[:, None]).mul_(1 / temperature)
     return z.sub_(log_total[:, None]).clamp_(min=_LOG_ZERO)
-
-
-def _log_mixture(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
-    return torch.logaddexp(log_p + math.log1p(-share), log_q + math.log(share))
 
 
 def _blocks(own: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -239,24 +231,21 @@ class Teaching:
         head, divergence = self._head, self._divergence
         student = Side(logits, totals.maximum, totals.total.log())
         teacher = Side(teacher_logits, *merge_totals(parts, head.temperature))
-        sums = shard_sums(student, teacher, head.own, head.temperature, divergence)
+        kls = shard_kls(student, teacher, head.own, head.temperature)
         if head.group is not None:
-            dist.all_reduce(sums, group=head.group)
-        mask, weights = _row_weights(targets, divergence.coef, sums.dtype)
-        terms = torch.where(mask, weights * values(sums, divergence), 0.0)
+            dist.all_reduce(kls, group=head.group)
+        mask, weights = _row_weights(targets, divergence.coef, kls.dtype)
+        terms = torch.where(mask, weights * kls[:, COLUMN[divergence.name]], 0.0)
         count = mask.sum()
-
-        def mean(column: Tensor) -> Metric:
-            return Metric(torch.where(mask, column, 0.0).sum(), count)
-
-        metrics = {"teacher_reverse_kl": mean(sums[:, 0]), "teacher_forward_kl": mean(sums[:, 1])}
-        if divergence.name == "jsd":
-            metrics["teacher_jsd"] = mean(values(sums, divergence))
+        metrics = {
+            f"teacher_{name}": Metric(torch.where(mask, kls[:, column], 0.0).sum(), count)
+            for name, column in COLUMN.items()
+        }
         metrics["distillation_loss"] = Metric(terms.sum(), count)
         gradient = None
         if differentiates:
             weights = weights if scale is None else weights * scale
-            gradient = gradient_(student, teacher_logits, head.own, sums, weights, head.temperature, divergence)
+            gradient = gradient_(student, teacher_logits, head.own, kls, weights, head.temperature, divergence.name)
         return Taught(terms.sum(), metrics, gradient)
 
 

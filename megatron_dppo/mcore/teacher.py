@@ -76,7 +76,7 @@ class Teacher:
         self._cp_group = groups.cp if layout.cp > 1 else None
         self._head = Head(models[-1], groups.tp, hf_config.vocab_size, config.rollout.temperature)
         chosen = config.distillation
-        self._divergence = Divergence(chosen.divergence, chosen.share, chosen.coef)
+        self._divergence = Divergence(chosen.divergence, chosen.coef)
         self._has_head = dist.get_rank(groups.pp) == layout.pp - 1
         self._away = AwayModel(models, platform.device, by_layer=chosen.teacher_weights == "by_layer")
 

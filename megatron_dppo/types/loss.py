@@ -46,9 +46,7 @@ class Divergence(NamedTuple):
     """How far a policy is from its teacher, as a term of the loss of each token (docs/distillation.md)."""
 
     name: str
-    """``reverse_kl``, ``forward_kl``, ``mixed_kl`` or ``jsd``"""
-    share: float = 0.5
-    """of the forward KL in ``mixed_kl``, of the teacher in the mixture of ``jsd``"""
+    """``reverse_kl``, KL(policy || teacher), or ``forward_kl``, KL(teacher || policy)."""
     coef: float = 1.0
 
 

@@ -44,8 +44,6 @@ LOSSES: dict[str, dict[str, Any]] = {
 DIVERGENCES = {
     "reverse_kl": Divergence("reverse_kl", coef=0.7),
     "forward_kl": Divergence("forward_kl", coef=0.5),
-    "mixed_kl": Divergence("mixed_kl", 0.3, 0.6),
-    "jsd": Divergence("jsd", 0.7, 1.5),
 }
 
 
@@ -63,19 +61,19 @@ class Lecture:
 GRID: dict[int, list[Lecture]] = {
     1: [
         Lecture(Case(), "reverse_kl"),
-        Lecture(Case(tied=True), "jsd", "topk", dense_teacher=True, by_layer=True),
-        Lecture(Case(micro_batch_tokens=29), "mixed_kl", "gspo"),
+        Lecture(Case(tied=True), "forward_kl", "topk", dense_teacher=True, by_layer=True),
+        Lecture(Case(micro_batch_tokens=29), "forward_kl", "gspo"),
     ],
     2: [
         Lecture(Case(TP), "reverse_kl", dense_teacher=True),
-        Lecture(Case(CP), "mixed_kl", "gspo"),
-        Lecture(Case(PP, tied=True), "jsd", by_layer=True),
+        Lecture(Case(CP), "reverse_kl", "gspo"),
+        Lecture(Case(PP, tied=True), "forward_kl", by_layer=True),
         Lecture(Case(EP), "forward_kl", "topk", dense_teacher=True),
     ],
     4: [
-        Lecture(Case({**TP, **CP}), "jsd", "gspo"),
+        Lecture(Case({**TP, **CP}), "forward_kl", "gspo"),
         Lecture(Case({**CP, **PP}), "forward_kl", dense_teacher=True),
-        Lecture(Case({**TP, **ETP}), "mixed_kl", "topk"),
+        Lecture(Case({**TP, **ETP}), "reverse_kl", "topk"),
         Lecture(Case({**TP, **PP}, dense=True), "reverse_kl"),
     ],
 }
@@ -84,7 +82,7 @@ MORE: dict[int, list[Lecture]] = {
         Lecture(Case(layout, dense=dense), divergence, loss, dense_teacher=other, by_layer=j == 3)
         for i, layout in enumerate((TP, CP, PP, VPP, EP))
         for j, (divergence, loss) in enumerate(
-            (("reverse_kl", "gspo"), ("forward_kl", "dppo"), ("mixed_kl", "topk"), ("jsd", "dppo"))
+            (("reverse_kl", "gspo"), ("forward_kl", "dppo"), ("reverse_kl", "topk"), ("forward_kl", "gspo"))
         )
         for dense, other in [((i + j) % 3 == 0 and layout is not EP, (i + j) % 2 == 0)]
     ]
@@ -163,8 +161,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
     from megatron_dppo.mcore.teacher import Teacher
 
     chosen = DIVERGENCES[lecture.divergence]
-    more: dict[str, Any] = {"weight": chosen.share} if lecture.divergence in ("mixed_kl", "jsd") else {}
-    more |= {"teacher_weights": "by_layer"} if lecture.by_layer else {}
+    more: dict[str, Any] = {"teacher_weights": "by_layer"} if lecture.by_layer else {}
     sections: dict[str, dict[str, Any]] = {
         "rollout": {"temperature": TEMPERATURE},
         "loss": LOSSES[lecture.loss],

@@ -70,4 +70,4 @@ def lesson_of(config: Config, hidden_size: int, rows: int, width: int) -> Lesson
     """One micro-batch's, of ``rows`` tokens and a shard of ``width`` entries of the vocabulary."""
     chosen, dtype = config.distillation, DTYPES[config.model.dtype]
     hidden, weight = (torch.zeros(number, hidden_size, dtype=dtype) for number in (rows, width))
-    return Lesson(hidden, weight, Divergence(chosen.divergence, chosen.share, chosen.coef))
+    return Lesson(hidden, weight, Divergence(chosen.divergence, chosen.coef))

@@ -70,7 +70,7 @@ def test_what_a_rank_of_the_30b_example_keeps_is_what_a_hand_computes(plan_of_30
 @pytest.mark.long
 def test_a_teacher_of_its_own_size_is_in_the_plan_of_the_30b_example(plan_of_30b: Plan, rehearsals: Rehearsals) -> None:
     """Its weights are there while it looks, its output layer and hidden states of a row while an update computes."""
-    teacher = ("--distillation.teacher_path", "Qwen3-30B-A3B", "--distillation.divergence", "mixed_kl")
+    teacher = ("--distillation.teacher_path", "Qwen3-30B-A3B", "--distillation.divergence", "forward_kl")
     plan = make_plan(big(*teacher), 32, H100, rehearsals, kinds=["all"], few_layers=True)
     alone, taught = plan_of_30b.ranks["all"], plan.ranks["all"]
     output_layer, hidden = 2 * 151936 // 2 * 2048, 2 * 17408 // 2 * 2048

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
-from megatron_dppo.head.teacher import Lesson, Side, gradient_, merge_totals, shard_sums, shard_totals, values
+from megatron_dppo.head.teacher import COLUMN, Lesson, Side, gradient_, merge_totals, shard_kls, shard_totals
 from megatron_dppo.losses import no_policy_loss, policy_loss
 from megatron_dppo.types import Divergence, LossInputs, LossNeeds, LossOutput, TokenTargets
 
@@ -21,8 +21,6 @@ TOKENS, VOCABULARY, TEMPERATURE = 37, 101, 0.7
 KINDS = [
     Divergence("reverse_kl", coef=0.8),
     Divergence("forward_kl", coef=1.3),
-    Divergence("mixed_kl", 0.3, 0.9),
-    Divergence("jsd", 0.2, 2.0),
 ]
 LOSS = LossConfig(
     name="dppo_binary_tv", divergence_threshold_low=0.05, divergence_threshold_high=0.05, entropy_coef=0.1
@@ -106,7 +104,6 @@ class Problem:
 
 def plain(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> Tensor:
     """The divergences as they are written down, for autograd."""
-    share, m = divergence.share, (divergence.share * log_q.exp() + (1 - divergence.share) * log_p.exp()).log()
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
         return (a.exp() * (a - b)).sum(-1)
@@ -114,8 +111,6 @@ def plain(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> Tensor:
     return {
         "reverse_kl": lambda: kl(log_p, log_q),
         "forward_kl": lambda: kl(log_q, log_p),
-        "mixed_kl": lambda: (1 - share) * kl(log_p, log_q) + share * kl(log_q, log_p),
-        "jsd": lambda: share * kl(log_q, m) + (1 - share) * kl(log_p, m),
     }[divergence.name]()
 
 
@@ -193,9 +188,9 @@ def test_shards_add_up_also_one_that_holds_nothing_but_padding(divergence: Diver
         maximum, log_total = merge_totals(parts, TEMPERATURE)
         sides.append([Side(p, maximum, log_total) for p in shards(whole)])
     every = list(zip(*sides, widths, strict=True))
-    sums = torch.stack([shard_sums(p, q, own, TEMPERATURE, divergence) for p, q, own in every]).sum(0)
-    torch.testing.assert_close(values(sums, divergence), expected.detach(), rtol=1e-10, atol=1e-10)
-    found = [gradient_(p, q.logits, own, sums, weights, TEMPERATURE, divergence) for p, q, own in every]
+    kls = torch.stack([shard_kls(p, q, own, TEMPERATURE) for p, q, own in every]).sum(0)
+    torch.testing.assert_close(kls[:, COLUMN[divergence.name]], expected.detach(), rtol=1e-10, atol=1e-10)
+    found = [gradient_(p, q.logits, own, kls, weights, TEMPERATURE, divergence.name) for p, q, own in every]
     together = torch.cat([part[:, :own] for part, own in zip(found, widths, strict=True)], 1)
     torch.testing.assert_close(together, wanted, rtol=1e-9, atol=1e-10)
     assert not any(part[:, own:].any() for part, own in zip(found, widths, strict=True)), "padding has none"
@@ -245,7 +240,7 @@ def test_by_hand() -> None:
     teacher = torch.tensor([[0.75], [0.25]]).log()
     targets = TokenTargets(labels=torch.tensor([0]), loss_mask=torch.tensor([True]), advantages=torch.zeros(1))
     found = {}
-    for name in ("reverse_kl", "forward_kl", "mixed_kl", "jsd"):
+    for name in COLUMN:
         student = weight.clone().requires_grad_()
         lesson = Lesson(torch.ones(1, 1), teacher, Divergence(name))
         output = dppo_head_loss(hidden, student, targets, no_policy_loss, group=None, vocab_size=2, lesson=lesson)
@@ -253,14 +248,10 @@ def test_by_hand() -> None:
         assert student.grad is not None
         found[name] = float(output.loss_sum.detach()), student.grad[:, 0].tolist()
     reverse, forward = math.log(4 / 3) / 2, 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    middle = (math.log(0.8) + math.log(4 / 3) + 1.5 * math.log(1.2) + 0.5 * math.log(2 / 3)) / 4
-    # p (log p/q - KL): log(2/3) and log(2), minus their mean, over 2; p - q = -1/4, 1/4; jsd: (1/2) p (log p/m - mean)
+    # p (log p/q - KL): log(2/3) and log(2), minus their mean, over 2; p - q = -1/4, 1/4
     slope = (math.log(2) - math.log(2 / 3)) / 4
-    toward = (math.log(4 / 3) - math.log(4 / 5)) / 8
     assert found["reverse_kl"] == (pytest.approx(reverse), pytest.approx([-slope, slope]))
     assert found["forward_kl"] == (pytest.approx(forward), pytest.approx([-0.25, 0.25]))
-    assert found["mixed_kl"][0] == pytest.approx((reverse + forward) / 2)
-    assert found["jsd"] == (pytest.approx(middle), pytest.approx([-toward, toward]))
 
 
 def test_what_does_not_fit_is_refused() -> None:

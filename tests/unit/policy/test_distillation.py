@@ -35,18 +35,24 @@ SERVED: dict[str, Any] = {"teacher_urls": ["http://127.0.0.1:1"]}
     [
         ({"distillation": {"coef": 0.5}}, "coef = 0.5 has no effect without a teacher; set teacher_path"),
         ({"distillation": {"task_reward": False}}, "task_reward = False has no effect without a teacher"),
-        ({"distillation": TEACHER | {"weight": 0.3}}, "weight = 0.3 has no effect with divergence = 'sampled'"),
-        ({"distillation": TEACHER | {"divergence": "reverse_kl", "weight": 0.3}}, "use one of mixed_kl, jsd"),
-        ({"distillation": TEACHER | {"divergence": "jsd", "weight": 1.0}}, "weight"),
+        (
+            {"distillation": TEACHER | {"divergence": "jsd"}},
+            "divergence = 'jsd': this value was removed. Use 'reverse_kl' or 'forward_kl'",
+        ),
+        (
+            {"distillation": TEACHER | {"divergence": "mixed_kl"}},
+            "divergence = 'mixed_kl': this value was removed. Use 'reverse_kl' or 'forward_kl'",
+        ),
+        ({"distillation": TEACHER | {"weight": 0.3}}, "weight = 0.3: this key was removed. Remove it"),
         ({"distillation": TEACHER | {"divergence": "tv"}}, "divergence"),
         ({"distillation": TEACHER | {"coef": 0.0}}, "coef"),
         ({"distillation": TEACHER | {"temperature": 2.0}}, "temperature"),
         (
-            {"distillation": TEACHER | {"divergence": "jsd"}, "model": {"path": "m", "fused_head": False}},
+            {"distillation": TEACHER | {"divergence": "forward_kl"}, "model": {"path": "m", "fused_head": False}},
             "with model.fused_head = false",
         ),
         (
-            {"distillation": TEACHER | {"divergence": "mixed_kl"}, "rollout": {"top_p": 0.9}},
+            {"distillation": TEACHER | {"divergence": "reverse_kl"}, "rollout": {"top_p": 0.9}},
             "with rollout.top_p = 0.9: what the filter left is not the whole vocabulary",
         ),
         (
@@ -58,7 +64,7 @@ SERVED: dict[str, Any] = {"teacher_urls": ["http://127.0.0.1:1"]}
         ({"distillation": SERVED | TEACHER}, "is one in the trainer; remove one of them"),
         ({"distillation": TEACHER | {"teacher_engine": "vllm"}}, "belongs to a teacher behind servers"),
         ({"distillation": {"teacher_engine": "vllm"}}, "set teacher_path or teacher_urls"),
-        ({"distillation": SERVED | {"divergence": "jsd"}}, "not those of the whole vocabulary"),
+        ({"distillation": SERVED | {"divergence": "forward_kl"}}, "not those of the whole vocabulary"),
         ({"distillation": SERVED, "rollout": {"temperature": 0.7}}, "log-probabilities at temperature 1"),
         ({"distillation": SERVED, "rollout": {"top_p": 0.7}}, "which the teacher's distribution is over"),
     ],
@@ -73,8 +79,10 @@ def test_what_fits() -> None:
     assert not config().distillation.is_on
     pure = config(distillation=TEACHER | {"task_reward": False}, rollout={"top_p": 0.9}, reward={"function": "none"})
     assert pure.distillation.is_on and not pure.distillation.is_exact
-    mixed = config(distillation=TEACHER | {"divergence": "jsd"}, model={"path": "m", "random_init": True})
-    assert mixed.distillation.is_exact and mixed.distillation.share == 0.5
+    exact = config(distillation=TEACHER | {"divergence": "forward_kl"}, model={"path": "m", "random_init": True})
+    assert exact.distillation.is_exact
+    recorded = TEACHER | {"divergence": "reverse_kl", "weight": None}  # as runs of earlier versions have it
+    assert config(distillation=recorded).distillation.is_exact
 
 
 def sample(mask: list[bool], mu: list[float], teacher: list[float] | None) -> TrainingSample:
@@ -195,7 +203,7 @@ def test_the_plan_knows_what_a_rank_holds_of_a_teacher_by_hand() -> None:
     """Qwen3-8B in bf16 on TP2: half of 8.19 B; by layer both ends and two of 36."""
     ends = 2 * 151936 * 4096
     inside = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 128 + 3 * 4096 * 12288 + 2 * 4096) + 4096
-    exact = {"teacher_path": "Qwen3-8B", "divergence": "jsd"}
+    exact = {"teacher_path": "Qwen3-8B", "divergence": "forward_kl"}
     sizes = []
     for weights in ("whole", "by_layer"):
         parallel = {"tensor_model_parallel_size": 2}
