@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
-from megatron_dppo.types import MISSING_EXPERT, KeptSets, MicroBatch, TrainingSample
-
-_Fill = float | Mapping[torch.dtype, int]
-_FILL: Mapping[str, _Fill] = {"tokens": 0, "labels": 0, "loss_mask": False, "advantages": 0.0}
-"""What stands in the columns on padding, which is outside the loss."""
-_OPTIONAL_FILL: Mapping[str, _Fill] = {
-    "rollout_logprobs": 0.0,
-    "rollout_topk_ids": -1,
-    "rollout_topk_logprobs": 0.0,
-    "anchor_logprobs": 0.0,
-    "reference_logprobs": 0.0,
-    "routed_experts": MISSING_EXPERT,
-}
-"""The same for columns that may be None, by dtype where that makes a difference."""
+from megatron_dppo.types import MicroBatch, TrainingSample
+from megatron_dppo.types.columns import TokenColumn
+from megatron_dppo.types.token_columns import TOKEN_COLUMNS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,46 +53,31 @@ def pack(
     starts = [0, *accumulate(lengths)][: len(samples)]
     lengths += [rest] if rest else []
     size, ends = sum(lengths), torch.tensor([0, *accumulate(lengths)])
-    optional = {name: [getattr(sample, name) for sample in samples or [like]] for name in _OPTIONAL_FILL}
-    for name, found in optional.items():
-        kinds = {None if value is None else (value.dtype, value.shape[1:]) for value in found}
-        if len(kinds) > 1:
-            words = "with and without" if None in kinds else "with different shapes or types of"
-            raise ValueError(f"samples {words} {name} cannot share a micro-batch")
-    if len({sample.kept is None for sample in samples}) > 1:
-        raise ValueError("samples with and without kept sets cannot share a micro-batch")
-
-    def column(name: str, fill: _Fill) -> torch.Tensor:
-        first = getattr(like, name)
-        number = fill[first.dtype] if isinstance(fill, Mapping) else fill
-        result = first.new_full((size, *first.shape[1:]), number)
-        for sample, start in zip(samples, starts, strict=True):
-            value, end = getattr(sample, name), start + sample.num_tokens
-            result[end - len(value) : end] = value
-        return result
-
+    sample_ends = [start + sample.num_tokens for sample, start in zip(samples, starts, strict=True)]
+    columns: dict[str, Any] = {}
+    for column in TOKEN_COLUMNS:
+        if column.name is None or not column.is_packed:
+            continue
+        parts = [getattr(sample, column.name) for sample in samples]
+        if column.is_optional:
+            _check_alike(column, parts)
+        if (first := getattr(like, column.name)) is not None:
+            columns[column.name] = column.pack(parts, sample_ends, size, first)
     return MicroBatch(
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         cu_seqlens=ends.to(torch.int32),
         max_seqlen=max(lengths),
         num_padding=size - sum(sample.num_tokens for sample in samples),
-        kept=None if like.kept is None else _packed_sets(samples, starts, size),
-        **{name: column(name, fill) for name, fill in _FILL.items()},
-        **{name: column(name, _OPTIONAL_FILL[name]) for name, found in optional.items() if found[0] is not None},
+        **columns,
     )
 
 
-def _packed_sets(samples: Sequence[TrainingSample], starts: Sequence[int], size: int) -> KeptSets:
-    """Those of a row of ``size`` tokens; all samples have some."""
-    row = KeptSets.none(size)
-    parts = [row.ids]
-    for sample, start in zip(samples, starts, strict=True):
-        assert sample.kept is not None
-        end = start + sample.num_tokens
-        row.counts[end - len(sample.kept) : end] = sample.kept.counts
-        parts.append(sample.kept.ids)
-    return KeptSets(torch.cat(parts), row.counts)
+def _check_alike(column: TokenColumn, parts: Sequence[Any]) -> None:
+    forms = {column.form(part) for part in parts}
+    if len(forms) > 1:
+        words = "with and without" if None in forms else "with different shapes or types of"
+        raise ValueError(f"samples {words} {column.title} cannot share a micro-batch")
 
 
 def fill_bins(samples: Sequence[TrainingSample], budget: int, shape: RowShape | None = None) -> list[list[int]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import KeptSets, TrainingSample, check_kept
+from megatron_dppo.types import KeptSets, TrainingSample
+from megatron_dppo.types.columns import TokenRows
+from megatron_dppo.types.token_columns import TOKEN_COLUMNS
 
 
 def to_training_sample(
@@ -19,6 +22,7 @@ def to_training_sample(
     routed_experts: Tensor | None = None,
     sampled: Sequence[bool] | Tensor | None = None,
     kept: KeptSets | None = None,
+    columns: Mapping[str, TokenRows] | None = None,
 ) -> TrainingSample:
     """Align a prompt and its response to the labels.
 
@@ -34,6 +38,8 @@ def to_training_sample(
         routed_experts: ``[P + R - 1, L, k]``, one row for each token of the sequence but the last.
         sampled: [R] False on tokens that were given to the policy, such as a tool's; None = it sampled all of them.
         kept: of R tokens, the ids that the rollout's filters left; None = no filter.
+        columns: columns that a sample takes as they are (``TokenColumn.is_carried``), by name; the ones above may be
+            given here too.
 
     Raises:
         ValueError: an empty prompt or response, or a column of another length.
@@ -53,33 +59,29 @@ def to_training_sample(
         loss_mask[first:] &= own.isfinite()
         aligned = torch.zeros(length, dtype=torch.float32)
         aligned[first:] = torch.where(loss_mask[first:], own, 0.0)
-    _check_sets(topk, kept, len(response_ids))
-    if routed_experts is not None and len(routed_experts) != length:
-        raise ValueError(
-            f"routed experts of {len(routed_experts)} tokens for a sequence of {len(prompt_ids)} prompt and "
-            f"{len(response_ids)} response tokens; expected {length} rows, one for each token but the last"
-        )
+    carried: dict[str, Any] = dict(columns or {})
+    if topk is not None:
+        carried["rollout_topk_ids"], carried["rollout_topk_logprobs"] = topk
+    carried |= {name: rows for name, rows in (("kept", kept), ("routed_experts", routed_experts)) if rows is not None}
+    _check_columns(carried, len(prompt_ids), len(response_ids))
     return TrainingSample(
         tokens=sequence[:-1],
         labels=sequence[1:],
         loss_mask=loss_mask,
         advantages=torch.where(loss_mask, advantage, 0.0),
         rollout_logprobs=aligned,
-        rollout_topk_ids=topk and topk[0],
-        rollout_topk_logprobs=topk and topk[1],
-        kept=kept,
-        routed_experts=routed_experts,
+        **carried,
     )
 
 
-def _check_sets(topk: tuple[Tensor, Tensor] | None, kept: KeptSets | None, response_tokens: int) -> None:
-    if kept is not None:
-        check_kept(kept, response_tokens)
-    if topk is None:
-        return
-    ids, logprobs = topk
-    if ids.shape != logprobs.shape or ids.dim() != 2 or ids.shape[0] != response_tokens:
+def _check_columns(columns: Mapping[str, TokenRows], prompt_tokens: int, response_tokens: int) -> None:
+    for column in TOKEN_COLUMNS:
+        rows = columns.get(column.name) if column.is_carried and column.name is not None else None
+        if rows is not None:
+            column.check(rows, prompt_tokens, response_tokens)
+    ids, logprobs = columns.get("rollout_topk_ids"), columns.get("rollout_topk_logprobs")
+    if isinstance(ids, Tensor) and isinstance(logprobs, Tensor) and ids.shape != logprobs.shape:
         raise ValueError(
-            f"Top-K ids {tuple(ids.shape)} and log-probabilities {tuple(logprobs.shape)}, expected two of shape "
+            f"Top-K ids {tuple(ids.shape)} and log-probabilities {tuple(logprobs.shape)}, expected two of one shape "
             f"[{response_tokens}, K+1], one row for each response token"
         )

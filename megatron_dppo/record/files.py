@@ -13,6 +13,7 @@ from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.files.atomic import fsync
 from megatron_dppo.files.disk import disk_errors, require_space
 from megatron_dppo.record.rows import RankPart, columns
+from megatron_dppo.types.token_columns import record_types
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"step_(\d{6,})\.parquet")
@@ -159,9 +160,12 @@ def _schema(arrow: Any) -> Any:
     part = arrow.struct([("name", text), ("value", arrow.float64())])
     numbers = {name: arrow.int32() for name in ("step", "sample", "group", "dp_rank", "age", "policy_version")}
     texts = ("prompt_id", "prompt", "label", "response", "finish_reason", "failure", "prompt_metadata")
+    tokens: dict[str, list[str]] = {}
+    for name, kind in record_types().items():
+        tokens.setdefault(kind, []).append(name)
     fields = {
         **numbers,
-        **dict.fromkeys((*texts, "prompt_messages", "routes_dtype"), text),
+        **dict.fromkeys((*texts, "prompt_messages", *tokens["text"]), text),
         "reward": arrow.float64(),
         "eval_score": arrow.float64(),
         "reward_failed": arrow.bool_(),
@@ -169,9 +173,10 @@ def _schema(arrow: Any) -> Any:
         "reward_parts": arrow.list_(part),
         "policy_versions": arrow.list_(span),
         "update": arrow.int32(),
-        **dict.fromkeys(("prompt_ids", "response_ids", "topk_ids", "kept_ids", "kept_counts", "routes_shape"), ids),
-        **dict.fromkeys(("rollout_logprobs", "logprobs", "advantages", "topk_logprobs"), floats),
-        **dict.fromkeys(("loss_mask", "keep", "sampled"), flags),
-        "routes": arrow.binary(),
+        **dict.fromkeys(("prompt_ids", *tokens["int32s"]), ids),
+        # In the order of the files that are there: this one stands before those of the update.
+        **dict.fromkeys(("rollout_logprobs", "logprobs", "advantages", *tokens["float32s"]), floats),
+        **dict.fromkeys(("loss_mask", "keep", *tokens["bools"]), flags),
+        **dict.fromkeys(tokens["bytes"], arrow.binary()),
     }
     return arrow.schema(list(fields.items()))

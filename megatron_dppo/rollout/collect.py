@@ -16,6 +16,7 @@ from megatron_dppo.types import (
     RolloutGroup,
     TrainingSample,
 )
+from megatron_dppo.types.token_columns import carried_columns
 
 
 def score_completions(
@@ -84,19 +85,14 @@ def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[flo
 
 
 def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> TrainingSample:
-    topk = None
-    if completion.topk_token_ids is not None and completion.topk_logprobs is not None:
-        topk = (completion.topk_token_ids, completion.topk_logprobs)
     first = _given_first(completion) if prompt.is_task else 0
     return to_training_sample(
         (*prompt.start, *completion.token_ids[:first].tolist()),
         completion.token_ids[first:],
         None if completion.logprobs is None else completion.logprobs[first:],
         advantage,
-        topk and (topk[0][first:], topk[1][first:]),
-        completion.routed_experts,
-        None if completion.loss_mask is None else completion.loss_mask[first:],
-        None if completion.kept is None else completion.kept[first:],
+        sampled=None if completion.loss_mask is None else completion.loss_mask[first:],
+        columns=carried_columns(completion, first),
     )
 
 
