@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_dppo.config.schema import Config, ParallelConfig
+from megatron_dppo.config.model import ParallelConfig
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import TrainingStopped
-from megatron_dppo.platform import coarser
+from megatron_dppo.parallel.platform import coarser
 from megatron_dppo.types import Metric, RolloutGroup
 
 _LIMITS = {

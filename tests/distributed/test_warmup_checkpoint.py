@@ -32,8 +32,8 @@ class StopAfter:
 
 def warm_up(trainer: Any, folder: Path, stop_after: int) -> list[int]:
     """The steps that it did, until the signal or its end."""
-    from megatron_dppo.policy.warmup import run_warmup
-    from megatron_dppo.supervision.stop_signal import Stopped
+    from megatron_dppo.run.stop_signal import Stopped
+    from megatron_dppo.run.warmup import run_warmup
 
     config = config_for(Case(), run={"output_dir": str(folder)}, warmup={"num_steps": STEPS, "batch_size": 4})
     done: list[int] = []

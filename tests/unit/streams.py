@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.item import RewardResult
+from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
-from megatron_dppo.run.stream.collected import Collected
-from megatron_dppo.run.stream.stream import Stream
+from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.unit.columns import ids, logs
 from tests.unit.configs import config

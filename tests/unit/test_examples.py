@@ -10,9 +10,9 @@ import pytest
 
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.layout import ModelShape, resolve_layout
+from megatron_dppo.engines.serving.command import plan_servers
 from megatron_dppo.rewards import RewardItem
-from megatron_dppo.rewards.build import build_scorer
-from megatron_dppo.serving.command import plan_servers
+from megatron_dppo.rewards.scorer import build_scorer
 from tests.engines.tiny import SPECIAL, byte_tokenizer
 from tests.unit.http_stub import Call, running
 
