@@ -59,7 +59,7 @@ class GrowingResponse:
         topk: K of the Top-K that is recorded; 0 = none.
         routing: the shape of the routes that are recorded; None = none.
         kept: whether kept sets are recorded.
-        columns: what else is recorded, see ``types.asked_columns``.
+        columns: what else is recorded, see ``types.token_columns.asked_columns``.
     """
 
     def __init__(
