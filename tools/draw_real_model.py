@@ -44,7 +44,9 @@ def main() -> None:
     rows_of_cell = cells(each.row for each in read_handed(Path(rows)))
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     with plt.rc_context({**style, "font.size": 9}):
-        figure, axes = plt.subplots(len(CONDITIONS), len(METRICS), figsize=(11, 2.7 * len(CONDITIONS)), layout="constrained", sharex=True)
+        figure, axes = plt.subplots(
+            len(CONDITIONS), len(METRICS), figsize=(11, 2.7 * len(CONDITIONS)), layout="constrained", sharex=True
+        )
         for line, (condition, name) in zip(axes, CONDITIONS.items(), strict=True):
             for axis, (metric, title) in zip(line, METRICS.items(), strict=True):
                 for loss, (label, color) in LOSSES.items():

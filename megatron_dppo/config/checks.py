@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron_dppo.config.schema import Config
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron_dppo.config.schema import Config
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron_dppo.config.schema import Config
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 

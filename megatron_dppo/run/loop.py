@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import TrainingStopped
@@ -14,11 +13,8 @@ from megatron_dppo.run.export import export_results
 from megatron_dppo.run.orphans import no_orphans, stop_when_torchrun_dies
 from megatron_dppo.run.records import request_metrics, step_metrics
 from megatron_dppo.run.session import Session, open_session
-from megatron_dppo.run.stop_signal import Stopped, StopSignal
-
-if TYPE_CHECKING:
-    pass
 from megatron_dppo.run.step import make_samples, update_policy
+from megatron_dppo.run.stop_signal import Stopped, StopSignal
 
 
 def run(config: Config) -> int:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.samples import to_samples
 from megatron_dppo.engines.teacher import TeacherServers
+from megatron_dppo.errors import ServerError
+from megatron_dppo.losses import advantages_by
+from megatron_dppo.losses.returns import Moments, kl_estimate, returns_to_go
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import from_each, from_leader
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.report.metrics import reduce_over_samples
+from megatron_dppo.report.metrics import reduce_metrics, reduce_over_samples
 from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.requests import sampling_seed
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
@@ -22,28 +32,7 @@ from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, 
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher import Teacher
-    from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
-from typing import TYPE_CHECKING
-
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from megatron_dppo.errors import ServerError
-from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.objects import from_leader
-
-if TYPE_CHECKING:
-    from megatron_dppo.mcore.teacher import Teacher
-from functools import reduce
-from operator import add
-
-import torch.distributed as dist
-
-from megatron_dppo.losses import advantages_by
-from megatron_dppo.losses.returns import Moments, kl_estimate, returns_to_go
-from megatron_dppo.parallel.objects import from_each
-from megatron_dppo.report.metrics import reduce_metrics
 
 
 def group_advantages(groups: Sequence[RolloutGroup], config: Config, taken: Tensor | None = None) -> Tensor:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.server_engine import ServerEngine
-from megatron_dppo.errors import NoServerLeft, PublishError
+from megatron_dppo.errors import NoServerLeft, PublishError, ServerError
 from megatron_dppo.hf.folder import drain
 from megatron_dppo.parallel.objects import agreed, from_each, from_leader
-from megatron_dppo.rollout.server import ServerInfo
+from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.adapter_proof import AdapterProof
-from megatron_dppo.weights.attempt import SyncResult, wait_for_one
+from megatron_dppo.weights.attempt import SyncResult, ask_each, wait_for_one
 from megatron_dppo.weights.handles import Sharing
 from megatron_dppo.weights.probe import Findings, Probe
 from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
-import asyncio
-from collections.abc import Sequence
-
-from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.server import InferenceServer
-from megatron_dppo.weights.attempt import ask_each
 
 _AGAIN_SECONDS = 0.5
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,6 @@ from megatron_dppo.types import MicroBatch
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.layer_noise import RowNoise
-from itertools import pairwise
 
 _MOST_PADDED = 1.25
 """slots of a group over its tokens"""
