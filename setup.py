@@ -47,8 +47,8 @@ setup(
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
     package_data={
         "megatron_dppo": [
-            *("py.typed", "serving/*_extension/*.py", "experiments/bases/*/*"),
-            *("page/*.html", "page/*.css", "page/*.js"),
+            *("py.typed", "engines/serving/*_extension/*.py", "commands/experiments/bases/*/*"),
+            *("report/page/*.html", "report/page/*.css", "report/page/*.js"),
         ]
     },
     install_requires=[

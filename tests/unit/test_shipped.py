@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -56,3 +57,12 @@ def test_a_folder_beside_an_installed_package_is_somebody_elses(tmp_path: Path) 
         shipped_folder("examples", tmp_path / "megatron_dppo")
     (tmp_path / "setup.py").touch()
     assert shipped_folder("examples", tmp_path / "megatron_dppo") == tmp_path / "examples"
+
+
+def test_every_data_file_of_the_package_is_in_a_wheel() -> None:
+    text = (ROOT / "setup.py").read_text()
+    patterns = re.findall(r'"([^"]+)"', text[text.index("package_data") : text.index("install_requires")])[1:]
+    named = {file for pattern in patterns for file in (ROOT / "megatron_dppo").glob(pattern)}
+    assert all(any((ROOT / "megatron_dppo").glob(pattern)) for pattern in patterns), patterns
+    files = {f for f in (ROOT / "megatron_dppo").rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+    assert files <= named

@@ -82,11 +82,6 @@ def make_row(run: Run, base: str, folder: str, row: str) -> None:
     steps = curves.get("rollout/reward", [])
     if not error and len(steps) < config.run.num_steps:
         raise RuntimeError(f"the run ended after {len(steps)} of {config.run.num_steps} steps")
-    found: dict[str, Any] = {}
-    if run.tokens and not error:
-        from megatron_dppo.commands.experiments.tokens import MEASUREMENTS
-
-        found = MEASUREMENTS[run.tokens](config, Path(base), place / "run")
     values = {
         "key": run.key,
         "task": run.task,
@@ -98,7 +93,6 @@ def make_row(run: Run, base: str, folder: str, row: str) -> None:
         "settings": run.settings,
         "error": error,
         "curves": curves,
-        "tokens": found,
         "base": Path(base).name,
         "cpu_seconds": _cpu_seconds(),
         "wall_seconds": time.perf_counter() - began,

@@ -50,8 +50,6 @@ class Experiment:
     quick_seeds: Sequence[int] = SEEDS[:2]
     search_under: str = ""
     """the mismatch under which each loss's candidates are tried; empty = nothing is searched"""
-    tokens: str = ""
-    """measured after each run; see ``Run``"""
 
     def search(self, quick: bool) -> list[Run]:
         """The runs of the search: every candidate of every loss on the search's seeds; none with ``--quick``."""
@@ -98,8 +96,7 @@ class Experiment:
     ) -> Run:
         base = merged(TASKS[block.task], block.settings)
         settings = run_settings(base, LOSSES[loss], MISMATCHES[mismatch], seed, chosen)
-        tokens = "" if phase == "search" else self.tokens
-        return Run(block.task, loss, mismatch, seed, settings, phase=phase, candidate=candidate, tokens=tokens)
+        return Run(block.task, loss, mismatch, seed, settings, phase=phase, candidate=candidate)
 
 
 def choose(rows: Iterable[Mapping[str, object]]) -> dict[tuple[str, str], tuple[int, Sequence[Settings]]]:

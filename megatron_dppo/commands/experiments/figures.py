@@ -75,7 +75,7 @@ def as_table(rows: Iterable[Row], runs: Sequence[Run]) -> str:
             parts.append(f"### {task}: {_MEANINGS[name]} (seeds)\n\n{_grid(mine, texts)}")
         shares = {cell: f"{m.mean:.1%}" for cell, of_cell in cells(found).items() if (m := band(map(masked, of_cell)))}
         parts.append(f"### {task}: masked tokens\n\n{_grid(mine, shares)}")
-    return "\n\n".join([*parts, notes(found, runs)])
+    return "\n\n".join([*parts, _notes(found, runs)])
 
 
 def _grid(runs: Sequence[Run], texts: dict[tuple[str, str, str], str]) -> str:
@@ -89,7 +89,7 @@ def _grid(runs: Sequence[Run], texts: dict[tuple[str, str, str], str]) -> str:
     return "\n".join(lines)
 
 
-def notes(rows: Sequence[Row], runs: Sequence[Run]) -> str:
+def _notes(rows: Sequence[Row], runs: Sequence[Run]) -> str:
     """How much is done, what it took, what was refused and what stopped."""
     keys = {row["key"] for row in rows}
     wanted = {run.key for run in runs if not run.refusal}

@@ -118,21 +118,6 @@ _PRECISION = Experiment(
     blocks=(Block("rare_words", ("dppo_binary_tv", "grpo", "pg_is"), ("none", "bf16 both", "fp16 both"), {}),),
     quick=(Block("rare_words", ("dppo_binary_tv",), ("bf16 both", "fp16 both"), {}),),
 )
-_TOKENS = ("dppo_binary_tv",)
-_RATIO_TV = Experiment(
-    "ratio_tv",
-    "Ratio and total variation of engine and trainer at equal weights, by the token's probability (figure 1)",
-    blocks=(Block("rare_words", _TOKENS, ("bf16", "weights fp8", "weights int4"), {"run": {"num_steps": 1}}),),
-    quick=(Block("rare_words", _TOKENS, ("bf16", "weights fp8"), {"run": {"num_steps": 1}}),),
-    tokens="ratio_tv",
-)
-_CLIPPED = Experiment(
-    "most_clipped",
-    "Which tokens ratio clipping and DPPO mask, by the token's probability and by word",
-    blocks=(Block("rare_words", _TOKENS, ("none",), {"run": {"num_steps": 3}, "checkpoint": {"export_hf": True}}),),
-    quick=(Block("rare_words", _TOKENS, ("none",), {"run": {"num_steps": 3}, "checkpoint": {"export_hf": True}}),),
-    tokens="most_clipped",
-)
 _DEFAULT = "dppo_binary_tv cap 5"
 _REAL_LOSSES = (_DEFAULT, "grpo", "pg_is")
 _REAL_MODEL = Experiment(
@@ -171,7 +156,7 @@ _REAL_MODEL_END = Experiment(
 EXPERIMENTS: Mapping[str, Experiment] = {
     e.name: e
     for e in (
-        *(_WINDTUNNEL, _STABILITY, _RATIO_TV, _CLIPPED, _RELAXED, _BAD, _RATIO_CAP, _LONG_TAIL, _PRECISION),
+        *(_WINDTUNNEL, _STABILITY, _RELAXED, _BAD, _RATIO_CAP, _LONG_TAIL, _PRECISION),
         *(_REAL_MODEL, _REAL_MODEL_END),
     )
 }

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.commands.experiments.experiment import Experiment, choose
-from megatron_dppo.commands.experiments.figures import as_table, notes, write_page
+from megatron_dppo.commands.experiments.figures import as_table, write_page
 from megatron_dppo.commands.experiments.grid import Run
 from megatron_dppo.commands.experiments.row import Handed, labelled, read_handed
 from megatron_dppo.commands.experiments.runner import do_runs
 from megatron_dppo.commands.experiments.store import Rows, Store
-from megatron_dppo.commands.experiments.token_report import token_tables, write_token_page
 from megatron_dppo.commands.experiments.verdicts import as_verdicts
 from megatron_dppo.files import disk_errors, write_synced
 
@@ -111,19 +110,14 @@ def _write(folder: Path, experiment: Experiment, runs: Sequence[Run], found: Row
         f"- {task}, {loss}: {json.dumps(candidates[number])}"
         for (task, loss), (number, candidates) in choose(rows).items()
     )
-    parts = [f"# {experiment.title}"]
-    if experiment.tokens:
-        parts += [token_tables(rows), notes(rows, reported)]
-    else:
-        parts.append(as_table(rows, reported))
+    parts = [f"# {experiment.title}", as_table(rows, reported)]
     if experiment.claims:
         parts.append("## What holds and what does not\n\n" + as_verdicts(rows, experiment.claims))
     if chosen:
         parts.append("## Chosen on other seeds\n\n" + chosen)
     text = "\n\n".join(parts)
-    write = write_token_page if experiment.tokens else write_page
     with disk_errors(folder, "table and figures"):
         write_synced(folder / "table.md", text + "\n")
         write_synced(folder / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        write(rows, folder / "figures.png", experiment.title)
+        write_page(rows, folder / "figures.png", experiment.title)
     print(f"\n{text}\n\nwritten to {folder}: table.md, figures.png, rows.jsonl", flush=True)

@@ -50,8 +50,6 @@ class _Row(Part):
     settings: _Settings
     error: str
     curves: dict[str, list[float]]
-    tokens: dict[str, Any]
-    """those of a run are checked against its measurement (``check_run``)"""
     cpu_seconds: float = Field(ge=0)
     wall_seconds: float = Field(ge=0)
 
@@ -131,27 +129,20 @@ def _parse(place: str, line: bytes, advice: str) -> Row:
 
 
 def _check_run(place: str, row: Row, run: Run, base: str, advice: str) -> None:
-    """Whether a whole row is one of this run, with the measurement of tokens that the run asks for."""
+    """Check that a whole row is one of this run."""
     wanted: Mapping[str, Any] = {"key": run.key, "base": base, "task": run.task, "seed": run.seed}
     for name, value in wanted.items():
         if row[name] != value:
             raise DataError(f"{place}: {name} = {reprlib.repr(row[name])}, but this run has {value!r}. {advice}")
     if row["settings"] != run.settings:
         raise DataError(f"{place}: settings are not those of the run {run.key}. {advice}")
-    if run.tokens and not row["error"]:
-        from megatron_dppo.commands.experiments.token_row import MEASURED
-
-        try:
-            MEASURED[run.tokens].model_validate(row["tokens"])
-        except ValidationError as error:
-            raise DataError(f"{place}: {_told(error, 'tokens')}. {advice}") from None
 
 
-def _told(error: ValidationError, *above: str) -> str:
+def _told(error: ValidationError) -> str:
     details = error.errors(include_url=False)
     parts = []
     for detail in details[:_FEW]:
-        name, message = ".".join(map(str, (*above, *detail["loc"]))), detail["msg"].removeprefix("Value error, ")
+        name, message = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "missing":
             parts.append(f"{name} is missing")
         elif detail["type"] == "value_error":

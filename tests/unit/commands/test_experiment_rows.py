@@ -12,12 +12,9 @@ import pytest
 
 from megatron_dppo.commands.experiments import demo, report, runner
 from megatron_dppo.commands.experiments.experiment import SEARCH_SEEDS, choose
-from megatron_dppo.commands.experiments.grid import Run
 from megatron_dppo.commands.experiments.named import EXPERIMENTS
 from megatron_dppo.commands.experiments.row import read_handed
 from megatron_dppo.commands.experiments.store import Store
-from megatron_dppo.commands.experiments.token_row import MEASURED
-from megatron_dppo.commands.experiments.tokens import MEASUREMENTS, RULES
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.run.lock import LOCK
@@ -26,10 +23,6 @@ from tests.unit.experiment_rows import row_of
 DOCS = Path(__file__).parents[3] / "docs/windtunnel"
 LONG = EXPERIMENTS["long_tail"].report(True, (0, 1), ())
 Damage = Callable[[dict[str, Any]], object]
-
-
-def runs_of(name: str) -> list[Run]:
-    return EXPERIMENTS[name].report(True, (0,), ())
 
 
 def write(file: Path, *rows: dict[str, Any]) -> Path:
@@ -91,44 +84,31 @@ def cut(*path: str | int) -> Damage:
     return damage
 
 
-BROKEN: list[tuple[str, Damage, str]] = [
-    *(("long_tail", cut(name), f"{name} is missing") for name in row_of(LONG[0], Store(Path("x")))),
-    *(
-        ("long_tail", put(name, value=[1]), rf"{name} = \[1\]: ")
-        for name in ("key", "base", "seed", "curves", "settings")
-    ),
-    ("long_tail", put("seed", value=True), "seed = True: "),
-    ("long_tail", put("seed", value=-1), "seed = -1: "),
-    ("long_tail", put("phase", value="x"), "phase = 'x': "),
-    ("long_tail", put("error", value=None), "error = None: "),
-    ("long_tail", put("error", value="\ud800"), "field 'error' holds half of a UTF-16 pair"),
-    ("long_tail", put("curves", "\ud800", value=[1.0]), "field 'curves' holds half of a UTF-16 pair"),
-    ("long_tail", cut("settings", "run"), "settings.run is missing"),
-    ("long_tail", put("settings", "run", "num_steps", value="4"), "settings.run.num_steps = '4': "),
-    ("long_tail", put("curves", "train/ratio", value=[0.5, None]), "curves.train/ratio.1 = None: "),
-    ("long_tail", put("curves", "train/ratio", value=[10**400]), "curves.train/ratio.0 = 1000"),
-    ("long_tail", put("curves", "train/ratio", value=[float("nan")]), r"not usable JSON \(NaN is not JSON"),
-    ("long_tail", put("curves", "train/ratio", value="0.5"), "curves.train/ratio = '0.5': "),
-    ("long_tail", put("curves", value={}), "curves has 0 values of rollout/reward, and settings.run.num_steps is"),
-    ("long_tail", put("curves", "rollout/reward", value=[0.0] * 999), "curves has 999 values of rollout/reward"),
-    ("long_tail", put("cpu_seconds", value=float("inf")), r"not usable JSON \(Infinity is not JSON"),
-    ("long_tail", put("task", value="chain_sum"), "task = 'chain_sum', but this run has 'rare_words'"),
-    ("long_tail", put("seed", value=7), "seed = 7, but this run has 0"),
-    ("ratio_tv", put("tokens", value={}), "tokens.bins is missing; tokens.tokens is missing"),
-    ("ratio_tv", put("tokens", "bins", value=5), "tokens.bins = 5: "),
-    ("ratio_tv", cut("tokens", "bins", 3), "tokens.bins = .*at least 10 items"),
-    ("ratio_tv", put("tokens", "bins", 3, "low", value=0.5), "tokens: the bins have other edges"),
-    ("ratio_tv", put("tokens", "bins", 3, "tv", value=None), "tokens.bins.3: 3 tokens without tv or ratio"),
-    ("ratio_tv", put("tokens", "bins", 3, "ratio", value=[1.0]), "tokens.bins.3.ratio = .*at least 3 items"),
-    ("most_clipped", cut("tokens", "grpo"), "tokens.grpo is missing"),
-    ("most_clipped", put("tokens", "grpo", "words", value=[{"word": 3}]), "tokens.grpo.words.0.word = 3: "),
-    ("most_clipped", put("tokens", "grpo", "bins", value=[0.5]), "tokens.grpo.bins = .*at least 10 items"),
+BROKEN: list[tuple[Damage, str]] = [
+    *((cut(name), f"{name} is missing") for name in row_of(LONG[0], Store(Path("x")))),
+    *((put(name, value=[1]), rf"{name} = \[1\]: ") for name in ("key", "base", "seed", "curves", "settings")),
+    (put("seed", value=True), "seed = True: "),
+    (put("seed", value=-1), "seed = -1: "),
+    (put("phase", value="x"), "phase = 'x': "),
+    (put("error", value=None), "error = None: "),
+    (put("error", value="\ud800"), "field 'error' holds half of a UTF-16 pair"),
+    (put("curves", "\ud800", value=[1.0]), "field 'curves' holds half of a UTF-16 pair"),
+    (cut("settings", "run"), "settings.run is missing"),
+    (put("settings", "run", "num_steps", value="4"), "settings.run.num_steps = '4': "),
+    (put("curves", "train/ratio", value=[0.5, None]), "curves.train/ratio.1 = None: "),
+    (put("curves", "train/ratio", value=[10**400]), "curves.train/ratio.0 = 1000"),
+    (put("curves", "train/ratio", value=[float("nan")]), r"not usable JSON \(NaN is not JSON"),
+    (put("curves", "train/ratio", value="0.5"), "curves.train/ratio = '0.5': "),
+    (put("curves", value={}), "curves has 0 values of rollout/reward, and settings.run.num_steps is"),
+    (put("curves", "rollout/reward", value=[0.0] * 999), "curves has 999 values of rollout/reward"),
+    (put("cpu_seconds", value=float("inf")), r"not usable JSON \(Infinity is not JSON"),
+    (put("task", value="chain_sum"), "task = 'chain_sum', but this run has 'rare_words'"),
+    (put("seed", value=7), "seed = 7, but this run has 0"),
 ]
 
 
-@pytest.mark.parametrize(("name", "damage", "problem"), BROKEN)
+@pytest.mark.parametrize(("damage", "problem"), BROKEN)
 def test_a_broken_row_is_told_with_its_line_and_in_the_store_with_its_file_before_any_work(
-    name: str,
     damage: Damage,
     problem: str,
     tmp_path: Path,
@@ -136,7 +116,7 @@ def test_a_broken_row_is_told_with_its_line_and_in_the_store_with_its_file_befor
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(runner, "_do", lambda *_: pytest.fail("a run was started"))
-    store, runs = Store(tmp_path / "here"), runs_of(name)
+    store, runs = Store(tmp_path / "here"), EXPERIMENTS["long_tail"].report(True, (0,), ())
     row = json.loads(json.dumps(row_of(runs[0], store)))
     damage(row)
     file = write(tmp_path / "rows.jsonl", row_of(runs[-1], Store(Path("x"), 5)), row)
@@ -145,7 +125,7 @@ def test_a_broken_row_is_told_with_its_line_and_in_the_store_with_its_file_befor
     stored = store.row(runs[0])
     stored.parent.mkdir(parents=True)
     write(stored, row)
-    command = ["experiment", name, "--quick", "--seeds", "0", "--output", str(store.folder)]
+    command = ["experiment", "long_tail", "--quick", "--seeds", "0", "--output", str(store.folder)]
     for more in ([], ["--list"]):
         assert main([*command, *more]) == 2
         error = capsys.readouterr().err
@@ -192,9 +172,9 @@ def test_files_of_rows_that_cannot_be_read_are_told(tmp_path: Path) -> None:
             read_handed(place)
 
 
-def test_a_stopped_run_has_a_row_with_fewer_steps_and_without_tokens(tmp_path: Path) -> None:
-    store, runs = Store(tmp_path), runs_of("ratio_tv")
-    row = row_of(runs[0], store, error="TrainingStopped: no", curves={}, tokens={})
+def test_a_stopped_run_has_a_row_with_fewer_steps(tmp_path: Path) -> None:
+    store, runs = Store(tmp_path), LONG
+    row = row_of(runs[0], store, error="TrainingStopped: no", curves={})
     store.add(store.lacking(read_handed(write(tmp_path / "r.jsonl", row)), runs), runs)
     assert store.read(runs)[runs[0].key] == row
 
@@ -210,17 +190,12 @@ def test_a_row_gets_the_names_that_its_run_has_here(tmp_path: Path) -> None:
     assert choose(found.values())["rare_words", "grpo"][0] == 0
 
 
-def test_each_measurement_of_tokens_has_its_schema() -> None:
-    assert MEASURED.keys() == MEASUREMENTS.keys()
-    assert MEASURED["most_clipped"].model_fields.keys() == {"bins", *RULES}
-
-
 def test_all_published_rows_are_whole(tmp_path: Path) -> None:
     counts = {"figures": 185, "precision": 45, "rows": 953}
     handed = {name: read_handed(DOCS / f"{name}.jsonl.xz") for name in counts}
     assert {name: len(rows) for name, rows in handed.items()} == counts
     store = Store(tmp_path)
-    for name, file in (("ratio_tv", "figures"), ("most_clipped", "figures"), ("precision", "precision")):
+    for name, file in (("stability", "figures"), ("bad_updates", "figures"), ("precision", "precision")):
         runs = EXPERIMENTS[name].report(False, None, ())
         assert len(store.lacking(handed[file], runs)) == len(runs)
 
