@@ -271,7 +271,7 @@ def _pair(session: Any, samples: Sequence[Any]) -> dict[str, float]:
     packed = trainer.pack(samples, session.config.train.micro_batch_tokens)
     sums: dict[str, float] = {"tokens": 0.0}
     scorings: list[tuple[str, Any]] = [("live", None)]
-    if session.config.needs_engine_routing:
+    if session.config.train.needs_engine_routing:
         scorings = [("live", "record"), ("replayed", "replay")]
     for label, mode in scorings:
         readings, routes = trainer.readings(packed.batches, mode)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
-
-if TYPE_CHECKING:
-    from megatron_dppo.config.schema import Config
 
 
 class AgentConfig(Section):
@@ -54,28 +51,3 @@ class AgentConfig(Section):
                 "agent.command or agent.function"
             )
         return self
-
-
-def check_agent(config: Config) -> None:
-    """Whether the other sections fit the agent.
-
-    Raises:
-        ValueError: one does not, with what to change.
-    """
-    if not config.agent.is_set:
-        return
-    if config.rollout.generate is not None:
-        raise ValueError(
-            f"rollout.generate = {config.rollout.generate!r} and [agent] both make the responses; remove one of them"
-        )
-    if config.agent.max_running is not None and config.rollout.engine == "local":
-        raise ValueError(
-            f"agent.max_running = {config.agent.max_running} with rollout.engine = 'local', which decodes the turns of "
-            "all episodes together and would wait for those that may not begin; remove it"
-        )
-    for name in ("system_prompt", "apply_chat_template"):
-        if getattr(config.data, name) is not None:
-            raise ValueError(
-                f"data.{name} has no effect with [agent]: the agent writes the messages itself. Remove it, or put the "
-                "text into the agent"
-            )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
-
-if TYPE_CHECKING:
-    from megatron_dppo.config.schema import Config
 
 DivergenceName = Literal["sampled", "reverse_kl", "forward_kl", "mixed_kl", "jsd"]
 _OF_SERVERS = (
@@ -95,40 +92,3 @@ class DistillationConfig(Section):
                 f"{', '.join(_MIXTURES)}"
             )
         return self
-
-
-def check_distillation(config: Config) -> None:
-    """Whether the other sections fit a teacher.
-
-    Raises:
-        ValueError: one does not, with what to change.
-    """
-    chosen = config.distillation
-    if config.rollout.dynamic_sampling and not chosen.task_reward:
-        raise ValueError(
-            "rollout.dynamic_sampling = true with distillation.task_reward = false: it throws away groups whose "
-            "rewards are equal, and the teacher is the only signal here. Set dynamic_sampling = false"
-        )
-    if not chosen.is_exact and not chosen.teacher_urls:
-        return
-    what = f"distillation.divergence = {chosen.divergence!r}"
-    if chosen.teacher_urls:
-        what = "distillation.teacher_urls"
-        if config.rollout.temperature != 1:
-            raise ValueError(
-                f"{what} with rollout.temperature = {config.rollout.temperature:g}: servers tell log-probabilities at "
-                "temperature 1, and those of the rollout are at its own. Set temperature = 1, or use teacher_path"
-            )
-    elif not config.model.fused_head:
-        raise ValueError(
-            f"{what} with model.fused_head = false: it is formed in the fused head, chunk by chunk. Set fused_head = "
-            "true, or divergence = 'sampled'"
-        )
-    filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    for key, off in filters.items():
-        if getattr(config.rollout, key) not in (off, None):
-            raise ValueError(
-                f"{what} with rollout.{key} = {getattr(config.rollout, key)}: what the filter left is not the whole "
-                "vocabulary, which the teacher's distribution is over. Remove it, or use teacher_path with "
-                "divergence = 'sampled'"
-            )

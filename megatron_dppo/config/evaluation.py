@@ -7,25 +7,6 @@ from pydantic import Field, model_validator
 from megatron_dppo.config.section import Section
 
 
-def check_eval_filters(evaluation: EvalConfig, engine: str, *, recorded: bool) -> None:
-    """Whether a server that tells what rollouts' filters left also answers what evaluation asks.
-
-    Args:
-        evaluation: ``[eval]``.
-        engine: ``rollout.engine``.
-        recorded: rollouts have filters.
-
-    Raises:
-        ValueError: vLLM then refuses each request without top-k.
-    """
-    if engine == "vllm" and recorded and evaluation.temperature and not evaluation.top_k:
-        raise ValueError(
-            f"eval.top_k = 0 with eval.temperature = {evaluation.temperature}, rollout.engine = 'vllm' and filters of "
-            "rollouts: a vLLM server that tells what filters left answers no request without top_k. Set eval.top_k "
-            "(4096 cuts next to nothing), or eval.temperature = 0"
-        )
-
-
 class EvalConfig(Section):
     """Evaluation on ``data.eval``: greedy by default."""
 
@@ -55,31 +36,6 @@ class EvalConfig(Section):
     def is_due(self, step: int, num_steps: int) -> bool:
         """Return whether a run of ``num_steps`` evaluates after ``step``."""
         return self.every > 0 and (step % self.every == 0 or step == num_steps)
-
-    def check_uses(self, *, has_prompts: bool, keep_best: bool) -> None:
-        """Refuse what needs evaluations where there are none.
-
-        Args:
-            has_prompts: ``data.eval`` names held-out prompts.
-            keep_best: ``checkpoint.keep_best``.
-
-        Raises:
-            ValueError: accuracies that would never be known, or known too late.
-        """
-        needing = "checkpoint.keep_best = true" if keep_best else ""
-        if self.stop_at_accuracy is not None:
-            needing = f"eval.stop_at_accuracy = {self.stop_at_accuracy}"
-        if needing and not (has_prompts and self.every):
-            missing = "eval.every = 0" if has_prompts else "no data.eval"
-            raise ValueError(
-                f"{needing} with {missing}: nothing is evaluated. Set data.eval and eval.every, or remove "
-                f"{needing.partition(' ')[0]}"
-            )
-        if keep_best and self.beside_training:
-            raise ValueError(
-                "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation is "
-                "there, its weights are gone. Choose one of them"
-            )
 
     @model_validator(mode="after")
     def _stop_is_known_in_time(self) -> EvalConfig:

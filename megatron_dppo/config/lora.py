@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
-
-if TYPE_CHECKING:
-    from megatron_dppo.config.schema import Config
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -41,48 +38,3 @@ class LoraConfig(Section):
         if twice:
             raise ValueError(f"lora.target_modules names {', '.join(twice)} more than once")
         return self
-
-
-_PASSES_BY = {
-    "moe_shared_expert_overlap": "the shared expert's layers then exchange nothing themselves",
-    "use_transformer_engine_op_fuser": "the fused operations do not call the layers that have adapters",
-    "moe_router_bias_update_rate": "checkpoints hold adapters alone, and would lose the biases",
-    "delay_wgrad_compute": "frozen weights have no gradient that could be delayed",
-}
-"""Switches of Megatron's under which a layer is not computed as its adapter takes it to be."""
-
-
-def check_lora(config: Config) -> None:
-    """Whether the other sections fit adapters, or to be without.
-
-    Raises:
-        ValueError: one does not, with what to change.
-    """
-    if config.rollout.weight_sync.method == "adapter":
-        _check_adapter_sync(config)
-    if not config.lora.rank:
-        return
-    if config.warmup.num_steps:
-        raise ValueError(
-            f"lora.rank = {config.lora.rank} with warmup.num_steps = {config.warmup.num_steps}: the warm-up trains all "
-            "weights. Warm up in a run without [lora], and set model.path to its RUN/base"
-        )
-    for key, reason in _PASSES_BY.items():
-        if config.model.transformer.get(key):
-            raise ValueError(
-                f"lora.rank = {config.lora.rank} with model.transformer.{key} = "
-                f"{config.model.transformer[key]!r}: {reason}. Leave it out"
-            )
-
-
-def _check_adapter_sync(config: Config) -> None:
-    if not config.lora.rank:
-        raise ValueError(
-            "rollout.weight_sync.method = 'adapter' with lora.rank = 0: there is no adapter to send. Set lora.rank, or "
-            "the method to 'distributed' or 'disk'"
-        )
-    if config.model.random_init:
-        raise ValueError(
-            "rollout.weight_sync.method = 'adapter' with model.random_init = true: the servers read the base model "
-            "from model.path themselves, so its weights have to be there"
-        )

@@ -96,7 +96,12 @@ def _config(dtype: str, world: int) -> Config:
 def _model(platform: Platform, dtype: str, layout: Layout, groups: ParallelGroups) -> Iterator[Check]:
     model_config, config = hf_config(), _config(dtype, dist.get_world_size())
     trainer = PolicyTrainer(
-        config=config,
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
         hf_config=model_config,
         weights=DictWeights(stream_model(build_hf_model(model_config, torch.float32, seed=0))),
         layout=layout,

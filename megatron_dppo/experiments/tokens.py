@@ -19,10 +19,10 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.hf import FolderWeights, build_hf_model, copy_into_model, read_hf_config
 from megatron_dppo.losses import advantages_by, policy_loss
 from megatron_dppo.platform import DTYPES
-from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.perturbation import Perturbation
+from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.types import LossInputs, Prompt, SamplingParams
 
 SAMPLES = 32
@@ -117,7 +117,7 @@ def _score(config: Config, engine_folder: Path, policy_folder: Path) -> Scored:
     asked = [prompt for prompt in prompts for _ in range(SAMPLES)]
     completions = engine.generate(asked, params)
     engine.close()
-    scorer = build_scorer(config)
+    scorer = open_scorer(config)
     items = [
         RewardItem(prompt=p.text, completion=c.text, label=p.label, token_ids=c.token_ids.tolist())
         for p, c in zip(asked, completions, strict=True)

@@ -84,7 +84,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Outco
         groups, ages = groups_of(rows)
         collected = Collected(groups, ages, {}, dict(Counter(ages)))
         record = StepRecord(run.trainer.policy_version)
-        results = update_policy(run, collected, make_samples(groups, config), Clock(), record, parts)
+        results = update_policy(run, collected, make_samples(groups, config.train), Clock(), record, parts)
         last = results[-1]
         metrics = over_updates([result.metrics for result in results]) | {
             "grad_norm": sum(result.grad_norm for result in results) / len(results),
@@ -233,7 +233,7 @@ def _mine(
     def parts(epoch: int) -> list[list[int]]:
         together: list[list[int]] = [[] for _ in range(run.config.train.mini_batches)]
         for rank, start in starts.items():
-            seed = sampling_seed(run.config, "order", run.step, rank)
+            seed = sampling_seed(run.config.run.seed, "order", run.step, rank)
             own = mini_batches(counts[rank], run.config.train.mini_batches, seed, epoch)
             for place, part in enumerate(own):
                 together[place] += [start + i for i in part]

@@ -69,6 +69,14 @@ class RewardScorer:
         scorer._members, scorer._shaping = list(members), shaping or Shaping()
         return scorer
 
+    @property
+    def described(self) -> str:
+        """The functions by their names in the configuration, for messages."""
+        names = [member.name for member in self._members]
+        if all(names):
+            return f"[reward.functions] ({', '.join(names)})"
+        return f"reward.function = {self._members[0].pool.spec.name!r}"
+
     def score(self, items: Sequence[RewardItem], *, is_batch: bool = True) -> list[RewardResult]:
         """One result an item, in order.
 

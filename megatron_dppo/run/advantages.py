@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.distillation import DistillationConfig
+from megatron_dppo.config.reward import RewardConfig
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.losses import advantages_by
 from megatron_dppo.losses.returns import Moments, kl_estimate, returns_to_go
 from megatron_dppo.parallel.groups import ParallelGroups
@@ -21,17 +23,21 @@ from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.types import Metric, RolloutGroup, TrainingSample
 
 
-def group_advantages(groups: Sequence[RolloutGroup], config: Config, taken: Tensor | None = None) -> Tensor:
+def group_advantages(groups: Sequence[RolloutGroup], train: TrainConfig, taken: Tensor | None = None) -> Tensor:
     """``[groups, samples]`` by ``train.advantage``, of the rewards less what is ``taken [groups, samples]`` of them."""
     rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
     if taken is not None:
         rewards = rewards - taken
-    train = config.train
     return advantages_by(train.advantage, rewards, _valid(groups), options=train.advantage_options, groups=groups)
 
 
 def refined_advantages(
-    samples: Sequence[TrainingSample], groups: Sequence[RolloutGroup], config: Config, group: ProcessGroup | None
+    samples: Sequence[TrainingSample],
+    groups: Sequence[RolloutGroup],
+    train: TrainConfig,
+    reward: RewardConfig,
+    *,
+    group: ProcessGroup | None,
 ) -> list[TrainingSample]:
     """The samples with advantages that take more than the groups' rewards; a collective of the data-parallel ranks.
 
@@ -43,34 +49,35 @@ def refined_advantages(
         samples: of this rank, siblings side by side, in the order of the groups; with ``reference_logprobs`` for a
             penalty, but on pipeline stages that compute no loss.
         groups: their rollouts.
-        config: the whole configuration.
+        train: how advantages are formed.
+        reward: the KL penalty.
         group: the data-parallel ranks; None = this one alone.
     """
     result = list(samples)
     valid = _valid(groups).flatten().tolist()
-    if config.reward.kl_coef and result:
-        penalties = [penalty_of(sample, config) for sample in result]
-        if config.train.advantage == "none":
+    if reward.kl_coef and result:
+        penalties = [kl_penalty(sample, reward) for sample in result]
+        if train.advantage == "none":
             values = [sample.advantages - returns_to_go(p) for sample, p in zip(result, penalties, strict=True)]
         else:
             taken = torch.stack([penalty.sum() for penalty in penalties]).view(len(groups), -1)
-            values = list(group_advantages(groups, config, taken).flatten())
+            values = list(group_advantages(groups, train, taken).flatten())
         result = [_with(*each) for each in zip(result, values, valid, strict=True)]
-    return _whitened(result, valid, group) if config.train.advantage_normalization == "batch" else result
+    return _whitened(result, valid, group) if train.advantage_normalization == "batch" else result
 
 
-def taught_advantages(samples: Sequence[TrainingSample], config: Config) -> list[TrainingSample]:
+def taught_advantages(samples: Sequence[TrainingSample], distillation: DistillationConfig) -> list[TrainingSample]:
     """The samples with advantages that have the teacher's part by ``[distillation]``, and no ``teacher_logprobs``.
 
     With ``divergence = "sampled"`` that of a token is ``coef`` times log teacher - log mu, at most 20 either way: the
     gradient of KL(policy || teacher) at each position for itself. It is no part of a mean or deviation of the group,
     and a sample whose reward failed has it too. Without ``task_reward`` the rest is 0.
     """
-    chosen, result = config.distillation, []
+    result = []
     for sample in samples:
-        values = sample.advantages if chosen.task_reward else torch.zeros_like(sample.advantages)
+        values = sample.advantages if distillation.task_reward else torch.zeros_like(sample.advantages)
         if sample.teacher_logprobs is not None:
-            values = values - chosen.coef * _distance(sample)
+            values = values - distillation.coef * _distance(sample)
         result.append(replace(_with(sample, values, is_valid=True), teacher_logprobs=None))
     return result
 
@@ -93,20 +100,21 @@ def _distance(sample: TrainingSample) -> Tensor:
     return torch.where(sample.loss_mask, kl_estimate(sample.rollout_logprobs, sample.teacher_logprobs, "k1"), 0.0)
 
 
-def penalty_of(sample: TrainingSample, config: Config) -> Tensor:
+def kl_penalty(sample: TrainingSample, reward: RewardConfig) -> Tensor:
     """``[T]`` what the KL to the reference takes from the reward of each token; 0 where the sample has no reference."""
-    settings, reference, own = config.reward, sample.reference_logprobs, sample.rollout_logprobs
+    reference = sample.reference_logprobs
+    own = sample.rollout_logprobs
     if reference is None or own is None:
         return torch.zeros(sample.num_tokens)
-    penalty = settings.kl_coef * kl_estimate(own, reference, settings.kl_estimator)
+    penalty = reward.kl_coef * kl_estimate(own, reference, reward.kl_estimator)
     return torch.where(sample.loss_mask, penalty, 0.0)
 
 
-def kl_metrics(samples: Sequence[TrainingSample], config: Config, groups: ParallelGroups) -> dict[str, float]:
+def kl_metrics(samples: Sequence[TrainingSample], reward: RewardConfig, groups: ParallelGroups) -> dict[str, float]:
     """``kl_in_reward``: the mean estimate of a token of all ranks, before ``reward.kl_coef``; a collective."""
     first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
     known = [sample for sample in samples if sample.reference_logprobs is not None]
-    total = sum(float(penalty_of(sample, config).sum()) for sample in known) / config.reward.kl_coef
+    total = sum(float(kl_penalty(sample, reward).sum()) for sample in known) / reward.kl_coef
     mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in known))
     return reduce_metrics([{"kl_in_reward": mean}], groups.world, contributes=first)
 

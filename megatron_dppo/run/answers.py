@@ -10,8 +10,8 @@ from typing import Any
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files.disk import disk_errors
 from megatron_dppo.report.metrics import reduce_metrics
-from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rollout.collect import score_completions
+from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.run.eval_scores import eval_params, metrics_by_set
 from megatron_dppo.run.offline import Offline
 from megatron_dppo.run.sampling import sampling_params, sampling_seed
@@ -40,7 +40,7 @@ def evaluate(offline: Offline, answers: Path | None = None) -> dict[str, float]:
         prompts = offline.prompts.read(source, "eval", f"eval {name}".strip())
         assert prompts is not None
         asked += [(name, prompts[i]) for i in range(len(prompts))]
-    scorer = build_scorer(config)
+    scorer = open_scorer(config)
     try:
         completions = _sampled(offline, [prompt for _, prompt in asked], n, eval_params(config))
         groups = score_completions(scorer, [prompt for _, prompt in asked], completions)
@@ -73,12 +73,12 @@ def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> 
     prompts = offline.prompts.read(source, "train", "prompts", in_order=True)
     assert prompts is not None
     config, rollout = offline.config, offline.config.rollout
-    n, scorer = rollout.samples_per_prompt, build_scorer(config) if scored else None
+    n, scorer = rollout.samples_per_prompt, open_scorer(config) if scored else None
     part = max(1, _TOGETHER // n)
     try:
         for start in range(0, len(prompts), part):
             asked = [prompts[i] for i in range(start, min(start + part, len(prompts)))]
-            seed = sampling_seed(config, "generate", start, 0)
+            seed = sampling_seed(config.run.seed, "generate", start, 0)
             params = sampling_params(rollout, rollout.max_new_tokens, seed, kept_sets=rollout.filters)
             completions = _sampled(offline, asked, n, params)
             if scorer is None:

@@ -1,4 +1,4 @@
-"""The rollout engine of a run and what keeps its weights current, by the configuration."""
+"""The rollout engine of a run, what keeps its weights current and what scores, by the configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import torch.distributed as dist
 from megatron_dppo.agents.generate import AgentFunction
 from megatron_dppo.config.schema import Config
 from megatron_dppo.parallel.objects import is_leader
-from megatron_dppo.platform import DTYPES, Platform
+from megatron_dppo.platform import DTYPES, Platform, coarser
+from megatron_dppo.rewards.build import build_scorer
+from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.http import Deadlines
@@ -27,8 +29,10 @@ from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.own_engine import OwnEngine
+from megatron_dppo.run.sampling import sampling_params
 from megatron_dppo.run.served_model import served_quantization
 from megatron_dppo.serving.command import api_key
+from megatron_dppo.types import SamplingParams
 from megatron_dppo.weights.adapter_folder import adapter_config
 from megatron_dppo.weights.sync import WeightSync
 
@@ -36,6 +40,34 @@ if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
     from megatron_dppo.weights.handles import Sharing
     from megatron_dppo.weights.publish import Publisher
+
+
+def open_scorer(config: Config) -> RewardScorer:
+    """Return the scorer of ``[reward]``; no process starts before the first sample.
+
+    Raises:
+        RewardError: a function, its signature or its options cannot be used, or there are no labels for it.
+    """
+    return build_scorer(
+        config.reward,
+        config.rollout,
+        label_key=config.data.label_key,
+        is_only_source=config.rollout.generate is None and not config.agent.is_set,
+    )
+
+
+def rollout_params(config: Config) -> SamplingParams:
+    """Return how ``[rollout]`` samples and what engines report; the seed is that of the run."""
+    routed_experts = config.train.needs_engine_routing
+    return sampling_params(
+        config.rollout,
+        config.rollout.max_new_tokens,
+        config.run.seed,
+        kept_sets=config.rollout.filters,
+        topk_logprobs=config.topk_logprobs,
+        routed_experts=routed_experts,
+        router_weights=routed_experts and config.train.router_replay_weights,
+    )
 
 
 def connect_servers(config: Config) -> list[InferenceServer]:
@@ -220,6 +252,17 @@ def build_publisher(
         return LocalPublisher(trainer, engine)
     assert engine is None or isinstance(engine, ServerEngine)
     sync = weight_sync(config, inputs.hf_config, platform.device, sharing) if dist.get_rank() == 0 else None
-    probe = Probe(trainer, config, inputs.hf_config, inputs.tokenizer, inputs.train_prompts)
-    adapters = AdapterProof(trainer, sync, config, probe) if _by_adapter(config) else None
-    return ServerPublisher(trainer, engine, sync, config, probe, sharing, adapters)
+    probe = Probe(
+        trainer,
+        rollout_params(config),
+        inputs.hf_config,
+        inputs.tokenizer,
+        inputs.train_prompts,
+        dtype=coarser(config.rollout.coarseness, config.model.dtype),
+        micro_batch_tokens=config.train.micro_batch_tokens,
+    )
+    adapters = None
+    if _by_adapter(config):
+        proves_base = config.rollout.weight_sync.checksum_every > 0
+        adapters = AdapterProof(trainer, sync, probe, proves_base=proves_base)
+    return ServerPublisher(trainer, engine, sync, config.rollout, probe, sharing, adapters)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.schema import Config, TrainConfig
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import PROGRESS, Clock
@@ -67,7 +67,7 @@ def _train(session: Session, stop: StopSignal) -> None:
             with clock.part("publish"):
                 publish(session)
         collected = session.stream.collect(session.step, session.trainer.policy_version, clock)
-        samples = make_samples(collected.groups, config)
+        samples = make_samples(collected.groups, config.train)
         with clock.part("publish"):
             session.take_gpus()
         record = begin_record(session)
@@ -105,10 +105,10 @@ def _train(session: Session, stop: StopSignal) -> None:
         finish(session)
 
 
-def make_samples(groups: Sequence[RolloutGroup], config: Config) -> list[TrainingSample]:
+def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig) -> list[TrainingSample]:
     """Rewards to group-relative advantages to training samples."""
-    samples = to_samples(groups, group_advantages(groups, config).tolist())
-    if not config.train.mask_truncated:
+    samples = to_samples(groups, group_advantages(groups, train).tolist())
+    if not train.mask_truncated:
         return samples
     cut = [r.completion.finish_reason == FinishReason.LENGTH for group in groups for r in group.rollouts]
     return [
@@ -157,18 +157,18 @@ def update_policy(
         with clock.part("recompute"):
             samples = scored(samples, teacher, trainer.groups.replica)
     with clock.part("waiting"):  # for the slowest rank's rollouts, where all ranks' are needed
-        samples = refined_advantages(samples, collected.groups, config, trainer.groups.dp)
+        samples = refined_advantages(samples, collected.groups, config.train, config.reward, group=trainer.groups.dp)
         own = teacher_metrics(samples, trainer.groups) if teacher is not None and not exact else {}
-        samples = samples if teacher is None else taught_advantages(samples, config)
+        samples = samples if teacher is None else taught_advantages(samples, config.distillation)
     if record is not None:
         samples = record.numbered(samples, trainer.dp_rank)
-    seed = sampling_seed(config, "order", session.step, trainer.dp_rank)
+    seed = sampling_seed(config.run.seed, "order", session.step, trainer.dp_rank)
     for result in updater.run(samples, seed, clock, guard, parts):
         counts = result.skipped and not result.has_lower_scale
         session.skipped_in_a_row = session.skipped_in_a_row + 1 if counts else 0
         results.append(result)
     if config.reward.kl_coef:
-        own |= kl_metrics(samples, config, trainer.groups)
+        own |= kl_metrics(samples, config.reward, trainer.groups)
     if own:
         results[0] = replace(results[0], metrics={**results[0].metrics, **own})
     return results
@@ -181,7 +181,11 @@ def first_update_guard(session: Updating, collected: Collected) -> FirstUpdateGu
         "oldest": Metric(max(collected.token_ages, default=0), kind="max"),
     }
     found = reduce_over_samples(session.groups, local)
-    return FirstUpdateGuard.of(session.config, dropped=found["dropped"], on_policy=found["oldest"] == 0)
+    config = session.config
+    on_policy = found["oldest"] == 0
+    return FirstUpdateGuard.of(
+        config.train, config.rollout, config.model, dropped=found["dropped"], on_policy=on_policy
+    )
 
 
 def publish(session: Session) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_dppo.config.data import RolloutConfig
 from megatron_dppo.config.evaluation import EvalConfig
-from megatron_dppo.config.schema import Config
 from megatron_dppo.types import SamplingParams
 
 
@@ -26,13 +25,13 @@ def sampling_params(
     )
 
 
-def sampling_seed(config: Config, purpose: str, step: int, dp_rank: int) -> int:
-    """A seed for a step and a data-parallel rank, a function of the configuration alone (so that resume is exact).
+def sampling_seed(seed: int, purpose: str, step: int, dp_rank: int) -> int:
+    """A seed for a step and a data-parallel rank, a function of the run's seed alone (so that resume is exact).
 
     Args:
-        config: of the run.
+        seed: ``run.seed``.
         purpose: different draws of one step have different names.
         step: the rollout step.
         dp_rank: data-parallel rank.
     """
-    return random.Random(f"{config.run.seed}/{purpose}/{step}/{dp_rank}").getrandbits(31)
+    return random.Random(f"{seed}/{purpose}/{step}/{dp_rank}").getrandbits(31)

@@ -20,15 +20,21 @@ from megatron_dppo.files.disk import disk_errors, require_space
 from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, stream_model
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.platform import Platform, pin_threads
-from megatron_dppo.policy.warmup import is_warm, mark_warm, run_warmup
+from megatron_dppo.policy.warmup import Warmup, is_warm, mark_warm, run_warmup
 from megatron_dppo.report.alarms import Alarms
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.metrics import MetricsWriter
-from megatron_dppo.rewards.build import build_scorer
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.teacher import TeacherServers
-from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers, open_function
+from megatron_dppo.run.engines import (
+    build_engine,
+    build_publisher,
+    connect_servers,
+    open_function,
+    open_scorer,
+    rollout_params,
+)
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.folder import open_folder
 from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
@@ -39,6 +45,7 @@ from megatron_dppo.run.sharing import find_sharing
 from megatron_dppo.run.stream.needed import Needed
 from megatron_dppo.run.stream.stream import Stream
 from megatron_dppo.run.teacher import build_teacher
+from megatron_dppo.serving.command import gpus_per_server, server_options
 from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
 from megatron_dppo.supervision.watchdog import Watchdog
 
@@ -48,6 +55,7 @@ if TYPE_CHECKING:
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
     from megatron_dppo.run.evaluation import Evaluation
+    from megatron_dppo.weights.handles import Sharing
     from megatron_dppo.weights.publish import Publisher
 
 
@@ -151,8 +159,8 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         world = setup.host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
         config = with_num_steps(config, inputs)
-        sharing = find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
-        servers, scorer = connect_servers(config), build_scorer(config)
+        sharing = _find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
+        servers, scorer = connect_servers(config), open_scorer(config)
         function = open_parts.enter_context(open_function(config))
         for note in open_parts.enter_context(open_folder(config)):
             console.say(note)
@@ -193,6 +201,20 @@ def _close(session: Session) -> None:
         session.writer.close()
 
 
+def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, *, tied: bool) -> Sharing | None:
+    rollout = config.rollout
+    if rollout.engine == "local" or rollout.weight_sync.method != "ipc":
+        return None
+    options = server_options(
+        rollout,
+        config.model,
+        config.lora,
+        routed_experts=config.train.needs_engine_routing,
+        topk_logprobs=config.topk_logprobs,
+    )
+    return find_sharing(rollout, gpus_per_server(rollout.engine, options), platform, world, tied=tied)
+
+
 def build_groups(config: Config, inputs: ModelInputs, platform: Platform, world: dist.ProcessGroup) -> ParallelGroups:
     """Megatron's groups of the layout, with the seed and the limits of the run; a collective."""
     from megatron_dppo.mcore.setup import initialize_megatron
@@ -224,7 +246,12 @@ def build_trainer(
         own = None if config.lora.rank else weights  # with adapters the base model is there
         reference = FolderWeights(config.model.reference_path) if config.model.reference_path else own
     return PolicyTrainer(
-        config=config,
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
         hf_config=inputs.hf_config,
         weights=weights,
         reference=reference,
@@ -247,11 +274,38 @@ def _stream(
 ) -> Stream:
     needed = from_each(Needed(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
     dp, leads = inputs.layout.dp, is_leader(groups.replica)
-    return Stream(config, inputs.train_prompts, groups, trainer.dp_rank, dp, engine, scorer, needed, leads=leads)
+    return Stream(
+        config.rollout,
+        rollout_params(config),
+        inputs.train_prompts,
+        groups,
+        trainer.dp_rank,
+        dp,
+        engine,
+        scorer,
+        needed,
+        num_steps=config.run.num_steps,
+        max_staleness=config.train.max_staleness,
+        leads=leads,
+    )
 
 
 def _base_folder(config: Config) -> Path:
     return Path(config.run.output_dir) / "base"
+
+
+def _checkpoints(config: Config) -> Path:
+    return Path(config.run.output_dir) / "checkpoints"
+
+
+def warmup_for(config: Config) -> Warmup:
+    """Return the warm-up of a run."""
+    return Warmup(
+        model=config.model,
+        settings=config.warmup,
+        seed=config.run.seed,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+    )
 
 
 def _build_policy(
@@ -262,7 +316,8 @@ def _build_policy(
     for note in free_gpus(config, groups.world):
         console.say(f"servers  {note}")
     base = _base_folder(config)
-    if inputs.warmup_data is not None and not is_warm(base, config):
+    warmup = warmup_for(config)
+    if inputs.warmup_data is not None and not is_warm(base, warmup):
         steps = config.warmup.num_steps
         agreed(lambda: require_space(base, 4 * inputs.num_parameters, "the warmed-up model"), groups.world)
         console.say(f"warm-up  {steps} supervised steps of {config.warmup.batch_size} samples -> {base}")
@@ -274,10 +329,10 @@ def _build_policy(
                 console.say(f"warm-up step {step + 1}/{steps}  loss {loss:.3f}")
 
         trainer = build_trainer(config, inputs, groups, platform, "warmup")
-        run_warmup(trainer, inputs.warmup_data, config, report, stop)
+        run_warmup(trainer, inputs.warmup_data, warmup, _checkpoints(config), report, stop, resume=config.checkpoint)
         console.finish()
         export_hf(trainer, inputs, config, base, torch.float32)
-        agreed(lambda: _mark_warm(base, config) if dist.get_rank() == 0 else None, groups.world)
+        agreed(lambda: _mark_warm(base, warmup, _checkpoints(config)) if dist.get_rank() == 0 else None, groups.world)
         if stop.requested():
             raise Stopped(f"by {stop.name} after the warm-up; the same command goes on with the warmed-up model")
         stop.deferring = False
@@ -287,6 +342,6 @@ def _build_policy(
     return build_trainer(config, inputs, groups, platform, "rl"), teacher
 
 
-def _mark_warm(base: Path, config: Config) -> None:
+def _mark_warm(base: Path, warmup: Warmup, checkpoints: Path) -> None:
     with disk_errors(base, "the warm-up's marker"):
-        mark_warm(base, config)
+        mark_warm(base, warmup, checkpoints)

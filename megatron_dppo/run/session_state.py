@@ -101,13 +101,22 @@ def _restore(session: Session, point: ResumePoint) -> None:
 def _restore_stream(session: Session, state: dict[str, Any], point: ResumePoint) -> None:
     """Take the rollouts that were not trained on from the checkpoint, or their prompts back into the stream."""
     checkpoint, dp, prompts = point.checkpoint, session.inputs.layout.dp, session.inputs.train_prompts
+    config = session.config
     before = SavedStream.of(state["stream"])
     saved = before.on(dp)
     if not point.same_stream:
         session.console.say("         on other prompts, or in another order: from the first of them")
         session.stream.restore(saved.from_the_first(session.step), {})
         return
-    problem = why_unusable(saved, state["config"], session.config)
+    problem = why_unusable(
+        saved,
+        state["config"],
+        config.train,
+        data=config.data,
+        rollout=config.rollout,
+        agent=config.agent,
+        reward=config.reward,
+    )
     if problem and saved.num_prompts:
         session.console.say(f"         the rollouts that were sampled ahead are sampled again: {problem}")
     if problem:

@@ -191,7 +191,12 @@ def build_trainer(
     config = config_for(case, dtype, **sections)
     layout = resolve_layout(config, dist.get_world_size(), model_shape(model.config))
     return PolicyTrainer(
-        config=config,
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
         hf_config=model.config,
         weights=DictWeights(stream_model(model)),
         layout=layout,

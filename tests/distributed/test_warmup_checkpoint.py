@@ -33,13 +33,22 @@ class StopAfter:
 def warm_up(trainer: Any, folder: Path, stop_after: int) -> list[int]:
     """The steps that it did, until the signal or its end."""
     from megatron_dppo.policy.warmup import run_warmup
+    from megatron_dppo.run.session import warmup_for
     from megatron_dppo.supervision.stop_signal import Stopped
 
-    config = config_for(Case(), run={"output_dir": str(folder)}, warmup={"num_steps": STEPS, "batch_size": 4})
+    config = config_for(Case(), warmup={"num_steps": STEPS, "batch_size": 4})
     done: list[int] = []
     stop: Any = StopAfter(stop_after)
     try:
-        run_warmup(trainer, samples(), config, lambda step, loss: done.append(step), stop)  # type: ignore[arg-type]
+        run_warmup(
+            trainer,
+            samples(),  # type: ignore[arg-type]
+            warmup_for(config),
+            folder / "checkpoints",
+            lambda step, loss: done.append(step),
+            stop,
+            resume=config.checkpoint,
+        )
     except Stopped:
         assert len(done) == stop_after
     return done

@@ -11,9 +11,9 @@ import pytest
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.layout import ModelShape, resolve_layout
 from megatron_dppo.rewards import RewardItem
-from megatron_dppo.rewards.build import build_scorer
-from megatron_dppo.serving.command import plan_servers
+from megatron_dppo.run.engines import open_scorer
 from tests.engines.tiny import SPECIAL, byte_tokenizer
+from tests.unit.configs import server_plans
 from tests.unit.http_stub import Call, running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,7 +48,7 @@ def test_the_engine_examples_are_the_embedded_task(engine: str) -> None:
         local = local.model_copy(update={"model": model})
     for section in ("model", "parallel", "data", "reward", "loss", "optimizer", "warmup", "eval"):
         assert getattr(served, section) == getattr(local, section), section
-    assert served.needs_engine_routing == (engine == "sglang")
+    assert served.train.needs_engine_routing == (engine == "sglang")
 
 
 def test_the_30b_example_fits_its_nodes() -> None:
@@ -60,7 +60,7 @@ def test_the_30b_example_fits_its_nodes() -> None:
     assert rollout.prompts_per_step // train.mini_batches == 32
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     assert train.micro_batch_tokens >= longest and rollout.sglang["context-length"] >= longest
-    plans = plan_servers(config, {}, [str(i) for i in range(8)])
+    plans = server_plans(config, {}, [str(i) for i in range(8)])
     assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["0,1", "2,3", "4,5", "6,7"]
     assert all("--enable-return-routed-experts" in plan.argv for plan in plans)
 
@@ -82,7 +82,7 @@ def test_the_rlhf_example_scores_by_a_reward_model_without_labels(tmp_path: Path
             "preference": preference.model_copy(update={"options": options | {"url": stub.url}})
         }
         reward = config.reward.model_copy(update={"functions": functions})
-        scorer = build_scorer(config.model_copy(update={"reward": reward}))
+        scorer = open_scorer(config.model_copy(update={"reward": reward}))
         items = [
             RewardItem(prompt="Q", completion=text, label="", metadata={"finish_reason": reason})
             for text, reason in (("abc", "stop"), ("abcde", "length"))

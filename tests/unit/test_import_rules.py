@@ -294,10 +294,8 @@ def test_the_rooms_that_load_without_megatron_are_those_that_the_table_promises(
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_files_have_at_most_300_lines_and_functions_60(file: Path) -> None:
+def test_functions_have_at_most_60_lines(file: Path) -> None:
     source = file.read_text()
-    lines = source.count("\n")
-    assert lines <= 300
     lengths = {
         node.name: (node.end_lineno or 0) - node.lineno + 1
         for node in ast.walk(ast.parse(source))

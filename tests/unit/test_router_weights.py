@@ -20,10 +20,11 @@ from megatron_dppo.errors import ConfigError, ContractBreach
 from megatron_dppo.hf import read_hf_config, routing_shape
 from megatron_dppo.rollout.contract import check_generation
 from megatron_dppo.rollout.server_engine import ServerEngine
-from megatron_dppo.run.stream.saved import SavedStream, why_unusable
+from megatron_dppo.run.stream.saved import SavedStream
 from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, experts_of, weights_of, with_weights
 from tests.unit.configs import config
 from tests.unit.honest_answers import CONTRACT, SHAPE, honest
+from tests.unit.streams import unusable
 from tests.unit.test_local_routes import MODEL, generate, router_logits
 from tests.unit.test_routing import compact, routes
 
@@ -192,12 +193,12 @@ def test_servers_are_not_asked_for_weights() -> None:
 def test_rollouts_sampled_ahead_go_with_one_value_of_the_key(then: bool, now: bool, words: str) -> None:
     stream = SavedStream(0, 0, {}, [[]], [[]])
     was, of_now = (config(train={"router_replay": "rollout", "router_replay_weights": key}) for key in (then, now))
-    assert words in why_unusable(stream, was.model_dump(mode="json"), of_now)
-    assert not why_unusable(stream, of_now.model_dump(mode="json"), of_now)
+    assert words in unusable(stream, was.model_dump(mode="json"), of_now)
+    assert not unusable(stream, of_now.model_dump(mode="json"), of_now)
     # Runs from before the key had no weights.
     before = was.model_dump(mode="json")
     del before["train"]["router_replay_weights"]
-    assert bool(why_unusable(stream, before, of_now)) == now
+    assert bool(unusable(stream, before, of_now)) == now
 
 
 def test_a_folder_of_rollouts_keeps_them(tmp_path: Path) -> None:

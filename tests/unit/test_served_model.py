@@ -17,11 +17,11 @@ from megatron_dppo.run import engines
 from megatron_dppo.run.guard import FirstUpdateGuard
 from megatron_dppo.run.preflight import CHECKS, Start
 from megatron_dppo.run.served_model import check_served_model, served_quantization
-from megatron_dppo.serving.command import plan_servers
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import Quantization, quantized
 from megatron_dppo.weights.sync import WeightSync
 from tests.unit.configs import config as config_of
+from tests.unit.configs import server_plans
 from tests.unit.test_preflight_servers import problems_of, servers, sglang, vllm  # noqa: F401
 from tests.unit.test_quantization import qwen3_moe
 from tests.unit.weight_server import FakeServer, make
@@ -109,10 +109,11 @@ def test_servers_start_with_the_folder_and_are_bounded_as_in_bf16(folder: Path) 
     settings = config(
         folder, "fp8", model={"path": str(folder / "model"), "random_init": True}, warmup={"num_steps": 1}
     )
-    (plan,) = plan_servers(settings, {})
+    (plan,) = server_plans(settings, {})
     assert plan.argv[plan.argv.index("--model-path") + 1] == str(folder / "fp8") and "dummy" not in plan.argv
     fp16 = config(folder, "fp8", model={"path": "m", "dtype": "fp16"}, rollout={"dtype": "fp16"})
-    assert FirstUpdateGuard.of(fp16, dropped=0.0, on_policy=True).dtype == "bf16"
+    guard = FirstUpdateGuard.of(fp16.train, fp16.rollout, fp16.model, dropped=0.0, on_policy=True)
+    assert guard.dtype == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -259,13 +259,12 @@ def test_what_cannot_be_shared_is_refused_before_any_work() -> None:
     rollout = {"engine": "sglang", "weight_sync": {"method": "ipc"}}
     config, on_gpu = config_of(rollout=rollout), SimpleNamespace(is_cuda=True)
     with pytest.raises(ConfigError, match=r"method = 'ipc' with rollout.servers.colocated = false"):
-        find_sharing(config, on_gpu, None, tied=False)  # type: ignore[arg-type]
+        find_sharing(config.rollout, 1, on_gpu, None, tied=False)  # type: ignore[arg-type]
     far = config_of(rollout=rollout | {"servers": {"urls": ["http://192.0.2.1:30000"]}})
     with pytest.raises(ConfigError, match=r"http://192.0.2.1:30000 is on none of the trainer's machines"):
-        find_sharing(far, SimpleNamespace(is_cuda=False), None, tied=False)  # type: ignore[arg-type]
+        find_sharing(far.rollout, 1, SimpleNamespace(is_cuda=False), None, tied=False)  # type: ignore[arg-type]
     both = config_of(rollout=rollout | {"servers": {"count": 2, "colocated": True}})
     with pytest.raises(ConfigError, match=r"up to http://127.0.0.1:30001 the servers on .* have 2 GPUs, the trainer 1"):
-        find_sharing(both, on_gpu, None, tied=False)  # type: ignore[arg-type]
-    found = find_sharing(both, SimpleNamespace(is_cuda=False), None, tied=True)  # type: ignore[arg-type]
+        find_sharing(both.rollout, 1, on_gpu, None, tied=False)  # type: ignore[arg-type]
+    found = find_sharing(both.rollout, 1, SimpleNamespace(is_cuda=False), None, tied=True)  # type: ignore[arg-type]
     assert found is not None and found.tied and found.owners == {f"http://127.0.0.1:3000{i}": [0] for i in (0, 1)}
-    assert find_sharing(config_of(), on_gpu, None, tied=False) is None  # type: ignore[arg-type]

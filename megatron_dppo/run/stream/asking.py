@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.data import RolloutConfig
 from megatron_dppo.rollout.engine import GroupRequest, RolloutEngine
-from megatron_dppo.run.sampling import sampling_params, sampling_seed
+from megatron_dppo.run.sampling import sampling_seed
 from megatron_dppo.run.stream.draw import Draw, Place, Scoring
 from megatron_dppo.types import Prompt, SamplingParams
 
@@ -25,7 +26,8 @@ class Asking:
     """Asks this rank's engine for groups.
 
     Args:
-        config: the whole configuration.
+        rollout: how many, and which may be stopped or go on later.
+        params: how the run samples; the seeds of requests follow from its seed.
         prompts: of the run.
         engine: None on ranks that get their rollouts from the leader of their model-parallel group.
         scoring: of what was sampled.
@@ -36,7 +38,8 @@ class Asking:
 
     def __init__(
         self,
-        config: Config,
+        rollout: RolloutConfig,
+        params: SamplingParams,
         prompts: Prompts,
         engine: RolloutEngine | None,
         scoring: Scoring,
@@ -46,9 +49,10 @@ class Asking:
         leads: bool = True,
     ) -> None:
         self._one_by_one, self._leads = one_by_one, leads
-        self._together = config.rollout.batch_invariant
+        self._together = rollout.batch_invariant
         """whether each call of the engine is a collective of all ranks"""
-        self._config, self._prompts, self._engine = config, prompts, engine
+        self._rollout, self._params = rollout, params
+        self._prompts, self._engine = prompts, engine
         self._scoring, self._dp_rank = scoring, dp_rank
         self._keys = itertools.count(-1, -1)  # those of the stream are positions
 
@@ -86,22 +90,14 @@ class Asking:
 
     def kept(self, step: int, places: Sequence[Place]) -> set[int]:
         """Which groups go on later, when they are stopped in a step."""
-        return {place.position for place in places if step - place.since < self._config.rollout.partial_rollouts}
+        return {place.position for place in places if step - place.since < self._rollout.partial_rollouts}
 
     def _draw(self, step: int, sampled_at: int, places: Sequence[Place], enough: int, purpose: str) -> Draw:
         if self._engine is None:
             return Draw(step, sampled_at, places)
-        rollout = self._config.rollout
+        rollout = self._rollout
         prompts = [self._prompts[place.position] for place in places]
-        params = sampling_params(
-            rollout,
-            rollout.max_new_tokens,
-            sampling_seed(self._config, purpose, step, self._dp_rank),
-            kept_sets=rollout.filters,
-            topk_logprobs=self._config.loss.topk if self._config.loss.is_topk else 0,
-            routed_experts=self._config.needs_engine_routing,
-            router_weights=self._config.needs_engine_routing and self._config.train.router_replay_weights,
-        )
+        params = replace(self._params, seed=sampling_seed(self._params.seed, purpose, step, self._dp_rank))
         sampled = self._engine.submit(
             [
                 GroupRequest(place.position, prompt, rollout.samples_per_prompt)
