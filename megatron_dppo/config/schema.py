@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.agent import AgentConfig
+from megatron_dppo.config.batch import BatchSizes
 from megatron_dppo.config.checkpoint import CheckpointConfig
 from megatron_dppo.config.checks import check
 from megatron_dppo.config.data import DataConfig, RolloutConfig
@@ -154,6 +155,18 @@ class Config(_Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def batch(self) -> BatchSizes:
+        """Sizes of the batches of RL and of the warm-up."""
+        return BatchSizes(
+            prompts_per_step=self.rollout.prompts_per_step,
+            samples_per_prompt=self.rollout.samples_per_prompt,
+            mini_batches=self.train.mini_batches,
+            epochs=self.train.epochs,
+            num_steps=self.run.num_steps,
+            warmup_batch_size=self.warmup.batch_size if self.warmup.num_steps else None,
+        )
 
     @property
     def needs_reference(self) -> bool:

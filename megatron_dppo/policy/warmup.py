@@ -84,11 +84,11 @@ def run_warmup(
     trainer: PolicyTrainer,
     data: SupervisedDataset,
     warmup: Warmup,
+    *,
     checkpoints: Path,
+    resume: CheckpointConfig,
     report: Callable[[int, float], None],
     stop: StopSignal,
-    *,
-    resume: CheckpointConfig,
 ) -> None:
     """Do ``warmup.num_steps`` supervised updates; every data-parallel rank takes its share of each batch.
 
@@ -97,10 +97,10 @@ def run_warmup(
         data: the stream of samples.
         warmup: the warm-up.
         checkpoints: checkpoints of the run.
+        resume: whether a stopped warm-up continues, and whether unverified checkpoints are accepted.
         report: gets the step and its loss.
         stop: a signal ends the warm-up after a step; the same warm-up then goes on from there. It goes on deferring
             signals afterwards: until the weights are exported, the warm-up would be lost.
-        resume: whether a stopped warm-up continues, and whether unverified checkpoints are accepted.
 
     Raises:
         Stopped: after such a signal.

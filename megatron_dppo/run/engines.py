@@ -255,9 +255,9 @@ def build_publisher(
     probe = Probe(
         trainer,
         rollout_params(config),
-        inputs.hf_config,
-        inputs.tokenizer,
-        inputs.train_prompts,
+        hf_config=inputs.hf_config,
+        tokenizer=inputs.tokenizer,
+        prompts=inputs.train_prompts,
         dtype=coarser(config.rollout.coarseness, config.model.dtype),
         micro_batch_tokens=config.train.micro_batch_tokens,
     )
@@ -265,4 +265,6 @@ def build_publisher(
     if _by_adapter(config):
         proves_base = config.rollout.weight_sync.checksum_every > 0
         adapters = AdapterProof(trainer, sync, probe, proves_base=proves_base)
-    return ServerPublisher(trainer, engine, sync, config.rollout, probe, sharing, adapters)
+    return ServerPublisher(
+        trainer, engine, sync, rollout=config.rollout, probe=probe, sharing=sharing, adapters=adapters
+    )

@@ -166,7 +166,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             console.say(note)
         watchdog.start()
         point = find_resume_point(config, inputs)
-        console.say("\n".join([describe(inputs.layout, config), inputs.data_summary, *start.notes]))
+        console.say("\n".join([describe(inputs.layout, config.batch), inputs.data_summary, *start.notes]))
         groups = build_groups(config, inputs, platform, world)
         trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
@@ -212,7 +212,13 @@ def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, 
         routed_experts=config.train.needs_engine_routing,
         topk_logprobs=config.topk_logprobs,
     )
-    return find_sharing(rollout, gpus_per_server(rollout.engine, options), platform, world, tied=tied)
+    return find_sharing(
+        rollout,
+        gpus_per_server=gpus_per_server(rollout.engine, options),
+        platform=platform,
+        world=world,
+        tied=tied,
+    )
 
 
 def build_groups(config: Config, inputs: ModelInputs, platform: Platform, world: dist.ProcessGroup) -> ParallelGroups:
@@ -273,20 +279,19 @@ def _stream(
     scorer: RewardScorer,
 ) -> Stream:
     needed = from_each(Needed(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
-    dp, leads = inputs.layout.dp, is_leader(groups.replica)
     return Stream(
-        config.rollout,
-        rollout_params(config),
-        inputs.train_prompts,
-        groups,
-        trainer.dp_rank,
-        dp,
-        engine,
-        scorer,
-        needed,
+        rollout=config.rollout,
+        params=rollout_params(config),
+        prompts=inputs.train_prompts,
+        groups=groups,
+        dp_rank=trainer.dp_rank,
+        dp=inputs.layout.dp,
+        engine=engine,
+        scorer=scorer,
         num_steps=config.run.num_steps,
         max_staleness=config.train.max_staleness,
-        leads=leads,
+        needed=needed,
+        leads=is_leader(groups.replica),
     )
 
 
@@ -329,7 +334,15 @@ def _build_policy(
                 console.say(f"warm-up step {step + 1}/{steps}  loss {loss:.3f}")
 
         trainer = build_trainer(config, inputs, groups, platform, "warmup")
-        run_warmup(trainer, inputs.warmup_data, warmup, _checkpoints(config), report, stop, resume=config.checkpoint)
+        run_warmup(
+            trainer,
+            inputs.warmup_data,
+            warmup,
+            checkpoints=_checkpoints(config),
+            resume=config.checkpoint,
+            report=report,
+            stop=stop,
+        )
         console.finish()
         export_hf(trainer, inputs, config, base, torch.float32)
         agreed(lambda: _mark_warm(base, warmup, _checkpoints(config)) if dist.get_rank() == 0 else None, groups.world)

@@ -29,7 +29,7 @@ class Place:
 
 
 def find_sharing(
-    rollout: RolloutConfig, gpus_per_server: int, platform: Platform, world: dist.ProcessGroup | None, *, tied: bool
+    rollout: RolloutConfig, *, gpus_per_server: int, platform: Platform, world: dist.ProcessGroup | None, tied: bool
 ) -> Sharing:
     """Find which rank shares its memory with which server; a collective of all ranks.
 

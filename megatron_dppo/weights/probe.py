@@ -70,10 +70,10 @@ class Probe:
         self,
         trainer: PolicyTrainer,
         params: SamplingParams,
+        *,
         hf_config: Any,
         tokenizer: Any,
         prompts: PromptDataset,
-        *,
         dtype: str,
         micro_batch_tokens: int,
     ) -> None:

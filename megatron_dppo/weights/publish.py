@@ -116,6 +116,7 @@ class ServerPublisher:
         trainer: PolicyTrainer,
         engine: ServerEngine | None,
         sync: WeightSync | None,
+        *,
         rollout: RolloutConfig,
         probe: Probe,
         sharing: Sharing | None = None,

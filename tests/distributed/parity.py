@@ -189,7 +189,7 @@ def build_trainer(
     from megatron_dppo.policy.trainer import PolicyTrainer
 
     config = config_for(case, dtype, **sections)
-    layout = resolve_layout(config, dist.get_world_size(), model_shape(model.config))
+    layout = resolve_layout(config.parallel, config.batch, dist.get_world_size(), model_shape(model.config))
     return PolicyTrainer(
         model=config.model,
         lora=config.lora,

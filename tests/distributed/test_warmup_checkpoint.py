@@ -44,10 +44,10 @@ def warm_up(trainer: Any, folder: Path, stop_after: int) -> list[int]:
             trainer,
             samples(),  # type: ignore[arg-type]
             warmup_for(config),
-            folder / "checkpoints",
-            lambda step, loss: done.append(step),
-            stop,
+            checkpoints=folder / "checkpoints",
             resume=config.checkpoint,
+            report=lambda step, loss: done.append(step),
+            stop=stop,
         )
     except Stopped:
         assert len(done) == stop_after

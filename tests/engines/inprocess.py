@@ -51,7 +51,7 @@ def trainer_of(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
         }
     )
     hf_config = read_hf_config(folder)
-    layout = resolve_layout(config, 1, model_shape(hf_config))
+    layout = resolve_layout(config.parallel, config.batch, 1, model_shape(hf_config))
     return PolicyTrainer(
         model=config.model,
         lora=config.lora,

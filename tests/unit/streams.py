@@ -134,14 +134,14 @@ def make(
 def stream_of(config: Config, prompts: Any, groups: Any, rank: int, dp: int, engine: Any, scorer: Any) -> Stream:
     """The stream of a configuration."""
     return Stream(
-        config.rollout,
-        rollout_params(config),
-        prompts,
-        groups,
-        rank,
-        dp,
-        engine,
-        scorer,
+        rollout=config.rollout,
+        params=rollout_params(config),
+        prompts=prompts,
+        groups=groups,
+        dp_rank=rank,
+        dp=dp,
+        engine=engine,
+        scorer=scorer,
         num_steps=config.run.num_steps,
         max_staleness=config.train.max_staleness,
     )

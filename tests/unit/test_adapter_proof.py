@@ -57,7 +57,7 @@ class _Run:
         trainer: Any = self.trainer
         probe: Any = SimpleNamespace(run=self._probe)
         proof = AdapterProof(trainer, sync, probe, proves_base=settings.checksum_every > 0)
-        self.publisher = ServerPublisher(trainer, None, sync, rollout, probe, None, proof)
+        self.publisher = ServerPublisher(trainer, None, sync, rollout=rollout, probe=probe, adapters=proof)
 
     def _probe(self, sync: object, urls: Sequence[str], version: int) -> Findings:
         """As the real one: what a server adds has to be what the trainer has."""

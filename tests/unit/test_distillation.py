@@ -141,7 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def problems(path: Path, world_size: int = 1, **parallel: int) -> str:
     hf_config = read_hf_config(MODEL)
     chosen = config(distillation={"teacher_path": str(path)}, parallel=parallel)
-    layout = resolve_layout(chosen, world_size, model_shape(hf_config))
+    layout = resolve_layout(chosen.parallel, chosen.batch, world_size, model_shape(hf_config))
     policy = ModelInputs(hf_config=hf_config, num_parameters=1, tokenizer=load_tokenizer(MODEL), layout=layout)
     return "\n".join(str(error) for error in teacher_problems(chosen, policy))
 

@@ -53,7 +53,7 @@ def test_the_engine_examples_are_the_embedded_task(engine: str) -> None:
 
 def test_the_30b_example_fits_its_nodes() -> None:
     config = load_config(EXAMPLES / "qwen3_30b_a3b/dppo.toml")
-    layout = resolve_layout(config, 32, QWEN3_30B_A3B)
+    layout = resolve_layout(config.parallel, config.batch, 32, QWEN3_30B_A3B)
     assert (layout.tp, layout.ep, layout.etp, layout.dp, layout.expert_dp) == (2, 8, 1, 16, 4)
     rollout, train = config.rollout, config.train
     assert rollout.prompts_per_step * rollout.samples_per_prompt == 4096

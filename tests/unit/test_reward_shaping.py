@@ -122,7 +122,8 @@ def test_evaluation_counts_unshaped_scores(monkeypatch: pytest.MonkeyPatch) -> N
     groups = [RolloutGroup(prompt=right[0].prompt, rollouts=rollouts) for rollouts in (right, wrong)]
     monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, local: reduce_metrics([local], None))
     settings = config(eval={"samples_per_prompt": 2, "temperature": 1.0})
-    session = SimpleNamespace(config=settings, step=0, answers_before=[], trainer=SimpleNamespace(dp_rank=0))
+    trainer = SimpleNamespace(dp_rank=0)
+    session = SimpleNamespace(config=settings, step=0, answers_before=[], trainer=trainer, groups=None)
     session.stream = SimpleNamespace(ask=lambda *_: None, answered=lambda *_: groups)
     session.inputs = SimpleNamespace(eval_prompts={"": [g.prompt for g in groups]}, layout=SimpleNamespace(dp=1))
     monkeypatch.setattr(evaluation, "record_answers", lambda *_: None)

@@ -42,14 +42,15 @@ class Stream:
         dp: data-parallel size.
         engine: None on ranks that get their rollouts from the leader of their model-parallel group.
         scorer: of the rewards.
-        needed: what each rank of its replica needs of the rollouts.
         num_steps: of the run; nothing is sampled for later ones.
         max_staleness: rollout steps that weights may be old.
+        needed: what each rank of its replica needs of the rollouts.
         leads: see ``Asking``.
     """
 
     def __init__(
         self,
+        *,
         rollout: RolloutConfig,
         params: SamplingParams,
         prompts: Prompts,
@@ -58,10 +59,9 @@ class Stream:
         dp: int,
         engine: RolloutEngine | None,
         scorer: RewardScorer,
-        needed: Sequence[Needed] = (Needed(),),
-        *,
         num_steps: int,
         max_staleness: int,
+        needed: Sequence[Needed] = (Needed(),),
         leads: bool = True,
     ) -> None:
         self._rollout, self._num_steps = rollout, num_steps
