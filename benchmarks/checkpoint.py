@@ -81,11 +81,11 @@ class Measured(NamedTuple):
 def build(folder: Path, ranks: int) -> tuple[list[Any], Any]:
     """Model and optimizer on this rank."""
     from megatron_dppo.config.layout import resolve_parallel
+    from megatron_dppo.config.model import ModelConfig, ParallelConfig
     from megatron_dppo.config.optimizer import OptimizerConfig
-    from megatron_dppo.config.schema import ModelConfig, ParallelConfig
-    from megatron_dppo.hf import model_shape, read_hf_config
-    from megatron_dppo.mcore.compat import apply_shims
-    from megatron_dppo.platform import Platform
+    from megatron_dppo.hf.folder import model_shape, read_hf_config
+    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.parallel.platform import Platform
 
     platform = Platform.detect(int(os.environ["LOCAL_RANK"]), force_cpu=True)
     apply_shims(platform)
@@ -132,7 +132,7 @@ def measure(models: list[Any], optimizer: Any, way: Way, folder: Path) -> Measur
     )
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-    from megatron_dppo.mcore.checkpoint_writer import StreamedSave
+    from megatron_dppo.mcore.checkpoint.format import StreamedSave
 
     blocked = 0.0
 

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import torch
 
-from megatron_dppo.rollout.contract import Contract, check_generation
+from megatron_dppo.engines.servers.contract import Contract, check_generation
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
 

@@ -39,7 +39,7 @@ WAYS = ("all ranks write", "rank 0 writes")
 
 def write_source(folder: Path) -> None:
     """The folder that is read: random weights."""
-    from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
+    from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
     from megatron_dppo.weights.hf_folder import save_hf_folder
 
     model = build_hf_model(read_hf_config(folder / "shape"), torch.bfloat16, seed=0)
@@ -51,8 +51,8 @@ def write_source(folder: Path) -> None:
 
 def worker(folder: Path, rounds: int) -> None:
     """One rank: reads and writes, and leaves its figures in the folder."""
-    from megatron_dppo.config.schema import ParallelConfig
-    from megatron_dppo.hf import FolderWeights, drain
+    from megatron_dppo.config.model import ParallelConfig
+    from megatron_dppo.hf.folder import FolderWeights, drain
     from megatron_dppo.weights.conversion import open_converter
     from megatron_dppo.weights.hf_folder import save_hf_folder
 
@@ -90,7 +90,7 @@ def worker(folder: Path, rounds: int) -> None:
 
 def _check(target: Path, source: Path) -> None:
     """A rank's share of the tensors, bit for bit."""
-    from megatron_dppo.hf import FolderWeights
+    from megatron_dppo.hf.folder import FolderWeights
 
     written, read = FolderWeights(target), FolderWeights(source)
     if written.names() != read.names():

@@ -31,17 +31,16 @@ from typing import Any, TypeVar
 import torch
 from made_answers import CONTRACT, MAKERS, SHAPE, K, columns, request_of
 
-from megatron_dppo.data.packing import pack
 from megatron_dppo.data.routing import with_all_routes
+from megatron_dppo.data.samples import pack, to_samples
+from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
+from megatron_dppo.engines.servers.contract import check_generation
+from megatron_dppo.engines.servers.http import Deadlines, decode_body
+from megatron_dppo.engines.sglang import wire as sglang
+from megatron_dppo.engines.vllm import wire as vllm
 from megatron_dppo.parallel.objects import from_message, to_message
-from megatron_dppo.rollout.answers import AnswerProcesses, AnswerSettings
-from megatron_dppo.rollout.collect import to_samples
-from megatron_dppo.rollout.contract import check_generation
-from megatron_dppo.rollout.http import Deadlines, decode_body
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.server import Generation
-from megatron_dppo.rollout.sglang import wire as sglang
-from megatron_dppo.rollout.vllm import wire as vllm
 from megatron_dppo.types import MicroBatches, Prompt, Rollout, RolloutGroup
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from megatron_dppo.rollout.contract import Contract
+from megatron_dppo.engines.servers.contract import Contract
+from megatron_dppo.engines.sglang import wire as sglang
 from megatron_dppo.rollout.server import GenerateRequest
-from megatron_dppo.rollout.sglang import wire as sglang
 from megatron_dppo.types import RoutingShape, SamplingParams
 
 VOCAB, PROMPT, K = 151_936, 200, 20

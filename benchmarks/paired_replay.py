@@ -154,7 +154,7 @@ def run_worker(arguments: Sequence[str]) -> int:
     _measure_sync(measurements)
     _measure_samples(measurements)
     sys.argv = ["megatron_dppo.train", *overrides]
-    from megatron_dppo.cli.main import train_main
+    from megatron_dppo.commands.main import train_main
 
     code = train_main()
     if os.environ["RANK"] == "0":
@@ -165,8 +165,8 @@ def run_worker(arguments: Sequence[str]) -> int:
 def _measure_probe(measurements: Measurements) -> None:
     """Record every verdict with its numbers."""
     from megatron_dppo.errors import ServerError
-    from megatron_dppo.rollout import verdict
     from megatron_dppo.weights import probe as trainer_probe
+    from megatron_dppo.weights import verdict
 
     def judge(answer: Any, expected: Any, readings: Any) -> Any:
         tokens = sum(len(generation.token_ids) for generation in answer.generations)
@@ -349,7 +349,7 @@ def start_servers(engine: str, config: Path, work: Path) -> tuple[subprocess.Pop
     urls = work / "urls"
     urls.unlink(missing_ok=True)
     replay = "compare" if engine == "sglang" else "off"
-    arguments = [sys.executable, "-m", "megatron_dppo.cli.main", "serve", str(config), "--urls-file", str(urls)]
+    arguments = [sys.executable, "-m", "megatron_dppo.commands.main", "serve", str(config), "--urls-file", str(urls)]
     arguments += ["--log-dir", str(work / f"{engine}-log"), "--train.router_replay", replay]
     arguments += engine_arguments(engine)
     begin = time.perf_counter()

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.rollout.agreement import distance, missing_from_best
-from megatron_dppo.rollout.probe import Expectation, ProbeAnswer, ProbeError, Reading, RouteCounts, ask
+from megatron_dppo.engines.sglang import SGLangServer
+from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.rollout.server import Generation
-from megatron_dppo.rollout.sglang import SGLangServer
-from megatron_dppo.rollout.verdict import judge
-from megatron_dppo.rollout.vllm import VLLMServer
+from megatron_dppo.weights.agreement import distance, missing_from_best
+from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, ProbeError, Reading, RouteCounts, ask
+from megatron_dppo.weights.verdict import judge
 from tests.engines.inprocess import make_model, prepare, trainer_of, weights_of
 from tests.engines.servers import Engine, start_sglang, start_vllm, stop_engine, wait_ready
 from tests.engines.tiny import ROUTING, SPECIAL, byte_tokenizer

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.cli.example_run import RUNNABLE
+from megatron_dppo.commands.example_run import RUNNABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = {"sglang": ("sglang.sh", "0.5.23"), "vllm": ("vllm.sh", "0.32.0")}

@@ -26,10 +26,10 @@ from typing import Any
 
 import aiohttp
 
+from megatron_dppo.engines.server_engine import ServerEngine
+from megatron_dppo.engines.sglang import SGLangServer
+from megatron_dppo.engines.sglang.wire import generate_body
 from megatron_dppo.rollout.server import GenerateRequest
-from megatron_dppo.rollout.server_engine import ServerEngine
-from megatron_dppo.rollout.sglang import SGLangServer
-from megatron_dppo.rollout.sglang.wire import generate_body
 from megatron_dppo.types import Prompt, SamplingParams
 
 REPOSITORY = Path(__file__).parents[1]
@@ -75,7 +75,7 @@ def measure(url: str, folder: Path, rounds: int) -> dict[str, list[tuple[float, 
     """Both ways in each round."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from megatron_dppo.hf import routing_shape
+    from megatron_dppo.hf.folder import routing_shape
 
     hf_config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     engine = ServerEngine([SGLangServer(url)], tokenizer, hf_config, max_in_flight=IN_FLIGHT, health_seconds=10.0)

@@ -38,9 +38,9 @@ from transformers import Qwen3Config
 
 from benchmarks.stream_servers import END, LONGEST, SIBLINGS, SLOTS, UNIT, Population, Server
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.rollout.server_engine import ServerEngine
-from megatron_dppo.run.stream.stream import Stream
+from megatron_dppo.rollout.stream import Stream
 from tests.faults.simulation import seams
 from tests.faults.simulation.clock import VirtualLoop
 from tests.faults.simulation.trainer import SimTrainer, Tokenizer

@@ -31,16 +31,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_dppo.hf import FolderWeights
-from megatron_dppo.mcore.compat import apply_shims
-from megatron_dppo.platform import Platform
+from megatron_dppo.hf.folder import FolderWeights
+from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.parallel.platform import Platform
 
 warnings.simplefilter("ignore")
 apply_shims(Platform.detect())
 
-from megatron_dppo.mcore import length_buckets  # noqa: E402
-from megatron_dppo.mcore.attention import PackedRow, SDPACoreAttention  # noqa: E402
-from megatron_dppo.mcore.fused_adam import FusedAdam  # noqa: E402
+from megatron_dppo.mcore.compat import attention as length_buckets  # noqa: E402
+from megatron_dppo.mcore.compat.attention import PackedRow, SDPACoreAttention  # noqa: E402
+from megatron_dppo.mcore.compat.fused_adam import FusedAdam  # noqa: E402
 
 Way = Callable[[], Any]
 

@@ -8,9 +8,6 @@ with each method and bucket size, in a new random order; the medians are of the 
 weights sent nowhere: what Megatron's shards cost. *proved* is with the proof that the server holds what was sent
 (``checksum_every = 1``). *memory* is by how much the sending rank's resident memory grew. *serial* is ``distributed``
 without overlap: a bucket is gathered when the one before has been loaded.
-
-*only what changed*: rank 0 sends by value, proved, gathered weights, all of them and then those in which a share of the
-elements has another lowest bit (``rollout.weight_sync.delta``). Bytes are those of the requests' weights before base64.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -70,8 +66,6 @@ SERIAL = [("serial", 16), ("serial", 64)]
 """``distributed`` as it would be without overlap"""
 WAYS = [(*way, False) for way in [*SIZES, *SERIAL]] + [(*way, True) for way in PROVED]
 GATHER = ("gather", 0, False)
-CHANGED = (0.01, 0.03)
-"""shares of the elements"""
 
 
 class OneAfterAnother(transfer.Buckets):
@@ -87,10 +81,10 @@ class OneAfterAnother(transfer.Buckets):
 def build_bridge(folder: Path, ranks: int) -> Any:
     """The policy on this rank's shards: experts over all ranks."""
     from megatron_dppo.config.layout import resolve_parallel
-    from megatron_dppo.config.schema import ModelConfig, ParallelConfig
-    from megatron_dppo.hf import model_shape, read_hf_config
-    from megatron_dppo.mcore.compat import apply_shims
-    from megatron_dppo.platform import Platform
+    from megatron_dppo.config.model import ModelConfig, ParallelConfig
+    from megatron_dppo.hf.folder import model_shape, read_hf_config
+    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.parallel.platform import Platform
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     apply_shims(platform)
@@ -110,8 +104,8 @@ def build_bridge(folder: Path, ranks: int) -> Any:
 def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     """One rank: send by every way, in the same order on all ranks."""
     from megatron_dppo.config.servers import WeightSyncConfig
-    from megatron_dppo.hf import drain
-    from megatron_dppo.rollout.sglang import SGLangServer
+    from megatron_dppo.engines.sglang import SGLangServer
+    from megatron_dppo.hf.folder import drain
     from megatron_dppo.weights.handles import Sharing
     from megatron_dppo.weights.sync import WeightSync
 
@@ -157,78 +151,14 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
             if version:  # the first round opens groups and warms up
                 found.setdefault(f"{way[0]} {way[1]} {way[2]}", []).append(measured)
     if sender:
-        weights = [(name, tensor.detach().clone()) for name, tensor in bridge.export()]
-        size = sum(t.numel() for _, t in weights) * 2
-        changed = only_what_changed(folder, url, weights, rounds)
-        out.write_text(json.dumps({"bytes": size, "ways": found, "changed": changed}))
+        size = sum(t.numel() for _, t in bridge.export()) * 2
+        out.write_text(json.dumps({"bytes": size, "ways": found}))
         for sync in syncs.values():
             sync.close()
     else:
         drain(bridge.export())
     dist.barrier()
     dist.destroy_process_group()
-
-
-def only_what_changed(folder: Path, url: str, weights: list[tuple[str, torch.Tensor]], rounds: int) -> dict[str, Any]:
-    """By share of changed elements: of each round the seconds and bytes of all weights, and of what then changed."""
-    from megatron_dppo.config.servers import WeightSyncConfig
-    from megatron_dppo.rollout.sglang import SGLangServer
-    from megatron_dppo.weights.sync import WeightSync
-
-    config = WeightSyncConfig(method="tensor", delta=True, bucket_megabytes=128)
-    found: dict[str, Any] = {}
-    for share in CHANGED:
-        for _ in range(rounds):
-            server = SGLangServer(url)
-            sent: list[int] = []
-            take = server._take_tensors
-
-            async def counted(tensors: Any, loader: Any, take: Any = take, sent: list[int] = sent) -> None:
-                sent.append(sum(tensor.nbytes for _, tensor in tensors))
-                await take(tensors, loader)
-
-            server._take_tensors = counted  # type: ignore[method-assign]
-            sync = WeightSync(
-                [server],
-                config,
-                model_folder=folder,
-                weights_folder=folder,
-                dtype=torch.bfloat16,
-                device=torch.device("cpu"),
-            )
-            pair = []
-            for version, stream in enumerate((weights, [(n, flipped(t, share)) for n, t in weights])):
-                sent.clear()
-                begin = time.perf_counter()
-                result = sync.send(iter(stream), version)
-                pair.append((time.perf_counter() - begin, sum(sent)))
-                assert result.good and not result.notes and not result.failed, result
-            found.setdefault(str(share), []).append(pair)
-            sync.close()
-    return found
-
-
-def flipped(tensor: torch.Tensor, share: float) -> torch.Tensor:
-    """With another lowest bit in a share of the elements."""
-    chosen = torch.rand(tensor.shape) < share
-    return (tensor.view(torch.int16) ^ chosen.to(torch.int16)).view(tensor.dtype)
-
-
-def report_changed(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Print what sending only changes saves; the rows."""
-    rows = []
-    for share, pairs in result["changed"].items():
-        seconds = [after / before for (before, _), (after, _) in pairs]
-        ((_, whole), (_, part)) = pairs[0]
-        whole_seconds, part_seconds = (statistics.median(pair[i][0] for pair in pairs) for i in (0, 1))
-        print(
-            f"only what changed, {float(share):.0%} : all, by value: {part / whole:.4f} of the bytes, "
-            f"{statistics.median(seconds):.2f} ({min(seconds):.2f}..{max(seconds):.2f}) of the seconds "
-            f"({part_seconds:.2f} : {whole_seconds:.2f})"
-        )
-        row = {"method": "delta over tensor", "share": float(share), "bytes": part / whole}
-        rows.append(row | {"ratio": statistics.median(seconds), "seconds": part_seconds})
-    return rows
 
 
 def report(result: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
@@ -298,7 +228,7 @@ def main() -> int:
         finally:
             stop_engine(server)
         result = json.loads(out.read_text())
-    rows = report(result, options.ranks) + report_changed(result)
+    rows = report(result, options.ranks)
     if options.json:
         options.json.write_text(json.dumps({"bytes": result["bytes"], "ranks": options.ranks, "rows": rows}, indent=2))
     return 0

@@ -98,7 +98,7 @@ step() {
         "${srun_args[@]}" "${@:3}"
 }
 # A short command of the program, where the trainer runs: there may be a container around it.
-ask() { step "$1" 1 --nodes=1 --ntasks=1 --nodelist="${nodes[-1]}" "$python" -m megatron_dppo.cli.main "${@:2}"; }
+ask() { step "$1" 1 --nodes=1 --ntasks=1 --nodelist="${nodes[-1]}" "$python" -m megatron_dppo.commands.main "${@:2}"; }
 restarts() {
     ask restarts restarts "$1" "${given[@]}" --record "$shared/restarts-$SLURM_JOB_ID.json" \
         --max-restarts "$max_restarts" "${@:2}"
@@ -213,7 +213,7 @@ start_servers() { # NODE [SECONDS to wait before]
     {
         sleep "${2:-0}"
         step servers "$SLURM_CPUS_ON_NODE" --nodes=1 --ntasks=1 --nodelist="$1" \
-            "$python" -m megatron_dppo.cli.main serve "${serve_arguments[@]}" \
+            "$python" -m megatron_dppo.commands.main serve "${serve_arguments[@]}" \
             --rollout.servers.host "$(address "$1")" "${serve_options[@]}" \
             --urls-file "$shared/urls-$1" --log-dir "$shared/servers-$1"
     } &
@@ -264,7 +264,7 @@ if [ "$mode" != none ]; then
     overrides=(--rollout.weight_sync.host "$MASTER_ADDR" "${overrides[@]}")
     # The servers may be well and their addresses unreachable from here.
     step check 1 --nodes=1 --ntasks=1 --nodelist="$first" \
-        "$python" -m megatron_dppo.cli.main serve "$config" "${overrides[@]}" ||
+        "$python" -m megatron_dppo.commands.main serve "$config" "${overrides[@]}" ||
         cannot_start "the trainer's first node $first cannot use the servers"
 fi
 [ -z "$stopping" ] || after_stop

@@ -80,11 +80,11 @@ trap finish EXIT
 trap forward TERM
 trap 'exit 130' INT
 
-mode=$("$python" -m megatron_dppo.cli.main serve "${arguments[@]}" --print-mode 9>&-)
+mode=$("$python" -m megatron_dppo.commands.main serve "${arguments[@]}" --print-mode 9>&-)
 case $mode in
-attach) "$python" -m megatron_dppo.cli.main serve "${arguments[@]}" 9>&- ;;
+attach) "$python" -m megatron_dppo.commands.main serve "${arguments[@]}" 9>&- ;;
 start | colocated)
-    "$python" -m megatron_dppo.cli.main serve "${arguments[@]}" --skip-gpus "$nproc" --urls-file "$work/urls" 9>&- &
+    "$python" -m megatron_dppo.commands.main serve "${arguments[@]}" --skip-gpus "$nproc" --urls-file "$work/urls" 9>&- &
     server=$!
     tell_guard "server $server"
     until [ -e "$work/urls" ]; do

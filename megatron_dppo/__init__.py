@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_dppo.config.loss import LossConfig
     from megatron_dppo.head.loss import dppo_head_loss
+    from megatron_dppo.head.vocab_logprobs import vocab_parallel_logprobs
+    from megatron_dppo.head.vocab_topk import vocab_parallel_topk
     from megatron_dppo.losses.advantages import group_relative_advantages
     from megatron_dppo.losses.policy_loss import dppo_loss, policy_loss
-    from megatron_dppo.parallel.vocab_logprobs import vocab_parallel_logprobs
-    from megatron_dppo.parallel.vocab_topk import vocab_parallel_topk
     from megatron_dppo.types import KeptSets, LossInputs, LossOutput, TokenTargets
 
 __version__ = "0.1.0"

@@ -5,6 +5,6 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from megatron_dppo.cli.main import train_main
+    from megatron_dppo.commands.main import train_main
 
     sys.exit(train_main())

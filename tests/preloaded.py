@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from megatron_dppo.mcore.compat import apply_shims
-from megatron_dppo.platform import Platform
+from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.parallel.platform import Platform
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 apply_shims(Platform.detect(force_cpu=True), packages=("megatron.core", "mbridge"))
@@ -14,6 +14,6 @@ import megatron_dppo.mcore.setup  # noqa: E402
 import megatron_dppo.policy.trainer  # noqa: E402
 import megatron_dppo.run.loop  # noqa: E402
 import megatron_dppo.weights.publish  # noqa: E402, F401
-from megatron_dppo.hf import preload_models  # noqa: E402
+from megatron_dppo.hf.folder import preload_models  # noqa: E402
 
 preload_models()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_dppo.cli.convert import conversion_parser, parallel_of, reporting_errors
+from megatron_dppo.commands.convert import conversion_parser, parallel_of, reporting_errors
 from megatron_dppo.weights.conversion import open_converter
 
 LOGPROB_BOUNDS = {"fp32": 1e-4, "bf16": 0.25}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from megatron_dppo.cli.convert import reporting_errors
+from megatron_dppo.commands.convert import reporting_errors
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.weights.adapter_folder import fused_experts, write_adapter
 

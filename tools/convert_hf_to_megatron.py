@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_dppo.cli.convert import conversion_parser, parallel_of, reporting_errors
+from megatron_dppo.commands.convert import conversion_parser, parallel_of, reporting_errors
 from megatron_dppo.weights.conversion import open_converter
 
 

@@ -9,24 +9,19 @@ docs/precision.md says what the quantised formats are.
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from pathlib import Path
 
-from megatron_dppo.cli.convert import (
-    QUANTIZED,
-    add_calibration,
-    check_calibration,
+from megatron_dppo.commands.convert import (
     conversion_parser,
     new_folder,
     parallel_of,
+    quantized_format,
     reporting_errors,
 )
-from megatron_dppo.platform import DTYPES
-from megatron_dppo.weights.awq import quantize_awq
+from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.weights.conversion import open_converter
-from megatron_dppo.weights.quantization import FORMATS, Quantization
+from megatron_dppo.weights.quantization import Quantization
 
 
 @reporting_errors
@@ -36,19 +31,18 @@ def main() -> int:
     parser.add_argument("checkpoint")
     parser.add_argument("hf_folder")
     parser.add_argument("out_folder")
-    parser.add_argument("--quantize", choices=QUANTIZED, help="of the weights after they were rounded to --dtype")
-    add_calibration(parser)
+    parser.add_argument(
+        "--quantize",
+        type=quantized_format,
+        metavar="{fp8,int4}",
+        help="of the weights after they were rounded to --dtype",
+    )
     options = parser.parse_args()
     target = new_folder(options.out_folder)
-    by_awq = check_calibration(options.quantize, options.calibration)
-    written = new_folder(f"{target}.unquantized") if by_awq else target
-    quantization = Quantization(options.quantize) if options.quantize in FORMATS else None
+    quantization = Quantization(options.quantize) if options.quantize else None
     with open_converter(options.hf_folder, parallel_of(options), options.dtype) as converter:
         converter.load_megatron(Path(options.checkpoint))
-        converter.save_hf(written, DTYPES[options.dtype], quantization)
-    if by_awq and os.environ.get("RANK", "0") == "0":
-        quantize_awq(written, target, Path(options.calibration))
-        shutil.rmtree(written)
+        converter.save_hf(target, DTYPES[options.dtype], quantization)
     print(f"wrote {options.out_folder}")
     return 0
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_dppo.cli.convert import reporting_errors
+from megatron_dppo.commands.convert import reporting_errors
 from megatron_dppo.weights.upcycled_config import Upcycling
 from megatron_dppo.weights.upcycling import upcycle_folder
 

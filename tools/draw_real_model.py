@@ -13,8 +13,8 @@ from typing import Any
 
 import matplotlib
 
-from megatron_dppo.experiments.row import read_handed
-from megatron_dppo.experiments.statistics import band, cells, series
+from megatron_dppo.commands.experiments.row import read_handed
+from megatron_dppo.commands.experiments.statistics import band, cells, series
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -24,7 +24,12 @@ LOSSES = {
     "grpo": ("GRPO clip-higher", "#e69f00"),
     "pg_is": ("PG-IS, no trust region", "#6e6e6e"),
 }
-CONDITIONS = {"none": "on-policy", "staleness 4": "4 steps old"}
+CONDITIONS = {
+    "none": "on-policy",
+    "staleness 4": "4 steps old",
+    "weights int8": "INT8 rollouts",
+    "weights int4": "INT4 rollouts",
+}
 METRICS = {
     "rollout/reward": "training reward",
     "eval/accuracy": "held-out accuracy, greedy",
@@ -39,7 +44,9 @@ def main() -> None:
     rows_of_cell = cells(each.row for each in read_handed(Path(rows)))
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     with plt.rc_context({**style, "font.size": 9}):
-        figure, axes = plt.subplots(len(CONDITIONS), len(METRICS), figsize=(11, 5.6), layout="constrained", sharex=True)
+        figure, axes = plt.subplots(
+            len(CONDITIONS), len(METRICS), figsize=(11, 2.7 * len(CONDITIONS)), layout="constrained", sharex=True
+        )
         for line, (condition, name) in zip(axes, CONDITIONS.items(), strict=True):
             for axis, (metric, title) in zip(line, METRICS.items(), strict=True):
                 for loss, (label, color) in LOSSES.items():

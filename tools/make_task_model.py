@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_dppo.data.task_models import write_model_folder
+from megatron_dppo.data.tasks import write_model_folder
 
 if __name__ == "__main__":
     write_model_folder(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -11,11 +11,13 @@ import argparse
 import ast
 import io
 import statistics
+import subprocess
 import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 
-from draw_rooms import PACKAGE, sources
-
+ROOT = Path(__file__).parents[1]
+PACKAGE = "megatron_dppo"
 SECTIONS_ALLOWED = ("run", "commands", "cli")
 """Packages whose functions may take the whole configuration."""
 Graph = Mapping[str, set[str]]
@@ -33,20 +35,31 @@ def main() -> None:
         print(f"| {label} | {' | '.join(str(column[label]) for column in columns)} |")
 
 
+def sources(revision: str | None) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the path below the package and the source of every module, of the working tree (None) or of a commit."""
+    if revision is None:
+        for file in sorted((ROOT / PACKAGE).rglob("*.py")):
+            yield file.relative_to(ROOT / PACKAGE).parts, file.read_text()
+        return
+    command = ["git", "-C", str(ROOT), "ls-tree", "-r", "--name-only", revision, PACKAGE]
+    for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split():
+        if name.endswith(".py"):
+            show = ["git", "-C", str(ROOT), "show", f"{revision}:{name}"]
+            yield Path(name).parts[1:], subprocess.run(show, capture_output=True, text=True, check=True).stdout
+
+
 def measure(files: Mapping[tuple[str, ...], str]) -> dict[str, str]:
     """Return label -> figure.
 
     Args:
         files: path below the package -> source.
     """
-    sources_ = {_module_name(parts): text for parts, text in files.items() if not parts[-2:][0].endswith("_extension")}
-    trees = {name: ast.parse(text) for name, text in sources_.items()}
-    modules = {name: set(_imported(tree, trees.keys())) - {name} for name, tree in trees.items()}
-    folders = {".".join(parts[:-1]) for parts in files if len(parts) > 1}
-    packages = _grouped(modules, lambda name: _package(name, folders))
+    texts = {_module_name(parts): text for parts, text in files.items() if not parts[-2:][0].endswith("_extension")}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    modules, packages = graphs(files)
     tops = _grouped(modules, lambda name: name.split(".")[0])
-    lines = sorted(text.count("\n") for text in sources_.values())
-    words, code_lines, comments, all_lines = _token_counts(sources_.values())
+    lines = sorted(text.count("\n") for text in texts.values())
+    words, code_lines, comments, all_lines = _token_counts(texts.values())
     taking = list(_functions_with_config(trees))
     outside = [name for name in taking if name.split(".")[0] not in SECTIONS_ALLOWED]
     return {
@@ -66,6 +79,22 @@ def measure(files: Mapping[tuple[str, ...], str]) -> dict[str, str]:
         "functions that take Config": str(len(taking)),
         "of these below run and commands": str(len(outside)),
     }
+
+
+def graphs(files: Mapping[tuple[str, ...], str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Return what each module, and each package, imports of the others.
+
+    Args:
+        files: path below the package -> source.
+    """
+    trees = {
+        _module_name(parts): ast.parse(text)
+        for parts, text in files.items()
+        if not parts[-2:][0].endswith("_extension")
+    }
+    modules = {name: set(_imported(tree, trees.keys())) - {name} for name, tree in trees.items()}
+    folders = {".".join(parts[:-1]) for parts in files if len(parts) > 1}
+    return modules, _grouped(modules, lambda name: _package(name, folders))
 
 
 def _module_name(parts: tuple[str, ...]) -> str:

@@ -1,9 +1,9 @@
-"""A Hugging Face folder in FP8, or its experts in INT4, for servers (rollout.servers.model); or in INT4 by AWQ.
+"""A Hugging Face folder in FP8, or its experts in INT4, for servers (rollout.servers.model).
 
     python tools/quantize_hf.py IN_FOLDER OUT_FOLDER --format fp8
 
-docs/precision.md says what the formats are. fp8 and int4 are one pass over the weights on the CPU, at most one file of
-5 GB in memory; int4_awq loads the model and needs texts (--calibration) and packages of other versions.
+docs/precision.md says what the formats are. It is one pass over the weights on the CPU, at most one file of 5 GB in
+memory.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_dppo.cli.convert import QUANTIZED, add_calibration, check_calibration, new_folder, reporting_errors
-from megatron_dppo.platform import DTYPES
-from megatron_dppo.weights.awq import quantize_awq
+from megatron_dppo.commands.convert import new_folder, quantized_format, reporting_errors
+from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.weights.quantized_folder import quantize_folder
 
 
@@ -26,17 +25,12 @@ def main() -> int:
     )
     parser.add_argument("in_folder")
     parser.add_argument("out_folder")
-    parser.add_argument("--format", choices=QUANTIZED, required=True)
-    add_calibration(parser)
+    parser.add_argument("--format", type=quantized_format, metavar="{fp8,int4}", required=True)
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16"), default="bf16", help="of what is not quantised; rollout.dtype of a run"
     )
     options = parser.parse_args()
     target = new_folder(options.out_folder)
-    if check_calibration(options.format, options.calibration):
-        texts = quantize_awq(Path(options.in_folder), target, Path(options.calibration))
-        print(f"wrote {target}: INT4 by AWQ, calibrated with {texts} texts")
-        return 0
     count = quantize_folder(Path(options.in_folder), target, options.format, DTYPES[options.dtype])
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     print(f"wrote {target}: {count} of its weights in {options.format}, {size / 1e9:.3g} GB in all")

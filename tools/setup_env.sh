@@ -10,11 +10,24 @@
 # - Otherwise .venv is created here and filled with the versions of requirements/lock.txt (Python 3.11 to 3.13, for which
 #   there are wheels of all of them; newer: the newest versions). On a machine without NVIDIA driver torch is a CPU
 #   build, where an index of pip's offers one (tools/cpu_torch.py).
-# PYTHON names the interpreter to start from (default python3).
+# PYTHON names the interpreter to start from. Without it: python3 if that is a Python 3.11 to 3.13, else such a one that
+# goes by its version in PATH or in pyenv, else python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python3}
-say() { echo "$@" >&2; }
+# shellcheck source=tools/environment.sh
+source tools/environment.sh
+
+has() { "$1" -c "import importlib.util as u, sys; sys.exit(not all(u.find_spec(m) for m in sys.argv[1:]))" "${@:2}" 2>/dev/null; }
+
+choose_python() {
+    local pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
+    if has python3 torch megatron megatron.core; then
+        echo python3
+    else
+        find_python "11 12 13" python3 python3.1{3,2,1} "$pyenv"/3.1{3,2,1}.*/bin/python3 || echo python3
+    fi
+}
+python=${PYTHON:-$(choose_python)}
 
 command -v "$python" >/dev/null || {
     say "no $python here; Python 3.11 or newer is needed. Set PYTHON=/path/to/python3.11, for example."
@@ -25,10 +38,6 @@ command -v "$python" >/dev/null || {
     exit 2
 }
 
-has() { "$1" -c "import importlib.util as u, sys; sys.exit(not all(u.find_spec(m) for m in sys.argv[1:]))" "${@:2}" 2>/dev/null; }
-
-prefix() { "$1" -c 'import os, sys; print(os.path.realpath(sys.prefix))'; }
-
 if has "$python" torch megatron megatron.core && [ "$(prefix "$python")" != "$(pwd -P)/.venv" ]; then
     target=$python
     stamp=.venv-$("$python" -c 'import hashlib, sys; print(hashlib.md5(sys.prefix.encode()).hexdigest()[:8])').stamp
@@ -37,17 +46,9 @@ else
     target=.venv/bin/python
     stamp=.venv/.installed
     mode=fill
-    # A folder without a working pip is what an interrupted set-up leaves behind.
-    if ! $target -m pip --version >/dev/null 2>&1; then
-        say "creating .venv"
-        "$python" -m venv --clear .venv
-    fi
-    # An interpreter started through a wrapper can resolve to the system's: never install there.
-    [ "$(prefix $target)" = "$(pwd -P)/.venv" ] || { say ".venv/bin/python runs in $(prefix $target), not in .venv; set PYTHON to a real interpreter, not a wrapper"; exit 2; }
-    export PIP_REQUIRE_VIRTUALENV=1
 fi
 
-if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ requirements/lock.txt -nt "$stamp" ]; then
+if ! is_current "$stamp"; then
     if [ $mode = keep ]; then
         say "using the torch and Megatron of $("$target" -c 'import sys; print(sys.prefix)')"
         constraints=$(mktemp)
@@ -63,17 +64,7 @@ if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ pyproject.toml -nt "$stam
         "$target" -m pip install -q --disable-pip-version-check --no-deps "${build[@]}" -e . >&2
         rm -f "$constraints" "$constraints.missing"
     else
-        say "installing into .venv (about a minute)"
-        constraints=$(mktemp)
-        if "$target" -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then
-            cp requirements/lock.txt "$constraints"
-        else
-            say "requirements/lock.txt is for Python 3.11 to 3.13: taking the newest versions"
-        fi
-        command -v nvidia-smi >/dev/null || $target tools/cpu_torch.py "$constraints" "$constraints.cpu"
-        if [ -e "$constraints.cpu" ]; then mv "$constraints.cpu" "$constraints"; fi
-        $target -m pip install -q --disable-pip-version-check -c "$constraints" -e '.[dev]' 2> >(grep -v '^WARNING: Location' >&2)
-        rm -f "$constraints"
+        fill_environment .venv "$python"
     fi
     touch "$stamp"
 fi

@@ -17,8 +17,8 @@ from typing import Any
 
 from draw_losses import ANCHOR, HEAD_MU, HEAD_PI, entries
 
-from megatron_dppo.experiments.statistics import SCORES, Band, Cell, Row, bands
-from megatron_dppo.experiments.verdicts import judge
+from megatron_dppo.commands.experiments.statistics import SCORES, Band, Cell, Row, bands
+from megatron_dppo.commands.experiments.verdicts import judge
 
 ROWS = Path(__file__).parents[1] / "docs/windtunnel/rows.jsonl.xz"
 DEFAULT = "dppo_binary_tv cap 5"

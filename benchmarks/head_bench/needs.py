@@ -20,7 +20,7 @@ from head_bench.timing import Ratio, cpu_seconds, paired_ratios, steadiest
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
-from megatron_dppo.head.teaching import Lesson
+from megatron_dppo.head.teacher import Lesson
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.types import Divergence, KeptSets
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.config.agent import AgentConfig
-from megatron_dppo.config.checkpoint import CheckpointConfig
-from megatron_dppo.config.data import DataConfig, RolloutConfig
+from megatron_dppo.config.data import DataConfig, EvalConfig
 from megatron_dppo.config.distillation import DistillationConfig
-from megatron_dppo.config.evaluation import EvalConfig
-from megatron_dppo.config.lora import LoraConfig
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.reward import RewardConfig
-from megatron_dppo.config.router_replay import FROM_ENGINE
-from megatron_dppo.config.run import RunConfig
+from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
+from megatron_dppo.config.run import CheckpointConfig, RunConfig
+from megatron_dppo.config.train import FROM_ENGINE, TrainConfig, WarmupConfig
 
 if TYPE_CHECKING:
-    from megatron_dppo.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig, WarmupConfig
+    from megatron_dppo.config.schema import Config
 
 
 def check(config: Config) -> None:

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from megatron_dppo.config.section import Section
 
 DivergenceName = Literal["sampled", "reverse_kl", "forward_kl", "mixed_kl", "jsd"]
+
+
 _OF_SERVERS = (
     "teacher_urls",
     "teacher_engine",
@@ -16,6 +18,8 @@ _OF_SERVERS = (
     "teacher_timeout_seconds",
     "teacher_max_in_flight",
 )
+
+
 _MIXTURES = ("mixed_kl", "jsd")
 
 

@@ -15,9 +15,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dppo.config.describe import elsewhere, near
+from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.schema import Config, ParallelConfig
-from megatron_dppo.config.tables import read_tables
+from megatron_dppo.config.paths import read_tables
+from megatron_dppo.config.removed import removed_key_hint, removed_value_hint
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 
 _ALIASES: dict[str, tuple[str, str, Any]] = {
@@ -221,7 +223,11 @@ def _parse_value(text: str) -> Any:
 def _explain(detail: ErrorDetails) -> str:
     place = ".".join(str(part) for part in detail["loc"])
     value, message = detail["input"], detail["msg"].removeprefix("Value error, ")
+    if hint := removed_value_hint(place, value):
+        return f"{place} = {value!r}: {hint}"
     if detail["type"] == "extra_forbidden":
+        if hint := removed_key_hint(place):
+            return f"{place} = {value!r}: {hint}"
         return f"{place} = {value!r}: unknown key{_nearest(detail['loc'])}"
     if detail["type"] == "missing":
         return f"{place} is missing; it has no default"

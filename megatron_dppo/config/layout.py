@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_dppo.config.batch import BatchSizes
-from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.errors import ConfigError
 
 

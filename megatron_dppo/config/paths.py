@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.reward_options import BUILT_IN, FILE_OPTIONS
+from megatron_dppo.errors import ConfigError
 
 _PATHS = (
     ("model", "path"),
@@ -17,6 +19,8 @@ _PATHS = (
     ("data", "eval"),
     ("warmup", "data"),
 )
+
+
 _FUNCTIONS = (
     ("reward", "function"),
     ("rollout", "generate"),
@@ -85,3 +89,49 @@ def _beside(value: Any, folder: Path) -> Any:
         return value
     file = value.rpartition(".py:")[0] + ".py" if ".py:" in value else value  # path/to/file.py:function
     return str(folder / value) if (folder / file).exists() else value
+
+
+def read_tables(file: Path, relative_to: Path | None = None, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tables of a file with ``extends`` carried out, and with paths as seen from the working directory.
+
+    Example: ``b.toml`` holds ``extends = "a.toml"`` and ``[loss] topk = 8``; of ``[loss] name = "dppo_topk_tv"`` in
+    ``a.toml`` and its other tables nothing is lost.
+
+    Args:
+        file: of the configuration.
+        relative_to: the folder that its paths are relative to; None = the file's. That of a file which is extended is
+            its own.
+        seen: the files that extend this one, resolved.
+
+    Raises:
+        ConfigError: there is no such file, or it is no TOML, or files extend each other in a circle.
+    """
+    where = f" (which {str(seen[-1])!r} extends)" if seen else ""
+    place = file.resolve()
+    if place in seen:
+        circle = " -> ".join(str(path) for path in (*seen[seen.index(place) :], place))
+        raise ConfigError(f"configuration files extend each other in a circle: {circle}; take one 'extends' out")
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"configuration file {str(file)!r}{where} does not exist") from error
+    except OSError as error:
+        raise ConfigError(f"configuration file {str(file)!r}{where} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"configuration file {str(file)!r}{where} is not valid TOML: {error}") from error
+    base = values.pop("extends", None)
+    resolve_paths(values, relative_to or file.parent)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"{file}: extends = {base!r}: expected the path of one TOML file, relative to this one")
+    return joined(read_tables(file.parent / base, None, (*seen, place)), values)
+
+
+def joined(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with what ``over`` says: tables key by key, anything else replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        result[key] = joined(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result

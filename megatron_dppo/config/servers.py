@@ -74,9 +74,6 @@ class WeightSyncConfig(Section):
     rank on a server's GPU."""
     host: str = "127.0.0.1"
     """Address of rank 0 as the servers reach it (``distributed``)."""
-    delta: bool = False
-    """Send by ``tensor`` only the bytes that changed since the version before, to the SGLang servers that are proved to
-    have exactly that one. Rank 0 keeps a copy of the weights in the host's memory (``docs/engines.md``)."""
     folder: str | None = None
     """Where ``disk`` and ``adapter`` write; None = ``weights`` in run.output_dir."""
     checksum_every: int = Field(1, ge=0)
@@ -88,22 +85,6 @@ class WeightSyncConfig(Section):
     """Limit of one call that moves weights, and of the wait for all servers to join."""
     attempts: int = Field(3, ge=1)
     """Tries of one sync before the run stops."""
-
-    @model_validator(mode="after")
-    def _a_delta_is_proved(self) -> WeightSyncConfig:
-        if self.delta and self.method != "tensor":
-            raise ValueError(f"delta = true is for method = 'tensor', not {self.method!r}; set one of them")
-        if self.delta and self.checksum_every != 1:
-            raise ValueError(
-                f"delta = true with checksum_every = {self.checksum_every}: only a proof after each sync shows that "
-                "what changed was put into the right weights; set checksum_every = 1"
-            )
-        if self.delta and self.attempts < 2:
-            raise ValueError(
-                "delta = true with attempts = 1: a server whose weights are found wrong gets all of them in another "
-                "attempt; set attempts to 2 or more"
-            )
-        return self
 
     @model_validator(mode="after")
     def _folder_is_for_disk(self) -> WeightSyncConfig:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import KeptSets, TrainingSample, check_kept
+from megatron_dppo.types import (
+    MISSING_EXPERT,
+    Completion,
+    KeptSets,
+    MicroBatch,
+    Prompt,
+    RolloutGroup,
+    TrainingSample,
+    check_kept,
+)
 
 
 def to_training_sample(
@@ -83,3 +94,177 @@ def _check_sets(topk: tuple[Tensor, Tensor] | None, kept: KeptSets | None, respo
             f"Top-K ids {tuple(ids.shape)} and log-probabilities {tuple(logprobs.shape)}, expected two of shape "
             f"[{response_tokens}, K+1], one row for each response token"
         )
+
+
+def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]) -> list[TrainingSample]:
+    """One training sample a rollout; a sample whose reward failed has advantage 0 and so no gradient.
+
+    Args:
+        groups: scored groups.
+        advantages: ``[groups][samples]``.
+    """
+    return [
+        _to_sample(group.prompt, rollout.completion, float(advantage))
+        for group, row in zip(groups, advantages, strict=True)
+        for rollout, advantage in zip(group.rollouts, row, strict=True)
+    ]
+
+
+def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> TrainingSample:
+    topk = None
+    if completion.topk_token_ids is not None and completion.topk_logprobs is not None:
+        topk = (completion.topk_token_ids, completion.topk_logprobs)
+    first = _given_first(completion) if prompt.is_task else 0
+    return to_training_sample(
+        (*prompt.start, *completion.token_ids[:first].tolist()),
+        completion.token_ids[first:],
+        None if completion.logprobs is None else completion.logprobs[first:],
+        advantage,
+        topk and (topk[0][first:], topk[1][first:]),
+        completion.routed_experts,
+        None if completion.loss_mask is None else completion.loss_mask[first:],
+        None if completion.kept is None else completion.kept[first:],
+    )
+
+
+def _given_first(completion: Completion) -> int:
+    """How many tokens were given before the first one was sampled: an agent's prompt."""
+    assert completion.loss_mask is not None, "an agent's sequence begins with what it asks"
+    return int(completion.loss_mask.int().argmax())
+
+
+_Fill = float | Mapping[torch.dtype, int]
+
+
+_FILL: Mapping[str, _Fill] = {"tokens": 0, "labels": 0, "loss_mask": False, "advantages": 0.0}
+"""What stands in the columns on padding, which is outside the loss."""
+
+
+_OPTIONAL_FILL: Mapping[str, _Fill] = {
+    "rollout_logprobs": 0.0,
+    "rollout_topk_ids": -1,
+    "rollout_topk_logprobs": 0.0,
+    "anchor_logprobs": 0.0,
+    "reference_logprobs": 0.0,
+    "routed_experts": MISSING_EXPERT,
+}
+"""The same for columns that may be None, by dtype where that makes a difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowShape:
+    """What the lengths of a packed row and of its sequences have to be multiples of."""
+
+    row_multiple: int = 1
+    """sequence parallelism splits rows over ranks"""
+    sequence_multiple: int = 1
+    """context parallelism splits every sequence over ranks"""
+
+    def padded(self, tokens: int) -> int:
+        """The length of a sequence of ``tokens`` in a row."""
+        return -(-tokens // self.sequence_multiple) * self.sequence_multiple
+
+
+def pack(
+    samples: Sequence[TrainingSample], shape: RowShape | None = None, like: TrainingSample | None = None
+) -> MicroBatch:
+    """Put samples end to end in one row, every one padded to ``shape.sequence_multiple``.
+
+    The row is padded to ``shape.row_multiple`` by one more sequence that is outside the loss. Padding at the end of a
+    sequence is causal: nothing before it can see it.
+
+    Args:
+        samples: what goes into the row; may be empty, for a rank that only runs the collectives of its peers.
+        shape: multiples to pad to; None = no padding.
+        like: which optional fields an empty row has; needed only for that.
+
+    Raises:
+        ValueError: only some samples have an optional field, or they have it in different shapes or types.
+    """
+    shape = shape or RowShape()
+    like = samples[0] if samples else like
+    if like is None:
+        raise ValueError("an empty row needs a sample to be like: pass like=")
+    lengths = [shape.padded(sample.num_tokens) for sample in samples]
+    rest = -sum(lengths) % shape.row_multiple if samples else max(shape.row_multiple, shape.sequence_multiple)
+    starts = [0, *accumulate(lengths)][: len(samples)]
+    lengths += [rest] if rest else []
+    size, ends = sum(lengths), torch.tensor([0, *accumulate(lengths)])
+    optional = {name: [getattr(sample, name) for sample in samples or [like]] for name in _OPTIONAL_FILL}
+    for name, found in optional.items():
+        kinds = {None if value is None else (value.dtype, value.shape[1:]) for value in found}
+        if len(kinds) > 1:
+            words = "with and without" if None in kinds else "with different shapes or types of"
+            raise ValueError(f"samples {words} {name} cannot share a micro-batch")
+    if len({sample.kept is None for sample in samples}) > 1:
+        raise ValueError("samples with and without kept sets cannot share a micro-batch")
+
+    def column(name: str, fill: _Fill) -> torch.Tensor:
+        first = getattr(like, name)
+        number = fill[first.dtype] if isinstance(fill, Mapping) else fill
+        result = first.new_full((size, *first.shape[1:]), number)
+        for sample, start in zip(samples, starts, strict=True):
+            value, end = getattr(sample, name), start + sample.num_tokens
+            result[end - len(value) : end] = value
+        return result
+
+    return MicroBatch(
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        cu_seqlens=ends.to(torch.int32),
+        max_seqlen=max(lengths),
+        num_padding=size - sum(sample.num_tokens for sample in samples),
+        kept=None if like.kept is None else _packed_sets(samples, starts, size),
+        **{name: column(name, fill) for name, fill in _FILL.items()},
+        **{name: column(name, _OPTIONAL_FILL[name]) for name, found in optional.items() if found[0] is not None},
+    )
+
+
+def _packed_sets(samples: Sequence[TrainingSample], starts: Sequence[int], size: int) -> KeptSets:
+    """Those of a row of ``size`` tokens; all samples have some."""
+    row = KeptSets.none(size)
+    parts = [row.ids]
+    for sample, start in zip(samples, starts, strict=True):
+        assert sample.kept is not None
+        end = start + sample.num_tokens
+        row.counts[end - len(sample.kept) : end] = sample.kept.counts
+        parts.append(sample.kept.ids)
+    return KeptSets(torch.cat(parts), row.counts)
+
+
+def fill_bins(samples: Sequence[TrainingSample], budget: int, shape: RowShape | None = None) -> list[list[int]]:
+    """Indices of the samples of each micro-batch: first-fit decreasing, at most ``budget`` tokens each.
+
+    Longest first fills the budget best; a sample longer than the budget gets a micro-batch of its own. The same samples
+    in the same order give the same split.
+    """
+    shape = shape or RowShape()
+    lengths = [shape.padded(sample.num_tokens) for sample in samples]
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(samples)), key=lambda i: -lengths[i]):
+        slot = next((i for i, left in enumerate(room) if lengths[index] <= left), None)
+        if slot is None:
+            bins.append([])
+            room.append(budget)
+            slot = len(bins) - 1
+        bins[slot].append(index)
+        room[slot] -= lengths[index]
+    return bins
+
+
+def split_evenly(bins: list[list[int]], count: int) -> list[list[int]]:
+    """Halve the bin with the most samples (the first of equals) until there are ``count``; too few give empty bins.
+
+    Raises:
+        ValueError: there are more than ``count`` already.
+    """
+    if len(bins) > count:
+        raise ValueError(f"{len(bins)} micro-batches are needed, more than count = {count}")
+    bins = list(bins)
+    while len(bins) < count and any(len(part) > 1 for part in bins):
+        most = max(range(len(bins)), key=lambda i: len(bins[i]))
+        part = bins[most]
+        # Every other one: the bin is sorted by length, so the halves cost about the same.
+        bins[most : most + 1] = [part[::2], part[1::2]]
+    return bins + [[] for _ in range(count - len(bins))]

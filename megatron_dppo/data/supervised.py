@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from megatron_dppo.data.packed_list import PackedList
+from megatron_dppo.data.prompts import PackedList
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.data.sources import read_records, require
 from megatron_dppo.data.tasks import TASKS

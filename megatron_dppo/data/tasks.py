@@ -2,14 +2,122 @@
 
 from __future__ import annotations
 
+import json
 import random
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from megatron_dppo.data import chain_sum
-from megatron_dppo.data.chain_sum import Split
-from megatron_dppo.data.rare_words import RareWords
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+CAREFUL_SHARE = 0.4
+
+
+_GUESS_ERROR = 5
+
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One sum, for example ``7+8-3=``."""
+
+    terms: tuple[int, int, int]
+    signs: tuple[int, int]
+
+    @property
+    def question(self) -> str:
+        """The prompt."""
+        first, second, third = self.terms
+        return f"{first}{_symbol(self.signs[0])}{second}{_symbol(self.signs[1])}{third}="
+
+    @property
+    def partial(self) -> int:
+        """The sum of the first two terms."""
+        return self.terms[0] + self.signs[0] * self.terms[1]
+
+    @property
+    def answer(self) -> int:
+        """The sum."""
+        return self.partial + self.signs[1] * self.terms[2]
+
+    @property
+    def work(self) -> str:
+        """The steps, for example ``7+8=15,15-3=12``."""
+        first, second, third = self.terms
+        return (
+            f"{first}{_symbol(self.signs[0])}{second}={self.partial},"
+            f"{self.partial}{_symbol(self.signs[1])}{third}={self.answer}"
+        )
+
+
+def _symbol(sign: int) -> str:
+    return "+" if sign > 0 else "-"
+
+
+def problems(split: Split) -> list[Problem]:
+    """All problems of a split, in a fixed order; no problem is in both."""
+    digits, signs = range(1, 10), (1, -1)
+    every = (Problem((a, b, c), (s, t)) for a, b, c, s, t in product(digits, digits, digits, signs, signs))
+    return [p for p in every if (zlib.crc32(p.question.encode()) % 10 == 0) == (split == "eval")]
+
+
+def demonstration(problem: Problem, rng: random.Random) -> str:
+    """One response of the warm-up corpus: 40 % show the work, 60 % guess within 5 of the truth."""
+    if rng.random() < CAREFUL_SHARE:
+        return f"{problem.work} \\boxed{{{problem.answer}}}"
+    return f"\\boxed{{{problem.answer + rng.randint(-_GUESS_ERROR, _GUESS_ERROR)}}}"
+
+
+NUM_KEYS, NUM_WORDS = 64, 4024
+
+
+KEYS = [f"k{i:03d}" for i in range(NUM_KEYS)]
+
+
+WORDS = [f"w{i:04d}" for i in range(NUM_WORDS)]
+
+
+_FIRST_OF_TAIL = 200
+
+
+_ANSWER_SEED = 0
+
+
+@dataclass(frozen=True)
+class RareWords:
+    """One of the tasks."""
+
+    num_words: int
+    """of a right answer"""
+    base_share: float
+    """How often the warm-up corpus has a right word at its place."""
+    _answers_seed: int = field(default=_ANSWER_SEED, repr=False)
+
+    @cached_property
+    def answers(self) -> dict[str, str]:
+        """The right answer of each key: words with a space between them."""
+        rng = random.Random(self._answers_seed)
+        return {key: " ".join(rng.choice(WORDS[_FIRST_OF_TAIL:]) for _ in range(self.num_words)) for key in KEYS}
+
+    def demonstration(self, rng: random.Random) -> tuple[str, str]:
+        """Prompt and response of one sample of the warm-up corpus."""
+        key = rng.choice(KEYS)
+        response = [
+            word if rng.random() < self.base_share else rng.choices(WORDS, cum_weights=_ZIPF)[0]
+            for word in self.answers[key].split()
+        ]
+        return key, " ".join(response)
+
+
+_ZIPF = list(accumulate(1 / (rank + 1) for rank in range(NUM_WORDS)))
+"""cumulative, not normalised"""
+
 
 PREFIX = "task:"
 
@@ -28,15 +136,15 @@ class Task(Protocol):
 
 class _ChainSum:
     @cached_property
-    def _problems(self) -> list[chain_sum.Problem]:
-        return chain_sum.problems("train")
+    def _problems(self) -> list[Problem]:
+        return problems("train")
 
     def rows(self, split: Split) -> Sequence[tuple[str, str]]:
-        return [(problem.question, str(problem.answer)) for problem in chain_sum.problems(split)]
+        return [(problem.question, str(problem.answer)) for problem in problems(split)]
 
     def demonstration(self, rng: random.Random) -> tuple[str, str]:
         problem = rng.choice(self._problems)
-        return problem.question, chain_sum.demonstration(problem, rng)
+        return problem.question, demonstration(problem, rng)
 
 
 class _Rare:
@@ -57,3 +165,116 @@ TASKS: Mapping[str, Task] = {
     f"{PREFIX}rare_chain": _Rare(RareWords(num_words=4, base_share=0.08)),
 }
 """Source -> task."""
+
+
+SPECIAL = ("<pad>", "<bos>", "<eos>")
+
+
+BOXED = "\\boxed{"
+
+
+CHARACTERS = "0123456789+-*=(),;:. ?}abcdefghijklmnopqrstuvwxyz"
+
+
+_UNKNOWN = "?"
+
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "decoder_sparse_step": 1,
+    "dtype": "float32",
+    "eos_token_id": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.1,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    # transformers 5 reads the first, older readers the second.
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": len(SPECIAL) + 1 + len(CHARACTERS),
+}
+"""that of ``chain_sum``"""
+
+
+def character_tokenizer() -> Tokenizer:
+    """One token a character, and one for the opening of a boxed answer; ``<bos>`` in front."""
+    tokenizer = _tokenizer([BOXED, *CHARACTERS])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def word_tokenizer() -> Tokenizer:
+    """One token for each key and word of the tasks with rare words; ``<bos>`` in front."""
+    tokenizer = _tokenizer([_UNKNOWN, *KEYS, *WORDS])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # Words with spaces between them; no word begins with the prefix of a continuation.
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    return tokenizer
+
+
+def _tokenizer(entries: list[str]) -> Tokenizer:
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *entries])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return tokenizer
+
+
+def write_model_folder(task: str, folder: Path, head_dim: int = 16) -> None:
+    """Write config.json, generation_config.json, tokenizer.json and tokenizer_config.json.
+
+    Args:
+        task: ``chain_sum``, ``rare_words`` or ``rare_chain``; the last two have one folder.
+        folder: is made.
+        head_dim: vLLM's CPU attention has no heads of 16, but of 32.
+
+    Raises:
+        ValueError: no such task.
+    """
+    if task not in ("chain_sum", "rare_words", "rare_chain"):
+        raise ValueError(f"task {task!r}; expected chain_sum, rare_words or rare_chain")
+    if task == "chain_sum":
+        tokenizer, sizes = character_tokenizer(), {}
+    else:
+        tokenizer = word_tokenizer()
+        # Untied: a tied matrix would make the answer to a key look like the word that follows from it.
+        sizes = {"max_position_embeddings": 16, "tie_word_embeddings": False}
+        sizes["vocab_size"] = len(SPECIAL) + 1 + len(KEYS) + len(WORDS)
+    config = CONFIG | sizes | {"head_dim": head_dim}
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config["max_position_embeddings"],
+    }
+    generation = {key: CONFIG[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in {
+        "config.json": config,
+        "generation_config.json": generation,
+        "tokenizer_config.json": tokenizer_config,
+    }.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_dppo.head.ids import check_slots
-from megatron_dppo.head.kept import check_sets
+from megatron_dppo.head.checks import check_sets, check_slots
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.rows import Head
 from megatron_dppo.types import TokenTargets

@@ -17,17 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.head.checks import check_ids
 from megatron_dppo.head.columns import Columns, looked_up_ids
-from megatron_dppo.head.divergence import add_
 from megatron_dppo.head.gradient import HeadGradient, attach_gradient, check_rest, checked_main_grad
-from megatron_dppo.head.ids import check_ids
-from megatron_dppo.head.outputs import joined
 from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size, chunks_in_flight
-from megatron_dppo.head.rows import Head, RowTotals, gather_shards, merge
-from megatron_dppo.head.slots import SlotGradient
+from megatron_dppo.head.rows import Head, RowTotals, SlotGradient, gather_shards, merge
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs
-from megatron_dppo.head.sums import merge_narrow, narrow, reduce_slots
-from megatron_dppo.head.teaching import COLUMNS, Lesson, Teaching, with_lesson
+from megatron_dppo.head.sums import joined, merge_narrow, narrow, reduce_slots
+from megatron_dppo.head.teacher import COLUMNS, Lesson, Teaching, add_, with_lesson
 from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, TokenTargets
 
 LossFunction = Callable[[LossInputs], LossOutput]

@@ -19,14 +19,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.head.checks import check_ids, check_sets
 from megatron_dppo.head.gradient import HeadGradient, checked_main_grad, mark_added
-from megatron_dppo.head.ids import check_ids
-from megatron_dppo.head.kept import check_sets
 from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size
-from megatron_dppo.head.rows import Head, RowTotals, gather_shards, merge
-from megatron_dppo.head.slots import SlotGradient
-from megatron_dppo.head.topk import candidates, merge_candidates
+from megatron_dppo.head.rows import Head, RowTotals, SlotGradient, gather_shards, merge
+from megatron_dppo.head.vocab_topk import shard_topk
 from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, TokenTargets
+
+
+def candidates(logits: Tensor, width: int, first: int) -> Tensor:
+    """``[n, 2 width]``: the shard's largest logits and, as the bits of floats, their global ids."""
+    values, places = shard_topk(logits, width, logits.dtype)
+    # One collective for both, and exact for every vocabulary.
+    ids = (places + first).to(torch.int64 if logits.dtype == torch.float64 else torch.int32)
+    return torch.cat([values, ids.view(logits.dtype)], 1)
+
+
+def merge_candidates(parts: Tensor, k: int, totals: RowTotals, temperature: float) -> tuple[Tensor, Tensor]:
+    """``[ranks, n, 2 width]`` to the k largest: log-probabilities ``[n, k]`` and ids ``[n, k]`` int64."""
+    shard_values, shard_ids = parts.transpose(0, 1).chunk(2, dim=2)
+    values, ids = shard_values.flatten(1), shard_ids.flatten(1)
+    # Equal values stand by rising id already, and what fills up a short shard stands after every entry.
+    order = values.argsort(dim=1, descending=True, stable=True)[:, :k]
+    integer = torch.int64 if ids.dtype == torch.float64 else torch.int32
+    logprobs = (values.gather(1, order) - totals.maximum[:, None]) / temperature - totals.total.log()[:, None]
+    return logprobs, ids.view(integer).long().gather(1, order)
 
 
 class HeadStatistics(NamedTuple):

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.head.row_plan import Rows
 from megatron_dppo.head.rows import RowTotals
-from megatron_dppo.types import SlotSums
+from megatron_dppo.types import LossOutput, Metric, SlotSums
 
 
 def narrow(mine: Tensor, labels: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
@@ -81,3 +82,29 @@ def reduce_slots(
     sums, other, squares = together.tensor_split([sums.shape[1], sums.shape[1] + 1], dim=1)
     square = squares.squeeze(1) / totals.total.square() if squares.shape[1] else None
     return sums, other.squeeze(1).log() - totals.total.log(), square
+
+
+def joined(outputs: list[LossOutput], rows: Rows) -> LossOutput:
+    """The outputs of the chunks as that of all T rows."""
+    first, *rest = outputs
+    metrics = dict(first.metrics)
+    for output in rest:
+        metrics = {name: _add(metric, output.metrics[name]) for name, metric in metrics.items()}
+    return LossOutput(
+        loss_sum=torch.stack([output.loss_sum for output in outputs]).sum(),
+        num_tokens=torch.stack([output.num_tokens for output in outputs]).sum(),
+        keep_mask=rows.spread(torch.cat([output.keep_mask for output in outputs])),
+        metrics=metrics,
+        logprobs=_together([output.logprobs for output in outputs], rows),
+    )
+
+
+def _together(parts: list[torch.Tensor | None], rows: Rows) -> torch.Tensor | None:
+    known = [part for part in parts if part is not None]
+    return rows.spread(torch.cat(known)) if len(known) == len(parts) else None
+
+
+def _add(a: Metric, b: Metric) -> Metric:
+    if a.kind == "max":
+        return Metric(torch.maximum(torch.as_tensor(a.numerator), torch.as_tensor(b.numerator)), kind="max")
+    return Metric(a.numerator + b.numerator, a.denominator + b.denominator)

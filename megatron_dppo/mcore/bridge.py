@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.families.rules import OUTPUT, Rule
+from megatron_dppo.hf.families.rules import OUTPUT, Rule
 from megatron_dppo.mcore import mapping
+from megatron_dppo.mcore.mapping import router_biases
 from megatron_dppo.mcore.model import padded_vocab_size
-from megatron_dppo.mcore.router_biases import router_biases
 from megatron_dppo.parallel.groups import ParallelGroups
 
 

@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.head.teaching import Lesson
+from megatron_dppo.head.teacher import Lesson
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, hidden_states_only
 from megatron_dppo.mcore.layer_noise import NoiseOf

@@ -20,17 +20,16 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.head.ids import check_slots
+from megatron_dppo.head.checks import check_slots
 from megatron_dppo.head.loss import LossFunction, dppo_head_loss
 from megatron_dppo.head.mixed_gemm import logits_into
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
-from megatron_dppo.head.teaching import Lesson, with_lesson
+from megatron_dppo.head.teacher import Lesson, with_lesson
+from megatron_dppo.head.vocab_logprobs import shard_range
+from megatron_dppo.head.vocab_topk import keep_only, vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.losses import SUPERVISED, Objective, no_policy_loss
 from megatron_dppo.mcore.row import Row
 from megatron_dppo.parallel.context import ContextShard
-from megatron_dppo.parallel.vocab_kept import keep_only
-from megatron_dppo.parallel.vocab_logprobs import shard_range
-from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, LossOutput, Metric, TokenTargets
 
 _SUMS_PAY_FROM = 512

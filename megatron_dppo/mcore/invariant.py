@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.mcore.attention import SDPACoreAttention
+from megatron_dppo.mcore.compat.attention import SDPACoreAttention
 
 TILE = 32
 """Rows of a GEMM; keys and queries of a tile of attention"""

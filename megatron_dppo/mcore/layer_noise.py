@@ -25,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_dppo.config.layer_noise import LayerNoiseConfig
+from megatron_dppo.config.train import LayerNoiseConfig
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.types import MicroBatch

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.config.lora import LoraConfig
+from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.bridge import ADAPTERS, StageTensors, all_gather, global_names
 from megatron_dppo.mcore.lora_layer import PARTS, LinearAdapter, Part, Place

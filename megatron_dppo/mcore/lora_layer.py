@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.config.lora import LoraConfig
-from megatron_dppo.families.rules import Rule
-from megatron_dppo.mcore.grouped_gemm import grouped_linear
-from megatron_dppo.mcore.layers import rms_norm
+from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.hf.families.rules import Rule
+from megatron_dppo.mcore.compat.grouped_gemm import grouped_linear
+from megatron_dppo.mcore.compat.layers import rms_norm
 from megatron_dppo.parallel.groups import ParallelGroups
 
 Part = Literal["A", "B"]

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.families import family_of
-from megatron_dppo.families.rules import EMBEDDING, FINAL_NORM, OUTPUT, TIED_OUTPUT, Rule
+from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.families.rules import EMBEDDING, FINAL_NORM, OUTPUT, TIED_OUTPUT, Rule
 
 
 def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]:
@@ -75,3 +77,24 @@ def unshard(rule: Rule, shards: Sequence[Tensor]) -> Tensor:
 def pad_vocabulary(full: Tensor, size: int) -> Tensor:
     """Zero rows up to ``size`` entries."""
     return torch.cat([full, full.new_zeros(size - full.shape[0], *full.shape[1:])]) if size > full.shape[0] else full
+
+
+_BIAS = "expert_bias"
+
+
+def router_biases(model: Module) -> Iterator[tuple[str, Tensor]]:
+    """The biases by which routers choose, by name: buffers in fp32, weights of the model all the same."""
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(f".router.{_BIAS}"))
+
+
+@contextmanager
+def router_biases_kept(models: Sequence[Module]) -> Iterator[None]:
+    """Around a conversion of models to another dtype: the same tensors are the biases afterwards, not rounded.
+
+    So are the counts of tokens that they may follow: in bf16 a count would end at 256.
+    """
+    routers = [m for model in models for m in model.modules() if isinstance(getattr(m, _BIAS, None), Tensor)]
+    kept = [(router, name, getattr(router, name)) for router in routers for name in (_BIAS, "local_tokens_per_expert")]
+    yield
+    for router, name, buffer in kept:
+        setattr(router, name, buffer)

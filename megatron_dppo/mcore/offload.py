@@ -19,8 +19,6 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_dppo.mcore.torch_proxy import host_copies
-
 _OF_ADAM = frozenset({"lr", "weight_decay", "betas", "eps", "bias_correction"})
 
 
@@ -101,26 +99,3 @@ def _load_state_dict(optimizer: DistributedOptimizer, state: dict[str, Any]) -> 
                 values["step"].fill_(step)
     if "param_state" in state:
         optimizer.load_parameter_state_from_fully_reshardable(state["param_state"])
-
-
-def copy_without_cuda() -> None:
-    """A shim: let ``HybridDeviceOptimizer`` make its copies where there is no CUDA."""
-    groups = HybridDeviceOptimizer._get_sub_optimizer_param_groups
-
-    def get_sub_optimizer_param_groups(self: Any, offload_fraction: float) -> Any:
-        with host_copies():
-            return groups(self, offload_fraction)
-
-    HybridDeviceOptimizer._get_sub_optimizer_param_groups = get_sub_optimizer_param_groups
-
-
-def copy_shards_only() -> None:
-    """A shim: leave the copies out that the distributed optimizer is about to replace."""
-    copy = HybridDeviceOptimizer._init_sub_optimizers
-
-    def init_sub_optimizers(self: Any) -> None:
-        # Whole weights come first; the shards that are trained afterwards are plain tensors.
-        if not any(isinstance(p, torch.nn.Parameter) for group in self.param_groups for p in group["params"]):
-            copy(self)
-
-    HybridDeviceOptimizer._init_sub_optimizers = init_sub_optimizers

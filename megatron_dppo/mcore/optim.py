@@ -13,18 +13,76 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.schema import ParallelConfig
-from megatron_dppo.mcore.loss_scale import LossScale
+from megatron_dppo.mcore.mapping import router_biases_kept
 from megatron_dppo.mcore.offload import drop_gradient_copies, is_offloaded, offloaded_tensors, start_offloaded
 from megatron_dppo.mcore.optimizer_shards import use_boxes
-from megatron_dppo.mcore.router_biases import router_biases_kept
-from megatron_dppo.platform import DTYPES
+from megatron_dppo.parallel.platform import DTYPES
+
+
+class LossScale(MegatronGradScaler):
+    """Halves the scale after an overflow, and doubles it after many updates without one.
+
+    Args:
+        settings: the first scale, the lowest one, and how many updates go by.
+        device: of the gradients.
+    """
+
+    def __init__(self, settings: OptimizerConfig, device: torch.device) -> None:
+        self._scale = torch.tensor([settings.initial_loss_scale], dtype=torch.float, device=device)
+        self._lowest, self._window = settings.min_loss_scale, settings.loss_scale_window
+        self._patience = settings.hysteresis
+        self._without, self._left = 0, settings.hysteresis
+
+    @property
+    def value(self) -> float:
+        """The scale."""
+        return float(self._scale)
+
+    @property
+    def scale(self) -> Tensor:
+        """``[1]``."""
+        return self._scale
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """``[1]``."""
+        return self._scale.double().reciprocal().float()
+
+    def update(self, found_inf: bool) -> None:
+        """A part of the optimizer has looked at its gradients; ``settle`` decides when all have."""
+
+    def settle(self, *, overflow: bool) -> bool:
+        """The scale after an update that all ranks know to have overflowed or not; False = there is none lower."""
+        if not overflow:
+            self._without += 1
+            if self._without == self._window:
+                self._without, self._left = 0, self._patience
+                self._scale *= 2
+            return True
+        self._without, self._left = 0, self._left - 1
+        if self._left > 0:
+            return True
+        lowered = max(self.value / 2, self._lowest)
+        has_lower = lowered < self.value
+        self._scale.fill_(lowered)
+        return has_lower
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"scale": self.value, "without": self._without, "left": self._left}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on as when it was written."""
+        self._scale.fill_(state_dict["scale"])
+        self._without, self._left = state_dict["without"], state_dict["left"]
 
 
 def in_half(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[Any]:

@@ -9,9 +9,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron.core.transformer import TransformerConfig
 
-from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.errors import ConfigError, Problems
-from megatron_dppo.mcore.replay_checks import refuse_what_ignores_replay
+from megatron_dppo.mcore.router_replay import refuse_what_ignores_replay
 
 _OWNED = {
     "calculate_per_token_loss": "the loss is always divided by one global token count",

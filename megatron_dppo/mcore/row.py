@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.row_plan import RowPlan
-from megatron_dppo.head.teaching import Lesson
-from megatron_dppo.mcore.attention import PackedRow
+from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.mcore.compat.attention import PackedRow
 from megatron_dppo.mcore.layer_noise import NoiseOf
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import LossOutput, MicroBatch, TokenTargets

@@ -11,7 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 
 
 def initialize_megatron(

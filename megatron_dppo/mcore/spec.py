@@ -21,16 +21,16 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_dppo.mcore.attention import SDPACoreAttention
-from megatron_dppo.mcore.invariant import InvariantCoreAttention, is_batch_invariant
-from megatron_dppo.mcore.latent import LatentAttention, ReplicatedLinear
-from megatron_dppo.mcore.layers import (
+from megatron_dppo.mcore.compat.attention import SDPACoreAttention
+from megatron_dppo.mcore.compat.latent import LatentAttention, ReplicatedLinear
+from megatron_dppo.mcore.compat.layers import (
     ColumnParallelGroupedLinear,
     LayerNormColumnParallelLinear,
     RMSNorm,
     RowParallelGroupedLinear,
 )
-from megatron_dppo.mcore.transformer_engine import has_transformer_engine
+from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
+from megatron_dppo.mcore.invariant import InvariantCoreAttention, is_batch_invariant
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

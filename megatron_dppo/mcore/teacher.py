@@ -15,19 +15,19 @@ from torch import Tensor
 
 from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.layout import Layout
-from megatron_dppo.config.schema import ModelConfig
-from megatron_dppo.head.teaching import Lesson
-from megatron_dppo.hf import model_shape
-from megatron_dppo.mcore.away import AwayModel, to_host
+from megatron_dppo.config.model import ModelConfig
+from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.forward import forward_logprobs, forward_readings
 from megatron_dppo.mcore.head import Head
+from megatron_dppo.mcore.host_memory import AwayModel, to_host
 from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.optim import in_half
 from megatron_dppo.mcore.router_replay import without_routes
 from megatron_dppo.mcore.row import Row
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import Divergence, MicroBatch
 
 _OF_TRAINING = (

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.data.packing import RowShape, fill_bins, pack, split_evenly
+from megatron_dppo.config.layout import ModelShape
+from megatron_dppo.data.samples import RowShape, fill_bins, pack, split_evenly
+from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.types import MicroBatches, TrainingSample
+
+if TYPE_CHECKING:
+    from megatron_dppo.mcore.row import SeenRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +78,69 @@ def of_all_ranks(values: list[int], group: dist.ProcessGroup | None) -> Tensor:
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
     return torch.stack(every)
+
+
+def attention_length(hf_config: Any) -> float:
+    """The length at which a sequence's attention (causal) takes as many FLOPs as all matrices; 15.5k for Qwen3-30B-A3B.
+
+    A weight is one multiplication a token, a pair of positions two for each head and dimension; backward doubles both.
+    """
+    shape = model_shape(hf_config)
+    own, hidden, layers = family_of(hf_config).fields(hf_config, shape), shape.hidden_size, shape.num_layers
+    of_layer, of_pair = _latent(own, shape) if shape.has_latent_attention else _grouped(own, shape)
+    num_dense = layers if shape.num_experts is None else len(shape.dense_layers)
+    weights = layers * of_layer + num_dense * 3 * hidden * hf_config.intermediate_size + hidden * shape.vocab_size
+    if shape.num_experts is not None:
+        experts = own["moe_router_topk"] * own["moe_ffn_hidden_size"]
+        shared = own.get("moe_shared_expert_intermediate_size", 0)
+        weights += (layers - num_dense) * hidden * (3 * (experts + shared) + shape.num_experts)
+    return weights / (layers * of_pair / 2)
+
+
+def _grouped(own: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
+    """The weights of a layer's attention, and the multiplications of a pair of positions."""
+    heads, dim = shape.num_attention_heads, own["kv_channels"]
+    return 2 * shape.hidden_size * dim * (heads + shape.num_query_groups), 2 * heads * dim
+
+
+def _latent(own: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
+    """The same of latent attention, whose keys and values are made of latents."""
+    heads, hidden, keys, values = shape.num_attention_heads, shape.hidden_size, own["kv_lora_rank"], own["v_head_dim"]
+    rotated, plain, queries = own["qk_pos_emb_head_dim"], own["qk_head_dim"], own["q_lora_rank"]
+    of_queries = heads * (plain + rotated)
+    weights = hidden * of_queries if queries is None else queries * (hidden + of_queries)
+    weights += hidden * (keys + rotated) + keys * heads * (plain + values) + heads * values * hidden
+    return weights, of_queries + heads * values
+
+
+class SeenSample(NamedTuple):
+    """One sample as the last update that trained on it saw it; T tokens, aligned to the labels, on the CPU."""
+
+    update: int
+    """of the step, from 0"""
+    logprobs: Tensor
+    """[T] fp32 log pi, before that update; no meaning outside the loss mask"""
+    keep: Tensor
+    """[T] bool, True = the token had a gradient"""
+
+
+class TokenWatch:
+    """Gathers the tokens of one step's updates on this rank.
+
+    Attributes:
+        samples: by ``TrainingSample.number``; empty but on the last pipeline stage.
+    """
+
+    def __init__(self) -> None:
+        self.samples: dict[int, SeenSample] = {}
+        self._updates = 0
+
+    def add(self, samples: Sequence[TrainingSample], packed: Packed, rows: Sequence[SeenRow], shape: RowShape) -> None:
+        """One update: this rank's samples, how they were packed, and what the loss saw of each row."""
+        for part, row in zip(packed.bins, rows, strict=False):  # no rows but on the last stage
+            starts = accumulate([0, *(shape.padded(samples[i].num_tokens) for i in part)])
+            for i, start in zip(part, starts, strict=False):
+                own = slice(start, start + samples[i].num_tokens)
+                seen = SeenSample(self._updates, row.logprobs[own].clone(), row.keep[own].clone())
+                self.samples[samples[i].number] = seen
+        self._updates += 1

@@ -11,35 +11,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.config.data import RolloutConfig
-from megatron_dppo.config.layer_noise import LayerNoiseConfig
 from megatron_dppo.config.layout import Layout
-from megatron_dppo.config.lora import LoraConfig
+from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.schema import ModelConfig, ParallelConfig, TrainConfig
-from megatron_dppo.data.packing import RowShape
-from megatron_dppo.head.teaching import Lesson
-from megatron_dppo.hf import model_shape, routing_shape
+from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.config.train import LayerNoiseConfig, TrainConfig
+from megatron_dppo.data.samples import RowShape
+from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.hf.folder import model_shape, routing_shape
 from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
-from megatron_dppo.mcore.checkpoint import Save, load_checkpoint, read_state, save_checkpoint
-from megatron_dppo.mcore.device_state import DeviceState
+from megatron_dppo.mcore.checkpoint.save_load import Save, load_checkpoint, read_state, save_checkpoint
+from megatron_dppo.mcore.compat.extensions import prepare_extensions
 from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
-from megatron_dppo.mcore.fp8 import row_multiple
+from megatron_dppo.mcore.fusions import row_multiple
 from megatron_dppo.mcore.head import Head
+from megatron_dppo.mcore.host_memory import DeviceState, ReferenceWeights
 from megatron_dppo.mcore.invariant import TILE, make_batch_invariant
 from megatron_dppo.mcore.layer_noise import LayerNoise
 from megatron_dppo.mcore.lora import Lora
-from megatron_dppo.mcore.model import build_model, transformer_config
-from megatron_dppo.mcore.moe import BalanceLosses
+from megatron_dppo.mcore.model import BalanceLosses, build_model, transformer_config
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
-from megatron_dppo.mcore.reference import ReferenceWeights
 from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, without_routes
 from megatron_dppo.mcore.row import Row, SeenRow
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.platform import Platform
-from megatron_dppo.policy.costs import attention_length
-from megatron_dppo.policy.packed import Packed, Packer
+from megatron_dppo.parallel.platform import Platform
+from megatron_dppo.policy.packed import Packed, Packer, attention_length
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
 
@@ -101,6 +98,7 @@ class PolicyTrainer:
         if rollout.batch_invariant:
             make_batch_invariant(platform.device)
         megatron_config = transformer_config(hf_config, model, layout, platform, router_replay=replay != "off")
+        prepare_extensions(megatron_config)
         self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         shape, tied = model_shape(hf_config), bool(hf_config.tie_word_embeddings)
         self.bridge = Bridge(self.models, shape, tied=tied, groups=groups)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.balance import deal
 from megatron_dppo.data.routing import with_all_routes
-from megatron_dppo.head.teaching import Lesson
+from megatron_dppo.head.teacher import Lesson
 from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
 from megatron_dppo.parallel.objects import exchange, from_each
 from megatron_dppo.report.clock import Clock
@@ -24,9 +24,8 @@ from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSa
 if TYPE_CHECKING:
     from megatron_dppo.mcore.row import SeenRow
     from megatron_dppo.mcore.teacher import Teacher
-    from megatron_dppo.policy.packed import Packed
+    from megatron_dppo.policy.packed import Packed, TokenWatch
     from megatron_dppo.policy.trainer import PolicyTrainer
-    from megatron_dppo.policy.watch import TokenWatch
 
 
 class Updater:

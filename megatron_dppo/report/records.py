@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,3 +67,98 @@ def _damaged(path: Path, number: int, problem: str) -> DataError:
     return DataError(
         f"{path}, line {number}: {problem}. A run writes no such line; mend it or take it out, or move the file away"
     )
+
+
+_WINDOW = 10
+"""Steps averaged for the last reward; the first one is that of step 1, sampled before any update."""
+
+
+def summarize(
+    folder: Path, *, world_size: int, layout: str, policy_updates: int, total_seconds: float
+) -> dict[str, Any]:
+    """Write ``summary.json`` from the run's metrics and return it."""
+    records = read_metrics(folder / "metrics.jsonl")
+    steps = [r for r in records if "perf/step_seconds" in r]
+    rewards = [r["rollout/reward"] for r in steps if r.get("rollout/reward") is not None]
+    evaluations = [r["eval/accuracy"] for r in records if r.get("eval/accuracy") is not None]
+    train_seconds = sum(r["perf/step_seconds"] for r in steps)
+    tokens = sum(r["perf/tokens"] for r in steps)
+    summary = {
+        "eval_before": evaluations[0] if evaluations else None,
+        "eval_after": evaluations[-1] if evaluations else None,
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": _mean(rewards[-_WINDOW:]),
+        "train_seconds": round(train_seconds, 2),
+        "total_seconds": round(total_seconds, 2),
+        "world_size": world_size,
+        "layout": layout,
+        "policy_updates": policy_updates,
+        "tokens_per_second": round(tokens / train_seconds, 1) if train_seconds else None,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+_SHOWN_CHARACTERS = 100
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def before_after_table(folder: Path, evaluated: str = "accuracy") -> str:
+    """First and last value of the main metrics; ``evaluated`` is what the mean over held-out answers is called."""
+    records = read_metrics(folder / "metrics.jsonl")
+    rows = [
+        (f"held-out {evaluated} (greedy)", "eval/accuracy"),
+        ("training reward", "rollout/reward"),
+        ("response length", "rollout/response_length"),
+        ("entropy", "train/entropy"),
+        ("mean |pi - mu|", "train/abs_prob_diff"),
+    ]
+    lines = [f"{'':<28}{'before':>10}{'after':>10}"]
+    for label, key in rows:
+        values = [r[key] for r in records if r.get(key) is not None]
+        if not values:
+            continue
+        recent = values[-1:] if key.startswith("eval/") else values[-_WINDOW:]
+        lines.append(f"{label:<28}{values[0]:>10.4g}{sum(recent) / len(recent):>10.4g}")
+    return "\n".join(lines)
+
+
+def sample_answers(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
+    """The same held-out problems answered before and after training."""
+    lines = []
+    for old, new in zip(before, after, strict=False):
+        lines.append(f"  {_one_line(old['prompt'])}   (answer: {old['label']})")
+        lines.append(f"    before  {_mark(old)} {_one_line(old['response'])}")
+        lines.append(f"    after   {_mark(new)} {_one_line(new['response'])}")
+    return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    """Return the end of a text, where a prompt has its question and a response its answer."""
+    words = " ".join(text.split())
+    return words if len(words) <= _SHOWN_CHARACTERS else f"... {words[-_SHOWN_CHARACTERS:]}"
+
+
+def _mark(record: Mapping[str, Any]) -> str:
+    return "right" if record["reward"] >= 1 else "wrong"
+
+
+def written_files(folder: Path) -> str:
+    """The paths of what a run leaves behind, one a line."""
+    what = {
+        "metrics.jsonl": "one record a step",
+        "tensorboard": "TensorBoard events",
+        "curves.png": "training curves",
+        "rollouts": "samples of steps as Parquet, for megatron-dppo report and replay",
+        "checkpoints": "Megatron checkpoints, to resume from",
+        "hf": "the model as a Hugging Face folder",
+        "hf-adapter": "its adapters as a folder for PEFT",
+        "samples.jsonl": "answers at each evaluation",
+        "summary.json": "the numbers above",
+        "config.toml": "the resolved configuration",
+        "starts.jsonl": "every start of the run, with its configuration",
+    }
+    return "\n".join(f"  {folder / name!s:<32} {text}" for name, text in what.items() if (folder / name).exists())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.files import write_synced
 
 IDS = "trackers.json"
 

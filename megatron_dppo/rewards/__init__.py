@@ -1,10 +1,9 @@
 """Verifiable rewards."""
 
 from megatron_dppo.rewards.functions import FunctionSpec
-from megatron_dppo.rewards.item import RewardItem, RewardResult
+from megatron_dppo.rewards.item import RewardItem, RewardResult, Shaping
 from megatron_dppo.rewards.math import extract_answer, math_reward
 from megatron_dppo.rewards.scorer import RewardScorer
-from megatron_dppo.rewards.shaping import Shaping
 from megatron_dppo.rewards.signatures import RunFacts
 
 __all__ = [

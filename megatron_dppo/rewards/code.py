@@ -14,9 +14,9 @@ from megatron_dppo.config.reward_options import CodeOptions
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.code_tests import Assertions, Call, Lines, Test, read_tests, same_output, same_value
 from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo.rewards.math import after_thinking
 from megatron_dppo.rewards.sandbox import Limits, Run, Sandbox, SandboxError, interpreter, probe
 from megatron_dppo.rewards.sandboxed import harness
-from megatron_dppo.rewards.thinking import after_thinking
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3")

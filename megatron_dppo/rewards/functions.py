@@ -18,9 +18,9 @@ from megatron_dppo.config.section import Section
 from megatron_dppo.errors import FunctionError, RewardError
 from megatron_dppo.functions import load_function
 from megatron_dppo.rewards import math as math_reward_module
-from megatron_dppo.rewards import reasoning_gym
+from megatron_dppo.rewards import task_rewards as reasoning_gym
 from megatron_dppo.rewards.signatures import WHOLE_ITEM, Form, RunFacts, is_async, recognise
-from megatron_dppo.rewards.words import words_reward
+from megatron_dppo.rewards.task_rewards import words_reward
 
 _ALSO = "".join(f"{name!r}, " for name in BUILT_IN)
 

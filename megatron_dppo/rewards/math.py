@@ -16,14 +16,30 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_dppo.rewards.thinking import after_thinking
+
+def after_thinking(text: str) -> str:
+    """What follows the last ``</think>``; all of it without one."""
+    return text.rsplit("</think>", 1)[-1]
+
 
 _BOXED = "\\boxed{"
+
+
 _ANSWER_LINE = re.compile(r"^\s*\**answer\s*:\**\s*(.+?)\s*$", re.IGNORECASE | re.MULTILINE)
+
+
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
+
+
 _VARIABLE = r"(?:[A-Za-z]|\\(?!pi\b)[a-z]+)(?:_(?:\w|\{\w+\}))?'*"
+
+
 _NAMES = rf"{_VARIABLE}(?:\s*,\s*{_VARIABLE})*"
+
+
 _ASSIGNMENT = re.compile(rf"\s*(?:{_VARIABLE}(?:\s*\({_NAMES}\))?|\({_NAMES}\))\s*=\s*([^=]+)")
+
+
 _RELATION = re.compile("[=\uff1d\u2261]|\\\\(?:eq|equiv|coloneqq?|triangleq|doteq)(?![A-Za-z])")
 """Signs that math-verify reads as an equation, of which it would take one side."""
 

@@ -11,7 +11,7 @@ from megatron_dppo.rewards.functions import FunctionSpec, load
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.math import quick_math_reward
 from megatron_dppo.rewards.scoring import Outcome
-from megatron_dppo.rewards.words import words_reward
+from megatron_dppo.rewards.task_rewards import words_reward
 from megatron_dppo.rewards.worker import Worker
 
 

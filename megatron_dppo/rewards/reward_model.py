@@ -8,10 +8,9 @@ from typing import Any
 
 from megatron_dppo.config.reward_options import RewardModelOptions
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.batches import Batches
-from megatron_dppo.rewards.http import BadAnswer, ScoringServers
+from megatron_dppo.rewards.http import BadAnswer, Batches, ScoringServers
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.thinking import after_thinking
+from megatron_dppo.rewards.math import after_thinking
 
 
 class RewardModel:

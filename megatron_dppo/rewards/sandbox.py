@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from megatron_dppo.rewards.family import end_family
+from megatron_dppo.rewards.process_family import end_family
 
 _LAUNCHER = Path(__file__).parent / "sandboxed" / "launcher.py"
 _SETUP_SECONDS = 20.0

@@ -14,10 +14,9 @@ from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_dppo.rewards.functions import FunctionSpec, RewardFunction, load
-from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo.rewards.item import RewardItem, error_text, read_batch, read_reward
 from megatron_dppo.rewards.math import load_parser
 from megatron_dppo.rewards.signatures import call
-from megatron_dppo.rewards.values import error_text, read_batch, read_reward
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.slime import SlimeArgs, SlimeSample
+from megatron_dppo.rewards.item import RewardItem, SlimeArgs, SlimeSample
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.family import end_family
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo.rewards.process_family import end_family
 from megatron_dppo.rewards.scoring import Outcome, Reply, serve, too_slow
 
 _START_SECONDS = 120.0

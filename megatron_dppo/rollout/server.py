@@ -107,7 +107,7 @@ class InferenceServer(Protocol):
     """Every call has a deadline and raises ``ServerError`` (unreachable, too slow, refused) with the URL in it.
 
     One update of the weights, by the caller: ``pause``; ``wake_weights``; ``begin_update``; for each bucket
-    ``receive_tensors``, ``receive_patches``, ``receive_handles`` or ``receive_broadcast``; ``end_update``; ``resume``.
+    ``receive_tensors``, ``receive_handles`` or ``receive_broadcast``; ``end_update``; ``resume``.
     From ``begin_update`` to ``end_update`` the server reports version -1, so that a caller which dies in between never
     leaves half of the weights under a version.
     """
@@ -174,9 +174,6 @@ class InferenceServer(Protocol):
 
     async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Take some weights by value, full tensors by Hugging Face name (same host)."""
-
-    async def receive_patches(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Change some weights in part, by value: what ``packed`` made of patches, and whole tensors."""
 
     async def receive_handles(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]

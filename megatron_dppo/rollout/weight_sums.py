@@ -12,7 +12,7 @@ class WeightLayout:
     """How a server's tensors come from those that were sent."""
 
     algorithm: Literal["sha256", "words"]
-    """of its digests; see ``serving/vllm_extension/megatron_dppo_digest.py``"""
+    """of its digests; see ``engines/serving/vllm_extension/megatron_dppo_digest.py``"""
     tp_size: int
     plain: bool
     """whether tensors of the server are ours, alone, fused or cut by tensor parallelism, as far as is known from

@@ -11,27 +11,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.agents.generate import AgentFunction
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.agents.generate import AgentFunction
+from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
+from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.engines.local.perturbation import Perturbation
+from megatron_dppo.engines.server_engine import ServerEngine, contract_of
+from megatron_dppo.engines.servers.http import Deadlines
+from megatron_dppo.engines.serving.command import api_key
+from megatron_dppo.engines.sglang import SGLangServer
+from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.parallel.objects import is_leader
-from megatron_dppo.platform import DTYPES, Platform, coarser
-from megatron_dppo.rewards.build import build_scorer
-from megatron_dppo.rewards.scorer import RewardScorer
-from megatron_dppo.rollout.answers import AnswerProcesses, AnswerSettings
+from megatron_dppo.parallel.platform import DTYPES, Platform, coarser
+from megatron_dppo.rewards.scorer import RewardScorer, build_scorer
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.http import Deadlines
-from megatron_dppo.rollout.local import LocalEngine
-from megatron_dppo.rollout.perturbation import Perturbation
+from megatron_dppo.rollout.requests import sampling_params
 from megatron_dppo.rollout.server import InferenceServer
-from megatron_dppo.rollout.server_engine import ServerEngine, contract_of
-from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
-from megatron_dppo.rollout.vllm import VLLMServer
+from megatron_dppo.run.batch_invariant_engine import OwnEngine
 from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.run.own_engine import OwnEngine
-from megatron_dppo.run.sampling import sampling_params
-from megatron_dppo.run.served_model import served_quantization
-from megatron_dppo.serving.command import api_key
+from megatron_dppo.run.servers import served_quantization
 from megatron_dppo.types import SamplingParams
 from megatron_dppo.weights.adapter_folder import adapter_config
 from megatron_dppo.weights.sync import WeightSync

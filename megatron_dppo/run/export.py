@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.files.disk import require_space
+from megatron_dppo.files import require_space
 from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.weights.adapter_folder import save_adapter
 from megatron_dppo.weights.hf_folder import save_hf_folder
@@ -36,3 +37,16 @@ def export_adapter(trainer: PolicyTrainer, config: Config, target: Path) -> None
     """
     base = str(Path(config.model.path).absolute())
     save_adapter(target, trainer.export_adapters(), config.lora, base, group=trainer.groups.world)
+
+
+def export_results(trainer: PolicyTrainer, inputs: Inputs, config: Config) -> None:
+    """Write what a run leaves behind: the model where ``checkpoint.export_hf`` asks for it, and adapters; a collective.
+
+    Raises:
+        DiskError: on all ranks, when it cannot be written.
+    """
+    folder = Path(config.run.output_dir)
+    if config.checkpoint.export_hf:
+        export_hf(trainer, inputs, config, folder / "hf", DTYPES[config.model.dtype])
+    if config.lora.rank:
+        export_adapter(trainer, config, folder / "hf-adapter")

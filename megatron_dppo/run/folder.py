@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.files import write_synced
 from megatron_dppo.parallel.objects import agreed, is_leader
-from megatron_dppo.supervision.lock import FolderLock
+from megatron_dppo.run.lock import FolderLock
 
 MARKER = ".megatron_dppo_run.json"
 OLD = "old"
@@ -144,7 +144,7 @@ def _taken_by_others(folder: Path, *, adopt: bool) -> list[str]:
 
 def _prepare(folder: Path, config: Config) -> list[str]:
     """Make the folder this run's."""
-    from megatron_dppo.mcore.checkpoint_folder import checkpoints, clean_leftovers
+    from megatron_dppo.mcore.checkpoint.folder import checkpoints, clean_leftovers
 
     notes: list[str] = []
     marker = read_marker(folder)
@@ -234,7 +234,7 @@ def _why_continued(folder: Path, marker: Marker) -> str:
 
 
 def _is_finished(folder: Path) -> bool:
-    from megatron_dppo.mcore.checkpoint_folder import checkpoints, read_state
+    from megatron_dppo.mcore.checkpoint.folder import checkpoints, read_state
 
     found = checkpoints(folder / "checkpoints")
     try:

@@ -1,4 +1,4 @@
-"""Whose turn it is on the GPUs: the trainer's, or that of the servers which share them with it."""
+"""The engine's and the trainer's turns on the GPUs, and the publishing of weights at the start of the engine's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_dppo.config.schema import Config
 from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.run.engines import connect_servers
-from megatron_dppo.weights.memory import release_all
+from megatron_dppo.weights.publish import release_all
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
@@ -18,37 +18,54 @@ if TYPE_CHECKING:
 
 
 class Gpus(Protocol):
-    """Both calls are collectives of all ranks, and return what the user should know."""
+    """Every call is a collective of all ranks, and returns lines that the user should see."""
 
     def for_sampling(self) -> list[str]:
-        """The engine samples from here on, with the current weights."""
+        """Let the engine sample with the current weights from here on. Does nothing if it already does."""
 
     def for_training(self) -> list[str]:
-        """The trainer computes from here on: updates the policy, saves or exports it."""
+        """Let the trainer compute from here on: update the policy, save or export it."""
+
+    def after_update(self, *, samples_next: bool) -> list[str]:
+        """Give updated weights to the engine, now or at its next turn.
+
+        Args:
+            samples_next: whether the engine samples before the next checkpoint.
+        """
 
 
 class OwnGpus:
-    """Trainer and engine have each what they need."""
+    """Trainer and engine have GPUs of their own: new weights are published at once."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
+        self._has_published = False
 
     def for_sampling(self) -> list[str]:
         """See ``Gpus``."""
+        if self._has_published:
+            return []
+        self._has_published = True
         return self._publisher.publish()
 
     def for_training(self) -> list[str]:
         """See ``Gpus``."""
         return []
 
+    def after_update(self, *, samples_next: bool) -> list[str]:
+        """See ``Gpus``."""
+        return self._publisher.publish()
+
 
 class SharedGpus:
-    """They take turns. Servers keep nothing of the weights while they sleep, so that each turn of theirs begins with a
-    publish; the trainer's weights stay for its gathering and the probe's forward pass, and leave after it.
+    """Servers and trainer take turns on the same GPUs.
+
+    Servers keep no weights while they sleep, so that each of their turns begins with a publish. The trainer's weights
+    stay on the device while they are gathered and for the probe's forward pass, and leave after it.
 
     Args:
-        trainer: with everything on the device.
-        publisher: of servers that have released their memory.
+        trainer: policy with everything on the device.
+        publisher: publisher to servers that have released their memory.
     """
 
     def __init__(self, trainer: PolicyTrainer, publisher: ServerPublisher) -> None:
@@ -56,7 +73,7 @@ class SharedGpus:
         self._sampling = False
 
     def for_sampling(self) -> list[str]:
-        """See ``Gpus``; in a turn of the servers' it does nothing."""
+        """See ``Gpus``."""
         if self._sampling:
             return []
         self._state.leave(weights=False)
@@ -73,6 +90,10 @@ class SharedGpus:
         self._state.come_back()
         self._sampling = False
         return notes
+
+    def after_update(self, *, samples_next: bool) -> list[str]:
+        """See ``Gpus``. A checkpoint needs the trainer's memory, for which servers would have to sleep again."""
+        return self.for_sampling() if samples_next else []
 
 
 def gpus_of(config: Config, trainer: PolicyTrainer, publisher: Publisher) -> Gpus:

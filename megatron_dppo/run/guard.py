@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dppo.config.data import RolloutConfig
-from megatron_dppo.config.schema import ModelConfig, TrainConfig
+from megatron_dppo.config.model import ModelConfig
+from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import TrainingStopped
-from megatron_dppo.platform import coarser
+from megatron_dppo.parallel.platform import coarser
 from megatron_dppo.types import Metric, RolloutGroup
 
 _LIMITS = {

@@ -16,16 +16,14 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.chain_sum import Split
-from megatron_dppo.data.chat import ChatOptions
+from megatron_dppo.data.chat import ChatOptions, load_tokenizer
 from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
-from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import ConfigError, Problems
-from megatron_dppo.families import family_of
-from megatron_dppo.hf import model_shape, read_hf_config
+from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.folder import check_weights_fit, model_shape, parameter_count, read_hf_config
 from megatron_dppo.parallel.objects import from_leader
-from megatron_dppo.run.hf_weights import check_weights_fit, parameter_count
 
 
 @dataclass(frozen=True, kw_only=True)

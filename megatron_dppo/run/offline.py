@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,23 +14,32 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.io import load_config
-from megatron_dppo.config.schema import Config, ParallelConfig
-from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.config.model import ParallelConfig
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.chat import load_tokenizer
+from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import CheckpointError, ConfigError, PublishError
-from megatron_dppo.hf import FolderWeights, read_hf_config
-from megatron_dppo.platform import Platform, pin_threads
+from megatron_dppo.files import disk_errors
+from megatron_dppo.hf.folder import FolderWeights, read_hf_config
+from megatron_dppo.parallel.platform import Platform, pin_threads
+from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.rollout.pending import score_completions
+from megatron_dppo.rollout.requests import sampling_params, sampling_seed
 from megatron_dppo.rollout.server import ServerInfo
-from megatron_dppo.rollout.server_engine import ServerEngine
-from megatron_dppo.run.engines import connect_servers, open_function, sampling_engine, weight_sync
+from megatron_dppo.run.engines import connect_servers, open_function, open_scorer, sampling_engine, weight_sync
+from megatron_dppo.run.evaluation import eval_params, metrics_by_set
 from megatron_dppo.run.inputs import PromptReader
 from megatron_dppo.run.preflight import check_flags
 from megatron_dppo.run.resume import newest_usable
 from megatron_dppo.run.starts import load_run_config
+from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo.weights.conversion import open_converter
 
 _VERSION = 0
+
+
 _OF_A_TRAINER = {"ipc": "the memory of a trainer", "adapter": "the adapters of a trainer"}
 """What methods of the weight sync give that is not the weights of a folder"""
 
@@ -96,7 +106,7 @@ def _give_checkpoint(
     config: Config, engine: RolloutEngine, hf_config: Any, device: torch.device, run: Path, step: int | None
 ) -> str:
     """Give the engine the weights of a run's checkpoint; what they are called."""
-    from megatron_dppo.mcore.checkpoint_folder import checkpoint_name
+    from megatron_dppo.mcore.checkpoint.folder import checkpoint_name
 
     folder = run / "checkpoints"
     with open_converter(config.model.path, ParallelConfig(), config.model.dtype) as converter:
@@ -149,3 +159,108 @@ def _give(
     if told:
         print(f"of the servers:{told}", flush=True)
     engine.use_version(_VERSION, list(good))
+
+
+_TOGETHER = 1024
+"""Responses that ``generate`` asks for at a time: so many are lost at most when it is killed."""
+
+
+def evaluate(offline: Offline, answers: Path | None = None) -> dict[str, float]:
+    """What ``[eval]`` shows of the weights on all of ``data.eval``, as a run logs it under ``eval/``.
+
+    Args:
+        offline: what answers.
+        answers: a JSONL file that gets a row for each answer.
+
+    Raises:
+        UserError: there are no held-out prompts, or they cannot be used.
+    """
+    config, n = offline.config, offline.config.eval.samples_per_prompt
+    if not config.data.eval:
+        raise ConfigError("there is nothing to evaluate on: set data.eval, as with --data.eval FILE")
+    named = {"": config.data.eval} if isinstance(config.data.eval, str) else config.data.eval
+    asked: list[tuple[str, Prompt]] = []
+    for name, source in named.items():
+        prompts = offline.prompts.read(source, "eval", f"eval {name}".strip())
+        assert prompts is not None
+        asked += [(name, prompts[i]) for i in range(len(prompts))]
+    scorer = open_scorer(config)
+    try:
+        completions = _sampled(offline, [prompt for _, prompt in asked], n, eval_params(config))
+        groups = score_completions(scorer, [prompt for _, prompt in asked], completions)
+    finally:
+        scorer.close()
+    if answers is not None:
+        rows = (
+            _row(r.prompt, r.completion, {"set": name, "reward": r.score})
+            for (name, _), group in zip(asked, groups, strict=True)
+            for r in group.rollouts
+        )
+        write_lines(answers, map(json.dumps, rows))
+    return reduce_metrics([metrics_by_set(list(named), [name for name, _ in asked], groups, n)], None)
+
+
+def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> Iterator[dict[str, Any]]:
+    """Answers to all prompts of a source in its order, ``rollout.samples_per_prompt`` to each.
+
+    Args:
+        offline: what answers, sampling by ``[rollout]``.
+        source: as in ``data.train``.
+        scored: ask the reward function, too.
+
+    Yields:
+        A row for each answer: the prompt, the answer, its tokens and their log-probabilities.
+
+    Raises:
+        UserError: the prompts cannot be used.
+    """
+    prompts = offline.prompts.read(source, "train", "prompts", in_order=True)
+    assert prompts is not None
+    config, rollout = offline.config, offline.config.rollout
+    n, scorer = rollout.samples_per_prompt, open_scorer(config) if scored else None
+    part = max(1, _TOGETHER // n)
+    try:
+        for start in range(0, len(prompts), part):
+            asked = [prompts[i] for i in range(start, min(start + part, len(prompts)))]
+            seed = sampling_seed(config.run.seed, "generate", start, 0)
+            params = sampling_params(rollout, rollout.max_new_tokens, seed, kept_sets=rollout.filters)
+            completions = _sampled(offline, asked, n, params)
+            if scorer is None:
+                yield from (_row(asked[i // n], completion, {}) for i, completion in enumerate(completions))
+            else:
+                groups = score_completions(scorer, asked, completions, is_batch=False)
+                yield from (_row(r.prompt, r.completion, {"reward": r.score}) for g in groups for r in g.rollouts)
+    finally:
+        if scorer is not None:
+            scorer.close()
+
+
+def write_lines(file: Path, lines: Iterable[str]) -> int:
+    """Write a new file line by line, as they come; their number.
+
+    Raises:
+        DiskError: it cannot be written.
+    """
+    count = 0
+    with disk_errors(file, "the answers"), file.open("x", encoding="utf-8", buffering=1) as target:
+        for line in lines:
+            target.write(line + "\n")
+            count += 1
+    return count
+
+
+def _sampled(offline: Offline, prompts: Sequence[Prompt], n: int, params: SamplingParams) -> list[Completion]:
+    return offline.engine.generate([prompt for prompt in prompts for _ in range(n)], params)
+
+
+def _row(prompt: Prompt, completion: Completion, more: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "prompt_id": prompt.prompt_id,
+        "prompt": prompt.text,
+        "label": prompt.label,
+        "response": completion.text,
+        "finish_reason": str(completion.finish_reason),
+        **more,
+        "token_ids": completion.token_ids.tolist(),
+        "logprobs": None if completion.logprobs is None else completion.logprobs.tolist(),
+    }

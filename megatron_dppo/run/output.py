@@ -9,10 +9,10 @@ from pathlib import Path
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.files.disk import existing_parent, require_space
-from megatron_dppo.hf import adapter_sizes, routing_shape, weight_shapes
-from megatron_dppo.platform import DTYPES
-from megatron_dppo.record.files import step_bytes
+from megatron_dppo.files import existing_parent, require_space
+from megatron_dppo.hf.folder import adapter_sizes, routing_shape, weight_shapes
+from megatron_dppo.parallel.platform import DTYPES
+from megatron_dppo.report.steps.files import step_bytes
 from megatron_dppo.run.folder import OLD
 from megatron_dppo.run.inputs import Inputs
 

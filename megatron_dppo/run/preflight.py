@@ -14,20 +14,19 @@ from dataclasses import dataclass, field
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.errors import ConfigError, Problems, SeveralProblems, UserError
-from megatron_dppo.hf import model_shape
+from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.losses.own_check import check_own_functions
 from megatron_dppo.parallel.objects import from_each
-from megatron_dppo.platform import Platform, require_devices
-from megatron_dppo.record.files import require_pyarrow
-from megatron_dppo.report.metrics import require_sinks
-from megatron_dppo.rollout.quantized import WeightQuantizer
+from megatron_dppo.parallel.platform import Platform, require_devices
+from megatron_dppo.report.sinks import require_sinks
+from megatron_dppo.report.steps.files import require_pyarrow
 from megatron_dppo.run.engines import connect_servers, open_function, open_scorer
 from megatron_dppo.run.folder import check_place
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs, with_num_steps
 from megatron_dppo.run.output import output_problems, space_problems
-from megatron_dppo.run.served_model import check_served_model
-from megatron_dppo.run.servers import check_servers
+from megatron_dppo.run.servers import check_served_model, check_servers
 from megatron_dppo.run.teacher import teacher_problems, teacher_servers
 
 
@@ -114,7 +113,7 @@ def check_flags(config: Config) -> None:
         ConfigError: it has not.
     """
     if config.model.transformer:
-        from megatron_dppo.mcore.compat import apply_shims
+        from megatron_dppo.mcore.compat.shims import apply_shims
 
         apply_shims(Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))))
         from megatron_dppo.mcore.overrides import checked_overrides
@@ -123,17 +122,20 @@ def check_flags(config: Config) -> None:
 
 
 def _megatron(start: Start) -> Iterable[UserError]:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     apply_shims(platform)
     from megatron_dppo.mcore import model
+    from megatron_dppo.mcore.compat.extensions import check_build_tools
 
     config, replay = start.config, start.config.train.router_replay != "off"
     check_flags(config)
     if start.model is not None:
         hf_config, layout = start.model.hf_config, start.model.layout
         found = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
+        if not start.dry_run:
+            check_build_tools(found)
         if platform.is_cuda:
             start.notes.append(model.kernels_note(found, config.model))
         if left_out := model_shape(hf_config).num_mtp_layers:
@@ -152,7 +154,7 @@ def _perturbation(start: Start) -> Iterable[UserError]:
 
 
 def _adam(start: Start) -> Iterable[UserError]:
-    from megatron_dppo.mcore.transformer_engine import has_transformer_engine, refuse_what_needs_its_adam
+    from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine, refuse_what_needs_its_adam
 
     config, on_gpu = start.config, Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))).is_cuda
     # On a CPU a dry run may be for a machine with GPUs.

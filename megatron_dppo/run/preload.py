@@ -6,8 +6,8 @@ import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from megatron_dppo.mcore.compat import apply_shims
-from megatron_dppo.platform import Platform
+from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.parallel.platform import Platform
 
 apply_shims(Platform.detect(force_cpu=True))
 
@@ -15,8 +15,8 @@ import megatron_dppo.mcore.setup  # noqa: E402
 import megatron_dppo.policy.trainer  # noqa: E402
 import megatron_dppo.run.loop  # noqa: E402
 import megatron_dppo.weights.publish  # noqa: E402, F401
-from megatron_dppo.hf import preload_models  # noqa: E402
-from megatron_dppo.rollout.quantized import preload_modelopt  # noqa: E402
+from megatron_dppo.engines.local.perturbation import preload_modelopt  # noqa: E402
+from megatron_dppo.hf.folder import preload_models  # noqa: E402
 
 preload_models()
 preload_modelopt()

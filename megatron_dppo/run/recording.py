@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.data.tokenizer import token_texts
-from megatron_dppo.files.disk import disk_errors
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.chat import token_texts
+from megatron_dppo.files import disk_errors
+from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import agreed, at_leader, is_leader
-from megatron_dppo.policy.watch import SeenSample, TokenWatch
-from megatron_dppo.record.files import StepMeta, write_step
-from megatron_dppo.record.rows import RankPart, TrainedTokens
-from megatron_dppo.record.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
+from megatron_dppo.policy.packed import SeenSample, TokenWatch
+from megatron_dppo.report.metrics import MetricsWriter
+from megatron_dppo.report.steps.files import StepMeta, write_step
+from megatron_dppo.report.steps.rows import RankPart, TrainedTokens
+from megatron_dppo.report.steps.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
+from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.run.folder import read_marker
-from megatron_dppo.run.session import Session
-from megatron_dppo.run.stream.collected import Collected
 from megatron_dppo.types import Completion, TrainingSample
+
+if TYPE_CHECKING:
+    from megatron_dppo.policy.trainer import PolicyTrainer
 
 
 class StepRecord:
@@ -62,58 +67,82 @@ class _FromRank(NamedTuple):
     """by ``TrainingSample.number``, from one rank of those that compute the same loss"""
 
 
-def begin_record(session: Session) -> StepRecord | None:
-    """What the next step is remembered in; None when it is not written."""
-    every = session.config.log.rollouts_every
-    if not every or (session.step + 1) % every:
-        return None
-    return StepRecord(session.trainer.policy_version)
+class StepRecorder:
+    """Writes the samples of every ``log.rollouts_every`` steps to a Parquet file.
 
-
-def write_record(session: Session, record: StepRecord, collected: Collected) -> None:
-    """Write the step that was just trained; a collective of all ranks, after which rank 0 has written.
-
-    Raises:
-        DiskError: on all ranks, when it cannot be written.
+    Args:
+        config: configuration of the run.
+        trainer: policy of this rank.
+        groups: parallel groups of this rank.
+        tokenizer: turns masked tokens to text for the trackers that show tables.
     """
-    groups, layout = session.groups, session.inputs.layout
-    first = all(group is None or dist.get_rank(group) == 0 for group in (groups.tp, groups.cp))
-    seen = record.watch.samples if first and session.trainer.is_last_stage else {}
-    record.watch = TokenWatch()  # what was seen is sent once
-    own = (collected, record) if is_leader(groups.replica) else None
-    every = at_leader(_FromRank(session.trainer.dp_rank, own, seen), groups.world)
 
-    def write() -> None:
-        if not every:
-            return
+    def __init__(self, config: Config, trainer: PolicyTrainer, groups: ParallelGroups, tokenizer: Any) -> None:
+        self._every = config.log.rollouts_every
+        self._loss = config.loss.name
+        self._folder = Path(config.run.output_dir)
+        self._trainer = trainer
+        self._groups = groups
+        self._tokenizer = tokenizer
+
+    def begin(self, step: int) -> StepRecord | None:
+        """Return an empty record for a step that will be written, or None. Steps count from 1."""
+        if not self._every or step % self._every:
+            return None
+        return StepRecord(self._trainer.policy_version)
+
+    def write(self, step: int, record: StepRecord, collected: Collected, writer: MetricsWriter | None) -> None:
+        """Write the step that was just trained; a collective of all ranks, after which rank 0 has written.
+
+        Args:
+            step: rollout steps done.
+            record: what ``begin`` returned for it.
+            collected: rollouts of this rank.
+            writer: gets a table of masked tokens, on rank 0.
+
+        Raises:
+            DiskError: on all ranks, when it cannot be written.
+        """
+        groups, trainer = self._groups, self._trainer
+        is_first = all(group is None or dist.get_rank(group) == 0 for group in (groups.tp, groups.cp))
+        seen = record.watch.samples if is_first and trainer.is_last_stage else {}
+        record.watch = TokenWatch()  # what was seen is sent once
+        own = (collected, record) if is_leader(groups.replica) else None
+        every = at_leader(_FromRank(trainer.dp_rank, own, seen), groups.world)
+
+        def write() -> None:
+            if every:
+                file = self._write_file(step, record.policy_version, every)
+                self._write_table(step, file, writer)
+
+        agreed(write, groups.world)
+
+    def _write_file(self, step: int, policy_version: int, every: Sequence[_FromRank]) -> Path:
         together = {number: sample for each in every for number, sample in each.seen.items()}
         leaders = sorted((each for each in every if each.own is not None), key=lambda each: each.dp_rank)
-        marker = read_marker(session.folder)
+        marker = read_marker(self._folder)
+        layout = self._trainer.layout
         meta = StepMeta(
-            step=session.step,
-            policy_version=record.policy_version,
+            step=step,
+            policy_version=policy_version,
             dp=layout.dp,
             world_size=layout.world_size,
             layout=str(layout),
-            loss=session.config.loss.name,
+            loss=self._loss,
             run_id=marker.run_id if marker is not None else "",
         )
         parts = [each.own[1].part(each.own[0], each.dp_rank, together) for each in leaders if each.own]
-        _write_table(session, write_step(session.folder, meta, parts))
+        return write_step(self._folder, meta, parts)
 
-    agreed(write, groups.world)
-
-
-def _write_table(session: Session, file: Path) -> None:
-    """What the step masked, to the sinks that show tables."""
-    if session.writer is None or not session.writer.has_tables:
-        return
-    tokenizer = session.inputs.tokenizer
-    found = masked_table(masked_tokens(read_tokens(file)), lambda ids: token_texts(tokenizer, ids))
-    if not found:
-        return
-    with disk_errors(session.writer.path, "the metrics"):
-        session.writer.write_table(session.step, "rollouts/masked_tokens", TABLE_COLUMNS, found)
+    def _write_table(self, step: int, file: Path, writer: MetricsWriter | None) -> None:
+        """Show what the step masked in the trackers that have tables."""
+        if writer is None or not writer.has_tables:
+            return
+        rows = masked_table(masked_tokens(read_tokens(file)), lambda ids: token_texts(self._tokenizer, ids))
+        if not rows:
+            return
+        with disk_errors(writer.path, "the metrics"):
+            writer.write_table(step, "rollouts/masked_tokens", TABLE_COLUMNS, rows)
 
 
 def _trained(sample: TrainingSample, completion: Completion, seen: SeenSample | None) -> TrainedTokens:

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.files.atomic import write_synced
-from megatron_dppo.mcore.checkpoint_folder import checkpoints, step_of
+from megatron_dppo.files import write_synced
+from megatron_dppo.mcore.checkpoint.folder import checkpoints, step_of
 
 FINAL = (2, 3)
 """Exit codes of a trainer that would end the same way again: something to mend, and training that cannot go on."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import model_shape
+from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.run.changes import Change, changes_between, check_changes
 from megatron_dppo.run.inputs import Inputs, ModelInputs
@@ -77,7 +77,7 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
     """
     import torch.distributed as dist
 
-    from megatron_dppo.mcore.checkpoint import read_state
+    from megatron_dppo.mcore.checkpoint.save_load import read_state
     from megatron_dppo.parallel.objects import agreed
 
     if config.checkpoint.resume != "auto":
@@ -153,7 +153,7 @@ def newest_usable(folder: Path, *, accept_unverified: bool = False) -> tuple[Pat
     """
     import torch.distributed as dist
 
-    from megatron_dppo.mcore.checkpoint import checkpoints
+    from megatron_dppo.mcore.checkpoint.save_load import checkpoints
     from megatron_dppo.parallel.objects import from_leader
 
     found = from_leader(lambda: checkpoints(folder), dist.group.WORLD)
@@ -175,7 +175,7 @@ def newest_usable(folder: Path, *, accept_unverified: bool = False) -> tuple[Pat
 
 def _why_unusable(checkpoint: Path, *, accept_unverified: bool) -> tuple[str, str] | None:
     """Kind and reason; None when the run can continue from it. A collective of all ranks."""
-    from megatron_dppo.mcore.checkpoint import NO_MANIFEST, find_damage, read_state
+    from megatron_dppo.mcore.checkpoint.save_load import NO_MANIFEST, find_damage, read_state
 
     damage = find_damage(checkpoint)
     if damage and not (damage == NO_MANIFEST and accept_unverified):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ServerError, UserError
+from megatron_dppo.engines.serving.checks import Needs, server_problems
+from megatron_dppo.engines.serving.command import api_key
+from megatron_dppo.errors import ConfigError, ServerError, UserError
+from megatron_dppo.hf.folder import model_shape, read_hf_config
 from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.serving.checks import Needs, server_problems
-from megatron_dppo.serving.command import api_key
+from megatron_dppo.weights.quantization import BLOCK, GROUP, Format, Quantization, quantized_names
 
 _SECONDS = 10.0
 
@@ -60,8 +67,112 @@ def needs_of(config: Config, inputs: Inputs | None) -> Needs:
         routed_experts=config.train.needs_engine_routing,
         weight_sync=config.rollout.weight_sync.method,
         adapter_rank=config.lora.rank if config.rollout.weight_sync.method == "adapter" else 0,
-        delta=config.rollout.weight_sync.delta,
         quantized=config.rollout.servers.model is not None,
         colocated=config.rollout.servers.colocated,
         kept_ids=config.rollout.top_k if config.rollout.filters else 0,
     )
+
+
+_TAKEN = (
+    f"taken are 'fp8' in blocks of {BLOCK} x {BLOCK} and 'compressed-tensors' INT4 in groups of {GROUP} "
+    "(pack-quantized), whose scales follow from the weights alone; tools/quantize_hf.py writes both"
+)
+
+
+_FP8 = {
+    "weight_block_size": ([BLOCK, BLOCK],),
+    "activation_scheme": ("dynamic",),
+    "fmt": (None, "e4m3"),
+    "scale_fmt": (None, "float"),
+}
+
+
+_INT4 = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "strategy": ("group",),
+    "group_size": (GROUP,),
+    "symmetric": (True,),
+    "dynamic": (None, False),
+    "actorder": (None,),
+}
+"""Keys and the values that are taken; None = left out."""
+
+
+_SIZES = ("vocab_size", "hidden_size", "tie_word_embeddings", "architectures")
+
+
+def served_quantization(config: Config) -> Quantization | None:
+    """How the weights of ``rollout.servers.model`` are quantised; None = servers have those of the model itself.
+
+    Raises:
+        ConfigError: no folder, not quantised, or in a form that no new weights can be brought into.
+    """
+    path = config.rollout.servers.model
+    if path is None:
+        return None
+    folder, what = Path(path), f"rollout.servers.model = {path!r}"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{what} is not a Hugging Face folder: {folder / 'config.json'} is missing")
+    settings = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"{what} is not quantised: its config.json has no quantization_config. Remove it (servers then start with "
+            "model.path), or make a quantised folder with tools/quantize_hf.py"
+        )
+    form = _form(settings, what)
+    names = quantized_names(_names(folder, what), form)
+    if not names:
+        raise ConfigError(f"{what}: config.json says {form}, and none of its weights is so")
+    return Quantization(form, names)
+
+
+def check_served_model(config: Config) -> None:
+    """Whether ``rollout.servers.model`` is a copy of the model, in a form that its new weights can be brought into.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    path = config.rollout.servers.model
+    if served_quantization(config) is None or path is None:
+        return
+    mine, served = read_hf_config(config.model.path), read_hf_config(path)
+    del served.quantization_config  # with it it would be no model that can be trained
+    differing = [name for name in _SIZES if getattr(mine, name, None) != getattr(served, name, None)]
+    if differing or model_shape(mine) != model_shape(served):
+        told = ", ".join(f"{name} {getattr(mine, name, None)!r}, {getattr(served, name, None)!r}" for name in differing)
+        raise ConfigError(
+            f"rollout.servers.model = {path!r} is another model than model.path = {config.model.path!r} "
+            f"({told or 'their layers or experts differ'}); make a quantised copy of it with tools/quantize_hf.py"
+        )
+
+
+def _form(settings: Mapping[str, Any], what: str) -> Format:
+    method = settings.get("quant_method")
+    if method == "fp8":
+        _require(settings, _FP8, what)
+        return "fp8"
+    if method == "compressed-tensors":
+        _require(settings, {"format": ("pack-quantized",), "kv_cache_scheme": (None,)}, what)
+        for group in settings.get("config_groups", {}).values():
+            _require(group, {"input_activations": (None,), "output_activations": (None,)}, what)
+            _require(group.get("weights") or {}, _INT4, what)
+        return "int4"
+    raise ConfigError(f"{what} has quant_method = {method!r}; {_TAKEN}")
+
+
+def _require(settings: Mapping[str, Any], taken: Mapping[str, tuple[Any, ...]], what: str) -> None:
+    for key, values in taken.items():
+        if settings.get(key) not in values:
+            raise ConfigError(f"{what} has {key} = {settings.get(key)!r} in its quantization_config; {_TAKEN}")
+
+
+def _names(folder: Path, what: str) -> set[str]:
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names.update(opened.keys())
+        except SafetensorError as error:
+            raise ConfigError(f"{what}: {file} is not a readable safetensors file: {error}") from error
+    return names

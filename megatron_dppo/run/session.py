@@ -16,17 +16,20 @@ import torch.distributed as dist
 from megatron_dppo.config.layout import describe
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.files.disk import disk_errors, require_space
-from megatron_dppo.hf import DictWeights, FolderWeights, build_hf_model, stream_model
+from megatron_dppo.engines.serving.command import gpus_per_server, server_options
+from megatron_dppo.engines.teacher import TeacherServers
+from megatron_dppo.files import disk_errors, require_space
+from megatron_dppo.hf.folder import DictWeights, FolderWeights, build_hf_model, stream_model
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
-from megatron_dppo.platform import Platform, pin_threads
-from megatron_dppo.policy.warmup import Warmup, is_warm, mark_warm, run_warmup
-from megatron_dppo.report.alarms import Alarms
+from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.report.console import Console
-from megatron_dppo.report.metrics import MetricsWriter
+from megatron_dppo.report.records import read_metrics
+from megatron_dppo.report.steps.files import drop_after
 from megatron_dppo.rewards.scorer import RewardScorer
+from megatron_dppo.rollout.batch import Needed
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.teacher import TeacherServers
+from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.run.checkpoints import Checkpoints, RunState
 from megatron_dppo.run.engines import (
     build_engine,
     build_publisher,
@@ -35,33 +38,32 @@ from megatron_dppo.run.engines import (
     open_scorer,
     rollout_params,
 )
+from megatron_dppo.run.evaluation import Evaluator
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.folder import open_folder
 from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
 from megatron_dppo.run.inputs import Inputs, ModelInputs, with_num_steps
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
+from megatron_dppo.run.recording import StepRecorder
+from megatron_dppo.run.records import Records
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
-from megatron_dppo.run.sharing import find_sharing
-from megatron_dppo.run.stream.needed import Needed
-from megatron_dppo.run.stream.stream import Stream
+from megatron_dppo.run.starts import record_start
+from megatron_dppo.run.stop_signal import Stopped, StopSignal
 from megatron_dppo.run.teacher import build_teacher
-from megatron_dppo.serving.command import gpus_per_server, server_options
-from megatron_dppo.supervision.stop_signal import Stopped, StopSignal
-from megatron_dppo.supervision.watchdog import Watchdog
+from megatron_dppo.run.warmup import Warmup, is_warm, mark_warm, run_warmup
+from megatron_dppo.run.watchdog import Watchdog
+from megatron_dppo.weights.sharing import find_sharing
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.checkpoint import Save
     from megatron_dppo.mcore.teacher import Teacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
-    from megatron_dppo.run.evaluation import Evaluation
     from megatron_dppo.weights.handles import Sharing
-    from megatron_dppo.weights.publish import Publisher
 
 
 @dataclass
 class Session:
-    """One rank's view of a run."""
+    """The parts of a run on one rank. The loop takes them apart; nothing else is handed the whole."""
 
     config: Config
     inputs: Inputs
@@ -69,69 +71,50 @@ class Session:
     groups: ParallelGroups
     engine: RolloutEngine | None
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
-    publisher: Publisher
-    scorer: RewardScorer
+    teacher: Teacher | TeacherServers | None
+    """Teacher of a distillation, in the trainer or behind servers."""
     stream: Stream
-    """where the rollouts come from"""
-    console: Console
-    writer: MetricsWriter | None
-    """None on all ranks but 0."""
-    started: float
-    """``time.time()`` at the start of the program"""
-    step: int = 0
-    """rollout steps done"""
-    alarms: Alarms = field(init=False)
-    """signs that nothing is learned"""
-    skipped_in_a_row: int = 0
-    answers_before: list[dict[str, Any]] = field(default_factory=list)
-    best: tuple[float, int] | None = None
-    """highest evaluation accuracy after training began, and its step"""
-    evaluation: Evaluation | None = None
-    """the one that runs beside training"""
-    evaluation_due: bool = False
-    """one ran beside training when the checkpoint was written, and is to be repeated"""
-    saving: Save | None = None
-    """the newest checkpoint, which may still be written"""
-    save_group: dist.ProcessGroup | None = None
-    """all ranks over the CPU, for saves in the background; None = they are not"""
-    teacher: Teacher | TeacherServers | None = None
-    """in the trainer, or behind servers"""
-    resume_point: ResumePoint | None = None
-    """where ``session_state.begin`` takes the run up again"""
-    gpus: Gpus = field(init=False)
-    """the publisher's and the trainer's turns on them"""
+    """Source of the rollouts."""
+    gpus: Gpus
+    """Turns of the engine and the trainer on the GPUs."""
+    evaluator: Evaluator
+    records: Records
+    recorder: StepRecorder
+    checkpoints: Checkpoints
+    resume_point: ResumePoint | None
+    """Checkpoint from which ``begin`` continues the run. None at the beginning."""
+    state: RunState = field(default_factory=RunState)
 
-    def __post_init__(self) -> None:
-        self.gpus = gpus_of(self.config, self.trainer, self.publisher)
-        self.alarms = Alarms(rewarded=not self.config.distillation.is_on)
+    def begin(self) -> None:
+        """Continue from the checkpoint that was found, if any, and open the run's records; a collective of all ranks.
 
-    def take_gpus(self) -> None:
-        """The trainer's turn on the GPUs."""
-        for note in self.gpus.for_training():
-            self.console.say(f"servers  {note}")
+        Everything that can refuse a start comes before: until here, the records of the run are as they were.
+        """
+        point, folder, say = self.resume_point, Path(self.config.run.output_dir), self.records.console.say
+        if point is not None:
+            self.state, self.evaluator.answers_before = self.checkpoints.restore(point)
+        elif before := read_metrics(folder / "metrics.jsonl"):
+            say(
+                f"note     an earlier start here reached step {before[-1]['step']} and left no checkpoint: this one "
+                "begins at step 0"
+            )
 
-    @property
-    def folder(self) -> Path:
-        """Where the run writes."""
-        return Path(self.config.run.output_dir)
+        def write() -> str:
+            if point is not None:
+                self.checkpoints.tidy(point, self.state)
+            drop_after(folder, self.state.step)
+            return record_start(
+                folder,
+                self.config,
+                world_size=self.inputs.layout.world_size,
+                layout=str(self.inputs.layout),
+                resumed_step=self.state.step if point is not None else None,
+                changes=[str(change) for change in point.changes] if point is not None else [],
+            )
 
-    def is_new_best(self, accuracy: float | None) -> bool:
-        """Remember an evaluation; True when it is the best so far and such checkpoints are kept."""
-        if accuracy is None or (self.best is not None and accuracy <= self.best[0]):
-            return False
-        self.best = (accuracy, self.step)
-        return self.config.checkpoint.keep_best
-
-    @property
-    def is_solved(self) -> bool:
-        """Whether an evaluation has reached ``eval.stop_at_accuracy``."""
-        goal = self.config.eval.stop_at_accuracy
-        return goal is not None and self.best is not None and self.best[0] >= goal
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        """Where its checkpoints are."""
-        return self.folder / "checkpoints"
+        if note := agreed(write, dist.group.WORLD):
+            say(note)
+        self.records.open(self.state.step or None)
 
 
 @contextmanager
@@ -146,7 +129,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     # Megatron is imported from here on: the shims must come first.
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     apply_shims(platform)
     from megatron_dppo.mcore import setup
@@ -154,16 +137,18 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     setup.start_process_group(platform, config.run.wait_minutes)
     console = Console(enabled=start.rank == 0 and config.log.progress, evaluated=config.reward.evaluated)
     watchdog = Watchdog(config.run)
-    session, scorer, open_parts = None, None, ExitStack()
+    # Closed in the reverse order: what writes to the folder before the lock of the folder.
+    parts = ExitStack()
     try:
         world = setup.host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
         config = with_num_steps(config, inputs)
         sharing = _find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
-        servers, scorer = connect_servers(config), open_scorer(config)
-        function = open_parts.enter_context(open_function(config))
-        for note in open_parts.enter_context(open_folder(config)):
+        function = parts.enter_context(open_function(config))
+        for note in parts.enter_context(open_folder(config)):
             console.say(note)
+        servers, scorer = connect_servers(config), open_scorer(config)
+        parts.callback(scorer.close)
         watchdog.start()
         point = find_resume_point(config, inputs)
         console.say("\n".join([describe(inputs.layout, config.batch), inputs.data_summary, *start.notes]))
@@ -174,31 +159,44 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
         if not is_leader(groups.replica):
             engine = None  # one that all ranks of a replica have is known to the stream; the rest is the leader's
-        session = Session(config, inputs, trainer, groups, engine, publisher, scorer, stream, console, None, started)
-        session.resume_point, session.teacher = point, teacher
-        if config.checkpoint.async_save:
-            session.save_group = setup.host_world(config.run.wait_minutes)
+        background = setup.host_world(config.run.wait_minutes) if config.checkpoint.async_save else None
+        session = Session(
+            config=config,
+            inputs=inputs,
+            trainer=trainer,
+            groups=groups,
+            engine=engine,
+            teacher=teacher,
+            stream=stream,
+            gpus=gpus_of(config, trainer, publisher),
+            evaluator=Evaluator(
+                config, inputs.eval_prompts, stream, groups, dp=inputs.layout.dp, dp_rank=trainer.dp_rank
+            ),
+            records=Records(config, inputs.layout, groups, console, started),
+            recorder=StepRecorder(config, trainer, groups, inputs.tokenizer),
+            checkpoints=Checkpoints(
+                config,
+                inputs,
+                trainer,
+                stream,
+                has_engine=engine is not None,
+                background=background,
+                say=console.say,
+            ),
+            resume_point=point,
+        )
+        parts.callback(session.records.close)
+        parts.callback(publisher.close)
+        parts.callback(stream.close)  # before the scorer, which it may still use
+        if engine is not None:
+            parts.callback(engine.close)
+        parts.callback(session.checkpoints.close)
         yield session
     finally:
         watchdog.close()
         console.finish()
-        if session is not None:
-            _close(session)
-        if scorer is not None:
-            scorer.close()
-        open_parts.close()  # the lock of the folder: after all that writes there
+        parts.close()
         setup.shutdown_megatron()
-
-
-def _close(session: Session) -> None:
-    if session.saving is not None:
-        session.saving.join()  # also when the run ends by an error of something else
-    if session.engine is not None:
-        session.engine.close()
-    session.stream.close()  # before the scorer, which it may still use
-    session.publisher.close()
-    if session.writer is not None:
-        session.writer.close()
 
 
 def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, *, tied: bool) -> Sharing | None:

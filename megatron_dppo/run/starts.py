@@ -18,7 +18,7 @@ from typing import Any
 from megatron_dppo.config.io import dump_toml, load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.files.atomic import write_synced
+from megatron_dppo.files import write_synced
 from megatron_dppo.run.folder import MARKER
 
 STARTS = "starts.jsonl"

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
 from megatron_dppo.config.layout import resolve_parallel
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.errors import CheckpointError, ConfigError, Problems, ServerError, UserError
-from megatron_dppo.families import family_of
-from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config
+from megatron_dppo.data.chat import load_tokenizer
+from megatron_dppo.engines.serving.command import api_key
+from megatron_dppo.engines.teacher import TeacherServers
+from megatron_dppo.errors import CheckpointError, ConfigError, Problems, UserError
+from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.folder import FolderWeights, check_weights_fit, model_shape, read_hf_config
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.objects import from_leader
-from megatron_dppo.platform import Platform
-from megatron_dppo.rollout.teacher import TeacherServers
-from megatron_dppo.run.hf_weights import check_weights_fit
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.run.inputs import ModelInputs
-from megatron_dppo.serving.command import api_key
-from megatron_dppo.types import TrainingSample
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher import Teacher
+
 
 _SHOWN = 3
 
@@ -62,27 +56,6 @@ def teacher_servers(config: Config) -> TeacherServers | None:
         timeout_seconds=chosen.teacher_timeout_seconds,
         max_in_flight=chosen.teacher_max_in_flight,
     )
-
-
-def scored(
-    samples: Sequence[TrainingSample], servers: TeacherServers, group: ProcessGroup | None
-) -> list[TrainingSample]:
-    """The samples with ``teacher_logprobs``; a collective of the ranks that have the same ones, whose first one asks.
-
-    Raises:
-        ServerError: on all of them.
-    """
-
-    def ask() -> tuple[list[Tensor], str]:
-        try:
-            return servers.logprobs(samples), ""
-        except ServerError as error:
-            return [], str(error)
-
-    found, problem = from_leader(ask, group)
-    if problem:
-        raise ServerError("distillation.teacher_urls", problem)
-    return [replace(sample, teacher_logprobs=row) for sample, row in zip(samples, found, strict=True)]
 
 
 def _check(path: str, config: Config, policy: ModelInputs, problems: Problems) -> None:

@@ -11,8 +11,6 @@ Conventions, fixed here and nowhere else:
 - *Log-probabilities* are natural logarithms of the distribution that was sampled from (after temperature).
 """
 
-from megatron_dppo.types.columns import as_bytes
-from megatron_dppo.types.kept import KeptSets, check_kept
 from megatron_dppo.types.loss import (
     NO_NEEDS,
     Divergence,
@@ -24,18 +22,19 @@ from megatron_dppo.types.loss import (
     StepResult,
 )
 from megatron_dppo.types.rollouts import (
-    MISSING_EXPERT,
     Completion,
     FinishReason,
+    KeptSets,
     LeftOut,
     Prompt,
     Rollout,
     RolloutGroup,
-    RoutingShape,
     SamplingParams,
     VersionSpan,
+    as_bytes,
+    check_kept,
 )
-from megatron_dppo.types.router_weights import experts_of, weights_of, with_weights
+from megatron_dppo.types.routes import MISSING_EXPERT, RoutingShape, experts_of, weights_of, with_weights
 from megatron_dppo.types.samples import MicroBatch, MicroBatches, TokenFields, TokenTargets, TrainingSample
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -10,10 +10,85 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_dppo.types.kept import KeptSets
 
-MISSING_EXPERT: Mapping[torch.dtype, int] = {torch.uint8: 255, torch.int16: -1}
-"""What stands in ``routed_experts`` where a router's choice is not known, by dtype."""
+def as_bytes(column: Tensor) -> Tensor:
+    """uint8 ``[nbytes]`` of the numbers in order; the same memory where they lie together, which ``column`` keeps.
+
+    Torch calls a tensor of one element contiguous whatever its stride is, and then cannot view it as another type.
+
+    Example:
+        >>> as_bytes(torch.tensor([[1, 2], [3, 4]], dtype=torch.int16)[:, 1]).tolist()
+        [2, 0, 4, 0]
+    """
+    return column.detach().contiguous().as_strided((column.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSets:
+    """T sets of ids, end to end; they have 1 to thousands of ids each, so that a rectangle would be mostly empty.
+
+    A token was sampled from the softmax over its set alone, and is in it. Indexing picks rows, as of a tensor.
+
+    Example: three tokens; the second one was given, so it has no set.
+
+        >>> kept = KeptSets(torch.tensor([7, 2, 5], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32))
+        >>> len(kept), kept[1:].ids.tolist(), kept[torch.tensor([2, 0])].ids.tolist()
+        (3, [5], [5, 7, 2])
+    """
+
+    ids: Tensor
+    """[N] int32, those of the first token, then those of the second, and so on; distinct within a set"""
+    counts: Tensor
+    """[T] int32, always on the CPU: how many of them each token has; 0 = no set, the whole vocabulary"""
+
+    @classmethod
+    def none(cls, length: int) -> KeptSets:
+        """``length`` tokens without a set."""
+        return cls(torch.empty(0, dtype=torch.int32), torch.zeros(length, dtype=torch.int32))
+
+    @classmethod
+    def cat(cls, parts: Sequence[KeptSets]) -> KeptSets:
+        """The tokens of all parts, one after the other."""
+        return cls(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, rows: Tensor | slice) -> KeptSets:
+        """The tokens at ``rows``: a slice without step, or int64 or bool on the CPU (others are waited for)."""
+        counts = self.counts
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(len(counts))
+            first = int(counts[:start].sum())
+            return KeptSets(self.ids[first : first + int(counts[start:stop].sum())], counts[start:stop])
+        rows = rows.cpu()
+        starts, chosen = counts.cumsum(0)[rows] - counts[rows], counts[rows]
+        # Entry i of the result is entry i - (what came before its row there) of its row here.
+        places = torch.arange(int(chosen.sum())) + (starts - chosen.cumsum(0) + chosen).repeat_interleave(chosen)
+        return KeptSets(self.ids[places.to(self.ids.device, non_blocking=True)], chosen)
+
+    def to(self, device: torch.device) -> KeptSets:
+        """The same with its ids on ``device``."""
+        return KeptSets(self.ids.to(device, non_blocking=True), self.counts)
+
+
+def check_kept(kept: KeptSets, rows: int) -> None:
+    """The columns fit together and ``rows``.
+
+    Raises:
+        ValueError: another number of rows, a negative count, counts that do not add up to the ids, or another type.
+    """
+    ids, counts = kept.ids, kept.counts
+    if ids.dim() != 1 or ids.dtype != torch.int32 or counts.shape != (rows,) or counts.dtype != torch.int32:
+        raise ValueError(
+            f"kept sets of int32 ids [N] and counts [{rows}] are expected, one a token, got {ids.dtype} "
+            f"{list(ids.shape)} and {counts.dtype} {list(counts.shape)}"
+        )
+    if (counts < 0).any() or int(counts.sum()) != len(ids):
+        raise ValueError(
+            f"the counts of the kept sets are {int(counts.min())} at least and {int(counts.sum())} in all, "
+            f"expected 0 or more, and the {len(ids)} ids that there are"
+        )
 
 
 class FinishReason(StrEnum):
@@ -36,35 +111,6 @@ class LeftOut(StrEnum):
     """the step had enough"""
     GIVEN_UP = "given_up"
     """it was stopped while it was sampled, and is not carried on"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingShape:
-    """The sizes of a mixture-of-experts model that routes ``[tokens, L, k]`` have to fit."""
-
-    num_layers: int
-    """L, dense layers included"""
-    num_experts: int
-    topk: int
-    """k, experts a token"""
-    dense_layers: frozenset[int] = frozenset()
-    """layers without a router, from 0; their rows are missing"""
-    weights: bool = False
-    """whether the k combine weights of a row stand beside its experts, see ``types.router_weights``"""
-    weights_add_to_one: bool = True
-    """``norm_topk_prob`` of the model; else they add to at most one"""
-    weights_scale: float = 1.0
-    """that they are multiplied by afterwards (``routed_scaling_factor``)"""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The smallest one that holds every expert and the missing value."""
-        return torch.uint8 if self.num_experts <= MISSING_EXPERT[torch.uint8] else torch.int16
-
-    @property
-    def width(self) -> int:
-        """Numbers in a row: k, and as many as the bytes of k fp32 weights fill."""
-        return self.topk + self.weights * 4 * self.topk // self.dtype.itemsize
 
 
 class VersionSpan(NamedTuple):

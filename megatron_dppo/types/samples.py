@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from megatron_dppo.types.kept import KeptSets
+from megatron_dppo.types.rollouts import KeptSets
 
 
 @dataclass(frozen=True, kw_only=True)

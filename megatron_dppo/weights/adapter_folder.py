@@ -18,10 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.config.lora import LoraConfig
-from megatron_dppo.files.atomic import fsync
-from megatron_dppo.files.disk import disk_errors
-from megatron_dppo.hf import WeightStream, drain
+from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.files import disk_errors, fsync
+from megatron_dppo.hf.folder import WeightStream, drain
 from megatron_dppo.parallel.objects import agreed, is_leader
 
 _WHAT = "the adapter"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron_dppo.hf import WeightStream, drain
+from megatron_dppo.hf.folder import WeightStream, drain
 from megatron_dppo.parallel.objects import from_leader
-from megatron_dppo.rollout.attempt import SyncResult
+from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.probe import Findings, Probe
 from megatron_dppo.weights.sync import WeightSync
 

@@ -16,13 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.layout import Layout, resolve_parallel
-from megatron_dppo.config.lora import LoraConfig
-from megatron_dppo.config.schema import ModelConfig, ParallelConfig
-from megatron_dppo.data.packing import RowShape, pack
-from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
+from megatron_dppo.data.samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config
-from megatron_dppo.platform import Platform
+from megatron_dppo.hf.folder import FolderWeights, model_shape, read_hf_config
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import Quantization
 
@@ -49,7 +47,7 @@ class Converter:
 
     def save_megatron(self, target: Path) -> None:
         """Write a ``torch_dist`` checkpoint of the weights."""
-        from megatron_dppo.mcore.checkpoint import save_model
+        from megatron_dppo.mcore.checkpoint.save_load import save_model
 
         if target.exists():
             raise CheckpointError(f"{target} already exists; choose another folder or delete it")
@@ -63,7 +61,7 @@ class Converter:
         Its files are compared with its manifest; one that has none (of another program) is read after a word on stderr.
         One that holds adapters alone goes on the weights of the Hugging Face folder.
         """
-        from megatron_dppo.mcore.checkpoint import load_model
+        from megatron_dppo.mcore.checkpoint.save_load import load_model
         from megatron_dppo.mcore.lora import Lora
 
         config = _lora_of(checkpoint)
@@ -151,7 +149,7 @@ def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iter
     Raises:
         UserError: the folder is not usable, or the layout does not fit.
     """
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     apply_shims(platform)

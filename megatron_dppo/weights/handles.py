@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.hf import stored_dtype
+from megatron_dppo.hf.folder import stored_dtype
 from megatron_dppo.parallel.objects import from_each, from_leader
-from megatron_dppo.rollout.attempt import Attempt
 from megatron_dppo.rollout.handles import Handle, SharedBucket
 from megatron_dppo.rollout.server import InferenceServer
+from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.transfer import Tensors, Weights
 from megatron_dppo.weights.transfer_group import described, flatten_bucket, widest_first
 

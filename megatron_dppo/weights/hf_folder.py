@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dppo.errors import DiskError
-from megatron_dppo.files.atomic import fsync
-from megatron_dppo.files.disk import disk_errors
-from megatron_dppo.hf import WeightStream, drain, stored_dtype
+from megatron_dppo.files import disk_errors, fsync
+from megatron_dppo.hf.folder import WeightStream, drain, stored_dtype
 from megatron_dppo.parallel.objects import agreed, from_each
 from megatron_dppo.weights.quantization import Quantization, is_quantized, quantized
 

@@ -11,11 +11,13 @@ from torch import Tensor
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.routing import count_differences
 from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.engines.serving.checks import UNUSED
 from megatron_dppo.errors import ContractBreach, ServerError
-from megatron_dppo.hf import end_tokens
+from megatron_dppo.hf.folder import end_tokens
 from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
-from megatron_dppo.rollout.attempt import ask_each
-from megatron_dppo.rollout.probe import (
+from megatron_dppo.types import SamplingParams, TrainingSample
+from megatron_dppo.weights.attempt import ask_each
+from megatron_dppo.weights.probe_requests import (
     Expectation,
     LostWeightsError,
     ProbeAnswer,
@@ -24,10 +26,8 @@ from megatron_dppo.rollout.probe import (
     RouteCounts,
     ask,
 )
-from megatron_dppo.rollout.verdict import judge
-from megatron_dppo.serving.checks import UNUSED
-from megatron_dppo.types import SamplingParams, TrainingSample
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo.weights.verdict import judge
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.packed import Packed

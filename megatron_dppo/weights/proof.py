@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_dppo.rollout.attempt import Attempt
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
+from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.judge import ServerRecord
 

@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_dppo.config.data import RolloutConfig
-from megatron_dppo.errors import NoServerLeft, PublishError
-from megatron_dppo.hf import drain
+from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.engines.server_engine import ServerEngine
+from megatron_dppo.errors import NoServerLeft, PublishError, ServerError
+from megatron_dppo.hf.folder import drain
 from megatron_dppo.parallel.objects import agreed, from_each, from_leader
-from megatron_dppo.rollout.attempt import SyncResult, wait_for_one
-from megatron_dppo.rollout.local import LocalEngine
-from megatron_dppo.rollout.server import ServerInfo
-from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.adapter_proof import AdapterProof
+from megatron_dppo.weights.attempt import SyncResult, ask_each, wait_for_one
 from megatron_dppo.weights.handles import Sharing
-from megatron_dppo.weights.memory import release_all
 from megatron_dppo.weights.probe import Findings, Probe
 from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
+
+_AGAIN_SECONDS = 0.5
+
+
+async def release_all(servers: Sequence[InferenceServer], attempts: int) -> list[str]:
+    """Until every server that answers has released its memory; returns what the user should know.
+
+    One that does not answer has most likely ended, and has no memory then. One that did not say whether it has released
+    it is not asked again: its next answer would be the name that the call before was sent under.
+
+    Raises:
+        PublishError: a server refuses: training beside it would run out of memory.
+        ConfigError: one was started without what this takes.
+    """
+    left, failed = list(servers), dict[str, ServerError]()
+    for attempt in range(attempts):
+        if attempt and left:
+            await asyncio.sleep(_AGAIN_SECONDS)
+        for url, answer in (await ask_each(left, _release)).items():
+            failed.pop(url, None)
+            if isinstance(answer, ServerError):
+                failed[url] = answer
+        left = [server for server in left if server.url in failed and failed[server.url].status is not None]
+    if refusals := [str(failed[server.url]) for server in left]:
+        raise PublishError(
+            "the trainer cannot use its GPUs, since servers on them keep their memory (rollout.servers.colocated):\n"
+            + "\n".join(f"  - {refusal}" for refusal in refusals)
+        )
+    return [f"did not release its memory, and training may lack it: {error}" for error in failed.values()]
+
+
+async def _release(server: InferenceServer) -> None:
+    if not await server.alive():  # soon known of one that was silent before
+        raise ServerError(server.url, "no answer")
+    await server.release_memory()
 
 
 class Publisher(Protocol):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import WeightStream
+from megatron_dppo.hf.folder import WeightStream
 
 Format = Literal["fp8", "int4"]
 FORMATS: tuple[Format, ...] = get_args(Format)

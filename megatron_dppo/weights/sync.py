@@ -16,17 +16,16 @@ import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import CheckpointError, DiskError, ServerError
-from megatron_dppo.files.disk import disk_errors
-from megatron_dppo.hf import drain
-from megatron_dppo.rollout.attempt import Attempt, SyncResult
+from megatron_dppo.files import disk_errors
+from megatron_dppo.hf.folder import drain
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.adapter_folder import on_cpu, write_adapter
-from megatron_dppo.weights.delta import Deltas
+from megatron_dppo.weights.attempt import Attempt, SyncResult
 from megatron_dppo.weights.handles import HandleTransfer, SharedStream, Sharing, as_sent
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, kv_heads
 from megatron_dppo.weights.quantization import Quantization, quantized
-from megatron_dppo.weights.transfer import BucketTransfer, Weights, whole
+from megatron_dppo.weights.transfer import BucketTransfer, Weights
 from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
 
 T = TypeVar("T")
@@ -76,9 +75,7 @@ class WeightSync:
         self._servers, self._config, self._tied = list(servers), config, tied
         self._model_folder, self._folder, self._dtype = model_folder, weights_folder, dtype
         self._runner = asyncio.Runner()
-        self._deltas = Deltas() if config.delta else None
-        giving = whole if self._deltas is None else self._deltas.giving
-        self._buckets = BucketTransfer(self._servers, config, device, transport or TorchTransport(), giving)
+        self._buckets = BucketTransfer(self._servers, config, device, transport or TorchTransport())
         self._sharing, self._adapter, self._quantization = sharing, adapter, quantization
         self._handles = None if sharing is None else HandleTransfer(self._servers, sharing)
         self._proofs = WeightProofs(kv_heads(model_folder))
@@ -173,9 +170,6 @@ class WeightSync:
         if every and (len(self._versions) - 1) % every == 0:
             proof = await self._proofs.begin(attempt.left(self._servers), attempt, again=again)
         watched = proof.watch(weights) if proof is not None else weights
-        if self._deltas is not None:
-            self._deltas.choose(attempt.left(self._servers), attempt, again=again)
-            watched = self._deltas.watch(watched, attempt.version)
         if self._config.method in ("disk", "adapter"):
             await self._through_folder(watched, attempt)
         elif self._handles is not None and isinstance(weights, SharedStream):
@@ -184,8 +178,6 @@ class WeightSync:
             await self._buckets.send(watched, attempt, self._given)
         if proof is not None:
             await proof.judge(attempt.left(self._servers), attempt)
-            if self._deltas is not None:
-                self._deltas.judged(proof, attempt.left(self._servers), attempt)
         await attempt.each(attempt.left(self._servers), lambda server: server.resume())
         if attempt.failed.keys() & set(self._buckets.members):
             await self._buckets.leave()

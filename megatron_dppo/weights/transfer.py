@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,23 +16,16 @@ from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.rollout.attempt import Attempt, caught
 from megatron_dppo.rollout.server import InferenceServer, transfer_group_name
+from megatron_dppo.weights.attempt import Attempt, caught
 from megatron_dppo.weights.transfer_group import Bucket, GroupTransport, described, flatten_bucket, widest_first
 
 Weights = Iterator[tuple[str, Tensor]]
 Tensors = list[tuple[str, Tensor]]
 Description = tuple[list[str], list[str], list[list[int]]]
 """names, dtypes and shapes of a bucket's tensors"""
-Giving = Callable[[Tensors], Callable[[InferenceServer], Awaitable[None]]]
-"""For a bucket: the call that gives it to a server by value."""
 _GOODBYE_SECONDS = 10.0
 _ANOTHER = "another server of the broadcast failed"
-
-
-def whole(tensors: Tensors) -> Callable[[InferenceServer], Awaitable[None]]:
-    """All of a bucket, to whatever server."""
-    return lambda server: server.receive_tensors(tensors)
 
 
 class Buckets:
@@ -87,7 +80,6 @@ class BucketTransfer:
         config: method and sizes.
         device: of the buckets; a CUDA device makes the group an NCCL one.
         transport: how a bucket reaches the members of a group.
-        giving: how a bucket reaches a server by value.
     """
 
     def __init__(
@@ -96,10 +88,8 @@ class BucketTransfer:
         config: WeightSyncConfig,
         device: torch.device,
         transport: GroupTransport,
-        giving: Giving = whole,
     ) -> None:
         self._servers, self._config, self._device, self._transport = servers, config, device, transport
-        self._giving = giving
         self._group: Any = None
         self.members: tuple[str, ...] = ()
         """URLs of the servers in the group"""
@@ -140,7 +130,7 @@ class BucketTransfer:
     ) -> _Flight:
         """Send a bucket on its way; returns when the one before has left."""
         if self._config.method == "tensor":
-            calls = asyncio.create_task(attempt.each(servers, self._giving(tensors)))
+            calls = asyncio.create_task(attempt.each(servers, lambda server: server.receive_tensors(tensors)))
             return _Flight(calls, calls)
         tensors = widest_first(tensors)
         answered = asyncio.create_task(self._announce(described(tensors), servers, attempt))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import CheckpointError, ConfigError
-from megatron_dppo.families import FAMILIES
-from megatron_dppo.families.family import default_rope, head_dim
-from megatron_dppo.hf import model_shape
+from megatron_dppo.hf.families import FAMILIES
+from megatron_dppo.hf.families.family import default_rope, head_dim
+from megatron_dppo.hf.folder import model_shape
 
 TARGETS: Mapping[str, str] = {
     "llama": "qwen2_moe",

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.files.disk import require_space
-from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config, weight_shapes
+from megatron_dppo.files import require_space
+from megatron_dppo.hf.folder import FolderWeights, model_shape, read_hf_config, weight_shapes
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.upcycled_config import Upcycling, upcycled_config
 

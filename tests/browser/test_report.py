@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.page.build import Run, build, write_report
+from megatron_dppo.report.page.build import Run, build, write_report
 from tests.browser.pages import DESK, PHONE, browser, complaints, opened, shot, soon
 from tests.unit.recorded_run import HOSTILE, decode, write_run
 

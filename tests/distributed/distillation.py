@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.hf import DictWeights, build_hf_model, stream_model
+from megatron_dppo.hf.folder import DictWeights, build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import Divergence, KeptSets, TrainingSample
@@ -33,7 +33,7 @@ from tests.distributed.objective import (
 )
 from tests.distributed.parity import Case, build_trainer, config_for, gradient_reader, hf_config, on_cpu
 from tests.distributed.plain_losses import plain_loss
-from tests.unit.test_distillation_head import plain
+from tests.unit.head.test_distillation_head import plain
 
 DPPO = {"divergence_threshold_low": 0.04, "divergence_threshold_high": 0.04}
 LOSSES: dict[str, dict[str, Any]] = {
@@ -209,7 +209,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
 
 def run(rank: int, world_size: int, lectures: list[Lecture], file: Path) -> None:
     """Several lectures in one set of processes; ``file`` has what ``make_all`` made."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

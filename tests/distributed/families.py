@@ -1,4 +1,4 @@
-"""Tiny models of each family of ``megatron_dppo.families``, as transformers makes them, and in float64 throughout."""
+"""Tiny models of each family of ``megatron_dppo.hf.families``, as transformers makes them, in float64 throughout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.hf import build_hf_model
+from megatron_dppo.hf.folder import build_hf_model
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _SIZES: dict[str, Any] = dict(

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.config.layer_noise import LayerNoiseConfig
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.data.packing import pack
-from megatron_dppo.hf import stream_model
+from megatron_dppo.config.train import LayerNoiseConfig
+from megatron_dppo.data.samples import pack
+from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.mcore.layer_noise import RowNoise
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.types import TrainingSample
 from tests.distributed.families import in_float64
@@ -114,7 +114,7 @@ def scoring_error(trainer: Any, case: Case, mine: list[TrainingSample]) -> float
 
 def half(rank: int, world_size: int) -> None:
     """In fp16 the gradient of the noise has the loss scale, which is taken out before it is followed."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
@@ -135,7 +135,7 @@ def half(rank: int, world_size: int) -> None:
 
 def run(rank: int, world_size: int, cases: list[Case]) -> None:
     """Every layout."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

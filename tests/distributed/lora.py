@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.hf import stream_model
+from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from tests.distributed.objective import in_float64
@@ -285,7 +285,7 @@ def load(rank: int, world_size: int, cases: list[tuple[str, Case]], folder: Path
     platform = on_this_cpu()
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.checkpoint import checkpoints
+    from megatron_dppo.mcore.checkpoint.save_load import checkpoints
 
     for name, case in cases:
         trainer = build(case, ALL, platform)
@@ -299,7 +299,7 @@ def load(rank: int, world_size: int, cases: list[tuple[str, Case]], folder: Path
 
 def on_this_cpu() -> Platform:
     """The platform, with Megatron made fit for it."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

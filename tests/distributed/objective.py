@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.hf import build_hf_model, stream_model
+from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.types import KeptSets, LossInputs, TrainingSample
 from tests.distributed.families import in_float64
@@ -273,7 +273,7 @@ def run(
         report: None = no file.
         every: each layout takes every n-th variant, the next one begins one further on.
     """
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.config.layer_noise import LayerNoiseConfig
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.train import LayerNoiseConfig
 from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.hf import DictWeights, build_hf_model, model_shape, stream_model
+from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, stream_model
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import TrainingSample
@@ -293,11 +293,11 @@ def logprob_error(updater: Updater, hf: HFSide, mine: list[TrainingSample]) -> f
 
 def run(rank: int, world_size: int, cases: list[Case]) -> None:
     """Check several layouts in one set of processes."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
-    from megatron_dppo.mcore import length_buckets
+    from megatron_dppo.mcore.compat import attention as length_buckets
 
     length_buckets._FREE_SLOTS = 0  # the rows are so short that all of their sequences would be one group
     from megatron.core import parallel_state

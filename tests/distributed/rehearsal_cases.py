@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.commands.plan.child import Question
+from megatron_dppo.commands.plan.machine import MACHINES
+from megatron_dppo.commands.plan.rehearse import Role
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.hf import DictWeights, model_shape, stream_model
-from megatron_dppo.plan.child import Question
-from megatron_dppo.plan.machine import MACHINES
-from megatron_dppo.plan.rehearse import Role
+from megatron_dppo.hf.folder import DictWeights, model_shape, stream_model
 from tests.distributed.parity import Case, config_for, hf_config, hf_reference
 from tests.distributed.spawn import run_distributed
 
@@ -39,8 +39,8 @@ def real(case: Case, world_size: int, folder: Path, dtype: str = "fp32") -> list
 
 
 def _real_rank(rank: int, world_size: int, case: Case, dtype: str, folder: str) -> None:
-    from megatron_dppo.mcore.compat import apply_shims
-    from megatron_dppo.platform import Platform
+    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.parallel.platform import Platform
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
@@ -52,10 +52,10 @@ def _real_rank(rank: int, world_size: int, case: Case, dtype: str, folder: str) 
 
 def update(config: Config, model: Any, layout: Layout, loaded: dict[str, torch.Tensor], platform: Any) -> Any:
     """The ``Measured`` of the first update of this rank, with these weights; in a process group."""
+    from megatron_dppo.commands.plan.measure import measured_update, trainer_builder
+    from megatron_dppo.commands.plan.meter import Meter
+    from megatron_dppo.commands.plan.models import rows
     from megatron_dppo.losses import policy_objective
-    from megatron_dppo.plan.measure import measured_update, trainer_builder
-    from megatron_dppo.plan.meter import Meter
-    from megatron_dppo.plan.sample import rows
 
     class Copies(DictWeights):
         """Tensors that are gone once they are read, as those of a file."""

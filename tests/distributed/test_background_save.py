@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.errors import DiskError
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from tests.distributed.parity import Case, HFSide, build_trainer
 from tests.distributed.spawn import run_distributed
 
@@ -32,11 +32,11 @@ def spoil(trainer: Any) -> None:
 
 
 def save_and_go_on(rank: int, world_size: int, path: str) -> None:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)
-    from megatron_dppo.mcore.manifest import read_manifest
+    from megatron_dppo.mcore.checkpoint.manifest import read_manifest
     from megatron_dppo.mcore.setup import host_world
 
     trainer = build_trainer(Case({}), HFSide(Case()).model, here, "bf16")

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.data.packing import pack
-from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.hf import build_hf_model, stream_model
+from megatron_dppo.data.samples import pack, to_training_sample
+from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import TrainingSample
 from tests.distributed.objective import in_float64
 from tests.distributed.parity import LOSS, Case, build_trainer, gradient_reader, hf_reference, on_cpu, worst
@@ -78,7 +77,7 @@ def reference() -> tuple[dict[str, Tensor], float]:
 
 def run(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
     """Gradient and metric of each layout."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

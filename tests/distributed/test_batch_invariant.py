@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.parallel.objects import is_leader
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import Prompt, SamplingParams, TrainingSample
@@ -77,11 +77,11 @@ def _largest(difference: Tensor, mask: Tensor) -> float:
 
 
 def run_steps(rank: int, world_size: int, case: Case, setting: str, steps: int, file: str | None) -> None:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
-    from megatron_dppo.run.own_engine import OwnEngine
+    from megatron_dppo.run.batch_invariant_engine import OwnEngine
 
     settings = SETTINGS[setting]
     rollout = {"batch_invariant": True, "dtype": "fp32", "temperature": settings.get("temperature", 1.0)}
@@ -114,7 +114,7 @@ def run_steps(rank: int, world_size: int, case: Case, setting: str, steps: int, 
 
 def check_kernels(rank: int, world_size: int) -> None:
     """Every kernel on parts of a batch, against itself on the whole batch and against float64."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     apply_shims(Platform.detect(force_cpu=True))
     from megatron_dppo.mcore.invariant import InvariantCoreAttention, make_batch_invariant

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.hf import build_hf_model, stream_model
+from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import DTYPES, Platform
+from megatron_dppo.parallel.platform import DTYPES, Platform
 from megatron_dppo.policy.update import Updater
 from tests.distributed.objective import (
     TEMPERATURE,
@@ -54,7 +54,7 @@ def norm(values: dict[str, Tensor]) -> float:
 
 def run(rank: int, world_size: int, dtype: str, layouts: list[dict[str, Any]]) -> None:
     """Both variants on each layout."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from tests.distributed.parity import LOSS, STEPS, Case, HFSide, build_trainer, config_for, samples
 from tests.distributed.spawn import run_distributed
@@ -106,13 +106,13 @@ def compare(found: Any, expected: Any, what: str) -> None:
 
 
 def with_and_without(rank: int, world_size: int, path: str) -> None:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore import device_state
+    from megatron_dppo.mcore import host_memory as device_state
 
     device_state._PIECE = 10_000  # several pieces for most storages
     for i, (dtype, parallel, optimizer) in enumerate(CASES):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import DictWeights, stream_model
+from megatron_dppo.hf.folder import DictWeights, stream_model
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from tests.distributed.families import OWN
 from tests.distributed.layouts import ALLGATHER, CP, EP, EP4, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
@@ -106,7 +106,7 @@ def exported(trainer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def biases_of_routers(rank: int, world_size: int, folder: str) -> None:
     """In bf16: exact through an update; balanced when asked to, and then in the checkpoint; a reference has its own."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
@@ -134,7 +134,7 @@ def biases_of_routers(rank: int, world_size: int, folder: str) -> None:
 
 def check_update(trainer: Any, case: Case, model: Any, *, rate: float) -> None:
     """What becomes of the biases in one update, and what a reference policy has."""
-    from megatron_dppo.mcore.reference import ReferenceWeights
+    from megatron_dppo.mcore.host_memory import ReferenceWeights
 
     given = {name: bias for name, bias in model.state_dict().items() if name.endswith("e_score_correction_bias")}
     biases, before = exported(trainer)

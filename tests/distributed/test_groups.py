@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import exchange, from_each, from_leader, parts_from_leader
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from tests.distributed.spawn import run_distributed
 from tests.unit.columns import same
 
@@ -24,7 +24,7 @@ def limit_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def check(rank: int, world_size: int) -> None:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

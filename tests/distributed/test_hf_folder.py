@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_dppo.errors import DiskError
-from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
+from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.weights import hf_folder
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.spawn import run_distributed

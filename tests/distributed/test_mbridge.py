@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.hf import FolderWeights, model_shape, stream_model
+from megatron_dppo.hf.folder import FolderWeights, model_shape, stream_model
 from megatron_dppo.mcore import mapping
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.parity import hf_config, hf_reference
 from tests.distributed.spawn import run_distributed
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 
 def _compare(rank: int, world_size: int, folder: str) -> None:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     apply_shims(Platform.detect(force_cpu=True), packages=("megatron.core", "mbridge"))
     from mbridge.models.qwen3moe import Qwen3MoEBridge

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from tests.distributed.parity import LOSS, Case, HFSide, build_trainer, config_for, samples
 from tests.distributed.spawn import run_distributed
@@ -82,13 +82,13 @@ def check_place(trainer: Any, name: str) -> None:
 
 
 def offload(rank: int, world_size: int, path: str) -> None:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.checkpoint import checkpoints
+    from megatron_dppo.mcore.checkpoint.save_load import checkpoints
 
     def build(settings: dict[str, Any]) -> Any:
         return build_trainer(CASE, HFSide(CASE).model, here, "bf16", optimizer=settings)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from tests.distributed.parity import Case, HFSide, build_trainer
 from tests.distributed.spawn import run_distributed
 
@@ -79,7 +79,7 @@ def own_format(trainer: Any) -> None:
 
 
 def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)

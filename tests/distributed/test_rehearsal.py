@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.plan.rehearsals import Rehearsals
+from megatron_dppo.commands.plan.rehearsals import Rehearsals
 from tests.distributed.layouts import CP, EP, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
 from tests.distributed.parity import Case
 from tests.distributed.rehearsal_cases import question, real

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dppo.hf import stream_model
+from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from tests.distributed.parity import (
     LOSS,
@@ -34,7 +34,7 @@ EP = {"expert_model_parallel_size": 2}
 
 
 def platform() -> Platform:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)
@@ -67,7 +67,7 @@ def load(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], fo
     here = platform()
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.checkpoint import checkpoints
+    from megatron_dppo.mcore.checkpoint.save_load import checkpoints
 
     hf = HFSide(Case(mixed=mixed))
     for _ in range(STEPS):

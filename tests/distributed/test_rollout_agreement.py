@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.config.layout import resolve_layout
-from megatron_dppo.data.packing import pack
-from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.hf import DictWeights, build_hf_model, model_shape, read_hf_config, stream_model
-from megatron_dppo.platform import Platform
-from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.data.chat import load_tokenizer
+from megatron_dppo.data.samples import pack, to_training_sample
+from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, read_hf_config, stream_model
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.distributed.parity import Case, config_for
 from tests.distributed.spawn import run_distributed
@@ -32,7 +31,7 @@ def prompts(tokenizer) -> list[Prompt]:  # type: ignore[no-untyped-def]
 
 
 def _largest_difference(rank: int, world_size: int) -> None:
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.data.samples import to_training_sample
-from megatron_dppo.hf import stream_model
-from megatron_dppo.platform import Platform
-from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.hf.folder import stream_model
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import Prompt, SamplingParams, TrainingSample
 from tests.distributed.layouts import CP, EP, FULL, PP, TP
 from tests.distributed.parity import Case, build_trainer, hf_reference
@@ -80,7 +80,7 @@ def measured(case: Case, platform: Platform, *, weights: bool) -> list[tuple[flo
 
 def run(rank: int, world_size: int, cases: list[Case]) -> None:
     """Each layout with the experts alone and with their weights."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.parallel.objects import from_each
-from megatron_dppo.rollout.attempt import SyncResult
 from megatron_dppo.rollout.handles import SharedBucket
 from megatron_dppo.weights import handles
+from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.handles import Sharing
 from tests.distributed.spawn import run_distributed
 from tests.unit.weight_server import FakeServer, files_of, make, weights

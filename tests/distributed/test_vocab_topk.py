@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from torch import Tensor
 
+from megatron_dppo.head.vocab_topk import VocabStatistics, vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.losses import binary_kl, binary_tv, topk_kl, topk_tv
-from megatron_dppo.parallel.vocab_topk import VocabStatistics, vocab_parallel_statistics, vocab_parallel_topk
 from tests.distributed.collectives import recorded_collectives
 from tests.distributed.spawn import run_distributed
 from tests.distributed.vocab_cases import (

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.run.session import warmup_for
 from tests.distributed.parity import Case, config_for, samples
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_checkpoints import damages, make_trainer, put
@@ -32,9 +33,8 @@ class StopAfter:
 
 def warm_up(trainer: Any, folder: Path, stop_after: int) -> list[int]:
     """The steps that it did, until the signal or its end."""
-    from megatron_dppo.policy.warmup import run_warmup
-    from megatron_dppo.run.session import warmup_for
-    from megatron_dppo.supervision.stop_signal import Stopped
+    from megatron_dppo.run.stop_signal import Stopped
+    from megatron_dppo.run.warmup import run_warmup
 
     config = config_for(Case(), warmup={"num_steps": STEPS, "batch_size": 4})
     done: list[int] = []

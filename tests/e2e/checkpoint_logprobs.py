@@ -9,19 +9,19 @@ import torch.distributed as dist
 
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import resolve_layout
-from megatron_dppo.data.packing import pack
-from megatron_dppo.hf import FolderWeights, model_shape, read_hf_config
-from megatron_dppo.platform import Platform
+from megatron_dppo.data.samples import pack
+from megatron_dppo.hf.folder import FolderWeights, model_shape, read_hf_config
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import TrainingSample
 
 
 def compare(rank: int, world_size: int, run: str, reference: str) -> None:
     """Load the last checkpoint of a run on its own layout and compare one sequence within 1e-5."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
-    from megatron_dppo.mcore.checkpoint import checkpoints
+    from megatron_dppo.mcore.checkpoint.save_load import checkpoints
     from megatron_dppo.mcore.setup import initialize_megatron
     from megatron_dppo.policy.trainer import PolicyTrainer
 

@@ -75,7 +75,7 @@ def _rank(arguments: list[str], environment: dict[str, str], folder: str) -> Non
         file = os.open(Path(folder) / f"{name}.{os.environ.get('RANK', '0')}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         stream.flush()
         os.dup2(file, number)
-    from megatron_dppo.cli.main import train_main
+    from megatron_dppo.commands.main import train_main
 
     try:
         code = train_main(arguments)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.cli.main import main
+from megatron_dppo.commands.main import main
 from tests.e2e.runs import ROOT, environment
 
 pytestmark = pytest.mark.e2e
@@ -35,7 +35,7 @@ def test_eval_of_the_newest_checkpoint_is_greedy_generation_of_the_exported_mode
     arguments = ["eval", str(base_run), "--answers", "answers.jsonl", "--json", "values.json"]
     settings = ["--rollout.dtype", "fp32", "--eval.max_prompts", "24", "--eval.max_new_tokens", "24"]
     found = subprocess.run(
-        [sys.executable, "-m", "megatron_dppo.cli.main", *arguments, *settings],
+        [sys.executable, "-m", "megatron_dppo.commands.main", *arguments, *settings],
         env=environment(),
         cwd=tmp_path,  # not where the run was started, whose configuration has relative paths
         capture_output=True,

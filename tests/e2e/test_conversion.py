@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from megatron_dppo.hf import FolderWeights, build_hf_model, stream_model
+from megatron_dppo.hf.folder import FolderWeights, build_hf_model, stream_model
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.upcycled_config import Upcycling
 from megatron_dppo.weights.upcycling import upcycle_folder
@@ -36,7 +36,7 @@ def tool(name: str, *arguments: str, processes: int = 1) -> subprocess.Completed
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     is_script = name.endswith(".py")
-    program = [str(ROOT / "tools" / name)] if is_script else ["-m", "megatron_dppo.cli.main", "convert", name]
+    program = [str(ROOT / "tools" / name)] if is_script else ["-m", "megatron_dppo.commands.main", "convert", name]
     command = [*launcher, *program, *arguments]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.cli.shipped import TOOLS
+from megatron_dppo.commands.shipped import TOOLS
 from tests.e2e.runs import ROOT
 
 pytestmark = pytest.mark.e2e

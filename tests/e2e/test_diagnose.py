@@ -28,7 +28,7 @@ def diagnosed(folder: Path, *overrides: str, processes: int = 1) -> dict[str, An
     target = folder.with_name("ledger.json")
     target.unlink(missing_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_dppo.cli.main", "diagnose"]
+    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_dppo.commands.main", "diagnose"]
     done = subprocess.run(
         [*command, str(folder), "--json", str(target), *overrides],
         env=environment(),

@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 
 from megatron_dppo.errors import CheckpointError, ConfigError
-from megatron_dppo.mcore.compat import apply_shims
-from megatron_dppo.platform import Platform
+from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.parallel.platform import Platform
 from tests.e2e.runs import environment, flags, train
 
 pytestmark = pytest.mark.e2e
@@ -42,7 +42,7 @@ def replayed(
     target = folder.with_name("replay.json")
     target.unlink(missing_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_dppo.cli.main", "replay"]
+    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_dppo.commands.main", "replay"]
     done = subprocess.run(
         [*command, str(folder), "--step", str(step), "--json", str(target), *more],
         env=environment(),
@@ -85,7 +85,7 @@ def test_one_process_is_exact_and_says_what_is_missing_or_changed(short_run: lis
     assert done.returncode == 0 and not found["exact"], "one log mu is another one"
     file.write_bytes(untouched)
     (folder / "checkpoints/step_000002").rename(tmp_path / "away")
-    from megatron_dppo.replay.replay import replay_step
+    from megatron_dppo.commands.replay.replay import replay_step
 
     with pytest.raises(CheckpointError, match=r"--step 3 needs the checkpoint of step 2.* replay one of steps \[2\]"):
         replay_step(folder, 3)

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
-from megatron_dppo.cli.main import train_main
-from megatron_dppo.hf import FolderWeights
+from megatron_dppo.commands.main import train_main
+from megatron_dppo.hf.folder import FolderWeights
 from tests.e2e.runs import CONFIG, command, environment, flags, from_base, train, without_timings
 
 pytestmark = pytest.mark.e2e

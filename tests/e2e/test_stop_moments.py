@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.data import chain_sum
+from megatron_dppo.data import tasks as chain_sum
 from tests.e2e.runs import command, environment, records
 from tests.e2e.test_resume import assert_same_run
 from tests.e2e.test_signals import Run

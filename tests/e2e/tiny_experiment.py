@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from megatron_dppo.experiments.experiment import Block, Claim, Experiment
-from megatron_dppo.experiments.report import Request, carry_out
+from megatron_dppo.commands.experiments.experiment import Block, Claim, Experiment
+from megatron_dppo.commands.experiments.report import Request, carry_out
 
 TINY = {
     "run": {"num_steps": 2},

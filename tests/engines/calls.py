@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from megatron_dppo.rollout.http import Deadlines
+from megatron_dppo.engines.servers.http import Deadlines
+from megatron_dppo.engines.sglang import SGLangServer
+from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.rollout.server import GenerateRequest, InferenceServer
-from megatron_dppo.rollout.sglang import SGLangServer
-from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.types import RoutingShape, SamplingParams
 from tests.engines.servers import Engine
 

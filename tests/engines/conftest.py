@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.supervision.processes import no_orphans
+from megatron_dppo.run.orphans import no_orphans
 from tests.engines.calls import call
 from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
 from tests.engines.tiny import Reference, make_tiny

@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.hf import DictWeights, model_shape, read_hf_config, stream_model
-from megatron_dppo.platform import Platform
+from megatron_dppo.hf.folder import DictWeights, model_shape, read_hf_config, stream_model
+from megatron_dppo.parallel.platform import Platform
 from tests.engines.tiny import make_tiny
 
 
 @functools.cache
 def prepare() -> Platform:
     """Before the first import of megatron."""
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from megatron_dppo.data.routing import count_differences
-from megatron_dppo.rollout.probe import Expectation, ProbeAnswer, Reading, RouteCounts, ask
 from megatron_dppo.rollout.server import Generation, InferenceServer
-from megatron_dppo.rollout.verdict import ProbeResult, judge
+from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, Reading, RouteCounts, ask
+from megatron_dppo.weights.verdict import ProbeResult, judge
 from tests.distributed.kept import keep
 from tests.engines.calls import call
 from tests.engines.servers import Engine

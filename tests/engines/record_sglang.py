@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.engines.servers.http import HttpClient
+from megatron_dppo.engines.sglang import wire
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.http import HttpClient
-from megatron_dppo.rollout.sglang import wire
 from tests.engines.calls import SHORT, ask
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
 from tests.engines.tiny import ROUTING, make_tiny

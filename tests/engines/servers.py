@@ -119,7 +119,7 @@ def start_sglang(
     # By itself it takes a port that the kernel may give to a connection before it is bound.
     command += ["--nccl-port", str(free_port())]
     command += ["--max-running-requests", "64", "--log-level", "warning"]
-    command += ["--custom-weight-loader", "megatron_dppo_delta.load", *options]
+    command += options
     return start_engine("sglang", command, port, log, env)
 
 

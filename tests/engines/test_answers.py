@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megatron_dppo.cli.main import main
+from megatron_dppo.commands.main import main
 from tests.e2e.runs import CONFIG, flags
 from tests.engines.servers import Engine
 from tests.engines.tiny import Reference, difference

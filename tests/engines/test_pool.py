@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from megatron_dppo.engines.server_engine import ServerEngine
+from megatron_dppo.engines.servers.http import Deadlines
+from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.rollout.engine import GroupRequest
-from megatron_dppo.rollout.http import Deadlines
 from megatron_dppo.rollout.server import GenerateRequest, Generation
-from megatron_dppo.rollout.server_engine import ServerEngine
-from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
 from tests.engines.tiny import SPECIAL, Reference, byte_tokenizer, difference
@@ -182,7 +182,7 @@ def test_the_slowest_are_stopped_and_continued_under_the_next_weights(
     two: list[Engine], old_model: Reference, new_model: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the routes of each prompt asked for once for its three responses."""
-    monkeypatch.setattr("megatron_dppo.rollout.prompt_routes.WORTH_ASKING_ONCE", 0)
+    monkeypatch.setattr("megatron_dppo.engines.servers.responder.WORTH_ASKING_ONCE", 0)
     clients, engine = engine_over(two, old_model, 0)
     try:
         # More than are in flight at a time: those of one batch may all end together.

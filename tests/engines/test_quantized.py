@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.hf import build_hf_model, stream_model
-from megatron_dppo.rollout.attempt import SyncResult
-from megatron_dppo.rollout.vllm import VLLMServer
+from megatron_dppo.engines.vllm import VLLMServer
+from megatron_dppo.hf.folder import build_hf_model, stream_model
+from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import FORMATS, Quantization
 from megatron_dppo.weights.sync import WeightSync
@@ -26,7 +26,7 @@ from tests.engines.proxy import Proxy
 from tests.engines.servers import TOOLS, Engine, SharedEngine, start_vllm
 from tests.engines.test_sync_proof import other_folder
 from tests.engines.tiny import END, SPECIAL, VOCAB, byte_tokenizer
-from tests.unit.test_quantization import qwen3_moe
+from tests.unit.weights.test_quantization import qwen3_moe
 
 
 def model(seed: int) -> Any:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dppo.engines.servers.contract import Contract, check_generation
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.contract import Contract, check_generation
 from megatron_dppo.rollout.server import Generation, InferenceServer
 from tests.distributed.kept import keep
 from tests.e2e.runs import step_records, train

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.probe import Expectation, ask
-from megatron_dppo.rollout.sglang import SGLangServer
+from megatron_dppo.weights.probe_requests import Expectation, ask
 from tests.distributed.spawn import run_distributed
 from tests.e2e.runs import records, train
 from tests.engines.changes import logprobs, next_one, routes, telling, topk
@@ -61,8 +61,8 @@ def bf16(confident: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def _judge_all(rank: int, world_size: int, url: str, folder: Path) -> None:
     """Every lie to a trainer in bf16; the truth too, before and after."""
     prepare()
-    from megatron_dppo.rollout.verdict import judge
     from megatron_dppo.weights.probe import read_answers
+    from megatron_dppo.weights.verdict import judge
 
     trainer = trainer_of(folder, "bf16", TEMPERATURE, K)
     expected = expectation(dtype="bf16", topk_logprobs=K, routing=ROUTING, temperature=TEMPERATURE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.probe import ProbeError
+from megatron_dppo.weights.probe_requests import ProbeError
 from tests.e2e.runs import records, train
 from tests.engines.calls import call
 from tests.engines.probes import TEXT, expectation, run

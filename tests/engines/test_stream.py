@@ -12,11 +12,11 @@ import pytest
 from torch import Tensor
 from transformers import AutoConfig
 
-from megatron_dppo.rollout.answers import AnswerProcesses, AnswerSettings
-from megatron_dppo.rollout.http import Deadlines
-from megatron_dppo.rollout.server_engine import ServerEngine, contract_of
-from megatron_dppo.rollout.sglang import SGLangServer
-from megatron_dppo.run.stream.saved import load_contents
+from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
+from megatron_dppo.engines.server_engine import ServerEngine, contract_of
+from megatron_dppo.engines.servers.http import Deadlines
+from megatron_dppo.engines.sglang import SGLangServer
+from megatron_dppo.rollout.saved import load_contents
 from megatron_dppo.types import Prompt
 from tests.engines.servers import Engine
 from tests.engines.tiny import SPECIAL, Reference, byte_tokenizer

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load, save
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.rollout.attempt import SyncResult
-from megatron_dppo.rollout.sglang import SGLangServer
-from megatron_dppo.rollout.vllm import VLLMServer
+from megatron_dppo.engines.sglang import SGLangServer
+from megatron_dppo.engines.vllm import VLLMServer
+from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.sync import WeightSync
 from tests.engines.proxy import Exchange, Proxy
 from tests.engines.servers import Engine

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from megatron_dppo.rollout.teacher import TeacherServers
+from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.types import TrainingSample
 from tests.engines.servers import Engine
 from tests.engines.tiny import VOCAB, Reference, difference

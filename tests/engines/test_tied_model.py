@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
+from megatron_dppo.engines.sglang import SGLangServer
+from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.rollout.server import InferenceServer
-from megatron_dppo.rollout.sglang import SGLangServer
-from megatron_dppo.rollout.vllm import VLLMServer
 from megatron_dppo.weights.sync import WeightSync
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.checks import check_logprobs

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
-from megatron_dppo.rollout.fields import policy_version
-from megatron_dppo.rollout.http import Deadlines
+from megatron_dppo.engines.servers.fields import policy_version
+from megatron_dppo.engines.servers.http import Deadlines
+from megatron_dppo.engines.sglang import SGLangServer
+from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.rollout.server import ServerInfo
-from megatron_dppo.rollout.sglang import SGLangServer
 from megatron_dppo.weights.sync import WeightSync
 from tests.e2e.runs import CONFIG, command, environment, records, step_records, train
 from tests.engines.lies import generation_lie, nan_logprobs, shifted_topk

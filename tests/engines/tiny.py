@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_dppo.hf import WeightStream, stream_model
+from megatron_dppo.hf.folder import WeightStream, stream_model
 from megatron_dppo.types import RoutingShape
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 512, 2, 8, 2

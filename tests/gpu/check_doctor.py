@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dppo.doctor.combinations import known_bad
-from megatron_dppo.doctor.machine import in_words, look
-from megatron_dppo.doctor.self_test import run_self_test
+from megatron_dppo.commands.doctor.combinations import known_bad
+from megatron_dppo.commands.doctor.machine import in_words, look
+from megatron_dppo.commands.doctor.self_test import run_self_test
 from tests.gpu.checks import Result
 
 

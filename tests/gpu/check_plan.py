@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.config.layout import resolve_layout
-from megatron_dppo.platform import Platform
+from megatron_dppo.parallel.platform import Platform
 from tests.gpu.checks import Result
 
 TOKENS = 2048
@@ -31,13 +31,13 @@ _SIZES = dict(
 def check(device: torch.device) -> Iterator[Result]:
     """Peak memory of start and first update, without and with recomputation."""
     platform = Platform.detect(0, force_cpu=device.type == "cpu")
-    from megatron_dppo.mcore.compat import apply_shims
+    from megatron_dppo.mcore.compat.shims import apply_shims
 
     apply_shims(platform)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.transformer_engine import has_transformer_engine
-    from megatron_dppo.plan.rehearsals import Rehearsals
+    from megatron_dppo.commands.plan.rehearsals import Rehearsals
+    from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
     from tests.distributed.layouts import FULL
 
     bound = ENGINE if platform.is_cuda and has_transformer_engine() else PLAIN
@@ -56,10 +56,10 @@ def check(device: torch.device) -> Iterator[Result]:
 
 def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> tuple[int, int]:
     """Bytes by the plan, and by the device."""
-    from megatron_dppo.hf import build_hf_model, model_shape, stream_model
-    from megatron_dppo.plan.child import Question
-    from megatron_dppo.plan.machine import MACHINES
-    from megatron_dppo.plan.rehearse import Role
+    from megatron_dppo.commands.plan.child import Question
+    from megatron_dppo.commands.plan.machine import MACHINES
+    from megatron_dppo.commands.plan.rehearse import Role
+    from megatron_dppo.hf.folder import build_hf_model, model_shape, stream_model
     from tests.distributed.parity import Case, config_for, hf_config
     from tests.distributed.rehearsal_cases import MICRO_BATCHES, update
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.head.loss import dppo_head_loss
-from megatron_dppo.head.teaching import Lesson
+from megatron_dppo.head.teacher import Lesson
 from megatron_dppo.losses import no_policy_loss
 from megatron_dppo.types import Divergence, TokenTargets
 from tests.gpu.checks import Result

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_dppo.parallel.vocab_logprobs import vocab_parallel_logprobs_and_entropy
-from megatron_dppo.parallel.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
+from megatron_dppo.head.vocab_logprobs import vocab_parallel_logprobs_and_entropy
+from megatron_dppo.head.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
 from tests.gpu.checks import Result
 
 TOKENS, VOCABULARY, PADDED = 256, 32003, 32064

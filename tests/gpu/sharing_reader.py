@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-EXTENSION = Path(__file__).parents[2] / "megatron_dppo" / "serving" / "vllm_extension"
+EXTENSION = Path(__file__).parents[2] / "megatron_dppo/engines/serving" / "vllm_extension"
 
 
 def main() -> None:

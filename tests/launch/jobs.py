@@ -128,7 +128,7 @@ def is_serve(process: psutil.Process, port: int) -> bool:
     """Whether it is the ``megatron-dppo serve`` of a port."""
     with contextlib.suppress(psutil.Error):
         line = process.cmdline()
-        return line[1:4] == ["-m", "megatron_dppo.cli.main", "serve"] and str(port) in line
+        return line[1:4] == ["-m", "megatron_dppo.commands.main", "serve"] and str(port) in line
     return False
 
 

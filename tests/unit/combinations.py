@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.item import RewardResult
+from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.pending import Draw
+from megatron_dppo.rollout.saved import SavedStream, load_contents, save_contents
 from megatron_dppo.rollout.turns import Turns
-from megatron_dppo.run.stream.collected import Collected
-from megatron_dppo.run.stream.draw import Draw
-from megatron_dppo.run.stream.saved import SavedStream, load_contents, save_contents
 from megatron_dppo.types import Completion, Prompt, RolloutGroup, SamplingParams
 from tests.unit.configs import config
 from tests.unit.streams import stream_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.schema import Config
-from megatron_dppo.serving.command import ServerPlan, plan_servers, server_options
+from megatron_dppo.engines.serving.command import ServerPlan, plan_servers, server_options
 
 
 def minimal() -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from megatron_dppo.experiments.grid import Run
-from megatron_dppo.experiments.store import Store
-from megatron_dppo.experiments.tokens import EDGES, RULES
+from megatron_dppo.commands.experiments.grid import Run
+from megatron_dppo.commands.experiments.store import Store
+from megatron_dppo.commands.experiments.tokens import EDGES, RULES
 
 
 def row_of(run: Run, store: Store, **values: Any) -> dict[str, Any]:

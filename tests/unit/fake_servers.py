@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron_dppo.engines.servers.contract import Contract
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.contract import Contract
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo.types import RoutingShape, VersionSpan
 from tests.unit.columns import ids, logs

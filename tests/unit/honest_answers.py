@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.rollout.contract import Contract
+from megatron_dppo.engines.servers.contract import Contract
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
 

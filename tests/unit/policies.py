@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.data.routing import count_differences
-from megatron_dppo.rollout.probe import Expectation, ProbeAnswer, Reading, RouteCounts
-from megatron_dppo.rollout.replies import with_sampled
+from megatron_dppo.engines.servers.fields import with_sampled
 from megatron_dppo.rollout.server import Generation, ServerInfo
 from megatron_dppo.types import RoutingShape, VersionSpan
+from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, Reading, RouteCounts
 
 VOCAB, K, TOKENS = 50, 4, 64
 ROUTING = RoutingShape(num_layers=3, num_experts=8, topk=2)

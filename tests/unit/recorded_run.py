@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.record.files import StepMeta, write_step
-from megatron_dppo.record.rows import RankPart, TrainedTokens
+from megatron_dppo.report.steps.files import StepMeta, write_step
+from megatron_dppo.report.steps.rows import RankPart, TrainedTokens
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
 
 HOSTILE = (

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.agents.generate import AgentFunction
-from megatron_dppo.agents.runner import AgentTask
-from megatron_dppo.config.agent import AgentConfig
-from megatron_dppo.rollout import server_engine
-from megatron_dppo.rollout.server_engine import ServerEngine
+from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.engines import server_engine
+from megatron_dppo.engines.agents.generate import AgentFunction
+from megatron_dppo.engines.agents.runner import AgentTask
+from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.engines.tiny import byte_tokenizer
+from tests.unit.engines.test_server_engine import publish
 from tests.unit.fake_servers import END, SHAPE, FakeServer
-from tests.unit.test_server_engine import publish
 
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}

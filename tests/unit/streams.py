@@ -12,11 +12,11 @@ from typing import Any
 from megatron_dppo.config.schema import Config
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.item import RewardResult
+from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
+from megatron_dppo.rollout.saved import SavedStream, why_unusable
+from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.run.engines import rollout_params
-from megatron_dppo.run.stream.collected import Collected
-from megatron_dppo.run.stream.saved import SavedStream, why_unusable
-from megatron_dppo.run.stream.stream import Stream
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.unit.columns import ids, logs
 from tests.unit.configs import config

@@ -70,11 +70,11 @@ def build(case: dict[str, Any]) -> tuple[Any, Any, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron_dppo.config.layout import resolve_parallel
-    from megatron_dppo.config.schema import ModelConfig, ParallelConfig
-    from megatron_dppo.hf import model_shape
+    from megatron_dppo.config.model import ModelConfig, ParallelConfig
+    from megatron_dppo.hf.folder import model_shape
     from megatron_dppo.mcore import setup
     from megatron_dppo.mcore.model import build_model, transformer_config
-    from megatron_dppo.platform import Platform
+    from megatron_dppo.parallel.platform import Platform
 
     world = case["world"]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
@@ -97,7 +97,7 @@ def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
     """What differs from the shard that the mapping makes of the Hugging Face model."""
     from transformers import AutoModelForCausalLM
 
-    from megatron_dppo.hf import model_shape, stream_model
+    from megatron_dppo.hf.folder import model_shape, stream_model
     from megatron_dppo.mcore import mapping
     from megatron_dppo.mcore.bridge import global_names
     from megatron_dppo.mcore.model import padded_vocab_size
@@ -167,8 +167,8 @@ def main() -> None:
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     pretend_cuda()
     stub_transformer_engine(folder)
-    from megatron_dppo.mcore.compat import apply_shims, megatron_version
-    from megatron_dppo.platform import Platform
+    from megatron_dppo.mcore.compat.shims import apply_shims, megatron_version
+    from megatron_dppo.parallel.platform import Platform
 
     apply_shims(Platform(torch.device("cuda", 0), "nccl"))
     from megatron.core import parallel_state

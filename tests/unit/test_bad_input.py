@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.cli.main import main, train_main
+from megatron_dppo.commands.main import main, train_main
 
 EXAMPLE = Path(__file__).parents[2] / "examples/chain_sum"
 MODEL = EXAMPLE / "model"

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megatron_dppo.cli.main import _COMMANDS
+from megatron_dppo.commands.experiments.grid import merged
+from megatron_dppo.commands.main import _COMMANDS
 from megatron_dppo.config.describe import keys, sections
 from megatron_dppo.config.schema import Config
-from megatron_dppo.experiments.grid import merged
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]

@@ -6,7 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
-from megatron_dppo.cli.main import _COMMANDS
+from megatron_dppo.commands.main import _COMMANDS
 from tests.unit.test_doc_blocks import make_targets
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""The table of rooms (docs: which part of the package may import which) and the sizes of files and functions."""
+"""The table of packages: which may import which."""
 
 from __future__ import annotations
 
@@ -14,152 +14,65 @@ PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
 # Servers load what is in those folders, as modules of their own; the package imports digests and patches alone.
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if not file.parent.name.endswith("_extension"))
 
-_TORCH_DISTRIBUTED = {
-    "doctor",
-    "parallel",
-    "head",
-    "report",
-    "mcore",
-    "supervision",
-    "policy",
-    "plan",
-    "weights",
-    "run",
-    "replay",
-}
-ROOMS: dict[str, tuple[set[str], set[str]]] = {
-    # room: (our rooms, packages from elsewhere); a room stands above all that it imports
+_TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "policy", "weights", "run", "commands"}
+"""Packages that talk between ranks."""
+BASE = {"errors", "files", "functions", "config", "hf"}
+CORE = {"types", "losses", "head", "parallel", "mcore", "policy"}
+WINGS = {"rollout", "engines", "weights", "rewards", "data", "report"}
+PACKAGES: dict[str, tuple[set[str], set[str]]] = {
+    # package: (packages of ours, packages from elsewhere); a package stands above all that it imports
     "errors": (set(), set()),
     "types": (set(), {"torch"}),
-    "parallel": (set(), {"torch", "numpy"}),
     "files": ({"errors"}, set()),
-    "platform": ({"errors"}, {"torch"}),
     "functions": ({"errors"}, set()),
+    "parallel": ({"errors"}, {"torch", "numpy"}),
     "config": ({"errors", "functions"}, {"pydantic", "pydantic_core", "tomli_w"}),
-    "head": ({"parallel", "types"}, {"torch", "triton"}),
+    "hf": ({"config", "errors", "types"}, {"torch", "safetensors", "transformers"}),
+    "losses": ({"config", "errors", "functions", "types"}, {"torch"}),
+    "head": ({"types"}, {"torch", "triton"}),
     "data": (
         {"errors", "types"},
         {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym"},
     ),
-    "losses": ({"config", "errors", "functions", "types"}, {"torch"}),
-    "report": ({"errors", "files", "types"}, {"torch", "wandb", "matplotlib", "rich", "accelerate"}),
+    "report": (
+        {"errors", "files", "parallel", "types"},
+        {"torch", "numpy", "wandb", "matplotlib", "rich", "accelerate", "pyarrow"},
+    ),
     "rewards": (
-        {"config", "errors", "functions", "types"},
+        {"config", "errors", "functions"},
         {"aiohttp", "math_verify", "numpy", "reasoning_gym", "transformers"},
     ),
-    "record": ({"errors", "files", "types"}, {"numpy", "torch", "pyarrow"}),
-    "page": ({"errors", "files", "record", "report"}, {"numpy"}),
-    "serving": ({"config", "errors"}, set()),
-    "families": ({"config", "errors"}, {"torch"}),
-    "hf": ({"config", "errors", "families", "files", "types"}, {"torch", "safetensors", "transformers"}),
-    "supervision": ({"config", "errors", "report"}, {"torch"}),
-    "rollout": (
-        {"data", "errors", "functions", "hf", "rewards", "types"},
-        {"aiohttp", "modelopt", "numpy", "orjson", "pybase64", "torch", "transformers", "safetensors"},
-    ),
-    "agents": ({"config", "errors", "functions", "rollout", "types"}, {"aiohttp"}),
     "mcore": (
-        {"config", "errors", "families", "files", "head", "hf", "losses", "parallel", "platform", "types"},
+        {"config", "errors", "files", "head", "hf", "losses", "parallel", "types"},
         {"torch", "megatron", "transformer_engine"},
     ),
-    "policy": (
-        {
-            "config",
-            "data",
-            "errors",
-            "families",
-            "files",
-            "head",
-            "hf",
-            "losses",
-            "mcore",
-            "parallel",
-            "platform",
-            "report",
-            "types",
-        }
-        | {"supervision"},
-        {"torch"},
+    "rollout": (
+        {"config", "data", "errors", "functions", "parallel", "report", "rewards", "types"},
+        {"numpy", "safetensors", "torch"},
     ),
-    "plan": (
-        {"config", "data", "errors", "families", "head", "hf", "losses", "mcore", "platform", "policy", "types"}
-        | {"record"},
-        {"torch", "transformers"},
+    "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types"}, {"torch"}),
+    "engines": (
+        {"config", "data", "errors", "functions", "hf", "rollout", "types"},
+        {"aiohttp", "modelopt", "numpy", "orjson", "pybase64", "safetensors", "torch", "transformers"},
     ),
     "weights": (
-        {"config", "data", "errors", "families", "files", "hf", "mcore", "parallel", "platform", "policy", "rollout"}
-        | {"serving", "types"},
-        {"modelopt", "safetensors", "torch", "transformers"},
+        {"config", "data", "engines", "errors", "files", "hf", "mcore", "parallel", "policy", "rollout", "types"},
+        {"modelopt", "numpy", "safetensors", "torch", "transformers"},
     ),
-    "run": (
-        {
-            "agents",
-            "config",
-            "data",
-            "errors",
-            "families",
-            "files",
-            "hf",
-            "losses",
-            "mcore",
-            "parallel",
-            "platform",
-            "policy",
-        }
-        | {"record", "report", "rewards", "rollout", "serving", "supervision", "types", "weights"},
-        {"numpy", "torch", "safetensors"},
+    "run": (BASE | CORE - {"head"} | WINGS, {"safetensors", "torch"}),
+    "commands": (
+        BASE | CORE | WINGS | {"run", "__version__"},
+        {"matplotlib", "numpy", "pydantic", "tomli_w", "torch", "transformers", "tree_sitter", "tree_sitter_bash"}
+        | {"yaml", "pyarrow"},
     ),
-    "doctor": (
-        {"config", "data", "errors", "head", "hf", "losses", "mcore", "parallel", "platform", "policy", "rollout"}
-        | {"serving", "types", "weights"},
-        {"torch", "transformers"},
-    ),
-    "experiments": (
-        {"config", "data", "errors", "files", "hf", "losses", "platform", "report", "rewards", "rollout", "run"}
-        | {"supervision", "types"},
-        {"torch", "matplotlib", "pydantic", "transformers"},
-    ),
-    "diagnose": (
-        {"config", "data", "errors", "hf", "mcore", "parallel", "platform", "policy", "report", "rollout"}
-        | {"run", "supervision", "types"},
-        {"numpy", "pyarrow", "torch"},
-    ),
-    "replay": (
-        {"config", "errors", "mcore", "parallel", "platform", "policy", "record", "report", "rollout", "run", "types"},
-        {"torch"},
-    ),
-    "port": ({"config", "errors"}, {"tomli_w", "tree_sitter", "tree_sitter_bash", "yaml"}),
-    "cli": (
-        {
-            "__version__",
-            "config",
-            "data",
-            "diagnose",
-            "doctor",
-            "errors",
-            "experiments",
-            "files",
-            "page",
-            "plan",
-            "platform",
-            "record",
-            "replay",
-            "port",
-            "run",
-            "serving",
-            "supervision",
-            "weights",
-        },
-        set(),
-    ),
-    "train": ({"cli"}, set()),
+    "train": ({"commands"}, set()),
 }
 
 TRITON = ("row_kernels_triton", "triton_kernels")
 """the modules of ``head`` that need Triton"""
 
 
-def room_of(file: Path) -> str:
+def package_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -169,7 +82,7 @@ def imports(source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative imports hide the room"
+            assert node.level == 0, f"line {node.lineno}: relative imports hide the package"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             first = node.args[0]
@@ -177,32 +90,32 @@ def imports(source: str) -> Iterator[str]:
                 yield str(first.value)
 
 
-def forbidden(room: str, source: str) -> list[str]:
-    """What a file of the room imports against the table."""
-    ours, theirs = ROOMS[room]
+def forbidden(package: str, source: str) -> list[str]:
+    """What a file of the package imports against the table."""
+    ours, theirs = PACKAGES[package]
     wrong = []
     for name in imports(source):
         top, _, rest = name.partition(".")
         if top == "megatron_dppo":
-            allowed = rest.split(".")[0] in {*ours, room}
+            allowed = rest.split(".")[0] in {*ours, package}
         else:
             allowed = top in theirs or top in sys.stdlib_module_names
-        if name.startswith("torch.distributed") and room not in _TORCH_DISTRIBUTED:
+        if name.startswith("torch.distributed") and package not in _TORCH_DISTRIBUTED:
             allowed = False
         if not allowed:
             wrong.append(name)
-    if room not in _TORCH_DISTRIBUTED:
+    if package not in _TORCH_DISTRIBUTED:
         attributes = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
         wrong += sorted(attributes & {"torch.distributed"})
     return wrong
 
 
 def test_the_reader_of_imports_finds_each_form_of_a_forbidden_import() -> None:
-    for room, source in (
+    for package, source in (
         ("losses", "def f():\n    if True:\n        from torch import distributed"),
         ("losses", "import torch\ntorch.distributed.get_rank()"),
         ("losses", "import torch.distributed as dist"),
-        ("losses", "from megatron_dppo.platform import Platform"),
+        ("losses", "from megatron_dppo.parallel.platform import Platform"),
         ("losses", "from megatron_dppo import parallel"),
         ("policy", "class A:\n    def f(self):\n        import megatron.core"),
         ("rollout", "from megatron_dppo.mcore.bridge import Bridge"),
@@ -211,23 +124,23 @@ def test_the_reader_of_imports_finds_each_form_of_a_forbidden_import() -> None:
         ("mcore", "from megatron_dppo.rollout import engine"),
         ("types", "from megatron_dppo.config.schema import Config"),
     ):
-        assert forbidden(room, source), source
+        assert forbidden(package, source), source
     assert not forbidden("mcore", "from megatron.core import parallel_state\nimport torch.distributed as dist")
 
 
-def test_every_room_is_in_the_table_and_the_table_has_no_others() -> None:
-    assert {room_of(file) for file in FILES} - {"__init__"} == set(ROOMS)
+def test_every_package_is_in_the_table_and_the_table_has_no_others() -> None:
+    assert {package_of(file) for file in FILES} - {"__init__"} == set(PACKAGES)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_the_table_allows(room: str) -> None:
-    wrong = {str(f): forbidden(room, f.read_text()) for f in FILES if room_of(f) == room}
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_the_table_allows(package: str) -> None:
+    wrong = {str(f): forbidden(package, f.read_text()) for f in FILES if package_of(f) == package}
     assert not {name: found for name, found in wrong.items() if found}
 
 
 def test_only_mcore_imports_megatron_and_nobody_imports_an_engine() -> None:
     tops = {file: {name.split(".")[0] for name in imports(file.read_text())} for file in FILES}
-    assert {room_of(file) for file, names in tops.items() if "megatron" in names} == {"mcore"}
+    assert {package_of(file) for file, names in tops.items() if "megatron" in names} == {"mcore"}
     assert not [str(file) for file, names in tops.items() if names & {"sglang", "vllm"}]
 
 
@@ -246,13 +159,13 @@ def test_triton_is_imported_by_its_kernels_alone_and_those_only_when_they_are_ca
             assert not {f"megatron_dppo.head.{name}" for name in TRITON} & at_import, file
 
 
-def test_no_rooms_import_each_other_in_a_circle() -> None:
-    left = {room: ours & ROOMS.keys() for room, (ours, _) in ROOMS.items()}
+def test_no_packages_import_each_other_in_a_circle() -> None:
+    left = {package: ours & PACKAGES.keys() for package, (ours, _) in PACKAGES.items()}
     while left:
-        free = [room for room, ours in left.items() if not ours & left.keys()]
+        free = [package for package, ours in left.items() if not ours & left.keys()]
         assert free, f"a circle among {sorted(left)}"
-        for room in free:
-            del left[room]
+        for package in free:
+            del left[package]
 
 
 def name_of(file: Path) -> str:
@@ -286,19 +199,8 @@ def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> N
     assert done.stdout.splitlines() == ["[]", "False"]
 
 
-def test_the_rooms_that_load_without_megatron_are_those_that_the_table_promises() -> None:
+def test_the_packages_that_load_without_megatron_are_those_that_the_table_promises() -> None:
     light = set(modules_without_megatron())
-    heavy = {room_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
-    assert heavy == {"diagnose", "doctor", "mcore", "plan", "policy", "replay", "run"}
+    heavy = {package_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
+    assert heavy == {"commands", "mcore", "policy", "run"}
     assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.run.engines"} <= light
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_functions_have_at_most_60_lines(file: Path) -> None:
-    source = file.read_text()
-    lengths = {
-        node.name: (node.end_lineno or 0) - node.lineno + 1
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert not {name: length for name, length in lengths.items() if length > 60}

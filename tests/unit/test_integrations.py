@@ -200,7 +200,7 @@ def trl_trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from trl import GRPOConfig
 
-    from megatron_dppo.data.tokenizer import load_tokenizer
+    from megatron_dppo.data.chat import load_tokenizer
 
     tokenizer = load_tokenizer(ROOT / "examples/chain_sum/model")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.test_serving import STUB, free_ports, runs
+from tests.unit.engines.test_serving import STUB, free_ports, runs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/chain_sum"

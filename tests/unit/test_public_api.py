@@ -134,7 +134,7 @@ def test_the_example_of_each_name_is_true(name: str) -> None:
 
 
 def test_the_command_says_its_version() -> None:
-    command = [sys.executable, "-m", "megatron_dppo.cli.main", "--version"]
+    command = [sys.executable, "-m", "megatron_dppo.commands.main", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert re.fullmatch(rf"megatron-dppo {re.escape(md.__version__)} \(.*torch \d.*megatron-core \d.*\)\n", done.stdout)
 

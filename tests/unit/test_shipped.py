@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.cli.main import main
-from megatron_dppo.cli.shipped import TOOLS
+from megatron_dppo.commands.main import main
+from megatron_dppo.commands.shipped import TOOLS
 from megatron_dppo.errors import UserError
-from megatron_dppo.files.shipped import shipped_folder
+from megatron_dppo.files import shipped_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def test_a_conversion_is_the_tool_with_all_arguments(
     tools = package / "shipped/tools"
     tools.mkdir(parents=True)
     (tools / TOOLS[name]).write_text("import sys\nassert __name__ == '__main__'\nsys.exit(len(sys.argv) * 10)\n")
-    monkeypatch.setattr("megatron_dppo.cli.shipped.shipped_folder", lambda folder: shipped_folder(folder, package))
+    monkeypatch.setattr("megatron_dppo.commands.shipped.shipped_folder", lambda folder: shipped_folder(folder, package))
     monkeypatch.setattr(sys, "argv", ["before"])
     with pytest.raises(SystemExit) as ended:
         main(["convert", name, "--help", "FROM", "--dtype", "fp32"])

@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
+from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import tensor_digest
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.handles import Handle, as_flattened_bucket
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
-from megatron_dppo.serving.sglang_extension.megatron_dppo_delta import places_of, unpacked
-from megatron_dppo.serving.vllm_extension.megatron_dppo_digest import tensor_digest
 from megatron_dppo.weights.handles import Sharing
 from megatron_dppo.weights.quantization import Quantization
 from megatron_dppo.weights.sync import WeightSync
@@ -126,16 +125,6 @@ class FakeServer:
         self._called("receive_tensors")
         assert self.updating
         self._load(dict(tensors))
-
-    async def receive_patches(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        self._called("receive_patches")
-        assert self.updating
-        whole = dict(tensors)
-        parts = [whole.pop(name) for name in list(whole) if name.startswith("megatron_dppo.")]
-        for patch in unpacked(*parts) if parts else ():
-            whole[patch.name] = self.weights[patch.name].clone()
-            whole[patch.name].view(-1)[places_of(patch)] = patch.values
-        self._load(whole)
 
     async def receive_handles(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]

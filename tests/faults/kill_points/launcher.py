@@ -38,8 +38,8 @@ _USED = ("cli.main", "data.supervised", "mcore.checkpoint", "policy.trainer", "r
 def warm_up() -> None:
     """Import what a run needs and share it with all children; starts no thread."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    from megatron_dppo.mcore.compat import apply_shims
-    from megatron_dppo.platform import Platform
+    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.parallel.platform import Platform
 
     apply_shims(Platform.detect())
     import matplotlib.figure
@@ -153,7 +153,7 @@ def _lead(variant: Variant, folder: Path, how: Kill, change: Change | None, port
 def _rank(variant: Variant, folder: Path, rank: int, port: int, points: Points, change: Change | None) -> int:
     import multiprocessing.util
 
-    from megatron_dppo.cli.main import train_main
+    from megatron_dppo.commands.main import train_main
 
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(output, 1)

@@ -44,7 +44,7 @@ def _in_place() -> None:
 
 def _prune_first() -> None:
     """Old checkpoints go before the new one has its name."""
-    from megatron_dppo.mcore import checkpoint_folder
+    from megatron_dppo.mcore.checkpoint import folder as checkpoint_folder
 
     complete = checkpoint_folder.complete
 
@@ -58,7 +58,7 @@ def _prune_first() -> None:
 
 def _not_atomic() -> None:
     """A checkpoint is written under its own name."""
-    from megatron_dppo.mcore import checkpoint_folder
+    from megatron_dppo.mcore.checkpoint import folder as checkpoint_folder
 
     checkpoint_folder.partial_of = lambda final: final
     checkpoint_folder.complete = lambda partial, final: None
@@ -67,7 +67,7 @@ def _not_atomic() -> None:
 def _metrics_not_cut() -> None:
     """Records of steps that are done again stay."""
     from megatron_dppo.report.metrics import MetricsWriter
-    from megatron_dppo.run import session_state
+    from megatron_dppo.run import checkpoints as session_state
 
     class Writer(MetricsWriter):
         def __init__(self, *arguments: Any, resumed_step: int | None, **keywords: Any) -> None:
@@ -78,7 +78,7 @@ def _metrics_not_cut() -> None:
 
 def _prompts_again() -> None:
     """The position in the data is not restored."""
-    from megatron_dppo.run import session_state
+    from megatron_dppo.run import checkpoints as session_state
 
     restore = session_state._restore
 

@@ -153,7 +153,7 @@ class Server:
         if not self.weights:
             import torch
 
-            from megatron_dppo.hf import build_hf_model, read_hf_config, stream_model
+            from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 
             model = build_hf_model(read_hf_config(self.folder), torch.float32, seed=1)
             self.weights = {name: weight.detach().clone() for name, weight in stream_model(model)}
@@ -163,8 +163,8 @@ class Server:
     def _model(self) -> Any:
         import torch
 
-        from megatron_dppo.hf import read_hf_config
-        from megatron_dppo.rollout.local import LocalEngine
+        from megatron_dppo.engines.local.engine import LocalEngine
+        from megatron_dppo.hf.folder import read_hf_config
 
         if self.engine is None:
             from transformers import AutoTokenizer

@@ -104,8 +104,6 @@ class Plan:
     staleness: int = 0
     colocated: bool = False
     """servers and trainer take turns on the same GPUs"""
-    delta: bool = False
-    """servers are sent only what changed"""
     order: str = "stream"
     max_in_flight: int = 64
     health_seconds: float = 5.0
@@ -119,7 +117,7 @@ class Plan:
 
     def __str__(self) -> str:
         mode = ("stopping, " if self.stopping else "") + f"staleness {self.staleness}"
-        mode += ", colocated" if self.colocated else ", delta" if self.delta else ""
+        mode += ", colocated" if self.colocated else ""
         return (
             f"seed {self.seed}: {self.servers} servers ({self.engine_version}, {self.method}), {self.steps} steps of "
             f"{self.prompts} x {self.siblings}, {mode}, topk {self.topk}, routing {self.routing}, "
@@ -165,9 +163,7 @@ def draw(seed: int) -> Plan:
     count = rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5))
     plan = replace(plan, faults=tuple(_fault(rng, servers, seconds) for _ in range(count)))
     apart = plan.staleness > 0 or plan.method == "distributed" or seed % 2
-    if not apart:
-        return _colocated(plan, random.Random(seed))
-    return replace(plan, delta=plan.method == "tensor" and plan.attempts > 1 and seed % 4 > 0)
+    return plan if apart else _colocated(plan, random.Random(seed))
 
 
 def _colocated(plan: Plan, rng: random.Random) -> Plan:

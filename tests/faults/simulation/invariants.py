@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.run.stream.saved import SavedStream
+from megatron_dppo.rollout.saved import SavedStream
 from megatron_dppo.types import Completion, Prompt, RolloutGroup
 from tests.faults.simulation import model
 

@@ -13,8 +13,6 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
-from megatron_dppo.serving.sglang_extension.megatron_dppo_delta import places_of, unpacked
-
 VOCABULARY, END = 16, 2
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 _BITS = 12
@@ -85,17 +83,9 @@ def logprobs_of(rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
     return [_LOGPROBS[row][token] for row, token in zip(rows, tokens, strict=True)]
 
 
-def arrived(tensors: Iterable[tuple[str, Tensor]], weights: Mapping[str, bytes]) -> dict[str, bytes]:
-    """What came by value: whole tensors, and patches of those that a server has, whatever its trainer believes."""
-    whole = dict(tensors)
-    parts = [whole.pop(name) for name in list(whole) if name.startswith("megatron_dppo.")]
-    found = {name: tensor.numpy().tobytes() for name, tensor in whole.items()}
-    for patch in unpacked(*parts) if parts else ():
-        data = bytearray(weights[patch.name])
-        for place, value in zip(places_of(patch).tolist(), patch.values.numpy(), strict=True):
-            data[4 * place : 4 * place + 4] = value.tobytes()
-        found[patch.name] = bytes(data)
-    return found
+def arrived(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
+    """The bytes of tensors that came by value."""
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors}
 
 
 def digest_of(weights: Mapping[str, bytes]) -> int:

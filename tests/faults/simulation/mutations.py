@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from megatron_dppo.rollout import contract, pool
-from megatron_dppo.rollout.member import Member
-from megatron_dppo.rollout.memory import ReleasedMemory
+from megatron_dppo.engines.servers import contract, pool
+from megatron_dppo.engines.servers.member import Member
+from megatron_dppo.engines.servers.updates import ReleasedMemory
+from megatron_dppo.engines.sglang import client
+from megatron_dppo.rollout import stream
+from megatron_dppo.rollout.pending import Place
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.sglang import client
-from megatron_dppo.run.stream import stream
-from megatron_dppo.run.stream.draw import Place
-from megatron_dppo.run.stream.stream import Stream
+from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.types import VersionSpan
-from megatron_dppo.weights.delta import Deltas
 from megatron_dppo.weights.proof import SyncProof
 from megatron_dppo.weights.publish import ServerPublisher
 from tests.faults.simulation.faults import WEIGHTS, Fault, Plan
@@ -58,18 +57,6 @@ def _without_proof() -> AbstractContextManager[Any]:
         pass
 
     return mock.patch.object(SyncProof, "judge", judge)
-
-
-@contextmanager
-def _patch_for_all() -> Iterator[None]:
-    """Everybody is sent what changed, whatever they have, and nothing is proved afterwards."""
-
-    def choose(self: Deltas, servers: Any, attempt: Any, *, again: bool) -> None:
-        self._patched = frozenset(server.url for server in servers if self._version is not None and not again)
-
-    judged = mock.patch.object(Deltas, "judged", lambda *_: None)
-    with _without_proof(), judged, mock.patch.object(Deltas, "choose", choose):
-        yield
 
 
 def _twice() -> AbstractContextManager[Any]:
@@ -204,9 +191,6 @@ MUTATIONS = {
     "versions of tokens are ignored": Mutation(_without_spans, lambda p: p == OLD_WEIGHTS_AGAIN),
     "checksums are not compared": Mutation(
         _without_proof, lambda p: p.probe_every > 1 and bool(set(WEIGHTS) & _kinds(p))
-    ),
-    "what changed is sent to whoever has something else": Mutation(
-        _patch_for_all, lambda p: p.delta and p.probe_every > 1 and bool({"crash", "corrupt"} & _kinds(p))
     ),
     "a stopped part is appended twice": Mutation(_twice, lambda p: p.partial > 0 and p.steps > 1),
     "a carried group is lost": Mutation(_loses_carried, lambda p: p.partial > 0 and p.steps > 1),

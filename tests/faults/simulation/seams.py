@@ -18,17 +18,18 @@ import numpy as np
 import torch
 
 from megatron_dppo.data.routing import count_differences
-from megatron_dppo.rollout import http, server_engine
-from megatron_dppo.rollout.probe import Reading, RouteCounts
+from megatron_dppo.engines import server_engine
+from megatron_dppo.engines.servers import http
+from megatron_dppo.engines.sglang import client
+from megatron_dppo.engines.sglang import wire as client_wire
+from megatron_dppo.rollout import pending as stream_draw
+from megatron_dppo.rollout import stream
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.sglang import client
-from megatron_dppo.rollout.sglang import wire as client_wire
 from megatron_dppo.run import engines, gpus
-from megatron_dppo.run.stream import draw as stream_draw
-from megatron_dppo.run.stream import stream
 from megatron_dppo.weights import probe as trainer_probe
 from megatron_dppo.weights import sync as weight_sync
 from megatron_dppo.weights import transfer
+from megatron_dppo.weights.probe_requests import Reading, RouteCounts
 from tests.faults.simulation import model
 from tests.faults.simulation import trainer as trainer_model
 

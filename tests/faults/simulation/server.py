@@ -13,7 +13,6 @@ from tests.faults.simulation import model
 from tests.faults.simulation.answers import Columns, Reply, Running, columns_of, encode
 
 DONE = {"success": True}
-_LOADER = {"custom_weight_loader": ["megatron_dppo_delta.load"]}
 
 
 class SimServer:
@@ -94,7 +93,7 @@ class SimServer:
         return (503, "") if self.paused else {}
 
     def _on_server_info(self, _: Any) -> Any:
-        return {"version": self.version, "tp_size": 1, "device": "cpu", "context_length": 4096, **_LOADER}
+        return {"version": self.version, "tp_size": 1, "device": "cpu", "context_length": 4096}
 
     def _on_model_info(self, _: Any) -> Any:
         return {"model_path": "/models/sim", "weight_version": self.label}
@@ -135,7 +134,7 @@ class SimServer:
         if self._sessions and not self.open:
             return (400, {"message": "no weight update is open"})
         tensors = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
-        self._take(model.arrived(tensors, self.weights))
+        self._take(model.arrived(tensors))
         return DONE
 
     def _on_update_weights_from_disk(self, body: Any) -> Any:

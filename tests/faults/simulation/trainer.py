@@ -13,10 +13,10 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.hf import routing_shape
+from megatron_dppo.hf.folder import routing_shape
 from megatron_dppo.rewards.item import RewardItem, RewardResult
+from megatron_dppo.rollout.saved import SavedStream
 from megatron_dppo.rollout.store import Stored
-from megatron_dppo.run.stream.saved import SavedStream
 from megatron_dppo.types import Prompt, RolloutGroup
 from tests.faults.simulation import model
 from tests.faults.simulation.faults import Plan
@@ -110,14 +110,13 @@ class SimTrainer:
     Args:
         weights: by name.
         policy_version: of these weights.
-        delta: whether a step changes a little of them.
     """
 
     dp_rank = 0
     groups = SimpleNamespace(world=None, replica=None, dp=None)
 
-    def __init__(self, weights: dict[str, bytes], policy_version: int, delta: bool = False) -> None:
-        self.weights, self.policy_version, self.delta = weights, policy_version, delta
+    def __init__(self, weights: dict[str, bytes], policy_version: int) -> None:
+        self.weights, self.policy_version = weights, policy_version
         self.routing_shape = ROUTING
         self.device_state = SimDeviceState()
 
@@ -134,10 +133,6 @@ class SimTrainer:
         """New weights, a function of the old ones and of what was trained on."""
         assert self.device_state.has_all, "an update without what it needs on the device"
         fresh = fresh_weights(self.digest, trained)
-        if self.delta:  # one number of one tensor
-            name, start = NAMES[self.policy_version % len(NAMES)], 4 * (self.digest % 4)
-            old = self.weights[name]
-            fresh = {**self.weights, name: old[:start] + fresh[name][start : start + 4] + old[start + 4 :]}
         self.weights = fresh
         self.policy_version += 1
 
@@ -196,7 +191,6 @@ def _configure(plan: Plan) -> Config:
             },
             "weight_sync": {
                 "method": plan.method,
-                "delta": plan.delta,
                 "attempts": plan.attempts,
                 "probe_every": plan.probe_every,
             },

@@ -7,20 +7,20 @@ import contextlib
 import itertools
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron_dppo.engines.servers.updates import RELEASED
 from megatron_dppo.errors import TrainingStopped, UserError
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.rollout.memory import RELEASED
+from megatron_dppo.rollout.batch import Collected
+from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers
 from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
 from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
-from megatron_dppo.run.stream.collected import Collected
-from megatron_dppo.run.stream.stream import Stream
 from tests.faults.simulation import invariants, seams
 from tests.faults.simulation.broadcast import Broadcasts
 from tests.faults.simulation.chaos import Chaos
@@ -181,7 +181,7 @@ class _Run:
     def _live(self) -> None:
         saved, plan, config = self.saved, self.plan, self.config
         seams.NOW.life = Life()
-        trainer = SimTrainer(dict(saved.weights), saved.step, plan.delta)
+        trainer = SimTrainer(dict(saved.weights), saved.step)
         seams.NOW.trainer = trainer
         self.digests = {v: d for v, d in self.digests.items() if v < saved.step} | {saved.step: trainer.digest}
         for record in (self.trained, self.left_out):
@@ -196,12 +196,12 @@ class _Run:
         if saved.stream is not None:
             stream.restore(saved.stream, saved.contents)
         gpus = gpus_of(config, trainer, publisher)
-        self._publish(gpus)
+        self._publish(gpus.for_sampling())
         for step in range(saved.step, plan.steps):
             self._step(stream, step, trainer, gpus)
 
-    def _publish(self, gpus: Gpus) -> None:
-        for text in gpus.for_sampling():
+    def _publish(self, notes: Sequence[str]) -> None:
+        for text in notes:
             self.say(f"published: {text}")
 
     def _released(self, release: Callable[[], list[str]]) -> None:
@@ -231,7 +231,7 @@ class _Run:
         trainer.learn([self.outcome.lives, *tokens])
         stream.settle(Clock())
         self.digests[trainer.policy_version] = trainer.digest
-        self._publish(gpus)
+        self._publish(gpus.after_update(samples_next=True))
         if (step + 1) % self.plan.save_every and step + 1 < self.plan.steps:
             return
         contents = {stored.position: stored for stored in stream.contents()}

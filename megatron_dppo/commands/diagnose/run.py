@@ -1,0 +1,222 @@
+"""``megatron-dppo diagnose RUN``: the ledger of a fresh batch of a run, drawn and trained up to as the run would.
+
+Nothing is written to the run's folder. A run with ``train.max_staleness`` is played on in memory for so many steps, so
+that its last batch is as old as those that it trains on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_dppo.commands.diagnose.ledger import (
+    ENGINE,
+    HEAD,
+    ROUTER_IDS,
+    ROUTER_WEIGHTS,
+    SAMPLER,
+    UNEXPLAINED,
+    Ledger,
+    make_ledger,
+)
+from megatron_dppo.commands.diagnose.scoring import RunScorer, Snapshots
+from megatron_dppo.config.checks import check_router_weights
+from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.hf.folder import read_hf_config, routing_shape
+from megatron_dppo.report.clock import Clock
+from megatron_dppo.rollout.batch import Collected
+from megatron_dppo.rollout.saved import SavedStream
+from megatron_dppo.run.session import Session, open_session, warmup_for
+from megatron_dppo.run.starts import load_run_config, read_starts
+from megatron_dppo.run.step import make_samples, update_policy
+from megatron_dppo.run.stop_signal import StopSignal
+from megatron_dppo.run.warmup import is_warm
+
+
+def diagnose_run(folder: Path, overrides: Sequence[str] = ()) -> Ledger:
+    """The ledger of the run in a folder, at its newest checkpoint; the same on every rank.
+
+    Args:
+        folder: ``run.output_dir`` of the run, which must not be running.
+        overrides: of its configuration, as for ``train``.
+
+    Raises:
+        UserError: the folder has no run, it is in use, has no weights yet, or was written by another layout than that
+            of the processes here.
+    """
+    before = run_config(folder, overrides)
+    config = diagnosis_config(before)
+    with StopSignal() as stop, open_session(config, stop) as session:
+        _restore(session)
+        snapshots = Snapshots(session.trainer)
+        for _ in range(config.train.max_staleness):
+            collected = _collect(session, snapshots)
+            samples = make_samples(collected.groups, config.train)
+            scorer = _scorer(session, before, snapshots)
+            if before.train.router_replay == "rollout" and not before.train.router_replay_weights:
+                samples = [scorer.without_weights(sample) for sample in samples]
+            step = session.state.step
+            update_policy(session.trainer, config, session.teacher, step, collected, samples, Clock())
+            session.stream.settle(Clock())
+            session.state.step += 1
+            session.records.show_servers(session.gpus.after_update(samples_next=True))
+        collected = _collect(session, snapshots)
+        return _ledger(session, before, snapshots, collected)
+
+
+def run_config(folder: Path, overrides: Sequence[str]) -> Config:
+    """The configuration of the run in a folder.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used.
+    """
+    safe = ("--run.overwrite", "false", "--checkpoint.resume", "auto", "--checkpoint.accept_changes", "true")
+    config = load_run_config(folder, [*overrides, *safe])
+    here, there = int(os.environ.get("WORLD_SIZE", "1")), read_starts(folder)[-1]["world_size"]
+    if here != there and not overrides:
+        raise ConfigError(
+            f"the run in {str(folder)!r} has {there} processes, here there are {here}: torchrun --nproc-per-node "
+            f"{there} -m megatron_dppo.commands.main diagnose {folder} (or override the layout, where a resume could)"
+        )
+    base = folder / "base"
+    if config.warmup.num_steps and not any(folder.glob("checkpoints/step_*")) and not is_warm(base, warmup_for(config)):
+        raise ConfigError(
+            f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model: no weights to ask"
+        )
+    hides, filters = config.rollout.perturbation.unrecorded_top_p < 1, config.rollout.filters
+    if hides and filters:
+        raise ConfigError(
+            "rollout.perturbation.unrecorded_top_p below 1 together with top_p, top_k or min_p: what each of the two "
+            "filters does cannot be told apart. Override one of them, as with --rollout.top_p 1"
+        )
+    return config
+
+
+def diagnosis_config(config: Config) -> Config:
+    """The configuration with an engine that also reports its routes, and steps to play a stale run on."""
+    # A stream samples nothing for steps past the last one.
+    more = config.train.max_staleness + 1 if config.train.max_staleness else 0
+    run = config.run.model_copy(update={"num_steps": config.run.num_steps + more})
+    log = config.log.model_copy(update={"tensorboard": False, "wandb_project": None, "trackers": []})
+    train = config.train
+    if _has_copy(config) and routing_shape(read_hf_config(config.model.path)) is not None:
+        replay = "rollout" if train.router_replay == "rollout" else "compare"
+        try:
+            check_router_weights(replay, "local", config.model.transformer)
+            weights = True
+        except ValueError:
+            weights = False
+        train = train.model_copy(update={"router_replay": replay, "router_replay_weights": weights})
+    return config.model_copy(update={"run": run, "log": log, "train": train})
+
+
+def _has_copy(config: Config) -> bool:
+    """Whether the engine is a copy of the policy in this process, which can be asked for more than it reports."""
+    return config.rollout.engine == "local" and not config.rollout.batch_invariant
+
+
+def _restore(session: Session) -> None:
+    """Weights, optimizer and position of the newest checkpoint; what it had sampled ahead is sampled anew, since the
+    weights that sampled it are gone."""
+    if isinstance(session.engine, LocalEngine):
+        session.engine.reveal_filters()
+    point = session.resume_point
+    if point is None:
+        session.records.console.say("diagnose the run has no checkpoint yet: its weights before the first step")
+        return
+    state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
+    session.state.step = state["step"]
+    saved = SavedStream.of(state["stream"]).on(session.inputs.layout.dp)
+    session.stream.restore(saved.without_draws(session.state.step), {})
+    session.records.console.say(f"diagnose {point.checkpoint} (step {session.state.step})")
+
+
+def _collect(session: Session, snapshots: Snapshots) -> Collected:
+    """The next batch, drawn with the present weights published."""
+    notes = session.gpus.for_sampling()
+    snapshots.take()
+    collected = session.stream.collect(session.state.step, session.trainer.policy_version, Clock())
+    session.records.show_servers([*notes, *session.gpus.for_training()])
+    return collected
+
+
+def _scorer(session: Session, before: Config, snapshots: Snapshots) -> RunScorer:
+    config, trainer = session.config, session.trainer
+    engine = session.engine if isinstance(session.engine, LocalEngine) else None
+    replay = before.train.router_replay
+    return RunScorer(
+        trainer=trainer,
+        snapshots=snapshots,
+        budget=config.train.micro_batch_tokens,
+        temperature=config.rollout.temperature,
+        replays="none" if replay != "rollout" else "weights" if before.train.router_replay_weights else "ids",
+        has_weights=config.train.router_replay_weights,
+        hides_filter=config.rollout.perturbation.unrecorded_top_p < 1,
+        engine=engine,
+        exact=None,
+        is_local=_has_copy(config),
+        fp32=config.model.dtype == "fp32",
+    )
+
+
+def _ledger(session: Session, before: Config, snapshots: Snapshots, collected: Collected) -> Ledger:
+    import torch
+
+    scorer, inputs = _scorer(session, before, snapshots), session.inputs
+    if scorer.engine is not None:
+        device = session.trainer.device
+        exact = LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=torch.float32, device=device)
+        scorer = replace(scorer, exact=exact)
+    try:
+        samples = make_samples(collected.groups, session.config.train)
+        trained, chain = scorer.chain(collected.groups, samples)
+        scorings = scorer.scorings(chain, samples)
+        absent = _absent(before, scorer, {cause for cause, _ in chain})
+        return make_ledger(scorer.gathered(trained, samples), scorings, absent, _notes(before, session.state.step))
+    finally:
+        if scorer.exact is not None:
+            scorer.exact.close()
+
+
+def _absent(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, str]:
+    """Why a cause has no row."""
+    if before.rollout.batch_invariant:
+        causes = (SAMPLER, ROUTER_IDS, ROUTER_WEIGHTS, HEAD, ENGINE)
+        return dict.fromkeys(causes, "none: the trainer's own model samples")
+    shape, replay = scorer.trainer.routing_shape, before.train.router_replay
+    absent = {}
+    if SAMPLER not in present:
+        absent[SAMPLER] = (
+            "nothing hidden: training's distributions are those that were drawn from, by the configuration"
+        )
+        if not scorer.is_local:
+            absent[SAMPLER] = (
+                "not separable: what a server does to its distributions beside what it reports is not known"
+            )
+    for cause, replayed in ((ROUTER_IDS, replay == "rollout"), (ROUTER_WEIGHTS, scorer.replays == "weights")):
+        if cause in present:
+            continue
+        if shape is None:
+            absent[cause] = "a dense model has none"
+        elif replayed:
+            absent[cause] = "replayed in training already"
+        else:
+            absent[cause] = "not separable: the engine does not report them"
+    if not scorer.is_local:
+        absent |= dict.fromkeys(
+            (HEAD, ENGINE), "not separable: the server cannot score with another output layer or dtype"
+        )
+    if UNEXPLAINED not in present:
+        absent[UNEXPLAINED] = "not separable: part of what the trainer's or the server's numerics make"
+    return absent
+
+
+def _notes(before: Config, step: int) -> list[str]:
+    notes = [f"at step {step}, policy of one fresh batch; train.max_staleness = {before.train.max_staleness}"]
+    if before.train.router_replay == "recorded":
+        notes.append("train.router_replay = 'recorded': the first update has the live routes, as here")
+    return notes

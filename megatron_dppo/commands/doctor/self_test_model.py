@@ -1,0 +1,195 @@
+"""A small model with experts through the whole of training on this machine's devices.
+
+The embedded engine samples, the probe compares it with Megatron's shards, routes are replayed, one update is made, and
+the new weights are probed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.commands.doctor.self_test import Check
+from megatron_dppo.config.layout import Layout, resolve_layout
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, routing_shape, stream_model
+from megatron_dppo.losses import policy_objective
+from megatron_dppo.mcore import setup
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import is_leader
+from megatron_dppo.parallel.platform import DTYPES, Platform
+from megatron_dppo.policy.trainer import PolicyTrainer
+from megatron_dppo.policy.update import Updater
+from megatron_dppo.rollout.server import Generation, ServerInfo
+from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
+from megatron_dppo.weights.probe import read_answers
+from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, ProbeError
+from megatron_dppo.weights.verdict import ProbeResult, judge
+
+EXPERTS, RESPONSES, TOKENS, BUDGET = 8, 4, 24, 128
+K, TEMPERATURE = 5, 0.9
+PROMPT = tuple(range(3, 20))
+
+
+class _Tokenizer:
+    """Of a vocabulary of numbers."""
+
+    eos_token_id, pad_token_id = 1, 0
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Only the numbers are looked at."""
+        return ""
+
+
+def hf_config() -> Any:
+    """Qwen3-MoE with grouped queries, small enough for one second a step on a CPU."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=509,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
+
+
+def model(platform: Platform) -> Iterator[Check]:
+    """In fp32; on CUDA in bf16 too, which is what a run uses."""
+    world_size = dist.get_world_size()
+    config = _config("fp32", world_size)
+    layout = resolve_layout(config.parallel, config.batch, world_size, model_shape(hf_config()))
+    groups = setup.initialize_megatron(layout, platform, seed=1, timeout_minutes=1)
+    for dtype in ("fp32", "bf16") if platform.is_cuda else ("fp32",):
+        yield from _model(platform, dtype, layout, groups)
+
+
+def _config(dtype: str, world: int) -> Config:
+    expert_parallel = world if EXPERTS % world == 0 else 1
+    return Config.model_validate(
+        {
+            "run": {"output_dir": "unused", "num_steps": 2},
+            "model": {"path": "unused", "dtype": dtype},
+            "parallel": {"expert_model_parallel_size": expert_parallel},
+            "data": {"train": "unused"},
+            "rollout": {"prompts_per_step": world, "samples_per_prompt": 2, "max_new_tokens": TOKENS, "dtype": dtype}
+            | {"temperature": TEMPERATURE},
+            "train": {"micro_batch_tokens": BUDGET, "router_replay": "rollout"},
+            "loss": {"name": "pg_is"},
+            "optimizer": {"lr": 1e-2},
+        }
+    )
+
+
+def _model(platform: Platform, dtype: str, layout: Layout, groups: ParallelGroups) -> Iterator[Check]:
+    model_config, config = hf_config(), _config(dtype, dist.get_world_size())
+    trainer = PolicyTrainer(
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
+        hf_config=model_config,
+        weights=DictWeights(stream_model(build_hf_model(model_config, torch.float32, seed=0))),
+        layout=layout,
+        groups=groups,
+        platform=platform,
+        optimizer=config.optimizer,
+        total_steps=2,
+    )
+    engine = LocalEngine(model_config, _Tokenizer(), dtype=DTYPES[dtype], device=platform.device)
+    try:
+        for version, when in enumerate(("before an update", "after it")):
+            engine.update_weights(trainer.export_weights(), version)
+            responses = _sample(engine)
+            yield from _probed(trainer, responses, dtype, f"{dtype}, {when}")
+            if version == 0:
+                yield from _updated(trainer, config, responses, dtype)
+    finally:
+        engine.close()
+
+
+def _sample(engine: LocalEngine) -> list[Completion]:
+    prompts = [Prompt(prompt_id=str(i), text="", token_ids=PROMPT, label="") for i in range(RESPONSES)]
+    wanted = SamplingParams(
+        max_new_tokens=TOKENS, temperature=TEMPERATURE, topk_logprobs=K, routed_experts=True, seed=dist.get_rank()
+    )
+    return engine.generate(prompts, wanted)
+
+
+def _probed(trainer: PolicyTrainer, responses: Sequence[Completion], dtype: str, when: str) -> Iterator[Check]:
+    """The verdict that servers get, on the embedded engine."""
+    shape = hf_config()
+    info = ServerInfo(
+        engine="sglang", engine_version="embedded", model="self-test", policy_version=0, max_context=256, world_size=1
+    )
+    expected = Expectation(
+        prompt="",
+        prompt_token_ids=PROMPT,
+        vocab_size=shape.vocab_size,
+        end_tokens=(_Tokenizer.eos_token_id,),
+        temperature=TEMPERATURE,
+        dtype=dtype,
+        topk_logprobs=K,
+        routing=routing_shape(shape),
+    )
+    answer = ProbeAnswer(info=info, url="embedded engine", generations=tuple(map(_generation, responses)))
+    (readings,) = read_answers(trainer, [answer], expected, BUDGET) or [[]]
+    result: ProbeResult | None = None
+    cause = ""
+    if is_leader(trainer.groups.replica):
+        try:
+            result = judge(answer, expected, readings)
+        except ProbeError as error:
+            cause = str(error)
+    failed = float(result is None and is_leader(trainer.groups.replica))
+    yield Check(f"probe of the embedded engine, {when} (0 = it agrees with Megatron)", failed, 0.0, note=cause)
+    if result is not None and result.replayed is not None:
+        replayed, routes = result.replayed.mean, result.routes or 0.0
+    else:
+        replayed = routes = 0.0 if not failed else float("inf")
+    fp32 = dtype == "fp32"
+    yield Check(f"router replay, {when}: mean |log p - log q|", replayed, 3e-5 if fp32 else 0.5)
+    yield Check(f"router replay, {when}: share of live routes that differ", routes, 0.02 if fp32 else 0.4)
+
+
+def _generation(response: Completion) -> Generation:
+    assert response.logprobs is not None
+    return Generation(
+        token_ids=response.token_ids,
+        logprobs=response.logprobs,
+        finish_reason=response.finish_reason,
+        versions=(VersionSpan(response.policy_version, 0, len(response.token_ids)),),
+        topk_token_ids=response.topk_token_ids,
+        topk_logprobs=response.topk_logprobs,
+        routed_experts=response.routed_experts,
+    )
+
+
+def _updated(trainer: PolicyTrainer, config: Config, responses: Sequence[Completion], dtype: str) -> Iterator[Check]:
+    """Forward with the engine's routes, backward, reduction, optimizer."""
+    samples = [
+        to_training_sample(PROMPT, r.token_ids, r.logprobs, 1.0 - 0.5 * i, None, r.routed_experts)
+        for i, r in enumerate(responses)
+    ]
+    batches = Updater(trainer, config.train, config.loss).plan(samples)
+    result = trainer.update(batches, policy_objective(config.loss))
+    applied = result.grad_norm > 0 and result.grad_norm < float("inf")
+    yield Check(f"update, {dtype} (0 = its gradient is finite and not 0)", float(not applied), 0.0)
+    missing = result.metrics["router_missing"]
+    yield Check(f"update, {dtype}: share of tokens without the engine's routes", missing, 0.0)

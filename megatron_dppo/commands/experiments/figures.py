@@ -1,0 +1,103 @@
+"""Rows as one page of figures: reward over the steps, mean and least-to-largest band over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.commands.experiments.grid import Run
+from megatron_dppo.commands.experiments.statistics import SCORES, Row, band, bands, cells, masked, series
+
+_COLUMNS = 3
+
+
+def write_page(rows: Iterable[Row], picture: Path, title: str) -> None:
+    """Draw the training reward: one panel a task and mismatch, one line and band a loss."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = cells(rows)
+    panels = list(dict.fromkeys((task, mismatch) for task, mismatch, _ in found))
+    losses = list(dict.fromkeys(loss for _, _, loss in found))
+    colors = dict(zip(losses, plt.get_cmap("tab20").colors * 2, strict=False))
+    height = ceil(len(panels) / _COLUMNS)
+    style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+    with plt.rc_context({**style, "font.size": 8}):
+        size = (4.2 * _COLUMNS, 2.6 * height + 1)
+        figure, axes = plt.subplots(height, _COLUMNS, figsize=size, layout="constrained", squeeze=False)
+        for axis, (task, mismatch) in zip(axes.flat, panels, strict=False):
+            for loss in losses:
+                if of := found.get((task, mismatch, loss)):
+                    _draw(axis, [series(row, "rollout/reward") for row in of], loss, colors[loss])
+            axis.set_title(f"{task}, {mismatch}", loc="left")
+            axis.set_xlabel("rollout step")
+        for axis in list(axes.flat)[len(panels) :]:
+            axis.set_visible(False)
+        handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, frameon=False)
+        figure.suptitle(f"{title} (training reward; mean, least and largest over seeds)")
+        figure.savefig(picture, dpi=110)
+        plt.close(figure)
+
+
+def _draw(axis: Any, curves: Sequence[Sequence[float]], label: str, color: Any) -> None:
+    steps = range(1, max(map(len, curves), default=0) + 1)
+    over = [band(curve[i - 1] for curve in curves if len(curve) >= i) for i in steps]
+    known = [b for b in over if b is not None]
+    axis.plot(steps, [b.mean for b in known], label=label, color=color, linewidth=1.2)
+    axis.fill_between(steps, [b.low for b in known], [b.high for b in known], color=color, alpha=0.15, linewidth=0)
+
+
+_MEANINGS = {
+    "whole": "mean training reward over all steps",
+    "final": "mean training reward over the last quarter of the steps",
+}
+
+
+def as_table(rows: Iterable[Row], runs: Sequence[Run]) -> str:
+    """One table a task and score: losses down, mismatches across; ``mean [least, largest]`` over seeds.
+
+    Args:
+        rows: of finished runs.
+        runs: of the whole grid, for what is missing or refused.
+    """
+    found = list(rows)
+    parts = []
+    for task in dict.fromkeys(run.task for run in runs):
+        mine = [run for run in runs if run.task == task and run.phase == "report"]
+        for name, score in SCORES.items():
+            of = bands(found, score)
+            texts = {cell: f"{value} ({value.count})" for cell, value in of.items()}
+            parts.append(f"### {task}: {_MEANINGS[name]} (seeds)\n\n{_grid(mine, texts)}")
+        shares = {cell: f"{m.mean:.1%}" for cell, of_cell in cells(found).items() if (m := band(map(masked, of_cell)))}
+        parts.append(f"### {task}: masked tokens\n\n{_grid(mine, shares)}")
+    return "\n\n".join([*parts, notes(found, runs)])
+
+
+def _grid(runs: Sequence[Run], texts: dict[tuple[str, str, str], str]) -> str:
+    mismatches = list(dict.fromkeys(run.mismatch for run in runs))
+    refused = {(run.task, run.mismatch, run.loss) for run in runs if run.refusal}
+    lines = ["| loss | " + " | ".join(mismatches) + " |", "|---" * (len(mismatches) + 1) + "|"]
+    for loss in dict.fromkeys(run.loss for run in runs):
+        of = [(runs[0].task, mismatch, loss) for mismatch in mismatches]
+        entries = [texts.get(cell, "refused" if cell in refused else "-") for cell in of]
+        lines.append(f"| {loss} | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def notes(rows: Sequence[Row], runs: Sequence[Run]) -> str:
+    """How much is done, what it took, what was refused and what stopped."""
+    keys = {row["key"] for row in rows}
+    wanted = {run.key for run in runs if not run.refusal}
+    cpu = sum(row["cpu_seconds"] for row in rows)
+    lines = [f"{len(keys & wanted)} of {len(wanted)} runs; {cpu / 3600:.2f} CPU hours without base models."]
+    lines += [
+        f"`{loss}`: refused, {reason}" for loss, reason in dict.fromkeys((r.loss, r.refusal) for r in runs if r.refusal)
+    ]
+    stopped = [row for row in rows if row["error"]]
+    lines += [f"{r['task']}, {r['mismatch']}, {r['loss']}, seed {r['seed']}: {r['error'][:120]}" for r in stopped]
+    return "\n".join(f"- {line}" for line in lines)

@@ -1,0 +1,219 @@
+"""slime's arguments (read at 624b824a8, 2026-08-21) as ours. Keys are flags without their dashes."""
+
+from __future__ import annotations
+
+from megatron_dppo.commands.port.draft import (
+    Draft,
+    Rule,
+    flag,
+    gone,
+    items,
+    literal,
+    number,
+    one_or_list,
+    text,
+    to,
+    whole,
+)
+from megatron_dppo.commands.port.verl import KL_ESTIMATORS
+
+_MODEL = "the model's shape is read from model.path/config.json"
+_ADVANTAGES = {"grpo": "std", "gspo": "std", "cispo": "std", "reinforce_plus_plus": "none"}
+_ADVANTAGES["reinforce_plus_plus_baseline"] = "mean"
+_BOXED = ("math", "deepscaler", "dapo", "boxed_math")
+_RAY = "torchrun or srun starts the processes; there is no Ray"
+_OPTIMIZER = ("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer")
+_PARALLEL = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+
+TABLE: dict[str, Rule] = {
+    "hf-checkpoint": to("model.path", text),
+    "ref-load": gone("a checkpoint of Megatron's: model.reference_path is a Hugging Face folder, else model.path"),
+    "load": gone("a run that is started again goes on from its own folder"),
+    "save": to("run.output_dir", text),
+    "save-interval": to("checkpoint.save_every", whole),
+    "prompt-data": to("data.train", one_or_list),
+    "input-key": to("data.prompt_key", text),
+    "label-key": to("data.label_key", text),
+    "apply-chat-template": to("data.apply_chat_template", flag),
+    "rollout-max-prompt-len": to("data.max_prompt_tokens", whole),
+    "rollout-shuffle": gone("prompts are always shuffled, by run.seed"),
+    "num-rollout": to("run.num_steps", whole),
+    "rollout-batch-size": to("rollout.prompts_per_step", whole),
+    "n-samples-per-prompt": to("rollout.samples_per_prompt", whole),
+    "rollout-max-response-len": to("rollout.max_new_tokens", whole),
+    "rollout-temperature": to("rollout.temperature", number),
+    "rollout-top-p": to("rollout.top_p", number),
+    "rollout-top-k": to("rollout.top_k", lambda value: max(0, whole(value))),
+    "balance-data": to("train.balance_ranks", flag),
+    "eval-interval": to("eval.every", whole),
+    "n-samples-per-eval-prompt": to("eval.samples_per_prompt", whole),
+    "eval-max-response-len": to("eval.max_new_tokens", whole),
+    "eval-temperature": to("eval.temperature", number),
+    "eval-top-p": to("eval.top_p", number),
+    "eval-top-k": to("eval.top_k", lambda value: max(0, whole(value))),
+    "entropy-coef": to("loss.entropy_coef", number),
+    "lr": to("optimizer.lr", number),
+    "min-lr": to("optimizer.min_lr", number),
+    "lr-decay-style": to("optimizer.lr_decay_style", text),
+    "lr-warmup-iters": to("optimizer.lr_warmup_steps", whole),
+    "weight-decay": to("optimizer.weight_decay", number),
+    "adam-beta1": to("optimizer.adam_beta1", number),
+    "adam-beta2": to("optimizer.adam_beta2", number),
+    "adam-eps": to("optimizer.adam_eps", number),
+    "clip-grad": to("optimizer.clip_grad", number),
+    "accumulate-allreduce-grads-in-fp32": to("optimizer.grad_reduce_in_fp32", flag),
+    "seed": to("run.seed", whole),
+    "partial-rollout": gone("rollout.partial_rollouts, with rollout.oversample and rollout.abort_slowest"),
+    "use-dynamic-batch-size": gone("rows are always packed up to train.micro_batch_tokens"),
+    "micro-batch-size": gone("rows are packed up to train.micro_batch_tokens"),
+    "use-rollout-routing-replay": lambda draft, key: draft.put("train.router_replay", "rollout", key),
+    "use-routing-replay": lambda draft, key: draft.put("train.router_replay", "recorded", key),
+    "use-slime-router": gone("requests are balanced here"),
+    "optimizer": gone("Adam is the only one here"),
+    "calculate-per-token-loss": lambda draft, key: draft.put("loss.aggregation", "token_mean", key),
+    "attention-dropout": gone("always 0"),
+    "hidden-dropout": gone("always 0"),
+    "attention-backend": gone("chosen at the start"),
+    "wandb-key": gone("a key belongs into the environment (WANDB_API_KEY), not into a file"),
+    "custom-generate-function-path": gone("rollout.generate; its signature is another one (docs/engines.md)"),
+    "rollout-function-path": gone("the stream of rollouts is this package's own"),
+} | {f"{name}-parallel-size": to(f"parallel.{name.replace('-', '_')}_parallel_size", whole) for name in _PARALLEL}
+TABLE |= {name: to("optimizer." + name.replace("-", "_"), flag) for name in _OPTIMIZER}
+PATTERNS: dict[str, Rule] = {
+    "recompute-": lambda draft, key: to("model.transformer." + key.replace("-", "_"), literal)(draft, key),
+    "moe-token-dispatcher-type": lambda draft, key: to("model.transformer.moe_token_dispatcher_type", text)(draft, key),
+    "sglang-": lambda draft, key: _server_flag(draft, key),
+    "actor-num-": gone(_RAY),
+    "rollout-num-gpus": gone("rollout.servers.count and the GPUs of each (megatron-dppo serve)"),
+    "wandb-": gone("log.wandb_project, and W&B's own environment variables"),
+}
+_SHAPE = """num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups group-query-attention
+kv-channels vocab-size normalization norm-epsilon swiglu disable-bias-linear qk-layernorm rotary-base rotary-percent
+use-rotary-position-embeddings position-embedding-type untie-embeddings-and-output-weights num-experts moe-
+add-qkv-bias multi-latent-attention kv-lora-rank q-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
+max-position-embeddings
+rotary-scaling-factor mscale attention-softmax-in-fp32 spec make-vocab-size-divisible-by"""
+PATTERNS |= {name: gone(_MODEL) for name in _SHAPE.split()}
+
+DEFAULTS: dict[str, object] = {
+    "eval.temperature": 1.0,
+    "optimizer.lr_decay_style": "linear",
+    "optimizer.weight_decay": 0.01,
+    "optimizer.adam_beta2": 0.999,
+}
+
+
+def _server_flag(draft: Draft, key: str) -> None:
+    value = draft.source[key]
+    if isinstance(value, list) and len(value) > 1:
+        draft.say(key, "no home", "a list; put it into [rollout.sglang] by SGLang's own name")
+    else:
+        draft.put("rollout.sglang." + key.removeprefix("sglang-"), True if value == [] else literal(value), key)
+
+
+def combine(draft: Draft) -> None:
+    """What several of their arguments say together."""
+    _sizes(draft)
+    _loss(draft)
+    _penalties(draft)
+    _engine(draft)
+    _evaluation_and_reward(draft)
+    if draft.read("tensor-model-parallel-size", whole, 1) == 1:
+        draft.say("sequence-parallel", "no home", "nothing to split with tensor_model_parallel_size = 1")
+    elif "sequence-parallel" in draft.source:
+        draft.put("parallel.sequence_parallel", True, "sequence-parallel")
+    if "use-wandb" in draft.source and draft.read("wandb-project", text):
+        draft.put("log.wandb_project", draft.read("wandb-project", text), "use-wandb", "wandb-project")
+    if "eval-temperature" not in draft.source and (temperature := draft.read("rollout-temperature", number)):
+        draft.put("eval.temperature", temperature, note="slime evaluates at the rollout's")
+    nodes, gpus = draft.read("actor-num-nodes", whole, 1), draft.read("actor-num-gpus-per-node", whole)
+    draft.num_processes = nodes * gpus if gpus else None
+
+
+def _sizes(draft: Draft) -> None:
+    prompts, samples = draft.read("rollout-batch-size", whole), draft.read("n-samples-per-prompt", whole)
+    batch, steps = draft.read("global-batch-size", whole), draft.read("num-steps-per-rollout", whole)
+    if steps:
+        draft.put("train.mini_batches", steps, "num-steps-per-rollout")
+    elif prompts and samples and batch and prompts * samples % batch == 0:
+        note = f"{prompts} * {samples} / {batch} samples"
+        draft.put("train.mini_batches", prompts * samples // batch, "global-batch-size", note=note)
+    more = draft.read("over-sampling-batch-size", whole)
+    if more and prompts and more > prompts:
+        draft.put("rollout.oversample", more / prompts, "over-sampling-batch-size", note=f"{more} / {prompts} prompts")
+    if "nonzero_std" in str(draft.source.get("dynamic-sampling-filter-path", "")):
+        draft.put("rollout.dynamic_sampling", True, "dynamic-sampling-filter-path")
+    tokens, context = draft.read("max-tokens-per-gpu", whole), draft.read("context-parallel-size", whole, 1)
+    if tokens:
+        note = f"{tokens} a GPU * {context}" if context > 1 else ""
+        draft.put("train.micro_batch_tokens", tokens * context, "max-tokens-per-gpu", note=note)
+    if not draft.read("num-rollout", whole) and (epochs := draft.read("num-epoch", number)):
+        draft.put("run.num_epochs", epochs, "num-epoch")
+
+
+def _loss(draft: Draft) -> None:
+    estimator = draft.read("advantage-estimator", text, "grpo")
+    low = draft.read("eps-clip", number, 0.2)
+    high = draft.read("eps-clip-high", number, low)
+    if estimator not in _ADVANTAGES:
+        draft.say("advantage-estimator", "no home", "there is no critic; train.advantage is left at the group's mean")
+    else:
+        plain = "disable-grpo-std-normalization" in draft.source
+        kind = "mean" if plain and _ADVANTAGES[estimator] == "std" else _ADVANTAGES[estimator]
+        draft.put("train.advantage", kind, "advantage-estimator", "disable-grpo-std-normalization")
+        if estimator.startswith("reinforce"):
+            draft.put("train.advantage_normalization", "batch", note="REINFORCE++")
+    anchored = "pi / mu, by the rollout's own log-probabilities"
+    if estimator == "cispo":
+        draft.put("loss.name", "cispo", note=anchored)
+        draft.put("loss.ratio_floor", 1 - low, "eps-clip")
+        draft.put("loss.ratio_cap", 1 + high, "eps-clip-high")
+        return
+    name = "gspo" if estimator == "gspo" else "ppo_decoupled" if "use-tis" in draft.source else "ppo_clip"
+    draft.put("loss.name", name, note="the old policy is recomputed" if name == "ppo_decoupled" else anchored)
+    draft.put("loss.clip_ratio_low", low, "eps-clip")
+    draft.put("loss.clip_ratio_high", high, "eps-clip-high")
+    if name != "gspo" and "eps-clip-c" in draft.source:
+        draft.put("loss.dual_clip", draft.read("eps-clip-c", number), "eps-clip-c")
+    if name == "ppo_decoupled":
+        draft.put("loss.mismatch", "truncate", "use-tis")
+        draft.put("loss.mismatch_high", draft.read("tis-clip", number, 2.0), "tis-clip")
+
+
+def _penalties(draft: Draft) -> None:
+    value = draft.read("kl-loss-coef", number, 0.0)
+    if "use-kl-loss" in draft.source and value > 0:
+        draft.put("loss.kl_coef", value, "kl-loss-coef")
+        if estimator := draft.read("kl-loss-type", lambda v: KL_ESTIMATORS[text(v)]):
+            draft.put("loss.kl_estimator", estimator, "kl-loss-type")
+    for key in ("use-kl-loss", "kl-loss-coef", "kl-loss-type"):
+        draft.say(key, "taken", "loss.kl_coef says it")
+    if (reward := draft.read("kl-coef", number, 0.0)) > 0:
+        draft.put("reward.kl_coef", reward, "kl-coef")
+    draft.say("kl-coef", "taken", "reward.kl_coef is 0")
+
+
+def _engine(draft: Draft) -> None:
+    draft.put("rollout.engine", "sglang", note="slime's engine")
+    if "colocate" in draft.source:
+        draft.put("rollout.servers.colocated", True, "colocate")
+        draft.put("rollout.weight_sync.method", "ipc", note="servers on the trainer's GPUs")
+    if size := draft.read("rollout-num-gpus-per-engine", whole):
+        draft.put("rollout.sglang.tp-size", size, "rollout-num-gpus-per-engine")
+
+
+def _evaluation_and_reward(draft: Draft) -> None:
+    pairs = draft.read("eval-prompt-data", items, [])
+    if len(pairs) == 1:
+        draft.put("data.eval", pairs[0], "eval-prompt-data")
+    elif pairs and len(pairs) % 2 == 0:
+        draft.put("data.eval", dict(zip(pairs[::2], pairs[1::2], strict=True)), "eval-prompt-data")
+    path, kind = draft.read("custom-rm-path", text), draft.read("rm-type", text)
+    if path:
+        module, _, function = path.rpartition(".")
+        draft.put("reward.function", f"{module}:{function}", "custom-rm-path")
+        draft.say("rm-type", "no home", "custom-rm-path names the reward")
+    elif kind in _BOXED:
+        note = "" if kind == "math" else "the last boxed answer, without the rules of " + kind
+        draft.put("reward.function", "math", "rm-type", note=note)
+    draft.say("rm-type", "no home", "name a function in reward.function (docs/rewards.md)")

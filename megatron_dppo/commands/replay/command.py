@@ -1,0 +1,37 @@
+"""``megatron-dppo replay``: a recorded step computed again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.files import require_new, write_new
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``replay``; all others are overrides of the run's configuration."""
+    parser.add_argument("run", type=Path, help="folder of a run (run.output_dir) with rollouts of the step")
+    parser.add_argument("--step", type=int, required=True, help="the step, as in metrics.jsonl")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what came out as JSON")
+
+
+def run_replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print what came out next to what the run recorded.
+
+    Raises:
+        UserError: see ``replay_step``, or the JSON file exists or cannot be made.
+    """
+    require_new(options.json, "--json")
+    if options.step < 1:
+        raise ConfigError(f"--step {options.step} must be 1 or more: steps are counted as in metrics.jsonl")
+    from megatron_dppo.commands.replay.replay import replay_step
+
+    outcome = replay_step(options.run, options.step, overrides)
+    if outcome is not None:
+        print(f"\n{outcome.text()}", flush=True)
+        if options.json is not None:
+            write_new(options.json, json.dumps(outcome.plain(), indent=2) + "\n")
+    return 0

@@ -1,0 +1,271 @@
+"""``megatron-dppo replay RUN --step N``: the step's updates from the checkpoint before it and its recorded rollouts.
+
+Nothing is written to the run's folder, and no engine, reward or prompt is needed. With the run's own processes the
+result is the run's, bit for bit; one process computes what several did up to rounding, with their mini-batches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_dppo.commands.replay.outcome import Outcome
+from megatron_dppo.config.model import ParallelConfig
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import CheckpointError, ConfigError, DataError, Problems
+from megatron_dppo.parallel.objects import at_leader
+from megatron_dppo.parallel.platform import Platform, pin_threads
+from megatron_dppo.policy.packed import SeenSample
+from megatron_dppo.policy.update import mini_batches
+from megatron_dppo.report.clock import Clock
+from megatron_dppo.report.records import read_metrics
+from megatron_dppo.report.steps.files import StepMeta, read_meta, read_rows, recorded_steps
+from megatron_dppo.report.steps.rows import groups_of
+from megatron_dppo.rollout.batch import Collected
+from megatron_dppo.rollout.requests import sampling_seed
+from megatron_dppo.run.recording import StepRecord
+from megatron_dppo.run.records import over_updates
+from megatron_dppo.run.resume import CANNOT_RESHARD, layout_identity
+from megatron_dppo.run.session import build_groups, build_trainer
+from megatron_dppo.run.starts import load_config_of_step
+from megatron_dppo.run.step import make_samples, update_policy
+from megatron_dppo.run.teacher import build_teacher
+
+if TYPE_CHECKING:
+    from megatron_dppo.engines.teacher import TeacherServers
+    from megatron_dppo.mcore.teacher import Teacher
+    from megatron_dppo.parallel.groups import ParallelGroups
+    from megatron_dppo.policy.trainer import PolicyTrainer
+
+
+@dataclass
+class _Run:
+    """The policy as it was before the step."""
+
+    config: Config
+    trainer: PolicyTrainer
+    groups: ParallelGroups
+    step: int
+    """Rollout steps done."""
+    teacher: Teacher | TeacherServers | None = None
+
+
+def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Outcome | None:
+    """Compute a recorded step again; a collective of the processes that were started.
+
+    Args:
+        folder: ``run.output_dir`` of the run.
+        step: as in ``metrics.jsonl``.
+        overrides: of its configuration, as for ``train``.
+
+    Returns:
+        What came out, on rank 0; None on the others.
+
+    Raises:
+        UserError: the step was not recorded, the checkpoint before it is not there, or was written on a layout that
+            cannot be brought to that of the processes here.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    file = _recorded(folder, step)
+    meta = read_meta(file)
+    if meta.step != step:
+        raise ConfigError(f"{file} has the rollouts of step {meta.step}, not those that its name says; it was moved")
+    recorded = _record_of(folder, step)
+    config = _config(folder, meta, world, overrides)
+    checkpoint = _checkpoint(folder, step, config.checkpoint.fork_from)
+    with _opened(config, checkpoint, step) as run:
+        rows, parts = _mine(run, meta, file)
+        groups, ages = groups_of(rows)
+        collected = Collected(groups, ages, {}, dict(Counter(ages)))
+        record = StepRecord(run.trainer.policy_version)
+        samples = make_samples(groups, config.train)
+        results = update_policy(run.trainer, config, run.teacher, run.step, collected, samples, Clock(), record, parts)
+        last = results[-1]
+        metrics = over_updates([result.metrics for result in results]) | {
+            "grad_norm": sum(result.grad_norm for result in results) / len(results),
+            "learning_rate": last.learning_rate,
+            "policy_version": float(last.policy_version),
+        }
+        import torch.distributed as dist
+
+        first = all(group is None or dist.get_rank(group) == 0 for group in (run.groups.tp, run.groups.cp))
+        seen = record.watch.samples if first and run.trainer.is_last_stage else {}
+        every = at_leader(seen, run.groups.world)
+        if not every:
+            return None
+        together = {number: sample for each in every for number, sample in each.items()}
+        same = run.trainer.layout.world_size == meta.world_size and str(run.trainer.layout) == meta.layout
+        found = _outcome(recorded, meta, read_rows(file), together, metrics, same_layout=same)
+        return replace(found, changed=tuple(overrides))
+
+
+def _record_of(folder: Path, step: int) -> dict[str, Any]:
+    """What the run said of the step, which the result is compared with."""
+    metrics = folder / "metrics.jsonl"
+    found = next((record for record in read_metrics(metrics) if record["step"] == step), None)
+    if found is None:
+        raise DataError(f"{metrics} has no record of step {step}, so there is nothing to compare with")
+    return found
+
+
+def _recorded(folder: Path, step: int) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(f"{str(folder)!r} is no folder; expected the folder of a run (run.output_dir)")
+    found = recorded_steps(folder)
+    if step not in found:
+        have = ", ".join(map(str, list(found)[:20])) + (" ..." if len(found) > 20 else "")
+        raise ConfigError(
+            f"--step {step}: {str(folder)!r} has no rollouts of that step; "
+            + (f"it has those of {have}" if found else "log.rollouts_every = 1 makes a run write them")
+        )
+    return found[step]
+
+
+def _config(folder: Path, meta: StepMeta, world: int, overrides: Sequence[str]) -> Config:
+    """That of the step; one process takes the place of any number, each as many as there were its own."""
+    config = load_config_of_step(folder, meta.step, overrides)
+    if world == meta.world_size or any("parallel" in override for override in overrides):
+        return config
+    if world != 1:
+        raise ConfigError(
+            f"the step was trained by {meta.world_size} processes ({meta.layout}), here there are {world}: torchrun "
+            f"--nproc-per-node {meta.world_size} -m megatron_dppo.commands.main replay {folder} --step {meta.step}, or "
+            "one process without torchrun"
+        )
+    single = ParallelConfig(
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        virtual_pipeline_model_parallel_size=None,
+    )
+    return config.model_copy(update={"parallel": single})
+
+
+def _checkpoint(folder: Path, step: int, fork_from: str | None) -> Path | None:
+    """That of the step before, in the run or where it was forked from; None for the first step, whose weights are the
+    initial ones.
+
+    Raises:
+        CheckpointError: it is not there, or is damaged.
+    """
+    from megatron_dppo.mcore.checkpoint.folder import checkpoints, read_state
+
+    if step == 1:
+        return None
+    found = {read_state(checkpoint)["step"]: checkpoint for checkpoint in checkpoints(folder / "checkpoints")}
+    if fork_from is not None and step - 1 not in found and read_state(Path(fork_from))["step"] == step - 1:
+        return Path(fork_from)
+    if step - 1 not in found:
+        have = ", ".join(str(number) for number in sorted(found)) or "none"
+        can = [number + 1 for number in sorted(found) if number + 1 in recorded_steps(folder)]
+        raise CheckpointError(
+            f"--step {step} needs the checkpoint of step {step - 1}, and {folder / 'checkpoints'} has those of steps "
+            f"{have}; {f'replay one of steps {can}, or ' if can else ''}set checkpoint.save_every and checkpoint.keep "
+            "so that it is written and kept"
+        )
+    return found[step - 1]
+
+
+@contextmanager
+def _opened(config: Config, checkpoint: Path | None, step: int) -> Iterator[_Run]:
+    """The policy as it was before the step."""
+    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    from megatron_dppo.mcore.compat.shims import apply_shims
+
+    apply_shims(platform)
+    from megatron_dppo.mcore import setup
+    from megatron_dppo.mcore.checkpoint.save_load import find_damage, read_state
+    from megatron_dppo.run.inputs import read_model
+
+    setup.start_process_group(platform, config.run.wait_minutes)
+    try:
+        world, problems = setup.host_world(config.run.wait_minutes), Problems()
+        inputs = read_model(config, int(os.environ.get("WORLD_SIZE", "1")), problems).complete
+        problems.raise_if_any()
+        assert inputs is not None
+        state: dict[str, Any] = {}
+        if checkpoint is not None:
+            if damage := find_damage(checkpoint):
+                raise CheckpointError(f"{checkpoint} is damaged: {damage}")
+            state = read_state(checkpoint)
+            _check_layout(checkpoint, state["layout"], layout_identity(config, inputs))
+        groups = build_groups(config, inputs, platform, world)
+        teacher = build_teacher(config, inputs, groups, platform)
+        setup.seed_random_states(config.run.seed)
+        trainer = build_trainer(config, inputs, groups, platform, "rl")
+        if checkpoint is not None:
+            here = layout_identity(config, inputs)
+            same = all(here[key] == state["layout"][key] for key in ("layout", "world_size"))
+            trainer.load(checkpoint, same_layout=same)
+        yield _Run(config, trainer, groups, step - 1, teacher)
+    finally:
+        setup.shutdown_megatron()
+
+
+def _check_layout(checkpoint: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    for key, reason in CANNOT_RESHARD.items():
+        if here[key] != there[key]:
+            raise CheckpointError(
+                f"{checkpoint} was written on {there['layout']} with {key} = {there[key]}, and here it is {here[key]}: "
+                f"{reason}. Replay with {there['world_size']} processes (torchrun)"
+            )
+
+
+def _mine(
+    run: _Run, meta: StepMeta, file: Path
+) -> tuple[list[dict[str, Any]], Callable[[int], list[list[int]]] | None]:
+    """This rank's samples, and the mini-batches where those of the run's ranks have to be put together."""
+    rows, dp = read_rows(file), run.trainer.layout.dp
+    if dp == meta.dp:
+        return [row for row in rows if row["dp_rank"] == run.trainer.dp_rank], None
+    if dp != 1:
+        raise ConfigError(
+            f"the step has the samples of {meta.dp} data-parallel ranks, here there are {dp}; replay with as many, or "
+            "with one process"
+        )
+    counts = Counter(row["dp_rank"] for row in rows)
+    starts = {rank: sum(counts[r] for r in range(rank)) for rank in range(meta.dp)}
+
+    def parts(epoch: int) -> list[list[int]]:
+        together: list[list[int]] = [[] for _ in range(run.config.train.mini_batches)]
+        for rank, start in starts.items():
+            seed = sampling_seed(run.config.run.seed, "order", run.step, rank)
+            own = mini_batches(counts[rank], run.config.train.mini_batches, seed, epoch)
+            for place, part in enumerate(own):
+                together[place] += [start + i for i in part]
+        return together
+
+    return rows, parts
+
+
+def _outcome(
+    recorded: Mapping[str, Any],
+    meta: StepMeta,
+    rows: Sequence[dict[str, Any]],
+    seen: dict[int, SeenSample],
+    metrics: dict[str, float],
+    *,
+    same_layout: bool,
+) -> Outcome:
+    largest, decisions, tokens = 0.0, 0, 0
+    for row in rows:
+        count, mask = len(row["response_ids"]), torch.tensor(row["loss_mask"], dtype=torch.bool)
+        own, place = seen[row["sample"]], mask.nonzero().squeeze(1)
+        was, now = torch.tensor(row["logprobs"])[place], own.logprobs[-count:][place - count]
+        kept = torch.tensor(row["keep"], dtype=torch.bool)[place] != own.keep[-count:][place - count]
+        tokens, decisions = tokens + len(place), decisions + int(kept.sum())
+        largest = max(largest, float((was - now).abs().max()) if len(place) else 0.0)
+    both = {
+        name: (float(recorded[f"train/{name}"]), value)
+        for name, value in metrics.items()
+        if recorded.get(f"train/{name}") is not None
+    }
+    return Outcome(
+        step=meta.step, tokens=tokens, largest=largest, decisions=decisions, metrics=both, same_layout=same_layout
+    )

@@ -1,0 +1,1 @@
+"""Rollout engines: in process, SGLang, vLLM, and users' agents."""

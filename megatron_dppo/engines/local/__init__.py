@@ -1,0 +1,1 @@
+"""The rollout engine inside the training processes."""

@@ -1,0 +1,1 @@
+"""Pools of inference servers over HTTP: requests, answers, health, weight updates."""

@@ -1,1 +1,0 @@
-"""Writing files so that nothing is lost or half there."""

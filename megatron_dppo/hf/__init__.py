@@ -1,0 +1,1 @@
+"""Hugging Face folders: configuration, weights, tokenizer files, model families."""

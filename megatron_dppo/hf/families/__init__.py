@@ -1,0 +1,33 @@
+"""Families of models: how each one's config.json and weights are Megatron's. One file a family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_dppo.config.layout import ModelShape
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf.families import deepseek, glm, llama, qwen
+from megatron_dppo.hf.families.family import Family, Rope
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for module in (qwen, llama, glm, deepseek) for family in module.FAMILIES
+}
+"""By ``model_type`` of config.json."""
+
+
+def family_of(model: Any) -> Family:
+    """That of a transformers config, or of a ``ModelShape``.
+
+    Raises:
+        CheckpointError: an architecture that there is no mapping for.
+    """
+    model_type = model.family if isinstance(model, ModelShape) else model.model_type
+    if model_type not in FAMILIES:
+        raise CheckpointError(
+            f"model_type {model_type!r} has no mapping to Megatron; expected one of {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]
+
+
+__all__ = ["FAMILIES", "Family", "Rope", "family_of"]

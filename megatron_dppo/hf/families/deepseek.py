@@ -1,0 +1,101 @@
+"""DeepSeek-V3 and Moonlight: latent attention (MLA), sigmoid routers with groups, shared experts.
+
+A norm of the latents has the ``rms_norm_eps`` of the model, as in Megatron, SGLang and vLLM; transformers takes 1e-6
+there (the same for DeepSeek-V3, less than Moonlight's 1e-5).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_dppo.config.layout import ModelShape
+from megatron_dppo.hf.families.family import Family, Rope, refuse, refuse_unless, rope_parameters
+from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
+from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, sigmoid_fields, sigmoid_shape
+
+_A, _S = M + "self_attention.", H + "self_attn."
+_LATENT = (
+    Rule(M + "input_layernorm.weight", (H + "input_layernorm.weight",)),
+    Rule(_A + "linear_kv_down_proj.weight", (_S + "kv_a_proj_with_mqa.weight",)),
+    Rule(_A + "linear_kv_up_proj.layer_norm_weight", (_S + "kv_a_layernorm.weight",)),
+    Rule(_A + "linear_kv_up_proj.weight", (_S + "kv_b_proj.weight",), shard_dim=0),
+    Rule(_A + "linear_proj.weight", (_S + "o_proj.weight",), shard_dim=1),
+)
+_QUERY = (Rule(_A + "linear_q_proj.weight", (_S + "q_proj.weight",), shard_dim=0),)
+_LATENT_QUERY = (
+    Rule(_A + "linear_q_down_proj.weight", (_S + "q_a_proj.weight",)),
+    Rule(_A + "linear_q_up_proj.layer_norm_weight", (_S + "q_a_layernorm.weight",)),
+    Rule(_A + "linear_q_up_proj.weight", (_S + "q_b_proj.weight",), shard_dim=0),
+)
+
+
+def _shape(hf_config: Any) -> ModelShape:
+    refuse_unless(hf_config, attention_bias=False, rope_interleave=True)
+    heads = hf_config.num_attention_heads
+    if hf_config.num_key_value_heads != heads:
+        refuse(hf_config, "num_key_value_heads", hf_config.num_key_value_heads, f"num_attention_heads ({heads})")
+    return sigmoid_shape(hf_config, has_latent_attention=True, has_latent_queries=hf_config.q_lora_rank is not None)
+
+
+def _attention(shape: ModelShape) -> tuple[Rule, ...]:
+    return _LATENT + (_LATENT_QUERY if shape.has_latent_queries else _QUERY)
+
+
+def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+    return (
+        sigmoid_fields(hf_config, shape)
+        | _rope_fields(hf_config)
+        | dict(
+            multi_latent_attention=True,
+            num_query_groups=hf_config.num_attention_heads,
+            kv_channels=hf_config.v_head_dim,
+            q_lora_rank=hf_config.q_lora_rank,
+            kv_lora_rank=hf_config.kv_lora_rank,
+            qk_head_dim=hf_config.qk_nope_head_dim,
+            qk_pos_emb_head_dim=hf_config.qk_rope_head_dim,
+            v_head_dim=hf_config.v_head_dim,
+            qk_layernorm=True,
+            add_qkv_bias=False,
+            apply_rope_fusion=False,  # Megatron's kernel for MLA is experimental
+        )
+    )
+
+
+def _rope_fields(hf_config: Any) -> dict[str, Any]:
+    found = rope_parameters(hf_config, "default", "yarn")
+    if found["rope_type"] == "default":
+        return dict(rope_type="rope", rotary_base=found["rope_theta"])
+    for key, value in {"attention_factor": None, "truncate": True}.items():
+        if found.get(key, value) != value:
+            refuse(hf_config, f"rope_parameters.{key}", found[key], f"{value!r}")
+    whole = found.get("mscale_all_dim") or 0.0
+    return dict(
+        rope_type="yarn",
+        rotary_base=found["rope_theta"],
+        rotary_scaling_factor=float(found["factor"]),
+        original_max_position_embeddings=found["original_max_position_embeddings"],
+        beta_fast=float(found.get("beta_fast") or 32),
+        beta_slow=float(found.get("beta_slow") or 1),
+        # transformers takes a scale of its own only where there are both
+        mscale=float(found["mscale"]) if whole and found.get("mscale") else 1.0,
+        mscale_all_dim=float(whole),
+    )
+
+
+def _rope(hf_config: Any) -> Rope:
+    """Each layer has its own; these arguments of GPTModel are not read."""
+    return Rope(_rope_fields(hf_config)["rotary_base"])
+
+
+FAMILIES = (
+    Family(
+        model_type="deepseek_v3",
+        hf_class="DeepseekV3ForCausalLM",
+        shape=_shape,
+        fields=_fields,
+        rope=_rope,
+        attention=_attention,
+        dense=DENSE_MLP,
+        experts=SIGMOID_EXPERTS,
+    ),
+)

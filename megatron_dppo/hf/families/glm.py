@@ -1,0 +1,37 @@
+"""GLM-4.5 and GLM-4.5-Air: sigmoid routers, shared experts, heads that are rotated in part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_dppo.config.layout import ModelShape
+from megatron_dppo.hf.families.family import Family, Rope, grouped_fields, rope_parameters
+from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
+from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, sigmoid_fields, sigmoid_shape
+
+
+def _shape(hf_config: Any) -> ModelShape:
+    return sigmoid_shape(hf_config, has_qkv_bias=hf_config.attention_bias, has_qk_norm=hf_config.use_qk_norm)
+
+
+def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+    return grouped_fields(hf_config, shape) | sigmoid_fields(hf_config, shape)
+
+
+def _rope(hf_config: Any) -> Rope:
+    found = rope_parameters(hf_config, "default")
+    return Rope(found["rope_theta"], percent=found.get("partial_rotary_factor", 1.0))
+
+
+FAMILIES = (
+    Family(
+        model_type="glm4_moe",
+        hf_class="Glm4MoeForCausalLM",
+        shape=_shape,
+        fields=_fields,
+        rope=_rope,
+        attention=grouped_attention,
+        dense=DENSE_MLP,
+        experts=SIGMOID_EXPERTS,
+    ),
+)

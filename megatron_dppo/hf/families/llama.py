@@ -1,0 +1,44 @@
+"""Llama 2 and 3, and Mistral without a window."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron_dppo.config.layout import ModelShape
+from megatron_dppo.hf.families.family import (
+    Family,
+    Rope,
+    common_shape,
+    default_rope,
+    grouped_fields,
+    refuse,
+    refuse_unless,
+    rope_parameters,
+)
+from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron's scaling has fixed; all released Llama 3 models have these."""
+
+
+def _shape(hf_config: Any) -> ModelShape:
+    refuse_unless(hf_config, attention_bias=False, sliding_window=None)
+    return common_shape(hf_config)
+
+
+def _rope(hf_config: Any) -> Rope:
+    found = rope_parameters(hf_config, "default", "llama3")
+    if found["rope_type"] == "default":
+        return default_rope(hf_config)
+    for key, value in _LLAMA3.items():
+        if found[key] != value:
+            refuse(hf_config, f"rope_parameters.{key}", found[key], f"{value!r} (fixed in Megatron)")
+    return Rope(found["rope_theta"], llama3_factor=float(found["factor"]))
+
+
+_family = partial(Family, shape=_shape, fields=grouped_fields, attention=grouped_attention, dense=DENSE_MLP)
+FAMILIES = (
+    _family(model_type="llama", hf_class="LlamaForCausalLM", rope=_rope),
+    _family(model_type="mistral", hf_class="MistralForCausalLM", rope=default_rope),
+)

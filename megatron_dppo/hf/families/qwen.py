@@ -1,0 +1,66 @@
+"""Qwen2, Qwen2-MoE, Qwen3 and Qwen3-MoE."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron_dppo.config.layout import ModelShape
+from megatron_dppo.hf.families.family import (
+    Family,
+    common_shape,
+    default_rope,
+    expert_fields,
+    grouped_fields,
+    refuse_unless,
+)
+from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, H, M, Rule, gated, grouped_attention
+
+_SHARED_EXPERT = (
+    Rule(M + "mlp.shared_experts.gate_weight", (H + "mlp.shared_expert_gate.weight",)),
+    *gated("mlp.shared_experts", "mlp.shared_expert"),
+)
+
+
+def _shape(hf_config: Any, **more: Any) -> ModelShape:
+    refuse_unless(hf_config, attention_bias=False)
+    return common_shape(hf_config, **more)
+
+
+def _shape_of_experts(hf_config: Any, **more: Any) -> ModelShape:
+    layers = range(hf_config.num_hidden_layers)
+    step, named = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
+    dense = tuple(i for i in layers if i in named or (i + 1) % step)  # transformers' rule
+    return _shape(hf_config, num_experts=hf_config.num_experts, dense_layers=dense, **more)
+
+
+def _shape_of_qwen2_moe(hf_config: Any) -> ModelShape:
+    return _shape_of_experts(hf_config, has_qkv_bias=hf_config.qkv_bias, has_shared_expert=True)
+
+
+def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+    found = grouped_fields(hf_config, shape) | expert_fields(hf_config, shape)
+    if shape.num_experts is not None:
+        found["moe_router_pre_softmax"] = not hf_config.norm_topk_prob
+    if shape.has_shared_expert:
+        found["moe_shared_expert_intermediate_size"] = hf_config.shared_expert_intermediate_size
+        found["moe_shared_expert_gate"] = True
+    return found
+
+
+_family = partial(Family, fields=_fields, rope=default_rope, attention=grouped_attention, dense=DENSE_MLP)
+FAMILIES = (
+    _family(
+        model_type="qwen3_moe",
+        hf_class="Qwen3MoeForCausalLM",
+        shape=partial(_shape_of_experts, has_qk_norm=True),
+    ),
+    _family(model_type="qwen3", hf_class="Qwen3ForCausalLM", shape=partial(_shape, has_qk_norm=True)),
+    _family(
+        model_type="qwen2_moe",
+        hf_class="Qwen2MoeForCausalLM",
+        shape=_shape_of_qwen2_moe,
+        experts=EXPERTS + _SHARED_EXPERT,
+    ),
+    _family(model_type="qwen2", hf_class="Qwen2ForCausalLM", shape=partial(_shape, has_qkv_bias=True)),
+)

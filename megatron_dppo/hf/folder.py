@@ -1,0 +1,307 @@
+"""Hugging Face folders: configuration, weights in and out, by the names that stand in the files.
+
+A *stream of weights* is an iterable of ``(name, tensor)`` with full, unsharded tensors in the on-disk naming (one
+entry per expert), whatever a transformers version keeps in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_dppo.config.layout import ModelShape
+from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf.families import family_of
+from megatron_dppo.types import RoutingShape
+
+WeightStream = Iterable[tuple[str, Tensor]]
+
+
+_FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
+
+
+_ROUTER_BIAS = "e_score_correction_bias"
+
+
+_KEPT_IN_FP32 = (_ROUTER_BIAS, ".weight_scale_inv")
+
+
+_ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+
+
+def read_hf_config(path: str | Path) -> Any:
+    """The transformers config object of a folder.
+
+    Raises:
+        CheckpointError: no folder, no config.json, or one that transformers cannot read.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"model.path = {str(path)!r} is not a Hugging Face folder: {folder / 'config.json'} is missing"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and huggingface_hub have errors of their own for each kind of value
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read by transformers: {what}") from error
+
+
+def model_shape(hf_config: Any) -> ModelShape:
+    """The sizes of a model that the layout depends on.
+
+    Raises:
+        CheckpointError: an architecture, or a feature of it, that there is no mapping for.
+    """
+    return family_of(hf_config).shape(hf_config)
+
+
+def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | None:
+    """The sizes of the routes of a mixture-of-experts model, with or without combine weights; None for a dense one."""
+    shape = model_shape(hf_config)
+    if shape.num_experts is None:
+        return None
+    return RoutingShape(
+        num_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+        topk=hf_config.num_experts_per_tok,
+        dense_layers=frozenset(shape.dense_layers),
+        weights=weights,
+        weights_add_to_one=hf_config.norm_topk_prob,
+        weights_scale=getattr(hf_config, "routed_scaling_factor", 1.0),
+    )
+
+
+def end_tokens(hf_config: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens after which a response is complete: the tokenizer's, and those of config.json."""
+    configured = hf_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return frozenset({tokenizer.eos_token_id} | {token for token in several if token is not None})
+
+
+def preload_models() -> None:
+    """Import the module of Qwen3-MoE before processes are forked: it takes each some seconds."""
+    import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+
+
+def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) -> Any:
+    """A transformers causal language model with random weights; ``seed`` makes them reproducible."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False).eval()
+    if dtype.itemsize < 4:  # from_config rounds what from_pretrained keeps
+        for bias in router_biases(model).values():
+            bias.data = bias.float()
+    return model
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What a weight of a model in ``dtype`` is stored and sent in: the biases by which routers choose stay fp32, and so
+    do the scales of FP8 blocks."""
+    return torch.float32 if name.endswith(_KEPT_IN_FP32) else dtype
+
+
+def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a transformers model in the on-disk naming; tied output weights are left out."""
+    tied = bool(model.config.tie_word_embeddings)
+    for name, tensor in model.state_dict().items():
+        match = _FUSED_EXPERTS.match(name)
+        if tied and name == "lm_head.weight":
+            continue
+        if match is None:
+            yield name, tensor
+        elif match[2] == "down_proj":
+            yield from ((f"{match[1]}.{e}.down_proj.weight", w) for e, w in enumerate(tensor))
+        else:
+            for e, w in enumerate(tensor):
+                gate, up = w.chunk(2, dim=0)
+                yield f"{match[1]}.{e}.gate_proj.weight", gate
+                yield f"{match[1]}.{e}.up_proj.weight", up
+
+
+def weight_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
+    """Every weight of a model of this configuration, by its name on disk; nothing is allocated."""
+    with torch.device("meta"):
+        model = build_hf_model(hf_config, torch.float32)
+    return {name: tuple(tensor.shape) for name, tensor in stream_model(model)}
+
+
+def adapter_sizes(shapes: Mapping[str, Sequence[int]], lora: LoraConfig) -> dict[str, int]:
+    """The numbers in A and B together of each weight that gets them, of all weights by their names on disk."""
+    matrices = {name: shape for name, shape in shapes.items() if name.endswith(".weight")}
+    return {n: lora.rank * sum(shape) for n, shape in matrices.items() if n.split(".")[-2] in lora.target_modules}
+
+
+@torch.no_grad()
+def copy_into_model(model: Any, weights: WeightStream) -> None:
+    """Copy a stream of weights into a transformers model, in its dtype.
+
+    Raises:
+        CheckpointError: a name that the model does not have, a wrong shape, or weights that never came.
+    """
+    targets = {**dict(model.named_parameters()), **router_biases(model)}
+    elements_left = {name: parameter.numel() for name, parameter in targets.items()}
+    for name, tensor in weights:
+        target, key = (targets[name], name) if name in targets else _expert_slice(targets, name)
+        if target.shape != tensor.shape:
+            raise CheckpointError(f"weight {name} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}")
+        target.copy_(tensor)
+        elements_left[key] -= target.numel()
+    missing = sorted(key for key, left in elements_left.items() if left)
+    if missing:
+        raise CheckpointError(f"weights never came for {missing[:5]} ({len(missing)} parameters in all)")
+
+
+def router_biases(model: Any) -> dict[str, Tensor]:
+    """The biases by which the routers of a transformers model choose experts, which are no parameters, by name."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(_ROUTER_BIAS)}
+
+
+def _expert_slice(targets: dict[str, Tensor], name: str) -> tuple[Tensor, str]:
+    """The part of a fused expert tensor that an on-disk name stands for."""
+    match = _ONE_EXPERT.match(name)
+    kind = None if match is None else ("down_proj" if match[3] == "down_proj" else "gate_up_proj")
+    key = "" if match is None else f"{match[1]}.{kind}"
+    if match is None or key not in targets:
+        raise CheckpointError(f"weight {name} does not belong to this model")
+    expert = targets[key][int(match[2])]
+    if match[3] == "down_proj":
+        return expert, key
+    gate, up = expert.chunk(2, dim=0)
+    return (gate if match[3] == "gate_proj" else up), key
+
+
+def is_fused_experts(name: str) -> bool:
+    """Whether a parameter of a transformers model holds the weights of all experts, ``[experts, out, in]``."""
+    return _FUSED_EXPERTS.match(name) is not None
+
+
+def drain(weights: WeightStream) -> None:
+    """Run a stream to its end; for ranks that take part in gathering weights without using them."""
+    for _ in weights:
+        pass
+
+
+class DictWeights:
+    """A stream of weights held in memory, with random access."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors = dict(weights)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def names(self) -> set[str]:
+        """All names."""
+        return set(self._tensors)
+
+
+class FolderWeights:
+    """Random access to the safetensors weights of a folder, one tensor at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        # Opened once: a file has thousands of tensors, and opening it reads the names of all.
+        self._files: dict[str, Any] = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            try:
+                handle = safe_open(file, framework="pt")
+                self._files.update(dict.fromkeys(handle.keys(), handle))
+            except SafetensorError as error:
+                raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
+        if not self._files:
+            raise CheckpointError(
+                f"model.path = {str(path)!r} has no *.safetensors weights; expected a complete Hugging Face folder "
+                "(or set model.random_init = true together with a warm-up)"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise CheckpointError(f"weight {name} is missing; the folder holds {sorted(self._files)[:3]}, ...")
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return a weight's shape and its dtype in safetensors' words (``BF16``) without reading the weight."""
+        header = self._files[name].get_slice(name)
+        return tuple(header.get_shape()), str(header.get_dtype())
+
+    def names(self) -> set[str]:
+        """All weight names in the folder."""
+        return set(self._files)
+
+    def stream(self, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
+        """All weights by name; of a ``tied`` model, whose output layer is its embedding, without that layer."""
+        for name in sorted(self._files):
+            if not (tied and name == "lm_head.weight"):
+                yield name, self[name]
+
+
+def parameter_count(hf_config: Any) -> int:
+    """All weights; tied ones once."""
+    return sum(torch.Size(shape).numel() for shape in weight_shapes(hf_config).values())
+
+
+def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path") -> None:
+    """Refuse a folder whose safetensors files are missing, cut off, or of another model than its config.json.
+
+    Args:
+        path: the folder.
+        hf_config: its configuration.
+        key: where the path stands in the configuration, for messages.
+
+    Raises:
+        CheckpointError: with the first names that are missing or have other shapes.
+    """
+    folder = Path(path)
+    files = {file.name for file in folder.glob("*.safetensors")}
+    if not files:
+        raise CheckpointError(
+            f"{key} = {str(path)!r} has no *.safetensors weights; expected a complete Hugging Face folder "
+            "(or set model.random_init = true together with a warm-up)"
+        )
+    if absent := sorted(_files_of_index(folder) - files):
+        raise CheckpointError(
+            f"{key} = {str(path)!r}: model.safetensors.index.json names {absent[0]} ({len(absent)} files in all), "
+            "which is not there; copy the folder again"
+        )
+    found: dict[str, tuple[int, ...]] = {}
+    for name in sorted(files):
+        try:
+            with safe_open(folder / name, framework="pt") as handle:
+                found |= {weight: tuple(handle.get_slice(weight).get_shape()) for weight in handle.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{folder / name} is not a readable safetensors file: {error}") from error
+    expected = weight_shapes(hf_config)
+    missing = [name for name in expected if name not in found]
+    other = [name for name in expected if name in found and found[name] != expected[name]]
+    if missing or other:
+        name = (missing or other)[0]
+        detail = "is missing" if missing else f"has shape {found[name]}, expected {expected[name]}"
+        raise CheckpointError(
+            f"{key} = {str(path)!r}: the weights do not fit config.json: {name} {detail} ({len(missing)} missing, "
+            f"{len(other)} of other shapes)"
+        )
+
+
+def _files_of_index(folder: Path) -> set[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error}; copy the folder again") from error

@@ -1,0 +1,1 @@
+"""Megatron checkpoints: format, manifest, saving, loading, folders."""

@@ -1,0 +1,290 @@
+"""Megatron torch_dist checkpoints of model, optimizer and random states, complete or absent.
+
+A checkpoint is written to ``step_N.partial``, sealed by a manifest and renamed to ``step_N`` by one rename after every
+rank has finished, so a process that dies in mid-save leaves the older ones untouched. See docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.gpt import GPTModel
+
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.files import disk_errors, write_synced
+from megatron_dppo.mcore.checkpoint import folder as checkpoint_folder
+from megatron_dppo.mcore.checkpoint import manifest
+from megatron_dppo.mcore.checkpoint.finite import all_finite
+from megatron_dppo.mcore.checkpoint.folder import STATE, checkpoint_name, checkpoints, read_state
+from megatron_dppo.mcore.checkpoint.format import StreamedSave, read_sharded, shared_save
+from megatron_dppo.mcore.lora import trained_part
+from megatron_dppo.mcore.optim import Optimizer
+from megatron_dppo.mcore.setup import random_states, restore_random_states
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import agreed, from_each
+
+__all__ = [
+    "Save",
+    "checkpoints",
+    "find_damage",
+    "load_checkpoint",
+    "load_model",
+    "read_state",
+    "save_checkpoint",
+    "save_model",
+]
+
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+NO_MANIFEST = f"it has no {manifest.MANIFEST}, so that nothing shows whether its files are whole"
+"""What ``find_damage`` says of a checkpoint that an older version or another program wrote."""
+
+
+class Save:
+    """A checkpoint that is written, at once or in the background.
+
+    Args:
+        path: its folder when it is complete.
+        is_finite: whether its weights and the optimizer's state are.
+        work: writes it, a collective of all ranks; None = there is nothing to do.
+        in_background: call ``work`` in a thread. Its group must then be its own.
+    """
+
+    def __init__(
+        self, path: Path, is_finite: bool, work: Callable[[], None] | None = None, *, in_background: bool = False
+    ) -> None:
+        self.path, self.is_finite = path, is_finite
+        self._error: BaseException | None = None
+        self._thread: Thread | None = None
+        if work is not None and in_background:
+            # A daemon: a process that ends by an error does not wait for ranks that are gone.
+            self._thread = Thread(target=self._run, args=(work,), name=f"save {path.name}", daemon=True)
+            self._thread.start()
+        elif work is not None:
+            work()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # torch's checkpoint errors are no Exception
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has nothing left to write; it may have failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until this rank has nothing left to write, whether it could or not."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> Path:
+        """Where it is, once it is complete on all ranks.
+
+        Raises:
+            DiskError: the disk is full or cannot be written to; older checkpoints are as they were.
+        """
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    models: Sequence[GPTModel],
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    keep: int,
+    best: int | None = None,
+    *,
+    groups: ParallelGroups,
+    also: Callable[[Path], None] | None = None,
+    background: dist.ProcessGroup | None = None,
+) -> Save:
+    """Write ``folder/step_N`` (a collective of all ranks), then delete older ones (``checkpoint_folder.prune``).
+
+    Each rank writes its part of the optimizer; ranks that hold the same weights share their writing.
+
+    ``state`` gets ``finite``, whether all weights are; a checkpoint of finite weights is never replaced by one of the
+    same step that are not. ``also`` is called on every rank with the unfinished folder, to write files of its own
+    names there. ``background`` is a group of all ranks over the CPU that nothing else uses: with it, what this rank
+    writes is copied to host memory, and the rest goes on while the model trains.
+
+    Raises:
+        DiskError: the disk is full or cannot be written to; older checkpoints are as they were.
+    """
+    final = folder / checkpoint_name(step)
+    partial = checkpoint_folder.partial_of(final)
+    is_finite = all_finite(models, optimizer)
+    if not is_finite and agreed(lambda: checkpoint_folder.is_finite(final), groups.world):
+        return Save(final, True)
+    world, what = background or groups.world, f"the checkpoint of step {step}"
+    with disk_errors(folder, what):
+        agreed(lambda: checkpoint_folder.begin(partial), groups.world)
+        strategy = shared_save(world, groups.dp_cp, staged=background is not None)
+        tensors = dist_checkpointing.save(
+            _sharded_state(models, optimizer, is_loading=False), str(partial), strategy, async_sharded_save=True
+        )
+        if also is not None:
+            also(partial)
+    text = json.dumps({**state, "finite": is_finite}, indent=2)
+
+    def publish() -> None:
+        checkpoint_folder.complete(partial, final)
+        if best is not None:
+            checkpoint_folder.write_best(folder, best)
+        checkpoint_folder.prune(folder, keep, best)
+
+    def write() -> None:
+        with disk_errors(folder, what):
+            tensors.async_fn()
+            _seal(partial, {STATE: text}, world)
+            agreed(publish, world)
+
+    return Save(final, is_finite, write, in_background=background is not None)
+
+
+def _seal(folder: Path, texts: dict[str, str], group: dist.ProcessGroup | None) -> None:
+    """Write the last files, bring all to the disk and write their manifest (a collective of all ranks).
+
+    Every rank's files are there: torch's writer has gathered their names.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def sizes_of_all() -> dict[str, int]:
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+        for name, text in texts.items():
+            write_synced(folder / name, text)
+        return {name: (folder / name).stat().st_size for name in manifest.list_files(folder)}
+
+    sizes = agreed(sizes_of_all, group)
+    # A rank's own shards are still in the memory of its machine.
+    written_by = {name: int(match[1]) for name in sizes if (match := _SHARD.fullmatch(name)) and int(match[1]) < world}
+    others = manifest.share({name: size for name, size in sizes.items() if name not in written_by}, rank, world)
+    mine = [*others, *(name for name, writer in written_by.items() if writer == rank)]
+    parts = from_each(manifest.hash_files(folder, mine, sync=True), group)
+    records = {name: record for part in parts for name, record in part.items()}
+    agreed(lambda: manifest.write_manifest(folder, records), group)
+
+
+def find_damage(checkpoint: Path) -> str:
+    """Why a checkpoint's files are not those that were written; empty when they are (a collective of all ranks).
+
+    A dry run has no process groups, and reads all of them alone.
+
+    Every rank reads its share of the files, whoever needs them; the answer is the same on all.
+
+    Returns:
+        One line; ``NO_MANIFEST`` when there is nothing to compare with.
+    """
+    everyone = dist.group.WORLD if dist.is_initialized() else None
+    rank, world = (0, 1) if everyone is None else (dist.get_rank(), dist.get_world_size())
+    problem, records = agreed(lambda: _look_at(checkpoint), everyone)
+    if problem:
+        return problem
+    sizes = {name: record.size for name, record in records.items()}
+    mine = manifest.share(sizes, rank, world)
+    problems = from_each(manifest.content_problem(checkpoint, records, mine), everyone)
+    return next((problem for problem in problems if problem), "")
+
+
+def _look_at(checkpoint: Path) -> tuple[str, dict[str, manifest.FileRecord]]:
+    try:
+        records = manifest.read_manifest(checkpoint)
+        if records is None:
+            return NO_MANIFEST, {}
+        return manifest.names_and_sizes_problem(checkpoint, records), records
+    except (OSError, ValueError) as error:
+        return str(error), {}
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    models: Sequence[GPTModel],
+    optimizer: Optimizer,
+    *,
+    groups: ParallelGroups,
+    same_layout: bool = True,
+) -> None:
+    """Restore model and optimizer and, on the same layout, random states (a collective of all ranks).
+
+    Ranks that hold the same weights share their reading. ``find_damage`` is the caller's.
+
+    Raises:
+        CheckpointError: Megatron cannot load it into this model.
+    """
+    template = _sharded_state(models, optimizer, is_loading=True)
+    if not same_layout:
+        del template["random_states"]  # one a rank, and the ranks are others now
+    loaded = read_sharded(template, checkpoint, groups.edp)
+    for key, model in zip(_model_keys(models), models, strict=True):
+        trained_part(model).load_state_dict(loaded[key])
+    optimizer.load_state_dict(loaded["optimizer"])
+    if same_layout:
+        restore_random_states(loaded["random_states"])
+
+
+def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) -> None:
+    """Write the weights alone, and text files beside them, to a new folder (a collective of all ranks).
+
+    Raises:
+        DiskError: the disk is full or cannot be written to.
+    """
+    partial = checkpoint_folder.partial_of(folder)
+
+    with disk_errors(folder, "the weights"):
+        agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
+        dist_checkpointing.save(
+            _sharded_model(models), str(partial), StreamedSave(None), async_sharded_save=True
+        ).async_fn()
+        _seal(partial, texts, dist.group.WORLD)
+        agreed(lambda: checkpoint_folder.complete(partial, folder), dist.group.WORLD)
+
+
+def load_model(checkpoint: Path, models: Sequence[GPTModel], *, groups: ParallelGroups) -> str:
+    """Restore the weights alone, from a checkpoint of any layout (a collective of all ranks).
+
+    Returns:
+        What the user should know: that there is no manifest. Mostly empty.
+
+    Raises:
+        CheckpointError: its files are damaged, or Megatron cannot load it into this model.
+    """
+    damage = find_damage(checkpoint)
+    if damage and damage != NO_MANIFEST:
+        raise CheckpointError(f"{checkpoint} is damaged: {damage}. Take a copy, or an older checkpoint")
+    loaded = read_sharded(_sharded_model(models), checkpoint, groups.edp)
+    for key, model in zip(_model_keys(models), models, strict=True):
+        trained_part(model).load_state_dict(loaded[key])
+    return f"{checkpoint}: {damage}" if damage else ""
+
+
+def _sharded_model(models: Sequence[GPTModel]) -> dict[str, Any]:
+    keys = _model_keys(models)
+    parts: list[Any] = [trained_part(model) for model in models]
+    return {key: part.sharded_state_dict(metadata=dict(_METADATA)) for key, part in zip(keys, parts, strict=True)}
+
+
+def _model_keys(models: Sequence[GPTModel]) -> list[str]:
+    return ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
+
+
+def _sharded_state(models: Sequence[GPTModel], optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
+    state = _sharded_model(models)
+    model_state = state["model"] if len(models) == 1 else dict(state)
+    state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=dict(_METADATA))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state["random_states"] = ShardedObject("random_states", random_states(), (world,), (rank,))
+    return state

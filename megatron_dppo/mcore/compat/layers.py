@@ -1,0 +1,157 @@
+"""Pure-torch layers with Transformer Engine's module tree and parameter names.
+
+Checkpoints, the Hugging Face mapping and parameter filters are then the same with and without Transformer Engine:
+``linear_qkv.{layer_norm_weight,weight}``, ``linear_proj.weight``, ``{q,k}_layernorm.weight``,
+``pre_mlp_layernorm.weight``, ``mlp.router.weight``, ``mlp.experts.linear_fc{1,2}.weight{i}``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_dppo.mcore.compat.grouped_gemm import grouped_linear
+
+
+def device_of(config: TransformerConfig) -> torch.device:
+    """Where its layers' weights are made."""
+    if config.use_cpu_initialization:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / rms(x) * weight`` over the last dimension, statistics in fp32, result in the dtype of ``x``."""
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).type_as(x) * weight
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm that works under sequence parallelism.
+
+    Megatron's ``WrappedTorchNorm`` refuses sequence parallelism. The mark ``sequence_parallel`` on the weight tells
+    ``finalize_model_grads`` to sum its gradient over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        del eps  # the config's value is the model's
+        self.eps = config.layernorm_epsilon
+        self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device_of(config)))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` ``[..., hidden_size]``."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm and a column-parallel linear in one module, as in Transformer Engine."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = Parameter(torch.ones(input_size, dtype=config.params_dtype, device=device_of(config)))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Normalise, then multiply; the shapes are those of ``ColumnParallelLinear``."""
+        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Weight and bias are sharded over dimension 0, the norm is replicated."""
+        state = {k: v for k, v in self.state_dict(prefix="", keep_vars=True).items() if v is not None}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets)
+
+
+class _GroupedLinear(torch.nn.Module):
+    """One ``[out, in]`` weight per local expert, named ``weight{i}``; expert-tensor-parallel over ``shard_dim``."""
+
+    shard_dim: int
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        pg_collection: Any,
+        tp_comm_buffer_name: str | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        del skip_bias_add, tp_comm_buffer_name
+        if bias or not is_expert:
+            raise ValueError(
+                f"grouped linear layers here are bias-free experts, got bias={bias}, is_expert={is_expert}"
+            )
+        self.num_gemms, self.pg_collection = num_gemms, pg_collection
+        parts = pg_collection.expt_tp.size()
+        shape = (output_size // parts, input_size) if self.shard_dim == 0 else (output_size, input_size // parts)
+        for i in range(num_gemms):
+            weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device_of(config)))
+            if config.perform_initialization:
+                with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                    init_method(weight)
+            set_tensor_model_parallel_attributes(weight, True, self.shard_dim, 1)
+            # Megatron's own rule: with expert parallelism, data parallelism reduces over the expert group.
+            weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
+            setattr(self, f"weight{i}", weight)
+
+    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
+        """Rows of ``x`` ``[sum(m_splits), in]``, sorted by expert, each times its expert's weight."""
+        return grouped_linear(x, m_splits, [getattr(self, f"weight{i}") for i in range(self.num_gemms)]), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here (Transformer Engine can)."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Local expert i is global expert ``ep_rank * num_gemms + i``."""
+        if metadata is None:
+            raise ValueError("sharded_state_dict needs metadata with 'dp_cp_group'")
+        groups = self.pg_collection
+        first, total = groups.ep.rank() * self.num_gemms, groups.ep.size() * self.num_gemms
+        result = {}
+        for i in range(self.num_gemms):
+            sharded = make_sharded_tensors_for_checkpoint(
+                {f"{i}.weight": getattr(self, f"weight{i}")},
+                "",
+                {f"{i}.weight": self.shard_dim},
+                (*sharded_offsets, (len(sharded_offsets), first + i, total)),
+                tp_group=groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(sharded, f"{i}.", prefix)
+            tensor = sharded[f"{i}.weight"]
+            tensor.replica_id = (*tensor.replica_id[:2], groups.expt_dp.rank())
+            result[f"{prefix}weight{i}"] = tensor
+        return result
+
+
+class ColumnParallelGroupedLinear(_GroupedLinear):
+    """Experts' first layer: outputs are split over expert tensor parallelism."""
+
+    shard_dim = 0
+
+
+class RowParallelGroupedLinear(_GroupedLinear):
+    """Experts' second layer: inputs are split over expert tensor parallelism."""
+
+    shard_dim = 1

@@ -1,0 +1,281 @@
+"""Megatron's own training code on a machine without CUDA, and the check of its version.
+
+``apply_shims`` is called once at start-up, before anything imports ``megatron.core``. On CUDA it applies only what
+Megatron lacks there, most of it only without Transformer Engine. Each shim states its reason, the versions that
+need it, and when to delete it. ``SHIMS`` is that list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.mcore.compat.extensions import replace_load_inline
+from megatron_dppo.mcore.compat.fused_adam import FusedAdam
+from megatron_dppo.mcore.compat.gloo import collectives_of_one, quiet_megatron, uneven_collectives
+from megatron_dppo.mcore.compat.torch_proxy import bind_proxy, cuda_type_names
+from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine, version_of_none
+from megatron_dppo.parallel.platform import Platform
+
+OLDEST, NEWEST_EXCLUSIVE = (0, 16, 1), (0, 20, 0)
+_applied = False
+
+
+@dataclass(frozen=True)
+class Shim:
+    """One change of Megatron's behaviour on CPU."""
+
+    apply: Callable[[], None]
+    reason: str
+    versions: str
+    delete_when: str
+    on_cuda: bool = False
+    """Also needed on CUDA without Transformer Engine"""
+    with_te: bool = False
+    """Also needed on CUDA with it"""
+
+
+def megatron_version() -> tuple[int, ...]:
+    """The installed version of megatron-core, for example ``(0, 16, 1)``.
+
+    Raises:
+        UserError: it is not installed, or outside the supported range.
+    """
+    expected = "megatron-core >= 0.16.1, < 0.20"
+    try:
+        text = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(f"megatron-core is not installed; expected {expected}: pip install megatron-core") from error
+    version = tuple(int(part) for part in text.split("+")[0].split("rc")[0].split(".")[:3] if part.isdigit())
+    if not OLDEST <= version < NEWEST_EXCLUSIVE:
+        raise UserError(f"megatron-core {text} is installed; expected {expected}")
+    return version
+
+
+def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)) -> bool:
+    """Make Megatron's own code run on CPU, and right on CUDA; a no-op on a second call.
+
+    Args:
+        platform: where this process trains.
+        packages: dotted prefixes of the packages whose modules get the CPU view of torch.
+
+    Returns:
+        Whether the shims were applied by this call.
+
+    Raises:
+        UserError: megatron-core is missing or of an unsupported version; Transformer Engine is there and broken.
+        RuntimeError: on CPU, when ``megatron.core`` was imported before: its functions are compiled by torch already.
+    """
+    global _applied
+    megatron_version()
+    if _applied:
+        return False
+    quiet_megatron()
+    shims: Sequence[Shim] = SHIMS
+    if platform.is_cuda:
+        shims = [shim for shim in SHIMS if (shim.with_te if has_transformer_engine() else shim.on_cuda)]
+    else:
+        if "megatron.core" in sys.modules:
+            raise RuntimeError("apply_shims must run before anything imports megatron.core")
+        bind_proxy(packages)
+    for shim in shims:
+        shim.apply()
+    _applied = True
+    return True
+
+
+def _tensor_cuda() -> None:
+    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
+
+
+def _rng_tracker() -> None:
+    from megatron.core.tensor_parallel import random
+
+    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
+        """The tracker of Megatron on the CPU generator."""
+
+        @contextlib.contextmanager
+        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            if name not in self.states_:
+                raise KeyError(f"random number state {name!r} was never added; known: {sorted(self.states_)}")
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random.CudaRNGStatesTracker = CpuRNGStatesTracker
+
+
+def _te_general_gemm() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _splits_to_host() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with cuda_type_names():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _optimizer_type_names() -> None:
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+    for cls in (distrib_optimizer.DistributedOptimizer, optimizer.Float16OptimizerWithFloat16Params):
+        cls.__init__ = _with_cuda_type_names(cls.__init__)
+    clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
+    clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
+
+
+def _adam() -> None:
+    import megatron.core.optimizer as package
+    from megatron.core.optimizer import distrib_optimizer
+
+    if package.USING_PYTORCH_OPTIMIZER:
+        package.USING_PYTORCH_OPTIMIZER = False
+        package.Adam = distrib_optimizer.Adam = FusedAdam
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _load_optimizer() -> None:
+    from megatron.core.optimizer import distrib_optimizer
+
+    load = distrib_optimizer.DistributedOptimizer.load_state_dict
+    distrib_optimizer.DistributedOptimizer.load_state_dict = torch.no_grad()(load)
+
+
+def _offloading() -> None:
+    from megatron_dppo.mcore.compat.offload import copy_without_cuda
+
+    copy_without_cuda()
+
+
+def _offload_once() -> None:
+    from megatron_dppo.mcore.compat.offload import copy_shards_only
+
+    copy_shards_only()
+
+
+def _recompute_flag() -> None:
+    from megatron.core.tensor_parallel import random
+
+    original = random.CheckpointWithoutOutput.__init__
+
+    def init(self: Any, fp8: bool = False) -> None:
+        original(self, fp8)
+        self.fp8 = bool(fp8)
+
+    random.CheckpointWithoutOutput.__init__ = init
+
+
+def _replicated_latents() -> None:
+    from megatron_dppo.mcore.compat.latent import replicate_latents
+
+    replicate_latents()
+
+
+_ALL = "0.16.1 to 0.19.2"
+_DEVICE_AGNOSTIC = "Megatron Core takes the device from its process group instead of torch.cuda"
+
+SHIMS = (
+    Shim(_tensor_cuda, "tensors are moved by .cuda() in embedding and router code", _ALL, _DEVICE_AGNOSTIC),
+    Shim(_rng_tracker, "the tracker of random states reads the CUDA generator", _ALL, _DEVICE_AGNOSTIC),
+    Shim(
+        _te_general_gemm,
+        "NameError in the router without Transformer Engine: the name is never bound",
+        "0.16.1",
+        "0.16.1 is no longer supported",
+        on_cuda=True,
+    ),
+    Shim(_splits_to_host, "all-to-all split sizes become lists only when they are on CUDA", _ALL, _DEVICE_AGNOSTIC),
+    Shim(uneven_collectives, "gloo has no all-gather and reduce-scatter of uneven parts", _ALL, "gloo gets them"),
+    Shim(
+        collectives_of_one,
+        "gloo copies a whole buffer in a group of one rank, which takes three times as long as Adam",
+        _ALL,
+        "the distributed optimizer leaves such collectives out",
+    ),
+    Shim(_optimizer_type_names, "parameters are told apart by 'torch.cuda.FloatTensor'", _ALL, _DEVICE_AGNOSTIC),
+    Shim(
+        _adam,
+        "torch.optim.AdamW cannot step after Megatron's init_state_fn, nor be checkpointed (see fused_adam.py)",
+        _ALL,
+        "Megatron's checkpoint of a torch AdamW loads and continues bit for bit",
+        on_cuda=True,
+    ),
+    Shim(
+        _load_optimizer,
+        "the distributed optimizer copies a checkpoint into fp32 parameters, which require gradients",
+        _ALL,
+        "Megatron loads it without recording gradients",
+        on_cuda=True,
+        with_te=True,
+    ),
+    Shim(
+        version_of_none,
+        "TypeError in the settings of a precision-aware optimizer without Transformer Engine: its version is None",
+        "0.16.1",
+        "0.16.1 is no longer supported",
+        on_cuda=True,
+    ),
+    Shim(_offloading, "offloading asks each tensor whether it is on CUDA, and pins its copy", _ALL, _DEVICE_AGNOSTIC),
+    Shim(
+        _offload_once,
+        "offloading copies all weights of a rank to the host, before the distributed optimizer has it copy its shard",
+        _ALL,
+        "the distributed optimizer builds the only HybridDeviceOptimizer",
+        on_cuda=True,
+        with_te=True,
+    ),
+    Shim(
+        _recompute_flag,
+        "selective recompute takes 'fp8 is not None' for fp8 and needs Transformer Engine then",
+        _ALL,
+        "CheckpointWithoutOutput(fp8=False) means without fp8",
+        on_cuda=True,
+    ),
+    Shim(
+        replace_load_inline,
+        "selective recompute compiles an extension behind torch's lock file, at which a run waits without end after "
+        "another was killed (see extensions.py)",
+        "0.17.0 to 0.19.2",
+        "Megatron restores outputs without an extension of its own",
+        on_cuda=True,
+        with_te=True,
+    ),
+    Shim(
+        _replicated_latents,
+        "latent attention takes only Transformer Engine's layers for latents that are whole on every rank; with "
+        "Megatron's split ones a rank's part of the gradient of the rotated keys is lost under tensor parallelism",
+        _ALL,
+        "latent attention takes any layer, and MLASelfAttention sums that gradient",
+        on_cuda=True,
+    ),
+)

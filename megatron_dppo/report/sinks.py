@@ -1,0 +1,207 @@
+"""Sinks that get each step's metrics beside ``metrics.jsonl``: TensorBoard, Weights & Biases and the other trackers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from megatron_dppo.errors import ConfigError, Problems
+from megatron_dppo.report.trackers import Labels, finite, open_trackers, require_trackers, run_id
+
+
+class Sink(Protocol):
+    """Receiver of metrics."""
+
+    shows_tables: bool
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add the values of one step."""
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Show a table beside the curves; nothing in a sink without tables."""
+
+    def finish(self) -> None:
+        """Close it."""
+
+
+class TensorBoardSink:
+    """TensorBoard events; those of steps after ``resumed_step`` are purged."""
+
+    shows_tables = True
+
+    def __init__(self, folder: Path, resumed_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resumed_step is None else resumed_step + 1
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add one scalar for each value."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Add a table as text."""
+        self._writer.add_text(name, markdown_table(columns, rows), step)
+        self._writer.flush()
+
+    def finish(self) -> None:
+        """Close the file; each record was flushed when it was written, so a full disk takes nothing here."""
+        with contextlib.suppress(OSError):
+            self._writer.close()
+
+
+class WandbSink:
+    """Run in Weights & Biases, one for each folder; a resumed run continues it."""
+
+    shows_tables = True
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any], labels: Labels) -> None:
+        self._wandb = require_wandb(project)
+        identity = run_id(folder, "wandb")  # before wandb makes its folder, by which older runs are told
+        self._run = self._wandb.init(
+            project=project,
+            dir=str(folder),
+            config=dict(config),
+            resume="allow",
+            id=identity,
+            name=labels.name,
+            group=labels.group,
+            tags=list(labels.tags) or None,
+            mode="offline" if labels.offline else None,
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add the values of one step."""
+        self._run.log(dict(values), step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Add a table."""
+        table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({name: table}, step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+class TrackerSink:
+    """Run in a tracker that ``accelerate`` knows, without tables."""
+
+    shows_tables = False
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add the values that are numbers."""
+        self._tracker.log(finite(values), step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """End the run."""
+        self._tracker.finish()
+
+
+def open_sinks(
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    tensorboard: bool,
+    wandb_project: str | None,
+    trackers: Sequence[str],
+    labels: Labels,
+    resumed_step: int | None,
+) -> list[Sink]:
+    """Open every sink that is asked for; arguments as in ``MetricsWriter``.
+
+    Raises:
+        ConfigError: Weights & Biases is asked for but not installed.
+    """
+    sinks: list[Sink] = []
+    if tensorboard:
+        sinks.append(TensorBoardSink(folder, resumed_step))
+    if wandb_project:
+        sinks.append(WandbSink(wandb_project, folder, config, labels))
+    sinks.extend(TrackerSink(tracker) for tracker in open_trackers(trackers, folder, labels, config))
+    return sinks
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Rows as Markdown; what could be markup is shown as it is.
+
+    Example:
+        >>> print(markdown_table(["token", "n"], [["a|b", 3]]))
+        | token | n |
+        |---|---|
+        | a&#124;b | 3 |
+    """
+    lines = [columns, *rows]
+    cells = [["-" if value is None else _plain(str(value)) for value in line] for line in lines]
+    text = ["| " + " | ".join(line) + " |" for line in cells]
+    return "\n".join([text[0], "|---" * len(columns) + "|", *text[1:]])
+
+
+def _plain(text: str) -> str:
+    """Characters of Markdown and HTML by their numbers."""
+    return "".join(f"&#{ord(c)};" if c in "|<>&*_`[]\\\n\r#" else c for c in text)
+
+
+def require_sinks(
+    *, tensorboard: bool, wandb_project: str | None, offline: bool = False, trackers: Sequence[str] = ()
+) -> None:
+    """Whether everything that the log asks for is installed and has its key.
+
+    Raises:
+        ConfigError: with what to install, or where the key goes; both at once.
+    """
+    problems = Problems()
+    if tensorboard:
+        problems.attempt(_require_tensorboard)
+    problems.attempt(require_trackers, trackers)
+    if wandb_project is not None and problems.attempt(require_wandb, wandb_project) is not None and not offline:
+        problems.attempt(_require_wandb_key, wandb_project)
+    problems.raise_if_any()
+
+
+def _require_tensorboard() -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "log.tensorboard = true needs the package tensorboard: pip install tensorboard, or set it to false"
+        )
+
+
+def _require_wandb_key(project: str) -> None:
+    """A run without a terminal must not wait for somebody to type a key."""
+    if os.environ.get("WANDB_MODE", "online") != "online" or os.environ.get("WANDB_API_KEY"):
+        return
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    if not (file.is_file() and host in file.read_text(encoding="utf-8", errors="replace")):
+        raise ConfigError(
+            f"log.wandb_project = {project!r}, but there is no key: export WANDB_API_KEY, run wandb login, or set "
+            "log.offline = true (or export WANDB_MODE=offline)"
+        )
+
+
+def require_wandb(project: str) -> Any:
+    """The package ``wandb``; called early, so that its absence is known before hours of training.
+
+    Raises:
+        ConfigError: with the command that installs it.
+    """
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"log.wandb_project = {project!r} needs the package wandb: pip install 'megatron-dppo[wandb]'"
+        ) from error
+    return wandb

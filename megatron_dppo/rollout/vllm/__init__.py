@@ -1,5 +1,0 @@
-"""vLLM over HTTP (0.32 tested); nothing of it is imported."""
-
-from megatron_dppo.rollout.vllm.client import VLLMServer
-
-__all__ = ["VLLMServer"]

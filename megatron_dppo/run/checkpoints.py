@@ -1,0 +1,241 @@
+"""The checkpoints of a run: what one holds, when one is due, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.files import require_space
+from megatron_dppo.mcore.checkpoint.folder import prune, set_aside
+from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.report.clock import PROGRESS
+from megatron_dppo.rollout.saved import SavedStream, load_contents, save_contents, why_unusable
+from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.run.evaluation import Evaluator
+from megatron_dppo.run.inputs import Inputs
+from megatron_dppo.run.output import space_for_save
+from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
+from megatron_dppo.types import StepResult
+
+if TYPE_CHECKING:
+    from megatron_dppo.mcore.checkpoint.save_load import Save
+    from megatron_dppo.policy.trainer import PolicyTrainer
+
+_NOT_FINITE = (
+    "(its weights or optimizer state are NaN or infinite; the newest checkpoint with finite ones is kept, and the same "
+    "command continues from there)"
+)
+
+
+@dataclass
+class RunState:
+    """Counters of a run, which a checkpoint keeps beside the policy and the rollouts."""
+
+    step: int = 0
+    """Rollout steps done."""
+    skipped_in_a_row: int = 0
+    """Updates since the last one whose gradient was finite."""
+    best: tuple[float, int] | None = None
+    """Highest evaluation accuracy after training began, and its step. None before the first evaluation."""
+    evaluation_due: bool = False
+    """Whether an evaluation ran beside training when the checkpoint was written, and has to be repeated."""
+
+    def count_skipped(self, results: Sequence[StepResult]) -> None:
+        """Count the updates at the end whose gradient was not finite; those that lower the loss scale do not count."""
+        for result in results:
+            counts = result.skipped and not result.has_lower_scale
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if counts else 0
+
+    def is_new_best(self, accuracy: float | None) -> bool:
+        """Remember an evaluation's accuracy; return whether it is the best so far. None is no evaluation."""
+        if accuracy is None or (self.best is not None and accuracy <= self.best[0]):
+            return False
+        self.best = (accuracy, self.step)
+        return True
+
+    def has_reached(self, accuracy: float | None) -> bool:
+        """Return whether an evaluation has reached this accuracy. None is never reached."""
+        return accuracy is not None and self.best is not None and self.best[0] >= accuracy
+
+
+class Checkpoints:
+    """Saves a run and restores it; a collective of all ranks each time.
+
+    Args:
+        config: configuration of the run.
+        inputs: data and model of the run.
+        trainer: policy of this rank.
+        stream: rollouts that were not trained on.
+        has_engine: whether this rank's engine samples; one rank writes for each data-parallel rank.
+        background: all ranks over the CPU, for saves in the background; None saves before it returns.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        trainer: PolicyTrainer,
+        stream: Stream,
+        *,
+        has_engine: bool,
+        background: dist.ProcessGroup | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._inputs = inputs
+        self._trainer = trainer
+        self._stream = stream
+        self._has_engine = has_engine
+        self._background = background
+        self._say = say
+        self._saving: Save | None = None
+        self.folder = Path(config.run.output_dir) / "checkpoints"
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``save`` returns only when the checkpoint is complete."""
+        return self._background is None
+
+    def is_due(self, state: RunState) -> bool:
+        """Return whether the step that was just done ends with a checkpoint."""
+        every = self._config.checkpoint.save_every
+        is_last = state.step == self._config.run.num_steps
+        is_solved = state.has_reached(self._config.eval.stop_at_accuracy)
+        return is_last or is_solved or bool(every and state.step % every == 0)
+
+    def save(self, state: RunState, evaluator: Evaluator) -> None:
+        """Write a checkpoint of this step, with every rollout that was not trained on.
+
+        With ``checkpoint.async_save`` it is complete only when ``finish`` has reported it. The trainer must have the
+        GPUs.
+
+        Args:
+            state: counters of the run.
+            evaluator: an evaluation that runs beside training is repeated after a resume.
+
+        Raises:
+            DiskError: on all ranks, when there is not enough space or it cannot be written.
+        """
+        self.finish(wait=True)
+        config = self._config
+        contents = self._stream.contents() if self._has_engine else []
+        record = {
+            "step": state.step,
+            "skipped_in_a_row": state.skipped_in_a_row,
+            "answers_before": evaluator.answers_before,
+            "best": state.best,
+            "evaluation_due": evaluator.is_running,
+            "stream": self._stream.saved().plain(),
+            "identity": run_identity(config, self._inputs),
+            "layout": layout_identity(config, self._inputs),
+            "config": config.model_dump(mode="json"),
+        }
+        agreed(
+            lambda: require_space(self.folder, space_for_save(config, self._inputs), "a checkpoint"),
+            self._trainer.groups.world,
+        )
+        self._saving = self._trainer.save(
+            self.folder,
+            state.step,
+            record,
+            config.checkpoint.keep,
+            self._kept_step(state),
+            also=partial(save_contents, contents, self._trainer.dp_rank),
+            background=self._background,
+        )
+
+    def finish(self, *, wait: bool) -> None:
+        """Report the last checkpoint once when it is complete.
+
+        Args:
+            wait: wait until it is complete; False returns at once when it is not.
+
+        Raises:
+            DiskError: it cannot be written; older checkpoints are unchanged.
+        """
+        saving = self._saving
+        if saving is None or not (wait or saving.is_done):
+            return
+        with PROGRESS.part("save"):
+            path = saving.wait()
+        self._saving = None
+        self._say(f"saved    {path}" if saving.is_finite else f"saved    {path} {_NOT_FINITE}")
+
+    def close(self) -> None:
+        """Wait for the process that writes, also when the run ended with an error."""
+        if self._saving is not None:
+            self._saving.join()
+
+    def restore(self, point: ResumePoint) -> tuple[RunState, list[dict[str, Any]]]:
+        """Restore policy, optimizer and rollouts from a checkpoint.
+
+        Returns:
+            The counters, and the answers from before training.
+        """
+        record = self._trainer.load(point.checkpoint, same_layout=point.same_layout)
+        state = RunState(
+            step=record["step"],
+            skipped_in_a_row=record["skipped_in_a_row"],
+            # The best checkpoint of another run is not in this folder.
+            best=tuple(record["best"]) if record["best"] and not point.is_fork else None,
+            evaluation_due=record["evaluation_due"],
+        )
+        for each in point.passed_over:
+            self._say(f"warning  {each.checkpoint} is passed over: {each.reason}; it is renamed to end in .{each.kind}")
+        verb = "forked " if point.is_fork else "resumed"
+        version = self._trainer.policy_version
+        self._say(f"{verb}  {point.checkpoint} (step {state.step}, policy version {version})")
+        if not point.same_layout:
+            self._say("         on another layout: the same curve up to rounding, not bit for bit")
+        for change in point.changes:
+            accepted = ", by checkpoint.accept_changes" if change.kind == "results" and not point.is_fork else ""
+            self._say(f"         changed{accepted}: {change}")
+        self._restore_stream(record, point, state.step)
+        return state, record["answers_before"]
+
+    def _restore_stream(self, record: Mapping[str, Any], point: ResumePoint, step: int) -> None:
+        """Restore the rollouts that were not trained on, or put their prompts back into the stream."""
+        dp = self._inputs.layout.dp
+        before = SavedStream.of(record["stream"])
+        saved = before.on(dp)
+        if not point.same_stream:
+            self._say("         on other prompts, or in another order: from the first of them")
+            self._stream.restore(saved.from_the_first(step), {})
+            return
+        problem = why_unusable(
+            saved,
+            record["config"],
+            self._config.train,
+            data=self._config.data,
+            rollout=self._config.rollout,
+            agent=self._config.agent,
+            reward=self._config.reward,
+        )
+        if problem and saved.num_prompts:
+            self._say(f"         the rollouts that were sampled ahead are sampled again: {problem}")
+        if problem:
+            self._stream.restore(saved.without_draws(step), {})
+            return
+        contents = {}
+        if self._has_engine:
+            prompts = self._inputs.train_prompts
+            contents = load_contents(before, dp, self._trainer.dp_rank, point.checkpoint, prompts.__getitem__)
+        self._stream.restore(saved, contents)
+
+    def tidy(self, point: ResumePoint, state: RunState) -> None:
+        """Rename damaged checkpoints and delete surplus ones, after a resume (rank 0)."""
+        for each in point.passed_over:
+            set_aside(each.checkpoint, each.kind)
+        # A save that was cut off while it pruned may have been the last one.
+        prune(self.folder, self._config.checkpoint.keep, self._kept_step(state))
+
+    def _kept_step(self, state: RunState) -> int | None:
+        """Return the step whose checkpoint is kept at any age."""
+        return state.best[1] if self._config.checkpoint.keep_best and state.best is not None else None

@@ -1,0 +1,287 @@
+"""Step metrics and end-of-run artifacts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_dppo.config.layout import Layout
+from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.server_engine import ServerEngine
+from megatron_dppo.engines.servers.pool import PoolCounts
+from megatron_dppo.files import disk_errors, require_space
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.report.clock import Clock
+from megatron_dppo.report.console import Console
+from megatron_dppo.report.curves import write_curves
+from megatron_dppo.report.findings import Alarms
+from megatron_dppo.report.metrics import MetricsWriter, prefixed, reduce_over_samples
+from megatron_dppo.report.records import before_after_table, sample_answers, summarize, written_files
+from megatron_dppo.report.trackers import Labels
+from megatron_dppo.rollout.batch import Collected
+from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.run.evaluation import read_answers
+from megatron_dppo.types import (
+    FinishReason,
+    Metric,
+    Rollout,
+    RolloutGroup,
+    StepResult,
+    TrainingSample,
+)
+
+_SHOWN_MESSAGES = 8
+"""of broken contracts and lost servers, a step and rank"""
+
+
+_RECORD_BYTES = 1_000_000
+"""Far more than a step's records take."""
+
+
+def step_metrics(
+    groups: ParallelGroups,
+    collected: Collected,
+    samples: Sequence[TrainingSample],
+    results: Sequence[StepResult],
+    clock: Clock,
+    request_metrics: dict[str, Metric],
+    *,
+    dp: int,
+) -> dict[str, float]:
+    """Return the metrics of a step, reduced over all ranks; a collective.
+
+    Args:
+        groups: parallel groups of this rank.
+        collected: rollouts of this rank.
+        samples: their training samples.
+        results: one for each update.
+        clock: seconds of each part of the step.
+        request_metrics: see ``request_metrics``.
+        dp: number of data-parallel ranks.
+    """
+    local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | request_metrics
+    rollout = reduce_over_samples(groups, local)
+    # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
+    tokens = reduce_over_samples(groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
+    # Before the first update pi and mu have the same weights: what differs is the engine.
+    first = {f"{name}_first": value for name, value in results[0].metrics.items() if name == "abs_prob_diff"}
+    train = over_updates([result.metrics for result in results]) | first
+    train |= {
+        "grad_norm": _mean(r.grad_norm for r in results),
+        "learning_rate": results[-1].learning_rate,
+        "skipped_updates": float(sum(r.skipped for r in results)),
+        "policy_version": float(results[-1].policy_version),
+    }
+    seconds = clock.total()
+    perf = {f"{name}_seconds": value for name, value in clock.parts.items()} | {
+        "step_seconds": seconds,
+        # What the loop itself costs: everything but the parts above.
+        "overhead_seconds": seconds - sum(clock.parts.values()),
+        "tokens": tokens["tokens"],
+        "tokens_per_second": tokens["tokens"] / seconds,
+    }
+    return prefixed("train", train) | prefixed("rollout", rollout) | prefixed("perf", perf)
+
+
+def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest or the mean of each metric over the updates that have it."""
+    found: dict[str, list[float]] = {}
+    for metrics in updates:
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: max(values) if name.endswith("_max") else _mean(values) for name, values in found.items()}
+
+
+def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int) -> dict[str, Metric]:
+    """Return counts of this step's requests, to be summed over the ranks; empty without servers.
+
+    Args:
+        engine: of this rank; None on ranks that get their rollouts from another one.
+        has_servers: whether the run samples with servers. Every rank must have the same metrics.
+        dp: number of data-parallel ranks.
+    """
+    if not has_servers:
+        return {}
+    counts = engine.take_counts() if isinstance(engine, ServerEngine) else PoolCounts()
+    # On every rank, not on rank 0 alone: each sees the answers to its own requests.
+    for message in counts.messages[:_SHOWN_MESSAGES]:
+        print(f"servers  {message}", file=sys.stderr, flush=True)
+    return {
+        "retried_requests": Metric(counts.retries, 1 / dp),
+        "lost_servers": Metric(counts.servers_lost, kind="max"),
+        "breaches": Metric(counts.breaches, 1 / dp),
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+class Records:
+    """What a run reports: metrics to files and trackers, lines to the terminal, a summary at the end.
+
+    Args:
+        config: configuration of the run.
+        layout: parallel layout of the run.
+        groups: parallel groups of this rank.
+        console: the terminal.
+        started: ``time.time()`` at the start of the program.
+    """
+
+    def __init__(
+        self, config: Config, layout: Layout, groups: ParallelGroups, console: Console, started: float
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._groups = groups
+        self._started = started
+        self._folder = Path(config.run.output_dir)
+        self._warnings = Alarms(rewarded=not config.distillation.is_on)
+        self.console = console
+        self.writer: MetricsWriter | None = None
+        """None on all ranks but 0, and before ``open``."""
+
+    def open(self, resumed_step: int | None) -> None:
+        """Open the metrics' files and trackers on rank 0.
+
+        Args:
+            resumed_step: records of later steps are dropped; None at the beginning of a run.
+        """
+        if dist.get_rank() != 0:
+            return
+        log = self._config.log
+        self.writer = MetricsWriter(
+            self._folder,
+            self._config.model_dump(),
+            tensorboard=log.tensorboard,
+            wandb_project=log.wandb_project,
+            trackers=log.trackers,
+            labels=Labels(
+                project=log.project or log.wandb_project or "megatron_dppo",
+                name=log.name or self._folder.resolve().name,
+                group=log.group,
+                tags=tuple(log.tags),
+                offline=log.offline,
+            ),
+            resumed_step=resumed_step,
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Write a step's metrics everywhere and show one line; a collective. Empty values write nothing.
+
+        Raises:
+            DiskError: on all ranks, when they cannot be written: a run does not go on without its records.
+        """
+        if not values:
+            return
+        writer = self.writer
+
+        def write() -> None:
+            if writer is not None:
+                # TensorBoard writes in a thread of its own, whose failure would be a traceback.
+                require_space(writer.path, _RECORD_BYTES, "the log of a step")
+                with disk_errors(writer.path, "the metrics"):
+                    writer.write(step, values)
+
+        agreed(write, self._groups.world)
+        if "rollout/reward" in values:
+            self.console.step(step, self._config.run.num_steps, values)
+            if writer is not None:
+                for text in self._warnings.see(values):
+                    print(f"warning  {text}", file=sys.stderr, flush=True)
+        elif "eval/accuracy" in values:
+            when = f"of step {step}" if step else "before training"
+            evaluated = self._config.reward.evaluated
+            self.console.show(values)
+            self.console.say(f"held-out {evaluated} {when}: {values['eval/accuracy']:.3f}")
+
+    def show_servers(self, notes: Sequence[str]) -> None:
+        """Show what the user should know of the servers."""
+        for note in notes:
+            self.console.say(f"servers  {note}")
+
+    def summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
+        """Write ``summary.json`` and the curves, show what changed; a collective.
+
+        Args:
+            policy_updates: optimizer updates of the run.
+            answers_before: answers from before training.
+        """
+        agreed(lambda: self._summarize(policy_updates, answers_before), self._groups.world)
+
+    def _summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
+        if self.writer is None:
+            return
+        config, folder, console = self._config, self._folder, self.console
+        with disk_errors(folder, "the summary"):
+            summarize(
+                folder,
+                world_size=self._layout.world_size,
+                layout=str(self._layout),
+                policy_updates=policy_updates,
+                total_seconds=time.time() - self._started,
+            )
+            if config.log.curves:
+                sources = config.data.train if isinstance(config.data.train, str) else ", ".join(config.data.train)
+                write_curves(self.writer.path, folder / "curves.png", f"{config.loss.name} on {sources}")
+        console.finish()
+        console.say("\n" + before_after_table(folder, config.reward.evaluated))
+        after = read_answers(folder)
+        if answers_before and after:
+            console.say("\nheld-out problems\n" + sample_answers(answers_before, after))
+        console.say("\nwritten\n" + written_files(folder))
+
+    def close(self) -> None:
+        """Close the files and trackers."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> dict[str, Metric]:
+    """What the rollouts look like; numerators and denominators of this rank."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored = [r for r in rollouts if not r.reward_failed]
+    lengths = [len(r.completion.token_ids) for r in rollouts]
+    reasons = [r.completion.finish_reason for r in rollouts]
+    flat = [len({r.reward for r in group.rollouts if not r.reward_failed}) < 2 for group in groups]
+    masks = [r.completion.loss_mask for r in rollouts]
+    sampled = sum(n if m is None else int(m.sum()) for m, n in zip(masks, lengths, strict=True))
+    kept = sum(int(s.loss_mask.sum()) for s in samples)
+    sets = [r.completion.kept for r in rollouts if r.completion.kept is not None]
+    of_sets = {"kept_ids": Metric(sum(len(s.ids) for s in sets), sampled)} if sets else {}
+    return {
+        "reward": Metric(sum(r.reward for r in scored), len(scored)),
+        **_part_metrics(scored),
+        "reward_failed_fraction": Metric(len(rollouts) - len(scored), len(rollouts)),
+        "response_length": Metric(sum(lengths), len(rollouts)),
+        "response_length_max": Metric(max(lengths, default=0), kind="max"),
+        **{f"finish/{reason}": Metric(reasons.count(reason), len(rollouts)) for reason in FinishReason},
+        "groups_without_signal": Metric(sum(flat), len(groups)),
+        "dropped_token_fraction": Metric(sampled - kept, sampled),
+        "given_token_fraction": Metric(sum(lengths) - sampled, sum(lengths)),
+        **of_sets,
+        **_count_metrics(rollouts),
+    }
+
+
+def _count_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """The mean of each count over the samples that have it."""
+    counts = [rollout.completion.counts for rollout in rollouts]
+    names = sorted({name for each in counts for name in each})
+    return {name: Metric(sum(c[name] for c in counts if name in c), sum(name in c for c in counts)) for name in names}
+
+
+def _part_metrics(scored: Sequence[Rollout]) -> dict[str, Metric]:
+    """The mean of each named part over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for rollout in scored:
+        for name, value in rollout.reward_parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward/{name}": Metric(sum(values[name]), len(values[name])) for name in sorted(values)}

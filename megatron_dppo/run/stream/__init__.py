@@ -1,1 +1,0 @@
-"""Where the rollouts of a step come from."""

@@ -1,0 +1,178 @@
+"""Damaged records, targets, odd files, interrupts at the command line: one line that names them, and nothing lost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.commands import main as program
+from megatron_dppo.commands.convert import conversion_parser, parallel_of
+from megatron_dppo.commands.doctor.command import _Scrubber
+from megatron_dppo.commands.port.command import run_port
+from megatron_dppo.commands.replay.command import run_replay
+from megatron_dppo.commands.replay.replay import _record_of
+from megatron_dppo.commands.report import run_report
+from megatron_dppo.commands.shipped import run_examples
+from megatron_dppo.config.io import load_config
+from megatron_dppo.errors import CheckpointError, ConfigError, DataError, DiskError
+from megatron_dppo.hf.folder import read_hf_config
+from megatron_dppo.report.page.build import check_target
+from megatron_dppo.report.records import read_metrics, read_records
+from megatron_dppo.run.starts import load_config_of_step, record_start
+
+EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum"
+GOOD = [{"step": step, "train/loss": step / 4, "eval/accuracy": None} for step in range(4)]
+
+
+def written(folder: Path, *lines: str | bytes, end: str = "\n") -> Path:
+    path = folder / "metrics.jsonl"
+    encoded = [line if isinstance(line, bytes) else line.encode() for line in lines]
+    path.write_bytes(b"\n".join(encoded) + end.encode())
+    return path
+
+
+TEXTS = [json.dumps(record) for record in GOOD]
+
+
+def test_what_a_crash_leaves_at_the_end_is_left_out_and_no_more(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "nothing.jsonl") == []
+    assert read_metrics(written(tmp_path, *TEXTS)) == GOOD
+    assert read_metrics(written(tmp_path, *TEXTS, end="")) == GOOD  # cut between the record and its line break
+    for end in ('{"step": 4, "tra', "{", "\0\0\0", '{"step"'):
+        assert read_metrics(written(tmp_path, *TEXTS, end="\n" + end)) == GOOD
+    assert read_metrics(written(tmp_path, TEXTS[0], "", TEXTS[1], "  ")) == GOOD[:2]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (TEXTS[1][:-1], "not JSON"),
+        (b"\xff\xfe\0", "not JSON"),
+        ("[1]", "list, expected a JSON object"),
+        ("null", "NoneType, expected"),
+        ("[" * 100_000, "not JSON"),
+        ('{"a": 1}', "step = None, expected a whole number"),
+        ('{"step": "x"}', "step = 'x'"),
+        ('{"step": true}', "step = True"),
+        ('{"step": -1}', "step = -1"),
+        ('{"step": NaN}', "step = nan"),
+        ('{"step": 1, "x": {"a": 1}}', "x = {'a': 1}, expected a finite number or null"),
+        ('{"step": 1, "x": Infinity}', "x = inf"),
+        ('{"step": 1, "x": NaN}', "x = nan"),
+        ('{"step": 1, "x": "1"}', "x = '1'"),
+    ],
+)
+def test_a_bad_line_is_named_wherever_it_stands(line: str | bytes, problem: str, tmp_path: Path) -> None:
+    for place in range(3):
+        lines: list[str | bytes] = [TEXTS[0], TEXTS[2]]
+        lines.insert(place, line)
+        path = written(tmp_path, *lines)
+        with pytest.raises(DataError) as caught:
+            read_metrics(path)
+        assert f"{path}, line {place + 1}: " in str(caught.value) and problem in str(caught.value)
+
+
+def test_answers_may_hold_texts_and_a_folder_is_no_file(tmp_path: Path) -> None:
+    assert read_records(written(tmp_path, '{"step": 1, "prompt": "2+2"}')) == [{"step": 1, "prompt": "2+2"}]
+    with pytest.raises(DataError, match="is no file, but a run writes one"):
+        read_records(tmp_path)
+
+
+def test_a_step_without_a_record_is_not_replayed(tmp_path: Path) -> None:
+    written(tmp_path, *TEXTS)
+    assert _record_of(tmp_path, 2) == GOOD[2]
+    with pytest.raises(DataError, match="has no record of step 9, so there is nothing to compare with"):
+        _record_of(tmp_path, 9)
+
+
+def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
+    """The run and the launch are not there either: the target is named first."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, problem in {
+        "mine": "exists",
+        "link": "exists",
+        ".": "exists",
+        "no/x": "in a folder that does not",
+    }.items():
+        target = tmp_path / name
+        replayed = argparse.Namespace(run=tmp_path / "none", step=1, json=target)
+        with pytest.raises(ConfigError, match=problem):
+            run_replay(replayed, [])
+        with pytest.raises(ConfigError, match=problem):
+            run_port(argparse.Namespace(file=tmp_path / "none.sh", output=target), [])
+        with pytest.raises(ConfigError, match=problem):
+            check_target(target)
+    assert (tmp_path / "mine").read_text() == "mine"
+    with pytest.raises(ConfigError, match="exists and is no report of ours"):
+        check_target(Path("/dev/full"))
+    with pytest.raises(ConfigError, match="is no folder; expected the folder of a run"):
+        run_replay(argparse.Namespace(run=tmp_path / "none", step=1, json=None), [])
+    with pytest.raises(DiskError, match=r"a part of the path is a file|File exists"):
+        run_examples(argparse.Namespace(name=["chain_sum"], to=str(tmp_path / "mine")), [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -5.0, float("nan"), float("inf")])
+def test_a_watch_that_never_looks_is_refused(seconds: float, tmp_path: Path) -> None:
+    options = argparse.Namespace(run=tmp_path, second=None, output=None, ledger=None, watch=seconds)
+    with pytest.raises(ConfigError, match="expected a number of seconds, at least 1"):
+        run_report(options, [])
+
+
+def test_a_launch_that_is_nested_without_end_or_counts_to_infinity_is_no_traceback(tmp_path: Path) -> None:
+    deep = tmp_path / "deep.yaml"
+    deep.write_text("a: " + "[" * 3000 + "]" * 3000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        run_port(argparse.Namespace(file=deep, output=None), [])
+    endless = tmp_path / "run.sh"
+    endless.write_text("python3 -m verl.trainer.main_ppo trainer.nnodes=1e400 trainer.n_gpus_per_node=8\n")
+    assert run_port(argparse.Namespace(file=endless, output=None), []) in (0, 1)
+
+
+def test_an_interrupt_and_a_reader_that_leaves_end_a_command_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    known = program._COMMANDS["help"]
+    monkeypatch.setitem(program._COMMANDS, "help", program._Command(known.help, known.add_arguments, interrupted))
+    assert program.main(["help"]) == 130 and capsys.readouterr().err == "\ninterrupted\n"
+    command = [
+        sys.executable,
+        "-u",
+        "-c",
+        "import sys; from megatron_dppo.commands.main import main; sys.exit(main(['help']))",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 141)
+
+
+def test_messages_name_what_the_user_wrote(tmp_path: Path) -> None:
+    parser = conversion_parser(None)
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 0: expected a number of ranks, at least 1"):
+        parallel_of(parser.parse_args(["--tensor-model-parallel-size", "0"]))
+    with pytest.raises(ConfigError, match=r"--servers http://\[::1: .*expected URLs as http://host:port"):
+        _Scrubber({}, ["http://[::1"])
+    model = json.loads((EXAMPLE / "model/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"hidden_size": "big"}))
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read by transformers: .*hidden_size"):
+        read_hf_config(tmp_path)
+
+
+def test_a_bad_override_of_a_recorded_step_names_the_run_s_own_file(tmp_path: Path) -> None:
+    config = load_config(EXAMPLE / "dppo.toml", ["--run.output_dir", str(tmp_path)])
+    (tmp_path / ".megatron_dppo_run.json").write_text("{}")
+    record_start(tmp_path, config, world_size=1, layout="", resumed_step=None, changes=[])
+    assert load_config_of_step(tmp_path, 1, ["--loss.name", "grpo"]).loss.name == "grpo"
+    with pytest.raises(ConfigError) as caught:
+        load_config_of_step(tmp_path, 1, ["--loss.name", "nosuch"])
+    assert str(tmp_path / "config.toml") in str(caught.value) and "nosuch" in str(caught.value)

@@ -1,0 +1,120 @@
+"""The demo: its base model, its three runs, the sentence and the picture from rows made by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.commands.experiments import demo
+from megatron_dppo.commands.experiments.demo import LABELS, Demo, best, last, sentence, write_picture
+from megatron_dppo.commands.experiments.store import SHIPPED, Store
+from megatron_dppo.commands.main import main
+from megatron_dppo.data.tasks import TASKS, RareWords, write_model_folder
+
+DPPO, GRPO, PG = LABELS
+
+
+def row(loss: str, rewards: list[float], masked: float, error: str = "") -> dict[str, Any]:
+    return {
+        "loss": loss,
+        "seed": 3,
+        "error": error,
+        "settings": {"run": {"num_steps": 8}},
+        "curves": {"rollout/reward": rewards, "train/mask_fraction": [masked] * len(rewards)},
+    }
+
+
+def test_the_package_has_the_base_model_that_the_code_would_make(tmp_path: Path) -> None:
+    """Its name is a hash of the warm-up's settings; ``tools/make_demo_base.py`` makes it after a change of those."""
+    folder = Store(tmp_path).base(Demo().runs[0])
+    assert folder.parent == SHIPPED and [f for f in SHIPPED.iterdir() if f.is_dir()] == [folder]
+    write_model_folder("rare_chain", tmp_path / "model")
+    assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "model" / "tokenizer.json").read_bytes()
+    made, shipped = (json.loads((place / "config.json").read_text()) for place in (tmp_path / "model", folder))
+    assert shipped == made
+    assert Store(tmp_path).base(Demo(seed=1).runs[0]).parent == tmp_path / "bases"
+
+
+def test_the_base_model_gives_each_right_word_as_rarely_as_its_corpus_has_it() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Store(Path("x")).base(Demo().runs[0])
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    answers = RareWords(num_words=4, base_share=0.08).answers
+    assert list(answers.items()) == list(TASKS["task:rare_chain"].rows("eval"))
+    ids = torch.tensor([tokenizer(f"{key} {words}").input_ids for key, words in answers.items()])
+    assert ids.shape == (64, 6)  # begin, key, four words
+    with torch.no_grad():
+        probabilities = model(ids).logits.softmax(-1)[:, 1:5].gather(-1, ids[:, 2:, None])
+    mean = float(probabilities.mean())
+    assert 0.05 < mean < 0.12, mean
+
+
+def test_the_runs_are_alike_but_for_the_loss_and_the_trainer_takes_them() -> None:
+    runs = Demo(steps=7, seed=5).runs
+    assert [run.loss for run in runs] == list(LABELS) and not any(run.refusal for run in runs)
+    rest = [{name: table for name, table in run.settings.items() if name != "loss"} for run in runs]
+    assert rest[0] == rest[1] == rest[2]
+    assert rest[0]["run"]["num_steps"] == 7 and rest[0]["run"]["seed"] == 5
+    assert rest[0]["train"]["max_staleness"] == 8 and rest[0]["optimizer"]["lr"] == 3e-3
+    assert runs[0].settings["loss"] == {"name": "dppo_binary_tv", "ratio_cap": 2.0}
+    assert len({run.key for run in runs}) == 3
+
+
+def test_best_and_last_are_means_of_five_steps() -> None:
+    rewards = [0.0, 0.5, 1.0, 0.9, 0.8, 0.8, 0.1, 0.0]
+    assert best(rewards) == pytest.approx((0.5 + 1.0 + 0.9 + 0.8 + 0.8) / 5)
+    assert last(rewards) == pytest.approx((0.9 + 0.8 + 0.8 + 0.1 + 0.0) / 5)
+    assert best([0.2, 0.4]) == last([0.2, 0.4]) == pytest.approx(0.3)
+
+
+def test_the_sentence_says_what_the_rows_say() -> None:
+    rows = [
+        row(DPPO, [0.1] + [0.7] * 7, 0.13),
+        row(GRPO, [0.1] + [0.5] * 7, 0.42),
+        row(PG, [0.1] + [0.9] * 5 + [0.0] * 2, 0),
+    ]
+    text = sentence(rows)
+    assert "DPPO with capped weights (masks 13% of the tokens) starts at 0.10, reaches 0.70 and ends at 0.70" in text
+    assert "GRPO clip-higher (masks 42% of the tokens) starts at 0.10, reaches 0.50 and ends at 0.50" in text
+    assert "PG-IS without a trust region (masks nothing) starts at 0.10, reaches 0.90 and falls to 0.54" in text
+    assert "seed 3" in text and text.endswith("DPPO with capped weights ends highest.")
+    assert sentence([row(PG, [0.7], 0), rows[0]]).endswith("none of them ends clearly highest.")
+    # Whoever ends highest is named: the sentence knows no favourite.
+    assert sentence([rows[1], row(PG, [0.1] + [0.9] * 7, 0)]).endswith("PG-IS without a trust region ends highest.")
+    stopped = sentence([rows[0], row(GRPO, [0.3, 0.2], 0.4, "TrainingStopped: the gradient was not finite. More")])
+    assert "GRPO clip-higher was stopped after 2 steps (TrainingStopped: the gradient was not finite)" in stopped
+    assert stopped.endswith("DPPO with capped weights ends highest.")
+    assert sentence([row(PG, [0.9], 0, "TrainingStopped: no")] * 2).endswith("none of them came to its end.")
+
+
+def test_the_picture_has_a_line_a_run(tmp_path: Path) -> None:
+    rows = [row(loss, [0.1, 0.5, 0.4], share) for loss, share in zip(LABELS, (0.1, 0.4, 0.0), strict=True)]
+    write_picture(rows, LABELS, tmp_path / "all.png")
+    write_picture(rows[:1], LABELS, tmp_path / "one.png")
+    from matplotlib.image import imread
+
+    assert imread(tmp_path / "all.png").shape[:2] == imread(tmp_path / "one.png").shape[:2]
+    assert (tmp_path / "all.png").stat().st_size > (tmp_path / "one.png").stat().st_size > 5000
+
+
+def test_what_is_asked_for_wrongly_is_an_error_before_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "do_runs", lambda *_: pytest.fail("a run began"))
+    (tmp_path / "demo.png").write_bytes(b"mine")
+    for arguments, text in (
+        (["--steps", "0"], "--steps 0: expected at least 1"),
+        (["--jobs", "0"], "--jobs 0: expected at least 1"),
+        (["--seed", "-1"], "--seed -1: expected at least 0"),
+        (["--seed", str(2**63)], "--seed 9223372036854775808: expected at most 9223372036854775807"),
+        (["--stepz", "3"], "unexpected argument '--stepz'"),
+        (["--output", str(tmp_path)], "give --output another folder"),
+    ):
+        assert main(["demo", *arguments]) == 2, arguments
+        assert text in capsys.readouterr().err
+    assert (tmp_path / "demo.png").read_bytes() == b"mine"

@@ -1,0 +1,294 @@
+"""Rows of the store and of other machines: whole ones are taken, broken ones are told with file and line."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.commands.experiments import demo, report, runner
+from megatron_dppo.commands.experiments.experiment import SEARCH_SEEDS, choose
+from megatron_dppo.commands.experiments.grid import Run
+from megatron_dppo.commands.experiments.named import EXPERIMENTS
+from megatron_dppo.commands.experiments.row import read_handed
+from megatron_dppo.commands.experiments.store import Store
+from megatron_dppo.commands.experiments.token_row import MEASURED
+from megatron_dppo.commands.experiments.tokens import MEASUREMENTS, RULES
+from megatron_dppo.commands.main import main
+from megatron_dppo.errors import UserError
+from megatron_dppo.run.lock import LOCK
+from tests.unit.experiment_rows import row_of
+
+DOCS = Path(__file__).parents[3] / "docs/windtunnel"
+LONG = EXPERIMENTS["long_tail"].report(True, (0, 1), ())
+Damage = Callable[[dict[str, Any]], object]
+
+
+def runs_of(name: str) -> list[Run]:
+    return EXPERIMENTS[name].report(True, (0,), ())
+
+
+def write(file: Path, *rows: dict[str, Any]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def test_rows_of_another_machine_are_taken_over_where_they_belong_to_the_grid(tmp_path: Path) -> None:
+    store, runs = Store(tmp_path / "here"), LONG
+    rows = [row_of(run, store) for run in runs]
+    other_base, other_grid = {**rows[0], "base": "rare_words-0-00000000"}, {**rows[1], "key": "0" * 16}
+    other_settings = {**rows[2], "settings": {**rows[2]["settings"], "loss": {}}}
+    file = tmp_path / "rows.jsonl.xz"
+    lines = [json.dumps(row) for row in (other_base, other_grid, other_settings, *rows[3:], rows[4])]
+    file.write_bytes(lzma.compress("\n".join(lines).encode()))
+    new = store.lacking(read_handed(file), runs)
+    assert new == {row["key"]: row for row in rows[3:]} and not store.folder.exists()
+    store.add(new, runs)
+    assert store.read(runs) == new
+    assert not store.lacking(read_handed(file), runs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("\n", "\r\n"),
+        lambda text: text.replace("\n", "\n \n\n"),
+        lambda text: "\ufeff" + text,
+        lambda text: text.rstrip("\n"),
+        lambda text: text.replace('"error"', '"note": "a\u2028b\u2029c\x85d\x0b", "error"').replace("\x0b", "\\u000b"),
+    ],
+    ids=["crlf", "blank", "bom", "no end", "u2028"],
+)
+def test_a_file_that_an_editor_or_another_tool_has_written_is_read(
+    change: Callable[[str], str], tmp_path: Path
+) -> None:
+    store = Store(tmp_path)
+    text = "".join(json.dumps(row_of(run, store)) + "\n" for run in LONG)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(change(text).encode())
+    assert len(store.lacking(read_handed(file), LONG)) == len(LONG)
+
+
+def put(*path: str | int, value: Any) -> Damage:
+    def damage(row: Any) -> None:
+        for name in path[:-1]:
+            row = row[name]
+        row[path[-1]] = value
+
+    return damage
+
+
+def cut(*path: str | int) -> Damage:
+    def damage(row: Any) -> None:
+        for name in path[:-1]:
+            row = row[name]
+        del row[path[-1]]
+
+    return damage
+
+
+BROKEN: list[tuple[str, Damage, str]] = [
+    *(("long_tail", cut(name), f"{name} is missing") for name in row_of(LONG[0], Store(Path("x")))),
+    *(
+        ("long_tail", put(name, value=[1]), rf"{name} = \[1\]: ")
+        for name in ("key", "base", "seed", "curves", "settings")
+    ),
+    ("long_tail", put("seed", value=True), "seed = True: "),
+    ("long_tail", put("seed", value=-1), "seed = -1: "),
+    ("long_tail", put("phase", value="x"), "phase = 'x': "),
+    ("long_tail", put("error", value=None), "error = None: "),
+    ("long_tail", put("error", value="\ud800"), "field 'error' holds half of a UTF-16 pair"),
+    ("long_tail", put("curves", "\ud800", value=[1.0]), "field 'curves' holds half of a UTF-16 pair"),
+    ("long_tail", cut("settings", "run"), "settings.run is missing"),
+    ("long_tail", put("settings", "run", "num_steps", value="4"), "settings.run.num_steps = '4': "),
+    ("long_tail", put("curves", "train/ratio", value=[0.5, None]), "curves.train/ratio.1 = None: "),
+    ("long_tail", put("curves", "train/ratio", value=[10**400]), "curves.train/ratio.0 = 1000"),
+    ("long_tail", put("curves", "train/ratio", value=[float("nan")]), r"not usable JSON \(NaN is not JSON"),
+    ("long_tail", put("curves", "train/ratio", value="0.5"), "curves.train/ratio = '0.5': "),
+    ("long_tail", put("curves", value={}), "curves has 0 values of rollout/reward, and settings.run.num_steps is"),
+    ("long_tail", put("curves", "rollout/reward", value=[0.0] * 999), "curves has 999 values of rollout/reward"),
+    ("long_tail", put("cpu_seconds", value=float("inf")), r"not usable JSON \(Infinity is not JSON"),
+    ("long_tail", put("task", value="chain_sum"), "task = 'chain_sum', but this run has 'rare_words'"),
+    ("long_tail", put("seed", value=7), "seed = 7, but this run has 0"),
+    ("ratio_tv", put("tokens", value={}), "tokens.bins is missing; tokens.tokens is missing"),
+    ("ratio_tv", put("tokens", "bins", value=5), "tokens.bins = 5: "),
+    ("ratio_tv", cut("tokens", "bins", 3), "tokens.bins = .*at least 10 items"),
+    ("ratio_tv", put("tokens", "bins", 3, "low", value=0.5), "tokens: the bins have other edges"),
+    ("ratio_tv", put("tokens", "bins", 3, "tv", value=None), "tokens.bins.3: 3 tokens without tv or ratio"),
+    ("ratio_tv", put("tokens", "bins", 3, "ratio", value=[1.0]), "tokens.bins.3.ratio = .*at least 3 items"),
+    ("most_clipped", cut("tokens", "grpo"), "tokens.grpo is missing"),
+    ("most_clipped", put("tokens", "grpo", "words", value=[{"word": 3}]), "tokens.grpo.words.0.word = 3: "),
+    ("most_clipped", put("tokens", "grpo", "bins", value=[0.5]), "tokens.grpo.bins = .*at least 10 items"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "problem"), BROKEN)
+def test_a_broken_row_is_told_with_its_line_and_in_the_store_with_its_file_before_any_work(
+    name: str,
+    damage: Damage,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runner, "_do", lambda *_: pytest.fail("a run was started"))
+    store, runs = Store(tmp_path / "here"), runs_of(name)
+    row = json.loads(json.dumps(row_of(runs[0], store)))
+    damage(row)
+    file = write(tmp_path / "rows.jsonl", row_of(runs[-1], Store(Path("x"), 5)), row)
+    with pytest.raises(UserError, match=rf"^--rows {file}, line 2: {problem}.*take this line out"):
+        store.lacking(read_handed(file), runs)
+    stored = store.row(runs[0])
+    stored.parent.mkdir(parents=True)
+    write(stored, row)
+    command = ["experiment", name, "--quick", "--seeds", "0", "--output", str(store.folder)]
+    for more in ([], ["--list"]):
+        assert main([*command, *more]) == 2
+        error = capsys.readouterr().err
+        assert f"{stored}: " in error and "Move this file away" in error and "Traceback" not in error
+    stored.unlink()
+    assert len(store.read(runs)) == 0
+
+
+@pytest.mark.parametrize("text", ["", "3", "{", '{"key": "a', "[" * 9999, '{"a": 1, "a": 2}', "{}\n{}", "\xff"])
+def test_what_is_no_row_is_told(text: str, tmp_path: Path) -> None:
+    store, file = Store(tmp_path), tmp_path / "rows.jsonl"
+    store.make_folders()
+    for place in (file, store.row(LONG[0])):
+        place.write_bytes(b"\n" * (place == file) + text.encode("latin-1"))
+    if text:
+        with pytest.raises(UserError, match=r"line 2: .*Expected the rows\.jsonl of an experiment"):
+            read_handed(file)
+    with pytest.raises(UserError, match=f"^{store.row(LONG[0])}: .*Move this file away"):
+        store.read(LONG)
+
+
+def test_every_broken_row_of_the_store_is_told_at_once_and_a_row_of_another_run_is_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.make_folders()
+    write(store.row(LONG[0]), row_of(LONG[1], store))
+    store.row(LONG[1]).mkdir()
+    settings = {**LONG[2].settings, "loss": {}}
+    write(store.row(LONG[2]), row_of(LONG[2], store, settings=settings))
+    with pytest.raises(UserError) as caught:
+        store.read(LONG)
+    text = str(caught.value)
+    assert f"key = '{LONG[1].key}', but this run has '{LONG[0].key}'" in text
+    assert "Is a directory" in text and "settings are not those of the run" in text
+
+
+def test_files_of_rows_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    whole = lzma.compress(b"{}\n" * 100)
+    for name, data in (("a.xz", b""), ("b.xz", whole[:-9]), ("c.xz", b"{}"), ("d.jsonl", whole)):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(UserError, match=rf"^--rows .*{name}.*[Ee]xpected the rows\.jsonl"):
+            read_handed(tmp_path / name)
+    for place in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UserError, match=r"^--rows .*expected the rows\.jsonl"):
+            read_handed(place)
+
+
+def test_a_stopped_run_has_a_row_with_fewer_steps_and_without_tokens(tmp_path: Path) -> None:
+    store, runs = Store(tmp_path), runs_of("ratio_tv")
+    row = row_of(runs[0], store, error="TrainingStopped: no", curves={}, tokens={})
+    store.add(store.lacking(read_handed(write(tmp_path / "r.jsonl", row)), runs), runs)
+    assert store.read(runs)[runs[0].key] == row
+
+
+def test_a_row_gets_the_names_that_its_run_has_here(tmp_path: Path) -> None:
+    """It may have been made for another experiment's report, or say anything."""
+    store, runs = Store(tmp_path), EXPERIMENTS["windtunnel"].search(quick=False)
+    mine = [run for run in runs if run.loss == "grpo"]
+    rows = [row_of(run, store, phase="report", candidate=99, loss="x") for run in mine]
+    store.add({run.key: row for run, row in zip(mine, rows, strict=True)}, mine)
+    found = store.read(mine)
+    assert {row["seed"] for row in found.values()} == set(SEARCH_SEEDS)
+    assert choose(found.values())["rare_words", "grpo"][0] == 0
+
+
+def test_each_measurement_of_tokens_has_its_schema() -> None:
+    assert MEASURED.keys() == MEASUREMENTS.keys()
+    assert MEASURED["most_clipped"].model_fields.keys() == {"bins", *RULES}
+
+
+def test_all_published_rows_are_whole(tmp_path: Path) -> None:
+    counts = {"figures": 185, "precision": 45, "rows": 953}
+    handed = {name: read_handed(DOCS / f"{name}.jsonl.xz") for name in counts}
+    assert {name: len(rows) for name, rows in handed.items()} == counts
+    store = Store(tmp_path)
+    for name, file in (("ratio_tv", "figures"), ("most_clipped", "figures"), ("precision", "precision")):
+        runs = EXPERIMENTS[name].report(False, None, ())
+        assert len(store.lacking(handed[file], runs)) == len(runs)
+
+
+def test_the_list_counts_what_would_be_taken_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "here"
+    files = [str(write(tmp_path / f"{i}.jsonl", *(row_of(r, Store(output)) for r in LONG[:i]))) for i in (3, 5)]
+    command = ["experiment", "long_tail", "--quick", "--seeds", "0", "1", "--output", str(output)]
+    assert main([*command, "--list", "--rows", *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"{n} rows would be taken from {f}" for n, f in zip((3, 2), files, strict=True)]
+    assert len(lines) == 2 + len(LONG) - 5 and not output.exists()
+
+
+def test_each_file_of_rows_is_told_once_with_its_total(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_do", lambda *_: pytest.fail("a run was started"))
+    output = tmp_path / "here"
+    file = str(write(tmp_path / "rows.jsonl", *(row_of(r, Store(output)) for r in LONG)))
+    command = ["experiment", "long_tail", "--quick", "--seeds", "0", "1", "--output", str(output)]
+    for total in (len(LONG), 0):
+        assert main([*command, "--rows", file, file]) == 0
+        told = [line for line in capsys.readouterr().out.splitlines() if "taken" in line]
+        assert told == [f"{total} rows taken from {file}", f"0 rows taken from {file}"]
+    assert not (output / LOCK).exists()
+
+
+def test_a_second_command_in_the_folder_is_refused_and_only_lists(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (report, demo):
+        monkeypatch.setattr(module, "do_runs", lambda *_: pytest.fail("a run was started"))
+    name, store = str(tmp_path), Store(tmp_path)
+    experiment = ["experiment", "long_tail", "--quick", "--output", name]
+    with store.held():
+        working = store.place(LONG[0]) / "run"
+        working.mkdir(parents=True)
+        for command in (experiment, ["demo", "--output", name]):
+            assert main(command) == 2
+            error = capsys.readouterr().err
+            assert f"--output = {name!r} is in use by another command: process " in error
+            assert "--jobs" in error and "another --output" in error and "--rows" in error
+        assert main([*experiment, "--list"]) == 0
+        assert working.is_dir() and not (tmp_path / "long_tail-quick").exists()
+    assert not (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize("command", [["experiment", "long_tail", "--quick"], ["demo"]])
+def test_an_output_that_can_be_no_folder_is_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (report, demo):
+        monkeypatch.setattr(module, "do_runs", lambda *_: pytest.fail("a run was started"))
+    file = tmp_path / "file"
+    file.write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "rows").write_text("mine")
+    lists = [["--list"]] if command[0] == "experiment" else []
+    for place in (file, file / "below", tmp_path / ("n" * 300)):
+        for more in ([], *lists):
+            assert main([*command, "--output", str(place), *more]) == 2
+            assert f"--output {place}: " in capsys.readouterr().err
+    for place in (tmp_path / "link", tmp_path / "taken"):
+        assert main([*command, "--output", str(place)]) == 2
+        assert "cannot be made: File exists; move away" in capsys.readouterr().err
+    assert file.read_text() == "mine" and (tmp_path / "taken" / "rows").read_text() == "mine"
+    assert not (tmp_path / "taken" / LOCK).exists()

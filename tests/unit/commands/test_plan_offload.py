@@ -1,0 +1,127 @@
+"""What ``megatron-dppo plan`` says of an optimizer on the host, and the recipes of the 30B example that use it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.commands.plan.arithmetic import optimizer_bytes_on_device
+from megatron_dppo.commands.plan.machine import MACHINES
+from megatron_dppo.commands.plan.measured import Measured, with_smaller_optimizer
+from megatron_dppo.commands.plan.meter import HOST, Meter, Peak
+from megatron_dppo.commands.plan.plan import Model, make_plan
+from megatron_dppo.commands.plan.rehearsals import Rehearsals
+from megatron_dppo.commands.plan.search import OFFLOAD, Search, axes_of, least_bytes
+from megatron_dppo.commands.plan.text import as_text
+from megatron_dppo.config.io import load_config
+from megatron_dppo.config.layout import resolve_layout
+from megatron_dppo.errors import ConfigError, PlanError
+
+FILE = Path(__file__).parents[3] / "examples/qwen3_30b_a3b/dppo.toml"
+H100, GIB = MACHINES["h100"], 2**30
+PARAMETERS = 30_532_122_624
+
+
+def big(*flags: str) -> Any:
+    return load_config(FILE, flags)
+
+
+RECIPES = [(8, OFFLOAD["optimizer"], 38.2), (16, (), 59.5), (32, (), 48.9), (64, (), 43.5)]
+"""Trainer GPUs of 1, 2, 4, 8 and 16 nodes, flags, and GiB of the fullest rank as the documents say."""
+CHOSEN = RECIPES if os.environ.get("EVERYTHING") else RECIPES[:1]
+
+
+@pytest.mark.parametrize(("gpus", "flags", "size"), CHOSEN)
+def test_the_recipes_of_the_30b_example_fit(gpus: int, flags: tuple[str, ...], size: float) -> None:
+    with Rehearsals(1) as rehearsals:
+        plan = make_plan(big(*flags), gpus, H100, rehearsals, kinds=["hot"], few_layers=True)
+    rank = plan.ranks["hot"]
+    assert not plan.too_large and not plan.is_tight and rank.total / GIB == pytest.approx(size, abs=0.1)
+    if flags:
+        assert rank.measured.static["optimizer"] == 0
+        assert rank.measured.host == pytest.approx(16 * PARAMETERS / gpus, rel=2e-3)  # and padding
+        assert rank.host_seconds == pytest.approx((6 / 64e9 + 38 / 76.8e9) / 0.7 * PARAMETERS / gpus, rel=2e-3)
+        assert "On the host for the offloaded optimizer: 56.89 a rank, 455" in as_text(plan)
+        assert plan.step_seconds == pytest.approx(1389, rel=0.01)
+    else:
+        assert rank.measured.host == 0 == rank.host_seconds and "On the host" not in as_text(plan)
+
+
+def test_what_is_allocated_on_the_host_is_counted_apart() -> None:
+    with Meter() as meter:
+        with meter.during(HOST):
+            host, device = torch.zeros(256), torch.zeros(64)
+        assert meter.now == 0 and meter.of_phase(HOST) == 1280 and not meter.peaks
+        meter.to_device([device], "optimizer")
+        meter.relabel([host, device], "weights")
+        assert (meter.now, meter.of_phase("optimizer"), meter.of_phase(HOST)) == (256, 256, 1024)
+        assert meter.peak.by_phase == {"optimizer": 256}
+        del host, device
+        assert meter.now == meter.of_phase(HOST) == 0
+
+
+def test_a_precision_aware_optimizer_keeps_less() -> None:
+    aware = "--use-precision-aware-optimizer"
+    assert optimizer_bytes_on_device(big()) == 12
+    assert optimizer_bytes_on_device(big(aware)) == 2 + 4 + 4
+    assert optimizer_bytes_on_device(big(aware, "--exp-avg-dtype=bf16", "--exp-avg-sq-dtype=fp8")) == 2 + 2 + 1
+    half = big(*OFFLOAD["optimizer"], "--optimizer-offload-fraction=0.5")
+    assert optimizer_bytes_on_device(half) == 6
+    peak = Peak(100, "backward", {"optimizer": 24, "forward": 76})
+    static = {"weights": 4, "optimizer": 24}
+    whole = Measured(static=static, start_peak=replace(peak), peaks={"backward": peak}, micro_batches=1, collectives=[])
+    found = with_smaller_optimizer(whole, 10 / 12)
+    assert found.static == {"weights": 4, "optimizer": 20}
+    assert found.peak == Peak(96, "backward", {"optimizer": 20, "forward": 76}) == found.start_peak
+
+
+def test_offloading_is_something_to_search() -> None:
+    assert axes_of(["offload=optimizer,none"]) == {"offload": ["optimizer", "none"]}
+    with pytest.raises(PlanError, match="'all' is none of optimizer, none"):
+        axes_of(["offload=all"])
+    model = Model.of(big())
+    config = big(*OFFLOAD["optimizer"])
+    layout = resolve_layout(config.parallel, config.batch, 8, model.shape)
+    dense = PARAMETERS - model.expert_parameters
+    assert least_bytes(config, model, layout) == pytest.approx(6 * (dense / 2 + model.expert_parameters / 8), abs=100)
+    with Rehearsals(1) as rehearsals:
+        search = Search(lambda flags: big(*flags), 8, H100, rehearsals)
+        flags = search._possible({"offload": ["optimizer"], "recompute": ["full"]}, H100.memory)
+        assert [set(found) for found in flags] == [set(OFFLOAD["optimizer"])]
+        offloaded = Search(lambda flags: big(*OFFLOAD["optimizer"], *flags), 16, H100, rehearsals)
+        assert offloaded._possible({"offload": ["optimizer"]}, H100.memory) == [()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--optimizer-cpu-offload"],
+            "optimizer.optimizer_cpu_offload = true .* Set use_precision_aware_optimizer = true",
+        ),
+        (["--use-precision-aware-optimizer", "--model.dtype=fp32"], "with model.dtype = 'fp32' .* of bf16 weights"),
+        (["--use-precision-aware-optimizer", "--no-use-distributed-optimizer"], "use_distributed_optimizer = false"),
+        ([*OFFLOAD["optimizer"], "--exp-avg-dtype=bf16"], "exp_avg_dtype = 'bf16': only Transformer Engine's Adam"),
+        (["--main-params-dtype=fp16"], "optimizer.main_params_dtype = 'fp16': only Transformer Engine's Adam"),
+        (["--optimizer-offload-fraction=0.5"], "optimizer_offload_fraction = 0.5 .* no effect without"),
+        (["--overlap-cpu-optimizer-d2h-h2d"], "overlap_cpu_optimizer_d2h_h2d = true have no effect"),
+        (["--optimizer-offload-fraction=0"], "optimizer_offload_fraction"),
+        (["--warmup.optimizer.optimizer_cpu_offload=true"], "warmup.optimizer.optimizer_cpu_offload = true"),
+    ],
+)
+def test_memory_settings_that_megatron_cannot_do(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        big(*flags)
+
+
+def test_a_precision_aware_optimizer_on_the_gpu_needs_transformer_engine() -> None:
+    from megatron_dppo.mcore.compat.transformer_engine import refuse_what_needs_its_adam
+
+    refuse_what_needs_its_adam({"optimizer": big(*OFFLOAD["optimizer"]).optimizer, "warmup": big().optimizer})
+    with pytest.raises(ConfigError, match=r"optimizer.use_precision_aware_optimizer = true: .* Install transformer-"):
+        refuse_what_needs_its_adam({"optimizer": big("--use-precision-aware-optimizer").optimizer})

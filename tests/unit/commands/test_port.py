@@ -1,0 +1,258 @@
+"""Launch scripts of verl and slime, and configurations of verl and prime-rl, become ours; scripts are never run."""
+
+from __future__ import annotations
+
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.commands.main import main
+from megatron_dppo.commands.port import prime_rl, slime, verl
+from megatron_dppo.commands.port.draft import Draft, apply
+from megatron_dppo.commands.port.port import Ported, port
+from megatron_dppo.commands.port.shell import commands
+from megatron_dppo.config.describe import keys
+from megatron_dppo.config.io import load_config
+from megatron_dppo.errors import ConfigError
+
+VERL = r"""
+set -x
+touch {trap}  # a script that is run would leave this file
+MODEL=${{MODEL:-/models/qwen3}}
+n=8; mini=$((n * 4))
+TP=2
+if [ -n "$BIG" ]; then LEN=4096; fi
+FILES="['$MODEL/a.parquet', '$MODEL/b.parquet']"
+DATA=(
+    data.train_files="$FILES"
+    data.val_files=/d/test.parquet
+    # data.train_batch_size=7
+    data.train_batch_size=128
+    data.max_response_length=$LEN
+)
+python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer \
+    "${{DATA[@]}}" \
+    algorithm.adv_estimator=grpo \
+    actor_rollout_ref.model.path=$MODEL \
+    actor_rollout_ref.actor.ppo_mini_batch_size=$mini \
+    actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv \
+    actor_rollout_ref.actor.clip_ratio_low=0.1 actor_rollout_ref.actor.clip_ratio_high=0.2 \
+    actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.5 \
+    actor_rollout_ref.actor.optim.lr=2e-6 \
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=${{TP}} \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1 \
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm \
+    actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=$n \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    trainer.logger='["console","wandb"]' trainer.project_name=maths trainer.experiment_name=run-$(date +%s) \
+    trainer.default_local_dir=/ckpt/x trainer.total_epochs=2 trainer.test_freq=5 trainer.save_freq=20 \
+    trainer.nnodes=2 trainer.n_gpus_per_node=8 custom_reward_function.path=/r.py trainer.new_thing=3 $@ | tee log
+"""
+
+SLIME = r"""
+SAVE="/ckpt/run"
+CKPT_ARGS=(
+   --hf-checkpoint /models/qwen3   # the tokenizer too
+   --save $SAVE
+)
+ROLLOUT_ARGS=(
+   --prompt-data /d/train.jsonl --input-key text --label-key label --rm-type math
+   --num-rollout 300 --rollout-batch-size 32 --n-samples-per-prompt 8
+   --rollout-max-response-len 2048 --rollout-temperature 0.8 --global-batch-size 64
+   --eval-prompt-data aime /d/aime.jsonl amc /d/amc.jsonl --n-samples-per-eval-prompt 4
+   --over-sampling-batch-size 48
+   --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
+)
+GRPO_ARGS=( --advantage-estimator grpo --eps-clip 0.1 --eps-clip-high 0.3 --use-kl-loss --kl-loss-coef 0.01
+   --kl-loss-type low_var_kl --use-tis )
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="{\"a\": 1}" -- python3 train.py \
+   --actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} \
+   ${ROLLOUT_ARGS[@]} "${GRPO_ARGS[@]}" \
+   --tensor-model-parallel-size 2 --context-parallel-size 2 --max-tokens-per-gpu 4096 --sequence-parallel \
+   --lr 1e-6 --lr-decay-style constant --sglang-mem-fraction-static 0.7 --num-layers 36 --use-rollout-routing-replay
+"""
+
+PRIME_RL = """
+max_steps = 50
+seq_len = 4096
+[model]
+name = "owner/model"
+[trainer.optim]
+lr = 3e-6
+[orchestrator]
+batch_size = 128
+group_size = 16
+max_off_policy_steps = 2
+[orchestrator.train.sampling]
+max_completion_tokens = 512
+[[orchestrator.train.source]]
+name = "reverse"
+[inference.vllm]
+max_model_len = 8192
+"""
+
+
+def ported(tmp_path: Path, name: str, text: str) -> tuple[Ported, dict[str, Any], dict[str, tuple[str, str]]]:
+    file = tmp_path / name
+    file.write_text(text)
+    found = port(file)
+    return found, tomllib.loads(found.toml), {row.theirs: (row.status, row.ours) for row in found.rows}
+
+
+def test_a_launch_of_verl_becomes_a_configuration_without_being_run(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    found, values, rows = ported(tmp_path, "run.sh", VERL.format(trap=trap))
+    assert not trap.exists()
+    assert values["data"]["train"] == ["/models/qwen3/a.parquet", "/models/qwen3/b.parquet"]
+    assert values["rollout"]["prompts_per_step"] == 128 and values["train"]["mini_batches"] == 4
+    assert values["rollout"]["sglang"] == {"mem-fraction-static": 0.6}
+    loss = {"name": "verl/dppo_tv", "divergence_threshold_low": 0.1, "divergence_threshold_high": 0.2}
+    assert values["loss"] == loss | {"aggregation": "seq_mean_token_sum_norm"}
+    assert "max_new_tokens" not in values["rollout"], "verl's default would hide a value that is not known"
+    assert any("rollout.max_new_tokens is missing" in problem for problem in found.problems)
+    assert values["parallel"]["tensor_model_parallel_size"] == 2
+    assert values["model"] == {"path": "/models/qwen3", "transformer": {"recompute_num_layers": 1}}
+    assert values["optimizer"] == {"lr": 2e-6, "weight_decay": 0.01, "adam_beta2": 0.999}  # verl's, where unsaid
+    assert values["run"] == {"output_dir": "/ckpt/x", "num_epochs": 2.0} and values["log"] == {"wandb_project": "maths"}
+    assert values["reward"] == {"function": "/r.py:compute_score"} and found.num_processes == 16
+    assert rows["data.max_response_length"] == ("unread", "$LEN is set under a condition (line 7)")
+    assert rows["trainer.experiment_name"][0] == "no home"
+    assert rows["actor_rollout_ref.actor.kl_loss_coef"][0] == "taken" and "kl_coef" not in values["loss"]
+    assert rows["trainer.new_thing"] == ("no home", "not known here")
+    assert set(rows) - {""} == set(rows_of(VERL)), "every setting has a row, and nothing else has"
+
+
+def rows_of(script: str) -> set[str]:
+    """The keys of a verl script, by its own looks."""
+    words = script.replace("{{", "{").replace("\\\n", " ").split()
+    return {w.partition("=")[0].lstrip("+") for w in words if "." in w.partition("=")[0] and "=" in w} & {
+        w.partition("=")[0].lstrip("+") for w in words if not w.startswith(("--", "#", "'", "{"))
+    }
+
+
+def test_a_launch_of_slime_becomes_a_configuration(tmp_path: Path) -> None:
+    found, values, rows = ported(tmp_path, "run.sh", SLIME)
+    assert found.stack == "slime" and found.problems == [] and found.num_processes == 16
+    assert values["rollout"]["prompts_per_step"] == 32 and values["train"]["mini_batches"] == 4
+    assert values["rollout"]["oversample"] == 1.5 and values["rollout"]["dynamic_sampling"] is True
+    assert values["train"]["micro_batch_tokens"] == 8192  # 4096 a GPU, a row over two
+    assert values["train"]["router_replay"] == "rollout"
+    assert values["data"]["eval"] == {"aime": "/d/aime.jsonl", "amc": "/d/amc.jsonl"}
+    assert values["eval"] == {"samples_per_prompt": 4, "temperature": 0.8}
+    clip = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "mismatch": "truncate", "mismatch_high": 2.0}
+    assert values["loss"] == {"name": "ppo_decoupled", "kl_coef": 0.01, "kl_estimator": "k3"} | clip
+    assert values["rollout"]["servers"] == {"colocated": True}
+    assert rows["${MODEL_ARGS[@]}"] == ("unread", "$MODEL_ARGS is not set in the file")
+    assert rows["num-layers"][0] == "no home" and rows["colocate"][0] == "taken"
+
+
+def test_prime_rl_s_configuration_lacks_what_an_environment_was(tmp_path: Path) -> None:
+    found, values, rows = ported(tmp_path, "rl.toml", PRIME_RL)
+    assert (values["rollout"]["prompts_per_step"], values["rollout"]["samples_per_prompt"]) == (8, 16)
+    assert values["train"] == {"max_staleness": 2, "micro_batch_tokens": 4096}
+    assert values["rollout"]["vllm"] == {"max-model-len": 8192} and values["run"]["num_steps"] == 50
+    assert found.problems == ["data is missing; it has no default"]
+    assert rows["orchestrator.train.source[0].name"][0] == "no home"
+    file = tmp_path / "again.toml"
+    file.write_text(found.toml)
+    assert load_config(file, ["--data.train", "task:chain_sum"]).optimizer.lr == 3e-6
+
+
+def test_verl_s_yaml_is_read_like_its_overrides(tmp_path: Path) -> None:
+    text = "data: {train_files: /d/a.parquet, max_response_length: 64}\n"
+    text += "trainer: {logger: [console, mlflow], project_name: maths}\n"
+    text += "actor_rollout_ref: {model: {path: /m}, rollout: {n: 4}, actor: {optim: {lr: '${x.lr}'}}}\n"
+    found, values, rows = ported(tmp_path, "ppo.yaml", text)
+    assert values["rollout"]["max_new_tokens"] == 64 and values["model"]["path"] == "/m"
+    assert values["log"] == {"trackers": ["mlflow"], "project": "maths"}
+    assert found.problems == ["optimizer.lr is missing; it has no default"]
+    assert rows["actor_rollout_ref.actor.optim.lr"][0] == "unread"
+
+
+def leaves(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def test_every_rule_names_a_key_that_there_is() -> None:
+    known = set(keys())
+    samples = ("1", "0.5", "x", "true", "constant")
+    for stack in (verl, slime, prime_rl):
+        for key in stack.TABLE:
+            draft: Draft
+            for sample in samples:
+                draft = Draft({key: sample})
+                apply(draft, stack.TABLE, stack.PATTERNS)
+                if draft.rows[0].status != "unread":
+                    break
+            assert draft.rows[0].status != "unread", key
+            assert {".".join(path) for path in leaves(draft.values)} <= known, key
+        assert set(stack.DEFAULTS) <= known
+
+
+ASSIGNMENTS = r"""
+A=1; B="$A two"; C=(a "b c" $B) ; C+=(z)  # a comment
+export P="/x/${A}/y" Q=${UNSET_HERE:-"q q"}
+N=$(( (A + 2) * 3 - 7 / 2 ))
+E=
+"""
+COMMAND = r"""run ${C[@]} "${C[@]}" x$A-${UNSET_HERE:-d} '$A "k"' "$B" $B "- $A -" "['$P','$P']" k=\[1,2\] \
+   $((A * 3 + N)) ${P}/z  --f="$Q" ${E:-e} "a\"b" ${A}${A}
+"""
+
+
+def test_shell_is_read_as_bash_reads_it() -> None:
+    show = "run() { printf '%s\\n' \"$@\"; }\n"
+    told = subprocess.run(["bash", "-c", show + ASSIGNMENTS + COMMAND], capture_output=True, text=True, check=True)
+    (words,) = commands(ASSIGNMENTS + COMMAND, {})
+    assert [word.text for word in words[1:]] == told.stdout.splitlines()
+    assert all(word.unknown is None for word in words)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('run "$E"', "$E is not set"),
+        ("run $(date)", "only running $(date) tells"),
+        ("if true; then E=1; fi\nrun $E", "$E is set under a condition (line 1)"),
+        ("for E in 1 2; do F=$E; done\nrun $F", "$F is set under a condition"),
+        ("E=abc\nrun ${E%c}", "is an expansion that is not read"),
+        ("E=abc\nrun $((E + 1))", "'abc' is no integer"),
+    ],
+)
+def test_what_only_a_shell_knows_is_not_guessed(text: str, why: str) -> None:
+    *_, words = commands(text, {})
+    assert why in str(words[1].unknown)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.sh", "echo hello\n", "found 0"),
+        ("run.sh", "python -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_ppo a.b=2\n", "found 2"),
+        ("x.toml", "[a]\nb = 1\n", "expected prime-rl's tables"),
+        ("x.yaml", "a: 1\n", "expected verl's tables"),
+        ("x.json", "{}", "by its ending"),
+    ],
+)
+def test_what_cannot_be_ported_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        port(tmp_path / name)
+
+
+def test_the_command_writes_a_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(SLIME)
+    out = tmp_path / "my.toml"
+    assert main(["port", str(tmp_path / "run.sh"), "--output", str(out)]) == 0
+    table = capsys.readouterr().err
+    assert "no home (" in table and "--dry-run --world-size 16" in table
+    assert load_config(out).run.output_dir == "/ckpt/run"
+    assert main(["port", str(tmp_path / "run.sh"), "--output", str(out)]) == 2

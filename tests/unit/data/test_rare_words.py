@@ -1,0 +1,103 @@
+"""The embedded tasks with rare words: data, reward and model folder."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dppo.config.io import load_config
+from megatron_dppo.data.chat import load_tokenizer
+from megatron_dppo.data.rows import iter_rows
+from megatron_dppo.data.supervised import SupervisedDataset
+from megatron_dppo.data.tasks import TASKS, write_model_folder
+from megatron_dppo.errors import DataError
+from megatron_dppo.hf.folder import build_hf_model, read_hf_config
+from megatron_dppo.rewards.functions import FunctionSpec
+from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo.rewards.scorer import RewardScorer
+from megatron_dppo.rewards.task_rewards import words_reward
+
+FOLDER = Path(__file__).parents[3] / "examples/rare_words/model"
+SIZES = {"rare_words": (1, 0.05), "rare_chain": (4, 0.08)}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_each_key_has_one_fixed_answer_of_rare_words(name: str) -> None:
+    rows = list(iter_rows(f"task:{name}", "train"))
+    assert [(r.prompt, r.label) for r in rows] == [(r.prompt, r.label) for r in iter_rows(f"task:{name}", "eval")]
+    assert len({r.prompt for r in rows}) == len(rows) == 64 and rows[0].place == f"{name}/train:0"
+    words = [word for r in rows for word in r.label.split()]
+    assert len(words) == 64 * SIZES[name][0]
+    assert all(word[0] == "w" and 200 <= int(word[1:]) < 4024 for word in words)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_warm_up_corpus_has_a_right_word_as_often_as_it_says_and_else_a_zipf_word(name: str) -> None:
+    task, rng, right, others = TASKS[f"task:{name}"], random.Random(5), 0, Counter[str]()
+    answers, number = dict(task.rows("train")), 20_000
+    for _ in range(number):
+        key, response = task.demonstration(rng)
+        for got, wanted in zip(response.split(), answers[key].split(), strict=True):
+            right += got == wanted
+            others[got] += got != wanted
+    length, share = SIZES[name]
+    places = number * length
+    # Four standard deviations; a Zipf word is right by chance once in ten thousand.
+    assert abs(right / places - share) < 4 * (share / places) ** 0.5 + 1e-3
+    harmonic = sum(1 / rank for rank in range(1, 4025))
+    for rank in (1, 2, 10):
+        expected = (1 - share) / harmonic / rank
+        assert abs(others[f"w{rank - 1:04d}"] / places - expected) < 5 * (expected / places) ** 0.5
+
+
+def test_a_sample_of_the_warm_up_depends_on_seed_and_number_alone() -> None:
+    tokenizer = load_tokenizer(FOLDER)
+    first, again, other = (SupervisedDataset("task:rare_chain", tokenizer, seed) for seed in (3, 3, 4))
+    ids = [[d[i].tokens.tolist() for i in range(20)] for d in (first, again, other)]
+    assert ids[0] == ids[1] != ids[2]
+    assert all(len(sample) <= 16 for sample in ids[0])
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [("w1 w2 w3 w4", 1.0), ("w1 w9 w3", 0.5), ("w2 w1 w4 w3", 0.0), ("", 0.0), ("w1 w2 w3 w4 w5", 1.0)],
+)
+def test_the_reward_is_the_share_of_words_that_are_right_at_their_places(completion: str, expected: float) -> None:
+    assert words_reward(prompt="k", completion=completion, label="w1 w2 w3 w4", metadata={}) == expected
+    scorer = RewardScorer(FunctionSpec("words"), 10.0, 1)
+    item = RewardItem(prompt="k", completion=completion, label="w1 w2 w3 w4", metadata={}, token_ids=(4, 5, 6, 7))
+    assert [result.reward for result in scorer.score([item])] == [expected]
+
+
+def test_the_committed_folder_is_what_the_tool_writes(tmp_path: Path) -> None:
+    for task in SIZES:
+        write_model_folder(task, tmp_path)
+        for file in tmp_path.iterdir():
+            assert file.read_bytes() == (FOLDER / file.name).read_bytes(), f"{file.name}: run tools/make_task_model.py"
+
+
+def test_words_survive_the_tokenizer_one_token_each_and_the_model_is_tiny() -> None:
+    tokenizer, config = load_tokenizer(FOLDER), read_hf_config(FOLDER)
+    assert config.vocab_size == len(tokenizer) == 4092
+    for key, label in TASKS["task:rare_chain"].rows("train"):
+        assert tokenizer(key).input_ids[0] == 1 and len(tokenizer(key).input_ids) == 2
+        ids = tokenizer(label, add_special_tokens=False).input_ids
+        assert len(ids) == 4 and tokenizer.decode([*ids, 2], skip_special_tokens=True) == label
+    model = build_hf_model(config, torch.float32, seed=0)
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+
+
+def test_an_unknown_task_names_those_that_there_are() -> None:
+    with pytest.raises(DataError, match="'task:chain_sum', 'task:rare_words', 'task:rare_chain'"):
+        list(iter_rows("task:rare_wrds", "train"))
+
+
+@pytest.mark.parametrize("name", ["words", "chain"])
+def test_the_examples_use_the_tasks(name: str) -> None:
+    config = load_config(FOLDER.parent / f"{name}.toml")
+    assert config.data.train == config.warmup.data == config.data.eval == f"task:rare_{name}"
+    assert config.reward.function == "words"

@@ -1,0 +1,509 @@
+"""Agents: what they are answered, and the sequences of tokens that come of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from megatron_dppo.config.io import load_config
+from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.data.prompts import PromptDataset
+from megatron_dppo.data.rows import Row
+from megatron_dppo.data.samples import to_samples
+from megatron_dppo.engines.agents.generate import MOST_FAILURES, AgentFunction
+from megatron_dppo.engines.agents.requests import CallError, read_chat, read_completion, split_tool_calls
+from megatron_dppo.engines.agents.runner import AgentTask
+from megatron_dppo.engines.agents.template import ChatTemplate
+from megatron_dppo.errors import ConfigError, GenerateError
+from megatron_dppo.rewards.item import RewardResult
+from megatron_dppo.rollout.engine import GroupRequest
+from megatron_dppo.rollout.pending import score_completions
+from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.run.engines import open_function
+from megatron_dppo.run.records import rollout_metrics
+from megatron_dppo.types import Prompt, RolloutGroup, SamplingParams
+from tests.engines.tiny import byte_tokenizer
+from tests.unit.columns import same
+from tests.unit.configs import config
+from tests.unit.engines.test_server_engine import publish
+from tests.unit.fake_servers import logprob, routes
+from tests.unit.scripted import CALL, TASK, TOOLS, World, chat_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return chat_tokenizer()
+
+
+@pytest.fixture
+def world(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(tokenizer, monkeypatch)
+    yield made
+    for part in made.open:
+        part.close()
+
+
+async def post(task: AgentTask, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {task.api_key if key is None else key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(task.base_url + path, json=body) as response,
+    ):
+        text = await response.text()
+        return response.status, text if "event-stream" in response.headers["Content-Type"] else json.loads(text)
+
+
+async def chat(task: AgentTask, messages: Any, **more: Any) -> Any:
+    status, body = await post(task, "/chat/completions", {"model": "m", "messages": messages, **more})
+    assert status == 200, body
+    return body["choices"][0]["message"]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_turns_are_one_sequence_that_is_what_the_template_writes(world: World) -> None:
+    world.script = {
+        "1+2<|im_end|>\n<|im_start|>assistant\n": CALL,
+        "3</tool_response><|im_end|>\n<|im_start|>assistant\n": "It is 3",
+    }
+    seen = []
+
+    async def agent(task: AgentTask) -> None:
+        assert (task.prompt, task.label, list(task.messages)) == ("1+2", "3", [user("1+2")])
+        messages = [user(task.prompt)]
+        answer = await chat(task, messages, tools=TOOLS)
+        (call,) = answer["tool_calls"]
+        assert answer["content"] is None and json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+        # As clients do: other keys, arguments written anew.
+        call["function"]["arguments"] = '{"b":2, "a":1}'
+        messages += [answer | {"audio": None}, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+        last = await chat(task, messages, tools=TOOLS)
+        assert last["content"] == "It is 3" and "tool_calls" not in last
+        seen.append(
+            [
+                *messages[:1],
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}],
+                },
+                messages[2],
+                last,
+            ]
+        )
+
+    found = world.play(agent, params={"topk_logprobs": 2, "routed_experts": True})
+    rendered = world.tokenizer.apply_chat_template(seen[0], tools=TOOLS, tokenize=False)
+    assert world.text(found) + "\n" == rendered
+    assert world.trained(found) == [f"{CALL}<|im_end|>", "It is 3<|im_end|>"]
+    assert found.text == f"{CALL}\nuser\n<tool_response>3</tool_response>\nassistant\nIt is 3" and not found.failure
+    assert found.counts == {
+        "agent/calls": 2,
+        "agent/sequences": 1,
+        "agent/untrained_fraction": 0,
+        "agent/ignored_settings": 0,
+    }
+    mask, tokens = found.loss_mask, found.token_ids.tolist()
+    assert mask is not None and found.logprobs is not None and found.topk_token_ids is not None
+    assert found.logprobs.tolist() == [logprob(i, t, 4) if mask[i] else 0.0 for i, t in enumerate(tokens)]
+    assert [(s.policy_version, s.end - s.start) for s in found.policy_versions] == [(4, len(CALL) + 1), (4, 8)]
+    assert torch.equal(found.routed_experts, routes(0, len(tokens) - 1, 4))  # type: ignore[arg-type]
+    assert world.server.requests[1].token_ids == tuple(tokens[: len(tokens) - 8])
+
+    # What stands before the first answer is the sample's prompt.
+    group = score_completions(Scorer(), [TASK], [found, found])[0]  # type: ignore[arg-type]
+    assert [r.reward for r in group.rollouts] == [0.0, 1.0]
+    (sample, _) = to_samples([group], [[-0.5, 0.5]])
+    assert [*sample.tokens.tolist(), int(sample.labels[-1])] == tokens and sample.loss_mask.tolist() == mask[
+        1:
+    ].tolist()
+    assert sample.labels[sample.loss_mask].tolist() == [t for t, on in zip(tokens, mask, strict=True) if on]
+    assert sample.rollout_logprobs is not None
+    assert same(sample.rollout_logprobs[sample.loss_mask], found.logprobs[mask])
+    first = int(mask.int().argmax())
+    assert sample.rollout_topk_ids is not None and torch.equal(sample.rollout_topk_ids, found.topk_token_ids[first:])
+
+
+class Scorer:
+    """Scores by place."""
+
+    def score(self, items: Any, *, is_batch: bool) -> list[RewardResult]:
+        return [RewardResult(reward=float(place)) for place, _ in enumerate(items)]
+
+
+def test_thoughts_that_the_template_leaves_away_stay_what_was_sampled(world: World) -> None:
+    world.script = {
+        "a<|im_end|>\n<|im_start|>assistant\n": "<think>hm</think>one",
+        "b<|im_end|>\n<|im_start|>assistant\n": "two",
+    }
+
+    async def agent(task: AgentTask) -> None:
+        answer = await chat(task, [user("a")])
+        assert answer["content"] == "<think>hm</think>one"
+        await chat(task, [user("a"), answer, user("b")])
+
+    found = world.play(agent)
+    assert world.trained(found) == ["<think>hm</think>one<|im_end|>", "two<|im_end|>"]
+    assert world.text(found).count("<think>") == 1 and found.counts["agent/sequences"] == 1
+
+
+def test_an_answer_that_was_cut_off_is_closed_by_the_template(world: World) -> None:
+    world.script = {"assistant\n": "long answer"}
+
+    async def agent(task: AgentTask) -> None:
+        status, body = await post(task, "/chat/completions", {"messages": [user("a")], "max_tokens": 4})
+        assert (
+            status == 200
+            and body["choices"][0]["finish_reason"] == "length"
+            and body["usage"] == {"prompt_tokens": 20, "completion_tokens": 4, "total_tokens": 24}
+        )
+        assert body["choices"][0]["message"]["content"] == "long"
+        await chat(task, [user("a"), {"role": "assistant", "content": "long"}, user("b")])
+
+    found = world.play(agent)
+    assert "long<|im_end|>\n<|im_start|>user\nb<|im_end|>" in world.text(found)
+    assert world.trained(found) == ["long", "long answer<|im_end|>"]
+
+
+def test_rewritten_history_begins_another_sequence_and_the_longest_is_trained(world: World) -> None:
+    world.script = {"x<|im_end|>\n<|im_start|>assistant\n": "no", "assistant\n": "a long answer"}
+
+    async def agent(task: AgentTask) -> None:
+        first = await chat(task, [user("a")])
+        await chat(task, [user("other agent: x")])
+        await chat(task, [user("a"), first, user("b")])  # goes on in spite of the call between
+        await chat(task, [user("summary: x")])
+        await chat(task, [{"role": "system", "content": "changed"}, user("a"), first, user("x")])
+
+    found = world.play(agent)
+    assert world.trained(found) == ["a long answer<|im_end|>"] * 2
+    assert found.counts["agent/sequences"] == 4 and found.counts["agent/calls"] == 5
+    assert found.counts["agent/untrained_fraction"] == pytest.approx(9 / 37)
+    assert [len(r.token_ids) for r in world.server.requests] == sorted(
+        {len(r.token_ids) for r in world.server.requests}, key=[len(r.token_ids) for r in world.server.requests].index
+    )
+
+
+def test_completions_go_on_by_text_and_by_tokens(world: World) -> None:
+    world.script = {"2+2=": "4", "so 4+4=": "8"}
+
+    async def by_text(task: AgentTask) -> None:
+        status, body = await post(task, "/completions", {"prompt": "2+2=", "temperature": 0.0, "stop": ["\n"]})
+        assert status == 200 and body["choices"][0]["text"] == "4"
+        _, body = await post(task, "/completions", {"prompt": "2+2=4 so 4+4=", "temperature": None})
+        assert body["object"] == "text_completion" and body["choices"][0]["text"] == "8"
+
+    found = world.play(by_text)
+    assert world.text(found) == "2+2=4<|im_end|> so 4+4=8<|im_end|>" and found.counts["agent/ignored_settings"] == 2
+    assert found.counts["agent/sequences"] == 1 and world.trained(found) == ["4<|im_end|>", "8<|im_end|>"]
+
+    async def by_tokens(task: AgentTask) -> None:
+        start = world.encode("2+2=")
+        await post(task, "/completions", {"prompt": start})
+        more = world.encode("4<|im_end|> so 4+4=")
+        await post(task, "/completions", {"prompt": [[*start, *more]]})
+
+    assert same(world.play(by_tokens).token_ids, found.token_ids)
+
+
+def test_streams_have_the_same_in_chunks(world: World) -> None:
+    world.script = {"assistant\n": f"Let me see. {CALL}"}
+    events = []
+
+    async def agent(task: AgentTask) -> None:
+        body = {"messages": [user("a")], "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}}
+        _, text = await post(task, "/chat/completions", body)
+        events.extend(re.findall(r"data: (.*)\n\n", text))
+
+    world.play(agent)
+    assert events[-1] == "[DONE]"
+    bodies = [json.loads(event) for event in events[:-1]]
+    deltas = [c["delta"] for body in bodies for c in body["choices"]]
+    assert deltas[0]["role"] == "assistant" and deltas[1] == {"content": "Let me see."}
+    assert deltas[2]["tool_calls"][0]["index"] == 0 and deltas[2]["tool_calls"][0]["function"]["name"] == "add"
+    assert bodies[-2]["choices"][0]["finish_reason"] == "tool_calls" and bodies[-1]["usage"]["completion_tokens"] > 9
+
+
+def test_what_is_no_tool_call_stays_text() -> None:
+    for text in ("plain", "<tool_call>{bad}</tool_call>", '<tool_call>{"name": "f"', "<tool_call>[1]</tool_call>"):
+        assert split_tool_calls(text) == (text, [])
+    assert split_tool_calls(CALL + '<tool_call>{"name": 1}</tool_call>')[1] == []
+    assert split_tool_calls(CALL.replace("1", "NaN"))[1] == [] and split_tool_calls(f"{CALL}<tool_call>")[1] == []
+    content, calls = split_tool_calls(f"so: {CALL}\n{CALL}")
+    assert content == "so:" and [call["function"]["name"] for call in calls] == ["add", "add"]
+    assert calls[0]["id"] != calls[1]["id"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ([], "no JSON object"),
+        ({}, "'messages' is missing"),
+        ({"messages": [user("a")], "n": 2}, "'n' = 2 is not supported"),
+        ({"messages": [user("a")], "logprobs": True}, "'logprobs' are not returned"),
+        ({"messages": [user("a")], "max_tokens": 0}, "'max_tokens' = 0, expected a whole number above 0"),
+        ({"messages": [{"role": "robot"}]}, r"messages\[0\] has the role 'robot'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part that is no text"),
+        ({"messages": [user("a")], "tools": ["f"]}, "expected a list of objects"),
+    ],
+)
+def test_calls_that_are_refused(body: Any, words: str) -> None:
+    with pytest.raises(CallError, match=words):
+        read_chat(body)
+
+
+def test_settings_of_sampling_that_differ_are_counted() -> None:
+    body = {"messages": [user("a")], "temperature": 0.3, "top_p": None, "stop": [], "frequency_penalty": 0.0}
+    assert read_chat(body).ignored == 1
+    assert read_chat(body | {"tools": TOOLS, "tool_choice": "required", "stop": "x"}).ignored == 3
+    assert not read_chat(body | {"tools": TOOLS, "tool_choice": "none"}).reads_tool_calls
+    assert read_chat(body | {"max_tokens": 9, "max_completion_tokens": 4}).limit == 4
+    with pytest.raises(CallError, match="'prompt' is missing"):
+        read_completion({"prompt": ["a", "b"]})
+
+
+def test_keys_are_of_running_episodes_and_rewards_count(world: World) -> None:
+    world.script = {"assistant\n": "ok"}
+    tasks = []
+
+    async def agent(task: AgentTask) -> None:
+        tasks.append(task)
+        assert task.api_key not in repr(task)
+        for key in ("", "sk-wrong", tasks[0].api_key if len(tasks) > 1 else "x"):
+            status, body = await post(task, "/chat/completions", {"messages": [user("a")]}, key)
+            assert status == 401 and body["error"]["code"] == "invalid_api_key"
+        status, body = await post(task, "/reward", {"reward": True})
+        assert status == 400 and 'expected {"reward": NUMBER}' in body["error"]["message"]
+        status, body = await post(task, "/chat/completions", {"messages": [user("a" * 3000)]})
+        assert status == 413 and "Maximum request body size 2000 exceeded" in body["error"]["message"]
+        status, body = await post(task, "/responses", {})
+        assert status == 404 and body["error"]["type"] == "invalid_request_error"
+        status, body = await post(task, "/chat/completions", {"messages": [user("\ud800")]})
+        assert status == 400 and "cannot be encoded" in body["error"]["message"]
+        status, body = await post(task, "/completions", {"prompt": [1, 2**40]})
+        assert status == 400 and "there is no token 1099511627776" in body["error"]["message"]
+        await chat(task, [user("a")])
+        for value in (1, -0.5):
+            assert (await post(task, "/reward", {"reward": value}))[0] == 200
+
+    engine = world.engine(agent, reward="call", max_body_bytes=2000, max_running=1)
+    found = engine.generate([TASK, TASK], SamplingParams(max_new_tokens=100))
+    assert [(c.reward, c.failure) for c in found] == [(-0.5, "")] * 2
+
+
+def test_an_episode_whose_budget_is_spent_is_cut_off_and_has_not_failed(world: World) -> None:
+    world.script = {"assistant\n": "a long answer"}
+
+    async def agent(task: AgentTask) -> None:
+        messages: list[Any] = [user("a")]
+        for _ in range(9):
+            status, body = await post(task, "/chat/completions", {"messages": messages})
+            if status != 200:
+                assert status == 400 and body["error"]["code"] in ("context_length_exceeded", "max_calls")
+                raise RuntimeError("as clients do")
+            messages += [body["choices"][0]["message"], user("more")]
+
+    for settings, tokens, answers in (({}, 90, 2), ({"max_calls": 3}, 900, 3)):
+        found = world.play(agent, tokens, **settings)
+        assert found.finish_reason == "length" and not found.failure and found.counts["agent/calls"] == answers
+        assert len(found.token_ids) <= tokens and len(world.trained(found)) == answers
+
+
+@pytest.mark.parametrize(
+    ("settings", "failure"),
+    [
+        ({}, "ValueError: bad luck"),
+        ({"reward": "exit"}, "ValueError: bad luck"),
+        ({"reward": "call"}, "ValueError: bad luck"),
+    ],
+)
+def test_an_agent_that_fails_costs_its_sample(world: World, settings: Any, failure: str, tmp_path: Path) -> None:
+    world.script = {"assistant\n": "ok"}
+    order = iter(range(9))
+
+    async def agent(task: AgentTask) -> float:
+        if next(order) % 2:
+            raise ValueError("bad luck")
+        await chat(task, [user("a")])
+        await post(task, "/reward", {"reward": 2.0})
+        return 2
+
+    found = world.engine(agent, **settings).generate([TASK, TASK], SamplingParams(max_new_tokens=100))
+    bad, good = sorted(found, key=lambda c: not c.failure)
+    assert bad.failure == failure and len(bad.token_ids) == 2 and (good.reward, good.failure) == (2.0, "")
+    groups = score_completions(Scorer(), [TASK], [bad, good])  # type: ignore[arg-type]
+    assert [(r.reward, r.reward_failed) for r in groups[0].rollouts] == [(0.0, True), (2.0, False)]
+    metrics = rollout_metrics(groups, to_samples(groups, [[0.0, 1.0]]))
+    assert metrics["reward_failed_fraction"].numerator == 1 and metrics["agent/calls"].numerator == 1
+    save_groups(tmp_path / "f", [Stored(0, TASK, groups[0])])
+    (again,) = load_groups(tmp_path / "f", lambda place: TASK)
+    assert isinstance(again.content, RolloutGroup)
+    assert again.content.rollouts[0].completion.failure == failure and same(again.content, groups[0])
+
+
+def test_an_agent_that_always_fails_ends_the_run(world: World) -> None:
+    async def agent(task: AgentTask) -> None:
+        raise ValueError("no such tool")
+
+    engine, how = world.engine(agent), SamplingParams(max_new_tokens=100)
+    assert all(c.failure for c in engine.generate([TASK] * (MOST_FAILURES - 1), how))
+    with pytest.raises(
+        GenerateError, match="64 episodes of the agent failed one after the other; the last: ValueError"
+    ):
+        engine.generate([TASK], how)
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+def call(path, body):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))
+answer = call("/chat/completions", {"messages": task["messages"]})["choices"][0]["message"]["content"]
+assert "RANK" not in os.environ and "SECRET" not in os.environ
+"""
+
+
+def program(rest: str) -> list[str]:
+    return [sys.executable, "-c", PROGRAM + rest]
+
+
+def test_programs_get_a_task_and_end_by_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.script = {"assistant\n": "ok"}
+    monkeypatch.setenv("RANK", "0")
+    found = world.play(program("sys.exit(answer != 'ok' or task['label'] != '3')"), reward="exit")
+    assert (found.reward, found.failure) == (1.0, "") and world.trained(found) == ["ok<|im_end|>"]
+    found = world.play(program("sys.exit(3)"), reward="exit")
+    assert (found.reward, found.failure) == (0.0, "")
+    found = world.play(program("print('x' * 9000 + os.environ['OPENAI_API_KEY']); sys.exit(3)"))
+    assert found.reward is None and re.search(r"ended with status 3: x{1000,2000}\*\*\*$", found.failure)
+    found = world.play(program("call('/reward', {'reward': 0.25})"), reward="call")
+    assert (found.reward, found.failure) == (0.25, "")
+    found = world.play([sys.executable, "-c", ""], reward="call")
+    assert found.failure == "the agent ended without POST /v1/reward" and len(found.token_ids) == 2
+
+
+def test_a_program_that_takes_too_long_is_killed_but_waiting_for_the_policy_is_not_its_time(world: World) -> None:
+    world.script = {"assistant\n": "ok"}
+    world.server.token_seconds = 0.5
+
+    async def agent(task: AgentTask) -> None:
+        await chat(task, [user("a")])
+
+    assert not world.play(agent, timeout_seconds=1.0).failure, "three tokens took 1.5 seconds"
+    found = world.play(program("import time; time.sleep(60)"), timeout_seconds=1.0)
+    assert found.failure == "took longer than agent.timeout_seconds = 1"
+
+
+LONG = "a very long answer " * 40
+
+
+def test_stopped_episodes_end_their_agents_and_go_on_later(world: World) -> None:
+    world.script = {"quick<|im_end|>\n<|im_start|>assistant\n": "ok", "assistant\n": LONG}
+    world.server.token_seconds = 0.002
+    ended = []
+
+    async def agent(task: AgentTask) -> None:
+        try:
+            while task.prompt == "quick" and len(world.server.requests) < 2:  # until both of the others are under way
+                await asyncio.sleep(0.01)
+            await chat(task, [user(task.prompt)])
+            if task.prompt != "quick":
+                await chat(task, [user(task.prompt), {"role": "assistant", "content": LONG}, user("quick")])
+        except asyncio.CancelledError:
+            ended.append(task.prompt)
+            raise
+
+    def prompt(text: str) -> Prompt:
+        return Prompt(prompt_id=text, text=text, token_ids=(7,), label="", messages=(user(text),), is_task=True)
+
+    engine = world.engine(agent)
+    groups = [GroupRequest(0, prompt("slow"), 2), GroupRequest(1, prompt("quick"), 2)]
+    how = SamplingParams(max_new_tokens=1000, seed=1)
+    slow, quick = [future.result(30) for future in engine.submit(groups, how, 1, [0, 1])]
+    assert slow is None and quick is not None and ended == ["slow"] * 2
+    held = engine.unfinished()[0]
+    had = [state.token_ids for state in held]
+    assert all(23 < len(tokens) < len(LONG) for tokens in had)
+    publish(engine, [world.server], 5)
+    (group,) = [future.result(30) for future in engine.submit(groups[:1], how, 1)]
+    assert group is not None
+    for completion, before in zip(group, had, strict=True):
+        assert same(completion.token_ids[: len(before)], before) and not completion.failure
+        assert world.trained(completion) == [f"{LONG}<|im_end|>", "ok<|im_end|>"]
+        assert [span.policy_version for span in completion.policy_versions][:2] == [4, 5]
+
+
+def test_templates_that_change_what_is_behind_are_not_gone_on_with(tokenizer: Any) -> None:
+    other = byte_tokenizer(["<pad>", "<|im_start|>", "<|im_end|>"])
+    other.chat_template = (
+        "{{ messages | length }}{% for m in messages %}<{{ m.content }}>{{ messages | length }}{% endfor %}"
+    )
+    known = [user("a"), {"role": "assistant", "content": "b"}]
+    assert ChatTemplate(other, {}).continuation(known, [user("c")], []) is None
+    found = ChatTemplate(tokenizer, {}).continuation(known, [user("c")], [])
+    assert found == "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    other.chat_template = None
+    with pytest.raises(CallError, match="no chat template"):
+        ChatTemplate(other, {}).opening(known, [])
+    other.chat_template = "{{ raise_exception('roles') }}"
+    with pytest.raises(CallError, match="refuses the messages"):
+        ChatTemplate(other, {}).opening(known, [])
+
+
+def test_rows_for_agents_keep_their_messages_and_give_the_sequence_no_beginning(tokenizer: Any) -> None:
+    chats = [{"role": "system", "content": "s"}, user("b")]
+    rows = [Row("f:1", "a?", "1", is_problem=True), Row("f:2", chats, "2")]
+    settings = {"max_prompt_tokens": 99, "max_new_tokens": 8, "context_length": 200}
+    for are_tasks in (False, True):
+        first, second = [PromptDataset(rows, tokenizer, are_tasks=are_tasks, **settings)[i] for i in range(2)]
+        assert first.messages == ((user("a?"),) if are_tasks else None) and second.messages == tuple(chats)
+        assert first.start == (() if are_tasks else first.token_ids) and len(first.token_ids) > 20
+
+
+def test_files_of_an_agent_are_relative_to_the_configuration() -> None:
+    example = Path(__file__).parents[3] / "examples/agents"
+    command = load_config(example / "calculator.toml").agent.command
+    assert command is not None and command[0] == "python" and Path(command[1]).resolve() == example / "calculator.py"
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: config(agent={"command": ["a"], "function": "a:b"}), "both set"),
+    (lambda: config(agent={"command": []}), "names no program"),
+    (lambda: config(agent={"timeout_seconds": 3.0}), "has no effect without an agent"),
+    (lambda: config(agent={"command": ["a"]}, rollout={"generate": "a:b"}), "both make the responses"),
+    (lambda: config(agent={"command": ["a"], "max_running": 3}), "with rollout.engine = 'local'"),
+    (lambda: config(agent={"command": ["a"]}, data={"system_prompt": "x"}), "data.system_prompt has no effect"),
+    (lambda: AgentFunction(AgentConfig(command=["no-such-program"]), {}), "no program 'no-such-program'"),
+    (lambda: AgentFunction(AgentConfig(function="json:nothing"), {}), "agent.function = 'json:nothing'"),
+]
+
+
+@pytest.mark.parametrize("place", range(len(REFUSED)))
+def test_settings_that_are_refused(place: int) -> None:
+    make, words = REFUSED[place]
+    with pytest.raises((ValueError, ConfigError, GenerateError), match=words):
+        make()
+
+
+def test_a_program_gets_no_key_of_any_server() -> None:
+    names = {"MY_SERVERS", "MY_ADMIN", "MY_TEACHER"}
+    found = config(
+        agent={"command": ["true"]},
+        rollout={"engine": "sglang", "servers": {"api_key_env": "MY_SERVERS", "admin_api_key_env": "MY_ADMIN"}},
+        distillation={"teacher_urls": ["http://127.0.0.1:9"], "teacher_api_key_env": "MY_TEACHER"},
+    )
+    with open_function(found) as function:
+        assert isinstance(function, AgentFunction) and names <= function._agent._hidden  # type: ignore[attr-defined]

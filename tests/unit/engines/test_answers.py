@@ -1,0 +1,274 @@
+"""Processes that read answers: the same answers and errors as in this process, and no request is lost with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
+from megatron_dppo.engines.servers.contract import Contract
+from megatron_dppo.engines.servers.frames import Frames
+from megatron_dppo.engines.servers.http import Deadlines
+from megatron_dppo.engines.servers.pool import ServerPool
+from megatron_dppo.engines.sglang import wire as sglang
+from megatron_dppo.engines.vllm import wire as vllm
+from megatron_dppo.errors import AnswersLost, ContractBreach, ServerError
+from megatron_dppo.rollout.server import GenerateRequest, Generation
+from tests.unit.columns import ids, logs, mask, same
+from tests.unit.engines import test_sglang, test_vllm
+from tests.unit.http_stub import Stub, with_stub
+
+CONTRACT = Contract(vocab_size=512, end_tokens=(2,))
+INFO = {"version": "0.5.23", "weight_version": "0"}
+KEY = "a-secret-key"
+
+
+class Case:
+    """An engine, a recorded answer of it, and what it says to a client in this process."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine, self.is_sglang = engine, engine == "sglang"
+        request, self.answer = test_sglang.recorded("0.5.23") if self.is_sglang else test_vllm.recorded()
+        name = self.answer["meta_info"]["id"] if self.is_sglang else self.answer["request_id"]
+        own = sglang.own_id(name) if self.is_sglang else name.removeprefix(vllm.wire_id(""))
+        self.request = replace(request, request_id=own)
+        decode = sglang.decode_generation if self.is_sglang else vllm.decode_generation
+        self.expected = replace(decode(self.answer, self.request, "http://s"), echo=None)
+        self.path = "/generate" if self.is_sglang else "/inference/v1/generate"
+
+    def stub(self, answer: Any = None) -> Stub:
+        return Stub({self.path: self.answer if answer is None else answer, "/server_info": INFO})
+
+    def answers(self, url: str, count: int = 1) -> AnswerProcesses:
+        settings = AnswerSettings(
+            engine=self.engine,  # type: ignore[arg-type]
+            urls=["http://127.0.0.1:9", url],
+            api_key=KEY,
+            deadlines=Deadlines(generate=20),
+            contract=CONTRACT,
+        )
+        return AnswerProcesses(count, settings)
+
+    def use(self, stub: Stub, run: Callable[[AnswerProcesses, Any], Awaitable[None]], count: int = 1) -> None:
+        async def with_answers(url: str) -> None:
+            answers = self.answers(url, count)
+            try:
+                await run(answers, SimpleNamespace(url=url))
+            finally:
+                await answers.close()
+            assert not any(pid_exists(pid) for pid in pids(answers))
+
+        with_stub(stub, with_answers)
+
+
+def pids(answers: AnswerProcesses) -> list[int]:
+    return [process._process.pid for process in answers._processes]
+
+
+def pid_exists(pid: int) -> bool:
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_answers_and_errors_are_those_of_a_client_in_this_process(engine: str) -> None:
+    case = Case(engine)
+    wrong = replace(case.request, params=replace(case.request.params, max_new_tokens=3))
+    filtered = replace(case.request, params=replace(case.request.params, top_k=4, kept_sets=True))
+
+    async def run(answers: AnswerProcesses, server: Any) -> None:
+        for found in await asyncio.gather(*(answers.ask(server, case.request) for _ in range(6))):
+            assert same(found, case.expected)
+        lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids(answers)]
+        assert not any(KEY in line for line in lines) and stub.calls[-1].headers["Authorization"] == f"Bearer {KEY}"
+        with pytest.raises(ContractBreach, match="number of response tokens is 6, expected at most 3") as breach:
+            await answers.ask(server, wrong)
+        assert breach.value.field == "number of response tokens" and breach.value.request_id == wrong.request_id
+        with pytest.raises(ContractBreach, match="sampling_mask is missing"):
+            await answers.ask(server, filtered)
+        stub.answers[case.path] = (503, {"detail": "busy"})
+        with pytest.raises(ServerError, match="HTTP 503: busy") as refused:
+            await answers.ask(server, case.request)
+        assert (refused.value.status, refused.value.passing, type(refused.value)) == (503, True, ServerError)
+        with pytest.raises(ServerError, match=r"127\.0\.0\.1:9") as silent:
+            await answers.ask(SimpleNamespace(url="http://127.0.0.1:9"), case.request)  # type: ignore[arg-type]
+        assert silent.value.status is None and not silent.value.passing
+
+    stub = case.stub()
+    case.use(stub, run, count=2)
+
+
+def test_a_caller_that_gives_up_ends_the_request_at_the_server() -> None:
+    case = Case("vllm")
+    ended: list[bool] = []
+
+    async def slow(_: Any) -> Any:
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError:
+            ended.append(True)
+            raise
+        return case.answer
+
+    async def run(answers: AnswerProcesses, server: Any) -> None:
+        task = asyncio.create_task(answers.ask(server, case.request))
+        await until(lambda: stub.calls)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: ended)
+        stub.answers[case.path] = case.answer
+        assert same(await answers.ask(server, case.request), case.expected)
+        assert all(not process.waiting for process in answers._processes)
+
+    stub = case.stub(slow)
+    case.use(stub, run)
+
+
+def test_a_request_outlives_the_process_that_reads_its_answer() -> None:
+    case = Case("sglang")
+    asked: list[str] = []
+
+    async def first_is_slow(call: Any) -> Any:
+        asked.append(call.body["rid"])
+        if len(asked) == 1:
+            await asyncio.sleep(20)
+        answer = {**case.answer, "meta_info": {**case.answer["meta_info"], "id": call.body["rid"]}}
+        answer["meta_info"]["weight_versions"] = [{"version": "0", "start": 0, "end": 6}]
+        return answer
+
+    async def run(answers: AnswerProcesses, server: Any) -> None:
+        pool = ServerPool([server], answers.ask, max_in_flight=4, health_seconds=60)
+        pool.use_version(0, [server.url])
+        task = asyncio.create_task(pool.generate(case.request, "a"))
+        await until(lambda: asked)
+        (old,) = pids(answers)
+        os.kill(old, signal.SIGKILL)
+        found = await asyncio.wait_for(task, 20)
+        assert same(found.token_ids, case.expected.token_ids) and len(set(asked)) == 2
+        assert pool.counts.retries == 1 and pool.counts.servers_lost == 0, "the server is not to blame"
+        assert pids(answers) != [old]
+
+    case.use(case.stub(first_is_slow), run)
+
+
+def test_without_the_pool_the_loss_is_told() -> None:
+    case = Case("sglang")
+
+    async def run(answers: AnswerProcesses, server: Any) -> None:
+        await answers.ask(server, case.request)
+        stub.answers[case.path] = never
+        task = asyncio.create_task(answers.ask(server, case.request))
+        await until(lambda: len(stub.calls) > 2)
+        os.kill(pids(answers)[0], signal.SIGKILL)
+        with pytest.raises(AnswersLost, match="the process that reads the answers"):
+            await task
+
+    async def never(_: Any) -> Any:
+        await asyncio.sleep(20)
+
+    stub = case.stub()
+    case.use(stub, run)
+
+
+def test_signals_for_the_trainer_do_not_end_it() -> None:
+    case = Case("sglang")
+
+    async def run(answers: AnswerProcesses, server: Any) -> None:
+        await answers.ask(server, case.request)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pids(answers)[0], number)
+        assert same(await answers.ask(server, case.request), case.expected)
+
+    case.use(case.stub(), run)
+
+
+def test_messages_arrive_as_they_were_however_they_are_cut() -> None:
+    columns = {
+        "a": ids(range(5)),
+        "none": ids([]),
+        "b": logs([float("-inf"), -0.5]),
+        "c": mask([True, False, True]),
+        "routes": torch.arange(24, dtype=torch.uint8).view(2, 3, 4).transpose(0, 1),
+        "wide": torch.tensor([[-1]], dtype=torch.int16),
+        "empty rows": torch.empty(0, 3),
+    }
+    sent: list[bytes] = []
+    sender = Frames(lambda *_: None, lambda: None)
+    sender.connection_made(SimpleNamespace(writelines=lambda parts: sent.append(b"".join(parts))))  # type: ignore[arg-type]
+    sender.send({"id": 1, "text": "é\n"}, {**columns, "absent": None})
+    sender.send({"id": 2}, {})
+    stream = b"".join(sent)
+    for size in (1, 7, 64, len(stream)):
+        found: list[Any] = []
+        receiver = Frames(lambda *message: found.append(message), lambda: None)  # noqa: B023
+        rest = stream
+        while rest:
+            place = receiver.get_buffer(-1)
+            count = min(size, len(place), len(rest))
+            place[:count], rest = rest[:count], rest[count:]
+            receiver.buffer_updated(count)
+        assert same(found, [({"id": 1, "text": "é\n"}, columns), ({"id": 2}, {})])
+        assert len({column.untyped_storage().data_ptr() for column in found[0][1].values() if len(column)}) == 5
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+def test_a_request_keeps_all_its_fields_on_the_way() -> None:
+    from megatron_dppo.engines.answer_process import _request
+    from megatron_dppo.engines.answers import _fields
+    from megatron_dppo.types import RoutingShape, SamplingParams
+
+    routing = RoutingShape(num_layers=3, num_experts=9, topk=2, dense_layers=frozenset({0, 2}))
+    request = GenerateRequest(
+        request_id="x",
+        token_ids=(1, 2),
+        params=SamplingParams(max_new_tokens=3, temperature=0.25, seed=9, topk_logprobs=4, routed_experts=True),
+        stop_token_ids=(7, 8),
+        routing=routing,
+        routing_start=5,
+    )
+    for each in (request, replace(request, routing=None)):
+        assert _request(json.loads(json.dumps(_fields(each))), (1, 2)) == each
+
+
+def test_a_generation_without_tokens_stays_one() -> None:
+    case = Case("sglang")
+    nothing = {"output_ids": [], "meta_info": {**case.answer["meta_info"], "finish_reason": {"type": "abort"}}}
+
+    async def run(answers: AnswerProcesses, server: Any) -> None:
+        found = await answers.ask(server, case.request)
+        assert same(found, replace(Generation.empty(found.finish_reason), echo=None)) and found.finish_reason == "abort"
+
+    case.use(case.stub(nothing), run)
+
+
+def test_a_process_that_nothing_was_asked_of_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a busy machine it takes longer to start than a run would wait for its end.
+    monkeypatch.setattr("megatron_dppo.engines.answers._EXIT_SECONDS", 60.0)
+
+    async def run() -> int | None:
+        answers = Case("sglang").answers("http://127.0.0.1:9")
+        (process,) = answers._processes
+        await answers.close()
+        return process._process.returncode
+
+    assert asyncio.run(run()) == 0, "it was not killed"

@@ -1,0 +1,361 @@
+"""The local engine runs a user's function for all responses in lockstep, stops it between turns, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import aiohttp
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.engines.agents.generate import AgentFunction
+from megatron_dppo.engines.agents.runner import AgentTask
+from megatron_dppo.engines.local import rounds
+from megatron_dppo.errors import GenerateError
+from megatron_dppo.hf.folder import stream_model
+from megatron_dppo.rollout.engine import GroupRequest
+from megatron_dppo.rollout.response import PartialResponse
+from megatron_dppo.rollout.turns import Turns
+from megatron_dppo.types import Completion, Prompt
+from tests.unit.columns import ids, logs, mask, same
+from tests.unit.engines.test_local_engine import (
+    ENDS,
+    LIMIT,
+    MODELS,
+    PROMPTS,
+    SIBLINGS,
+    TEXTS,
+    TOKENIZER,
+    check_numbers,
+    engine,
+    in_groups,
+    params,
+    requests,
+    submitted,
+)
+
+STOP, TOOL = 6, "=7"
+
+
+def turns_of(prompt: Prompt) -> int:
+    return 1 + TEXTS.index(prompt.text) % 3
+
+
+async def with_tool(prompt: Prompt, turns: Turns) -> Completion:
+    """One to three turns with a tool between them; the turns are short, or stop at a token of their own."""
+    for _ in range(turns_of(prompt) - 1):
+        await turns.sample(max_new_tokens=4, stop_token_ids=[STOP])
+        turns.append(TOOL)
+    await turns.sample()
+    return turns.finish(reward=float(len(turns.token_ids)))
+
+
+def tokens_of(completions: Sequence[Completion]) -> list[Tensor]:
+    return [c.token_ids for c in completions]
+
+
+def greedy_turn(tokens: list[int], limit: int, ends: set[int]) -> list[int]:
+    """The most probable tokens, one pass of the model for each."""
+    new: list[int] = []
+    while len(new) < limit and not (new and new[-1] in ends):
+        with torch.no_grad():
+            new.append(int(MODELS[0](input_ids=torch.tensor([tokens + new])).logits[0, -1].argmax()))
+    return new
+
+
+@pytest.mark.parametrize("max_batch", [512, 2])
+def test_turns_are_those_of_each_response_alone_and_tool_text_stands_between_them(max_batch: int) -> None:
+    found = engine(with_tool, max_batch=max_batch).generate(PROMPTS, params(temperature=0))
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        tokens: list[int] = []
+        sampled: list[bool] = []
+        for _ in range(turns_of(prompt) - 1):
+            turn = greedy_turn([*prompt.token_ids, *tokens], 4, ENDS | {STOP})
+            given = TOKENIZER.encode(TOOL, add_special_tokens=False)
+            tokens += [*turn, *given]
+            sampled += [True] * len(turn) + [False] * len(given)
+        turn = greedy_turn([*prompt.token_ids, *tokens], LIMIT - len(tokens), ENDS)
+        assert completion.token_ids.tolist() == [*tokens, *turn] and completion.reward == len(completion.token_ids)
+        assert completion.finish_reason == ("stop" if turn[-1] in ENDS else "length")
+        assert same(completion.loss_mask, None if all(sampled) else mask([*sampled, *[True] * len(turn)]))
+
+
+def test_under_filters_every_sampled_token_has_its_set_and_given_ones_have_none() -> None:
+    found = engine(with_tool).generate(PROMPTS, params(top_p=0.7, min_p=0.01, kept_sets=True))
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        assert completion.kept is not None and len(completion.kept) == len(completion.token_ids)
+        tokens, sampled = completion.token_ids.tolist(), completion.loss_mask
+        with torch.no_grad():
+            logits = MODELS[0](input_ids=torch.tensor([[*prompt.token_ids, *tokens]])).logits[0]
+        for i, kept in enumerate(completion.kept.ids.long().split(completion.kept.counts.tolist())):
+            assert (tokens[i] in kept) if sampled is None or sampled[i] else not len(kept)
+            if len(kept) and completion.logprobs is not None:
+                own = logits[len(prompt.token_ids) - 1 + i, kept].log_softmax(0)[kept == tokens[i]]
+                torch.testing.assert_close(completion.logprobs[i : i + 1], own, atol=2e-5, rtol=0)
+
+
+def test_a_turn_ends_at_its_own_stop_token_which_stays() -> None:
+    plain = engine().generate(PROMPTS, params())
+    mine = [int(plain[0].token_ids[1]), STOP]
+
+    async def stops(prompt: Prompt, turns: Turns) -> Completion:
+        own = mine if prompt is PROMPTS[0] else []
+        turn = await turns.sample(stop_token_ids=own)
+        assert turn.finish_reason == ("stop" if turn.token_ids[-1] in (*ENDS, *own) else "length")
+        return turns.finish()
+
+    found = engine(stops).generate(PROMPTS, params())
+    cut = next(i for i, token in enumerate(plain[0].token_ids.tolist()) if token in (*mine, *ENDS))
+    assert int(plain[0].token_ids[cut]) in mine and same(found[0].token_ids, plain[0].token_ids[: cut + 1])
+    assert any(set(mine) & set(c.token_ids[:-1].tolist()) for c in plain[1:])
+    assert same(tokens_of(found[1:]), tokens_of(plain[1:])), "the stop tokens of one turn are no others'"
+
+
+def test_a_function_of_one_turn_gives_what_no_function_gives() -> None:
+    async def one_turn(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample()
+        return turns.finish()
+
+    settings = {"topk_logprobs": 3, "routed_experts": True}
+    repeated = [prompt for prompt in PROMPTS for _ in range(SIBLINGS)]
+    one = engine(one_turn)
+    found = one.generate(repeated, params(**settings))
+    assert same(found, engine().generate(repeated, params(**settings)))
+    assert same(found, [c for group in submitted(one, 6, **settings) for c in group])
+    one.close()
+
+
+def test_a_function_is_stopped_between_turns_and_goes_on_by_being_run_again() -> None:
+    stopped, begun = [], []
+
+    async def watched(prompt: Prompt, turns: Turns) -> Completion:
+        begun.append(prompt.text)
+        try:
+            return await with_tool(prompt, turns)
+        except Exception:
+            raise AssertionError("being stopped is no exception that a function handles") from None
+        finally:
+            if turns.completion is None:
+                stopped.append(prompt.text)
+
+    expected = in_groups(engine(with_tool).generate([p for p in PROMPTS for _ in range(SIBLINGS)], params()))
+    settings = {"topk_logprobs": 3, "routed_experts": True}
+    one = engine(watched)
+    found = submitted(one, 2, range(6), **settings)
+    assert [group is not None for group in found] == [True, False, False] * 2, "groups of one turn are complete first"
+    assert all(same(tokens_of(found[g]), tokens_of(expected[g])) for g in (0, 3))
+    assert stopped == [TEXTS[i] for i in (1, 2, 4, 5) for _ in range(SIBLINGS)]
+    states = one.unfinished()
+    assert all(len(s.turn_ends) == 1 and s.parts == 1 for state in states.values() for s in state)  # type: ignore
+    one.update_weights(stream_model(MODELS[1]), 1)
+    other = engine(with_tool, version=1)
+    other.restore(states)
+    begun.clear()
+    (groups, again) = (
+        [f.result() for f in e.submit(requests([1, 2, 4, 5]), params(**settings), 4)] for e in (one, other)
+    )
+    assert len(begun) == 12
+    for key, group, group_again in zip([1, 2, 4, 5], groups, again, strict=True):
+        assert group is not None and group_again is not None and same(group, group_again)
+        for state, completion in zip(states[key], group, strict=True):
+            check_numbers(PROMPTS[key], completion)
+            assert same(completion.token_ids[: len(state.token_ids)], state.token_ids)
+            assert completion.policy_versions[0].policy_version == 0
+            assert completion.policy_version == 1 and completion.loss_mask is not None
+
+
+def test_stopping_and_going_on_gives_what_is_given_without_a_stop() -> None:
+    expected = engine(with_tool).generate(PROMPTS, params(temperature=0))
+    one = engine(with_tool)
+    groups = [GroupRequest(key, prompt, 1) for key, prompt in enumerate(PROMPTS)]
+    found: dict[int, Completion] = {}
+    for enough in (1, 1, 1):
+        left = [group for group in groups if group.key not in found]
+        for group, future in zip(left, one.submit(left, params(temperature=0), enough, range(6)), strict=True):
+            if future.result() is not None:
+                (found[group.key],) = future.result()
+        assert len(found) + len(one.unfinished()) == 6
+    assert one.unfinished() == {}
+    for key, completion in enumerate(expected):
+        own = found[key]
+        assert same(own.token_ids, completion.token_ids) and same(own.loss_mask, completion.loss_mask)
+        assert own.reward == completion.reward and own.logprobs is not None and completion.logprobs is not None
+        assert own.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
+
+
+def test_what_else_a_function_waits_for_changes_nothing() -> None:
+    async def slow(prompt: Prompt, turns: Turns) -> Completion:
+        place = TEXTS.index(prompt.text)
+        await asyncio.sleep(0.03 * (5 - place))
+        turn = await turns.sample(max_new_tokens=4, stop_token_ids=[STOP])
+        await asyncio.to_thread(lambda: None)
+        await asyncio.sleep(0.02 * (place % 2))
+        turns.append(TOOL)
+        await asyncio.wait_for(turns.sample(), 60)
+        assert turn.token_ids
+        return turns.finish()
+
+    async def quick(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample(max_new_tokens=4, stop_token_ids=[STOP])
+        turns.append(TOOL)
+        await turns.sample()
+        return turns.finish()
+
+    repeated = [prompt for prompt in PROMPTS for _ in range(SIBLINGS)]
+    one = engine(slow)
+    assert same(one.generate(repeated, params()), engine(quick).generate(repeated, params()))
+    assert same(one.generate(repeated, params()), one.generate(repeated, params()))
+    one.close()
+
+
+def test_functions_that_wait_for_each_other_go_on_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_PATIENCE_SECONDS", 0.05)
+    room = asyncio.Semaphore(4)
+
+    async def in_turn(prompt: Prompt, turns: Turns) -> Completion:
+        async with room:
+            return await with_tool(prompt, turns)
+
+    found = engine(in_turn).generate(PROMPTS, params(temperature=0))
+    expected = engine(with_tool).generate(PROMPTS, params(temperature=0))
+    assert same(tokens_of(found), tokens_of(expected))
+
+
+def test_a_failure_is_named_cancels_the_others_and_loses_nothing_that_was_held() -> None:
+    cancelled = []
+
+    async def fails(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample(max_new_tokens=3)
+        if prompt is PROMPTS[2]:
+            raise KeyError("tool")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(prompt.text)
+            raise
+        return turns.finish()
+
+    words = r"fails failed on prompt 9-9-9\+4=: KeyError: 'tool' \(.*test_local_turns.py, line \d+\)"
+    one = engine(fails)
+    with pytest.raises(GenerateError, match=words):
+        one.generate(PROMPTS, params())
+    assert sorted(cancelled) == sorted(t for t in TEXTS if t != TEXTS[2])
+    nothing = PartialResponse(token_ids=ids([]), logprobs=logs([]), sampled=mask([]), versions=())
+    held = {2: (nothing,) * SIBLINGS}
+    one.restore(held)
+    futures = one.submit(requests(), params(), 2)
+    for future in futures:
+        with pytest.raises(GenerateError, match=words):
+            future.result()
+    assert same(one.unfinished(), held)
+    one.close()
+
+
+def test_a_function_that_ends_in_spite_of_being_stopped_is_not_complete() -> None:
+    async def stubborn(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample(max_new_tokens=2)
+        try:
+            for _ in range(turns_of(prompt) - 1):
+                await turns.sample(max_new_tokens=2)
+        finally:
+            return turns.finish()  # noqa: B012
+
+    one = engine(stubborn)
+    found = submitted(one, 1, range(6))
+    assert [group is not None for group in found] == [True, False, False] * 2 and set(one.unfinished()) == {1, 2, 4, 5}
+
+
+def test_two_turns_of_a_response_at_the_same_time_are_refused_and_one_that_nobody_awaits_does_no_harm() -> None:
+    async def both(prompt: Prompt, turns: Turns) -> Completion:
+        await asyncio.gather(turns.sample(), turns.sample())
+        return turns.finish()
+
+    with pytest.raises(GenerateError, match="another turn of the same response"):
+        engine(both).generate(PROMPTS, params())
+
+    async def leaves(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample(max_new_tokens=2)
+        left = asyncio.create_task(turns.sample())
+        await asyncio.sleep(0)
+        completion = turns.finish()
+        assert not left.done()
+        return completion
+
+    one = engine(leaves)
+    assert all(0 < len(c.token_ids) <= 2 for c in one.generate(PROMPTS, params()))
+    one.close()
+
+
+async def two_completions(task: AgentTask) -> float:
+    """An agent that does what ``two_turns`` does."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {task.api_key}"}) as session:
+        text = task.prompt
+        for limit, behind in ((4, TOOL), (None, "")):
+            body = {"prompt": text, "max_tokens": limit}
+            async with session.post(f"{task.base_url}/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                text += (await response.json())["choices"][0]["text"] + behind
+    return 0.5
+
+
+def test_what_agents_call_for_is_what_a_function_of_the_same_turns_samples() -> None:
+    async def two_turns(prompt: Prompt, turns: Turns) -> Completion:
+        await turns.sample(max_new_tokens=4)
+        turns.append(TOOL)
+        await turns.sample()
+        return turns.finish(reward=0.5)
+
+    how = params(max_new_tokens=24, topk_logprobs=3, routed_experts=True)
+    longest = max(len(prompt.token_ids) for prompt in PROMPTS)
+    own = engine(two_turns).generate(PROMPTS, replace(how, max_new_tokens=24 - longest))
+    agents = AgentFunction(AgentConfig(function=f"{__name__}:two_completions", reward="exit"), {})
+    tasks = [replace(p, is_task=True, messages=({"role": "user", "content": p.text},)) for p in PROMPTS]
+    found = engine(agents).generate(tasks, how)
+    agents.close()
+    for prompt, one, other in zip(PROMPTS, own, found, strict=True):
+        start, length = len(prompt.token_ids), len(one.token_ids)
+        assert same(other.token_ids[: start + length], ids([*prompt.token_ids, *one.token_ids.tolist()]))
+        assert other.loss_mask is not None and not other.loss_mask[:start].any() and other.reward == 0.5
+        assert one.loss_mask is not None and same(other.loss_mask[start : start + length], one.loss_mask)
+        check_numbers(prompt, behind(other, start))
+
+
+async def many_completions(task: AgentTask) -> None:
+    """An agent of one to three turns, by its prompt."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {task.api_key}"}) as session:
+        text = task.prompt
+        for turn in range(1 + TEXTS.index(task.prompt) % 3):
+            body = {"prompt": text + TOOL * (turn > 0), "max_tokens": 4}
+            async with session.post(f"{task.base_url}/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                text = body["prompt"] + (await response.json())["choices"][0]["text"]
+
+
+def test_agents_are_stopped_between_turns_and_play_again() -> None:
+    agents = AgentFunction(AgentConfig(function=f"{__name__}:many_completions"), {})
+    one = engine(agents)
+    tasks = [replace(p, is_task=True, messages=({"role": "user", "content": p.text},)) for p in PROMPTS]
+    groups = [GroupRequest(key, task, 2) for key, task in enumerate(tasks)]
+    how = params(max_new_tokens=40, temperature=0)
+    found = [future.result() for future in one.submit(groups, how, 2, range(6))]
+    assert [group is not None for group in found] == [True, False, False] * 2, "groups of one turn are complete first"
+    assert set(one.unfinished()) == {1, 2, 4, 5}
+    left = [group for group in groups if group.key % 3]
+    again = [future.result() for future in one.submit(left, how, 4)]
+    whole = [future.result() for future in engine(agents).submit(left, how, 4)]
+    agents.close()
+    for stopped, straight in zip(again, whole, strict=True):
+        assert stopped is not None and straight is not None
+        for a, b in zip(stopped, straight, strict=True):
+            assert not a.failure and same(a.token_ids, b.token_ids) and same(a.loss_mask, b.loss_mask)
+
+
+def behind(found: Completion, start: int) -> Completion:
+    """A completion as if its first tokens were its prompt."""
+    columns = ("token_ids", "logprobs", "topk_token_ids", "topk_logprobs", "loss_mask")
+    spans = tuple(span._replace(start=span.start - start, end=span.end - start) for span in found.policy_versions)
+    return replace(found, policy_versions=spans, **{name: getattr(found, name)[start:] for name in columns})

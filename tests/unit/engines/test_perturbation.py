@@ -1,0 +1,201 @@
+"""The local engine made to differ from the policy on purpose: its numbers are those that it sampled from."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.chat import load_tokenizer
+from megatron_dppo.engines.local import perturbation as quantized
+from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.engines.local.perturbation import Perturbation, PerturbedModel
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.hf.folder import build_hf_model, read_hf_config, routing_shape, stream_model
+from megatron_dppo.run.guard import FirstUpdateGuard
+from megatron_dppo.types import Completion, Prompt, SamplingParams
+from tests.unit.configs import config as configured
+
+MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
+CONFIG, TOKENIZER = read_hf_config(MODEL), load_tokenizer(MODEL)
+PROMPTS = [
+    Prompt(prompt_id=t, text=t, token_ids=tuple(TOKENIZER(t).input_ids), label="")
+    for t in ("7+8-3=", "1+1-2=", "9-9-9=", "5-5+1=")
+    for _ in range(16)
+]
+
+
+def sampled(
+    perturbation: Perturbation, models: Sequence[Any], dtype: torch.dtype = torch.float32, **settings: Any
+) -> list[Completion]:
+    """What the engine gives after having been sent the weights of each of ``models`` in turn."""
+    engine = LocalEngine(CONFIG, TOKENIZER, dtype=dtype, device=torch.device("cpu"), perturbation=perturbation)
+    for version, model in enumerate(models):
+        engine.update_weights(stream_model(model), version)
+    found = engine.generate(PROMPTS, SamplingParams(**{"max_new_tokens": 6, "seed": 4} | settings))
+    engine.close()
+    return found
+
+
+@torch.no_grad()
+def whole_distributions(model: Any, prompt: Prompt, completion: Completion) -> Tensor:
+    """[R, V] log-probabilities of one pass over prompt and response."""
+    tokens = torch.tensor([[*prompt.token_ids, *completion.token_ids.tolist()]])
+    logits = model(tokens).logits[0, len(prompt.token_ids) - 1 : -1]
+    return logits.float().log_softmax(-1)
+
+
+def largest_difference(model: Any, completions: Sequence[Completion]) -> float:
+    worst = 0.0
+    for prompt, found in zip(PROMPTS, completions, strict=True):
+        assert found.logprobs is not None
+        own = whole_distributions(model, prompt, found).gather(1, found.token_ids.long()[:, None])[:, 0]
+        worst = max(worst, (own - found.logprobs).abs().max().item())
+    return worst
+
+
+def quantized_by_modelopt(model: Any, form: str) -> Any:
+    """The whole model through modelopt's public entry, its weights alone."""
+    quantization = import_module("modelopt.torch.quantization")
+    settings = copy.deepcopy(getattr(quantization, quantized.CONFIGS[form]))
+    settings["quant_cfg"].append({"quantizer_name": "*input_quantizer", "enable": False})
+    return quantization.quantize(copy.deepcopy(model), settings)
+
+
+@pytest.mark.parametrize("form", quantized.CONFIGS)
+def test_log_probabilities_are_those_of_a_model_that_modelopt_quantised_after_each_publish(form: str) -> None:
+    pytest.importorskip("modelopt.torch.quantization", reason="pip install 'megatron-dppo[modelopt]'")
+    first, second = (build_hf_model(CONFIG, torch.float32, seed=seed) for seed in (1, 2))
+    with torch.no_grad():
+        for name, parameter in second.named_parameters():
+            parameter.mul_(2 if "_proj" in name else 1)  # scales that were kept from the first weights would cut these
+    found = sampled(Perturbation(weights=form), [first, second])
+    assert largest_difference(quantized_by_modelopt(second, form), found) < 2e-4
+    assert largest_difference(second, found) > 1e-2
+
+
+def test_fp8_weights_are_e4m3_with_one_scale_a_tensor_and_other_parts_are_exact() -> None:
+    pytest.importorskip("modelopt.torch.quantization", reason="pip install 'megatron-dppo[modelopt]'")
+    model = build_hf_model(CONFIG, torch.float32, seed=1)
+    plain = {name: p.detach().clone() for name, p in model.named_parameters()}
+    PerturbedModel(model, Perturbation(weights="fp8"), routing_shape(CONFIG)).weights_changed()
+
+    def by_hand(weight: Tensor) -> Tensor:
+        scale = 448 / weight.abs().max()
+        return (weight * scale).to(torch.float8_e4m3fn).float() / scale
+
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            expected = torch.stack([by_hand(expert) for expert in plain[name]])
+        elif "_proj" in name:
+            expected = by_hand(plain[name])
+        else:
+            expected = plain[name]
+        torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=0)
+
+
+def test_routers_choose_by_their_logits_with_the_noise_of_the_seed() -> None:
+    """One pass over the prompts, beside a model whose routers add the same numbers by a path of their own."""
+    sigma, model = 0.7, build_hf_model(CONFIG, torch.float32, seed=1)
+    perturbation = Perturbation(router_noise=sigma)
+    found = sampled(perturbation, [model], max_new_tokens=1, routed_experts=True)
+    noisy, generator = copy.deepcopy(model), torch.Generator()
+    generator.manual_seed(random.Random("router/4").getrandbits(62))
+    for layer in noisy.model.layers:
+
+        def forward(hidden: Tensor, gate: Any = layer.mlp.gate) -> tuple[Tensor, Tensor, Tensor]:
+            hidden = hidden.reshape(-1, gate.hidden_dim)
+            logits = hidden @ gate.weight.T
+            logits = logits + sigma * torch.randn(logits.shape, generator=generator)
+            best, experts = logits.topk(gate.top_k)  # the largest logits, and softmax over them
+            return logits, best.softmax(-1), experts
+
+        layer.mlp.gate.forward = forward
+    distinct = list(dict.fromkeys(prompt.token_ids for prompt in PROMPTS))
+    with torch.no_grad():
+        expected = noisy(torch.tensor(distinct)).logits[:, -1].log_softmax(-1)
+    worst = 0.0
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        assert completion.logprobs is not None
+        own = expected[distinct.index(prompt.token_ids), int(completion.token_ids[0])]
+        worst = max(worst, abs(float(own - completion.logprobs[0])))
+    assert worst < 1e-4 < 1e-2 < largest_difference(model, found)
+    again, other = sampled(perturbation, [model]), sampled(perturbation, [model], seed=5)
+    for one, two in zip(sampled(perturbation, [model]), again, strict=True):
+        assert one.logprobs is not None and two.logprobs is not None
+        assert one.token_ids.equal(two.token_ids) and one.logprobs.equal(two.logprobs)
+    assert [c.token_ids.tolist() for c in again] != [c.token_ids.tolist() for c in other]
+
+
+def test_recorded_routes_are_those_of_the_noisy_routers() -> None:
+    model = build_hf_model(CONFIG, torch.float32, seed=1)
+    plain, noisy = (
+        [
+            c.routed_experts
+            for c in sampled(Perturbation(router_noise=s), [model], max_new_tokens=1, routed_experts=True)
+        ]
+        for s in (0.0, 1e3)
+    )
+    same = [bool((a == b).all(-1).float().mean() > 0.5) for a, b in zip(plain, noisy, strict=True) if a is not None]
+    assert len(same) == len(PROMPTS) and not any(same)
+
+
+def test_a_hidden_filter_draws_from_the_nucleus_and_reports_the_whole_distribution() -> None:
+    model = build_hf_model(CONFIG, torch.float32, seed=1)
+    found = sampled(Perturbation(unrecorded_top_p=0.5), [model])
+    assert largest_difference(model, found) < 1e-4
+    outside = {0.5: 0, 1.0: 0}
+    for top_p, completions in ((0.5, found), (1.0, sampled(Perturbation(), [model]))):
+        for prompt, completion in zip(PROMPTS, completions, strict=True):
+            probabilities = whole_distributions(model, prompt, completion).exp().double()
+            for row, token in zip(probabilities, completion.token_ids.tolist(), strict=True):
+                likelier = row[row > row[token] * (1 + 1e-5)].sum()  # the nucleus ends with the token that reaches p
+                outside[top_p] += bool(likelier >= 0.5)
+    assert outside[0.5] == 0 < outside[1.0]
+    greedy = [sampled(Perturbation(unrecorded_top_p=p), [model], temperature=0.0) for p in (0.5, 1.0)]
+    assert [c.token_ids.tolist() for c in greedy[0]] == [c.token_ids.tolist() for c in greedy[1]]
+
+
+def test_without_modelopt_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(quantized, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"weights = 'int4'.*pip install 'megatron-dppo\[modelopt\]'"):
+        LocalEngine(
+            CONFIG,
+            TOKENIZER,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            perturbation=Perturbation(weights="int4"),
+        )
+
+
+def config(**perturbation: Any) -> Config:
+    return configured(rollout={"perturbation": perturbation})
+
+
+def test_servers_are_not_perturbed() -> None:
+    with pytest.raises(ConfigError, match=r"\[rollout.perturbation\] has no effect with rollout.engine = 'sglang'"):
+        configured(rollout={"engine": "sglang", "perturbation": {"router_noise": 0.1}})
+
+
+@pytest.mark.parametrize("bad", [{"weights": "fp4"}, {"router_noise": -0.1}, {"unrecorded_top_p": 0.0}, {"noise": 1.0}])
+def test_values_that_mean_nothing_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        config(**bad)
+
+
+def test_the_guard_of_the_first_update_does_not_stop_a_difference_that_is_asked_for() -> None:
+    configs = [config(**p) for p in ({}, {"router_noise": 0.1})]
+    guards = [FirstUpdateGuard.of(c.train, c.rollout, c.model, dropped=0.0, on_policy=True) for c in configs]
+    guards[1]({"abs_prob_diff": 0.5})
+    assert guards[0].largest_difference is not None and guards[1].largest_difference is None

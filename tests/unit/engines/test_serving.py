@@ -1,0 +1,335 @@
+"""``megatron-dppo serve`` with stand-ins for servers: real processes, real HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.engines.serving import processes
+from megatron_dppo.engines.serving.checks import is_healthy
+from megatron_dppo.engines.serving.command import ServerPlan
+
+ROOT = Path(__file__).parents[3]
+STUB = Path(__file__).parents[1].joinpath("server_stub.py")
+CONFIG = ROOT / "examples/chain_sum/sglang.toml"
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` ports in a row that nobody uses."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            first = 0
+            for i in range(count):
+                probe = stack.enter_context(socket.socket())
+                probe.bind(("127.0.0.1", first + i if i else 0))
+                first = first or probe.getsockname()[1]
+            return first
+
+
+class Serve:
+    """A running ``megatron-dppo serve`` with stubs."""
+
+    def __init__(self, folder: Path, mode: str, *arguments: str, count: int = 1, **env: str) -> None:
+        self.folder, self.port = folder, free_ports(count)
+        self.ports = range(self.port, self.port + count)
+        command = json.dumps([sys.executable, str(STUB), str(folder), mode])
+        self.argv = [sys.executable, "-m", "megatron_dppo.commands.main", "serve", str(CONFIG)]
+        self.argv += ["--log-dir", str(folder / "logs"), "--urls-file", str(folder / "urls")]
+        self.argv += ["--rollout.servers.command", command, "--rollout.servers.port", str(self.port)]
+        self.argv += ["--rollout.servers.count", str(count), *arguments]
+        self.process = subprocess.Popen(
+            self.argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env,
+        )
+
+    def until_file(self, name: str) -> Path:
+        file, end = self.folder / name, time.monotonic() + 30
+        while not file.exists():
+            assert self.process.poll() is None, self.end()
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        return file
+
+    def end(self, timeout: float = 30) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode, output
+
+    def started(self, index: int = 0) -> dict[str, Any]:
+        return json.loads((self.folder / f"started-{self.ports[index]}.json").read_text())
+
+    def left_behind(self) -> list[int]:
+        """Processes of the servers that still run (children of nobody are zombies here and do not count)."""
+        return [p for i in range(len(self.ports)) for p in self.started(i)["pids"] if runs(p)]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Any]:
+    running: list[Serve] = []
+
+    def start(mode: str = "serve", *arguments: str, **options: Any) -> Serve:
+        running.append(Serve(tmp_path, mode, *arguments, **options))
+        return running[-1]
+
+    yield start
+    for one in running:
+        if one.process.poll() is None:
+            one.process.terminate()
+            one.end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_urls_are_written_when_all_are_healthy_and_a_signal_ends_all(serve: Any, number: signal.Signals) -> None:
+    running = serve(count=2)
+    urls = running.until_file("urls").read_text().split()
+    assert urls == [f"http://127.0.0.1:{port}" for port in running.ports]
+    assert len(running.left_behind()) == 4
+    running.process.send_signal(number)
+    code, output = running.end()
+    assert code == 0 and "ending the servers" in output
+    assert running.left_behind() == []
+
+
+def test_no_urls_before_every_server_is_healthy_and_the_wait_has_an_end(serve: Any) -> None:
+    running = serve("slow", "--start-timeout", "1")
+    code, output = running.end()
+    assert code == 2 and "not healthy after 1 seconds" in output and "| loading" in output
+    assert not (running.folder / "urls").exists() and running.left_behind() == []
+
+
+def test_a_stale_file_of_urls_is_removed_first(serve: Any, tmp_path: Path) -> None:
+    (tmp_path / "urls").write_text("http://old\n")
+    running = serve("slow", "--start-timeout", "1")
+    assert running.end()[0] == 2 and not (tmp_path / "urls").exists()
+
+
+def test_a_server_that_dies_at_start_is_shown_with_its_last_words(serve: Any) -> None:
+    running = serve("die")
+    code, output = running.end()
+    assert code == 2
+    assert f"error: http://127.0.0.1:{running.port}: the server has ended (exit code 5)" in output
+    assert "  | no such model" in output and "logs/server_0.log" in output
+
+
+def test_a_dead_server_is_started_again_as_it_was_and_the_other_is_left_alone(serve: Any) -> None:
+    running = serve("die-once", "--rollout.servers.api_key_env", "STUB_KEY", count=2, STUB_KEY="s3cret")
+    running.until_file("urls")
+    before = [running.started(i) for i in range(2)]
+    (running.folder / "die").touch()
+    running.until_file("dead")
+    dead = until_one(lambda: [i for i in range(2) if running.started(i)["pids"] != before[i]["pids"]])
+    url = f"http://127.0.0.1:{running.ports[dead]}"
+    until_one(lambda: [1] if is_healthy(url) else [])
+    after = [running.started(i) for i in range(2)]
+    assert all(after[dead][key] == before[dead][key] for key in ("arguments", "config"))
+    assert after[1 - dead]["pids"] == before[1 - dead]["pids"] and all(map(runs, before[1 - dead]["pids"]))
+    assert not any(map(runs, before[dead]["pids"])), "what the dead launcher had started is left"
+    log = (running.folder / f"logs/server_{dead}.log").read_text()
+    assert log.count("loading") == 2 and "out of memory" in log
+    time.sleep(1)  # serve looks twice a second
+    running.process.terminate()
+    code, output = running.end()
+    assert code == 0 and "s3cret" not in output and running.left_behind() == []
+    assert f"serve: {url}: the server has ended (exit code 7); it is started again (try 1 of 3" in output
+    assert output.count(f"serve: {url} is healthy") == 2 and output.count("started again") == 1
+
+
+def test_a_server_that_becomes_healthy_may_die_as_often_as_it_likes(serve: Any) -> None:
+    running = serve("die-once")
+    running.until_file("urls")
+    for _ in range(processes.TRIES + 1):
+        pids = running.started()["pids"]
+        (running.folder / "die").touch()
+        until_one(lambda before=pids: [1] if running.started()["pids"] != before else [])
+        until_one(lambda: [1] if is_healthy(f"http://127.0.0.1:{running.port}") else [])
+        time.sleep(1)  # serve looks twice a second
+    running.process.terminate()
+    code, output = running.end()
+    assert code == 0 and output.count("try 1 of 3") == processes.TRIES + 1
+
+
+def test_a_server_that_dies_at_each_start_ends_the_others_and_shows_no_key(serve: Any) -> None:
+    running = serve("die-later", "--rollout.servers.api_key_env", "STUB_KEY", count=2, STUB_KEY="s3cret")
+    running.until_file("urls")
+    (running.folder / "die").touch()
+    code, output = running.end()
+    assert code == 2 and "exit code 7" in output and "out of memory, key ***" in output
+    assert "as in 3 starts before without having become healthy" in output and "try 3 of 3" in output
+    assert "s3cret" not in output and running.left_behind() == []
+
+
+def test_a_server_that_is_never_healthy_again_is_given_up(serve: Any) -> None:
+    running = serve("slow-later", "--start-timeout", "2")
+    running.until_file("urls")
+    (running.folder / "die").touch()
+    code, output = running.end(60)
+    assert code == 2 and "not healthy after 2 seconds (--start-timeout), as in 3 starts before" in output
+    assert running.left_behind() == []
+
+
+def until_one(found: Callable[[], list[int]]) -> int:
+    """The first of what a function gives, when it gives something; half-written files are read again."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        with contextlib.suppress(ValueError):
+            if values := found():
+                return values[0]
+        time.sleep(0.05)
+    raise AssertionError("nothing came")
+
+
+def test_a_launcher_that_ignores_sigint_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_END_SECONDS", 1.0)
+    port = free_ports(1)
+    argv = (sys.executable, str(STUB), str(tmp_path), "stubborn", "--host", "127.0.0.1", "--port", str(port))
+    plan = ServerPlan(url=f"http://127.0.0.1:{port}", argv=argv)
+    with processes.StopRequest() as stop, processes.ServerGroup([plan], tmp_path, 30, print) as group:
+        assert group.wait_healthy(stop)
+        pids = json.loads((tmp_path / f"started-{port}.json").read_text())["pids"]
+        assert all(map(runs, pids))
+    assert not any(map(runs, pids))
+
+
+def test_grace_outlives_a_first_sigterm_and_ends_at_the_second(serve: Any) -> None:
+    running = serve("serve", "--grace", "60")
+    running.until_file("urls")
+    running.process.terminate()
+    time.sleep(1.5)
+    assert running.process.poll() is None and len(running.left_behind()) == 2
+    running.process.terminate()
+    assert running.end()[0] == 0 and running.left_behind() == []
+
+
+def test_a_killed_serve_leaves_no_servers(serve: Any) -> None:
+    servers = serve("serve", count=2)
+    servers.until_file("urls")
+    assert len(servers.left_behind()) >= 2
+    servers.process.kill()
+    end = time.monotonic() + 30
+    while servers.left_behind():
+        assert time.monotonic() < end, "servers outlive serve"
+        time.sleep(0.1)
+
+
+def test_grace_has_an_end(serve: Any) -> None:
+    running = serve("serve", "--grace", "1")
+    running.until_file("urls")
+    running.process.terminate()
+    assert running.end(10)[0] == 0
+
+
+def test_keys_reach_the_server_in_a_private_file_that_is_gone_afterwards(serve: Any) -> None:
+    running = serve("serve", "--rollout.servers.api_key_env", "STUB_KEY", STUB_KEY='a"b: c')
+    running.until_file("urls")
+    started = running.started()
+    assert json.loads(started["config"].removeprefix("api-key: ")) == 'a"b: c'
+    assert started["config_folder_mode"] == 0o700
+    file = Path(started["arguments"][started["arguments"].index("--config") + 1])
+    assert 'a"b' not in Path(f"/proc/{started['pids'][0]}/cmdline").read_text()
+    assert (running.folder / "logs/server_0.log").stat().st_mode & 0o777 == 0o600
+    running.process.terminate()
+    running.end()
+    assert not file.exists() and not file.parent.exists()
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(serve: Any, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        running = serve("serve", "--rollout.servers.port", str(port))
+        code, output = running.end()
+    assert code == 2 and f"host = '127.0.0.1', port {port} cannot be used" in output
+    assert not list(tmp_path.glob("started-*"))
+
+
+def test_a_command_that_does_not_exist_is_named(serve: Any) -> None:
+    running = serve("serve", "--rollout.servers.command", '["/nowhere/sglang"]')
+    code, output = running.end()
+    assert code == 2 and "rollout.servers.command = '/nowhere/sglang' cannot be started" in output
+
+
+def test_given_urls_are_checked_and_nothing_is_started(serve: Any, tmp_path: Path) -> None:
+    running = serve("serve", "--rollout.servers.api_key_env", "STUB_KEY", STUB_KEY="right")
+    url = running.until_file("urls").read_text().strip()
+    rest = ["--rollout.servers.urls", json.dumps([url]), "--rollout.servers.api_key_env", "STUB_KEY"]
+
+    def attach(*more: str, key: str = "right") -> tuple[int, str]:
+        argv = [*running.argv[:5], "--urls-file", str(tmp_path / "attached"), *rest, *more]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "STUB_KEY": key}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, output = attach()
+    assert code == 0 and f"{url}: healthy, SGLang 0.5.23, model stub" in output
+    assert (tmp_path / "attached").read_text() == f"{url}\n"
+    code, output = attach(key="wrong")
+    assert code == 2 and "HTTP 401" in output and "rollout.servers.api_key_env" in output and "wrong" not in output
+    rest[1] = json.dumps([f"http://127.0.0.1:{free_ports(1)}"])
+    code, output = attach()
+    assert code == 2 and "not healthy" in output and "Connection refused" in output
+
+
+def test_a_server_of_another_engine_is_named(serve: Any) -> None:
+    url = serve().until_file("urls").read_text().strip()
+    argv = [sys.executable, "-m", "megatron_dppo.commands.main", "serve", str(ROOT / "examples/chain_sum/vllm.toml")]
+    done = subprocess.run(
+        [*argv, "--rollout.servers.urls", json.dumps([url])],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "does not answer like vLLM" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "mode"),
+    [
+        ("dppo.toml", [], "none"),
+        ("sglang.toml", [], "start"),
+        ("vllm.toml", ["--rollout.servers.urls", '["http://a:1"]'], "attach"),
+    ],
+)
+def test_scripts_can_ask_what_serve_would_do(
+    config: str, arguments: list[str], mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_dppo.commands.main import main
+
+    assert main(["serve", str(ROOT / "examples/chain_sum" / config), "--print-mode", *arguments]) == 0
+    assert capsys.readouterr().out == f"{mode}\n"
+
+
+def test_serve_needs_no_torch_and_local_is_refused() -> None:
+    program = (
+        "import sys\nfrom megatron_dppo.commands.main import main\n"
+        f"code = main(['serve', {str(CONFIG)!r}, '--dry-run'])\n"
+        f"assert code == 0 and main(['serve', {str(CONFIG.with_name('dppo.toml'))!r}]) == 2\n"
+        "assert not {'torch', 'megatron', 'transformers', 'aiohttp'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "--enable-return-routed-experts" in done.stdout
+    assert "rollout.engine = 'local' samples inside the trainer" in done.stderr

@@ -1,0 +1,228 @@
+"""Command lines of inference servers, and the GPUs of each."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.config.io import load_config
+from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.serving.command import ServerPlan
+from megatron_dppo.engines.serving.processes import visible_gpus
+from megatron_dppo.errors import ConfigError
+from tests.unit.configs import config, server_plans
+
+ROOT = Path(__file__).parents[3]
+
+
+def config_of(engine: str = "sglang", **sections: dict[str, Any]) -> Config:
+    sections["rollout"] = {"engine": engine} | sections.get("rollout", {})
+    sections["model"] = {"path": "folder/model"} | sections.get("model", {})
+    return config(**sections)
+
+
+def plans(config: Config, gpus: Sequence[str] = (), skip: int = 0, **environ: str) -> list[ServerPlan]:
+    return server_plans(config, environ, gpus, skip)
+
+
+def test_sglang_gets_model_address_dtype_and_nothing_that_is_not_needed() -> None:
+    (plan,) = plans(config_of())
+    assert plan.argv == (
+        *(sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", "30000"),
+        *("--model-path", "folder/model", "--dtype", "bfloat16", "--enable-fp32-lm-head"),
+    )
+    assert plan.url == "http://127.0.0.1:30000" and plan.env == {} and plan.config_file == {}
+
+
+def test_filters_of_rollouts_become_a_flag_of_vllm() -> None:
+    filters = {"top_p": 0.9, "top_k": 50}
+    assert "--return-sampling-mask" in plans(config_of("vllm", rollout=filters))[0].argv
+    for engine, rollout in (("vllm", {}), ("sglang", filters)):
+        assert "--return-sampling-mask" not in plans(config_of(engine, rollout=rollout))[0].argv
+
+
+def test_routing_and_random_weights_become_flags() -> None:
+    found = config_of(
+        rollout={"dtype": "fp32"},
+        train={"router_replay": "rollout"},
+        model={"random_init": True},
+        warmup={"num_steps": 1},
+    )
+    line = shlex.join(plans(found)[0].argv)
+    assert "--dtype float32 --load-format dummy --enable-return-routed-experts" in line
+
+
+def test_vllm_gets_the_flags_that_training_needs() -> None:
+    found = config_of("vllm", loss={"name": "dppo_topk_tv", "topk": 40}, train={"router_replay": "compare"})
+    (plan,) = plans(found, PYTHONPATH="/mine")
+    line = shlex.join(plan.argv)
+    for part in (
+        "-m vllm.entrypoints.openai.api_server",
+        "--model folder/model",
+        "--logprobs-mode processed_logprobs",
+        "--generation-config vllm",
+        "--enable-scale-out",
+        "--enable-return-routed-experts",
+        "--max-logprobs 41",
+        "--worker-extension-cls megatron_dppo_vllm.WorkerExtension",
+        """--weight-transfer-config '{"backend": "megatron_dppo"}'""",
+    ):
+        assert part in line
+    assert plan.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert plan.env["PYTHONPATH"] == f"{ROOT}/megatron_dppo/engines/serving/vllm_extension:/mine"
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag", "own", "off"),
+    [
+        ("sglang", "--enable-fp32-lm-head", {"enable_fp32_lm_head": False}, "fp32"),
+        (
+            "vllm",
+            """--hf-overrides '{"head_dtype": "float32"}'""",
+            {"hf_overrides": {"head_dtype": "model"}},
+            "float32",
+        ),
+    ],
+)
+def test_a_bf16_server_computes_its_logits_in_fp32_unless_told_otherwise(
+    engine: str, flag: str, own: dict[str, Any], off: str
+) -> None:
+    assert flag in shlex.join(plans(config_of(engine))[0].argv)
+    assert off not in shlex.join(plans(config_of(engine, rollout={engine: own}))[0].argv)
+    assert flag not in shlex.join(plans(config_of(engine, rollout={"dtype": "fp32"}))[0].argv)
+
+
+def test_a_server_that_gets_adapters_is_told_their_rank_and_targets() -> None:
+    sections = {"rollout": {"weight_sync": {"method": "adapter"}}, "lora": {"rank": 24, "target_modules": ["q_proj"]}}
+    (plan,) = plans(config_of(**sections))
+    line = "--enable-lora --lora-target-modules q_proj --max-lora-rank 24 --max-loras-per-batch 2"
+    assert line in shlex.join(plan.argv)
+    (plan,) = plans(config_of("vllm", **sections))
+    assert "--enable-lora --lora-target-modules q_proj --max-lora-rank 32 --max-loras 1" in shlex.join(plan.argv)
+    assert plan.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    sections["lora"]["rank"] = 513
+    with pytest.raises(ConfigError, match=r"lora\.rank = 513: vLLM takes adapters up to rank 512"):
+        plans(config_of("vllm", **sections))
+
+
+def test_other_overrides_of_vllms_model_config_keep_the_fp32_head() -> None:
+    (plan,) = plans(config_of("vllm", rollout={"vllm": {"hf_overrides": {"rope_scaling": 2}}}))
+    assert """--hf-overrides '{"head_dtype": "float32", "rope_scaling": 2}'""" in shlex.join(plan.argv)
+
+
+def test_every_key_of_the_engine_section_is_passed_through_and_wins() -> None:
+    own = {
+        "mem_fraction_static": 0.8,
+        "disable-radix-cache": True,
+        "enable-metrics": False,
+        "cuda-graph-bs": [1, 2, 4],
+        "model-path": "/fp8/model",
+        "json-model-override-args": {"a": 1},
+    }
+    (plan,) = plans(config_of(rollout={"sglang": own}))
+    line = shlex.join(plan.argv)
+    assert "--mem-fraction-static 0.8 --disable-radix-cache --cuda-graph-bs 1 2 4" in line
+    assert "metrics" not in line
+    assert "--model-path /fp8/model" in line and "folder/model" not in line
+    assert "--json-model-override-args '{\"a\": 1}'" in line
+
+
+def test_servers_have_ports_one_after_the_other_and_the_configured_command() -> None:
+    servers = {"count": 3, "port": 4000, "host": "node7", "command": ["my-sglang", "go"]}
+    found = plans(config_of(rollout={"servers": servers}))
+    assert [plan.url for plan in found] == [f"http://node7:{port}" for port in (4000, 4001, 4002)]
+    assert found[2].argv[:6] == ("my-sglang", "go", "--host", "node7", "--port", "4002")
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"host": "0.0.0.0"}, r"\[rollout.sglang\] host: set rollout.servers.host"),
+        ({"port": 1}, "set rollout.servers.port"),
+        ({"api_key": "k"}, "rollout.servers.api_key_env"),
+        ({"x": [1, [2]]}, r"x = \[1, \[2\]\] cannot be an argument"),
+        ({"x": []}, r"x = \[\] cannot be an argument"),
+        ({"tp-size": "two"}, "tensor-parallel-size = 'two': expected a whole number"),
+    ],
+)
+def test_arguments_that_cannot_work_are_named(own: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plans(config_of(rollout={"sglang": own}), gpus=["0"])
+
+
+def test_the_local_engine_has_no_servers() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine = 'local' samples inside the trainer"):
+        plans(config_of("local"))
+
+
+def test_keys_never_become_arguments() -> None:
+    servers = {"api_key_env": "KEY", "admin_api_key_env": "ADMIN"}
+    (plan,) = plans(config_of(rollout={"servers": servers}), KEY="secret", ADMIN="other")
+    assert plan.config_file == {"api-key": "secret", "admin-api-key": "other"}
+    assert not {"secret", "other"} & set(plan.argv) and "secret" not in repr(plan)
+    (plan,) = plans(config_of("vllm", rollout={"servers": {"api_key_env": "KEY"}}), KEY="secret")
+    assert plan.env["VLLM_API_KEY"] == "secret" and "secret" not in shlex.join(plan.argv) + repr(plan)
+
+
+def test_keys_that_are_missing_or_have_no_meaning_are_errors() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.servers\.api_key_env = 'KEY': no such environment variable"):
+        plans(config_of(rollout={"servers": {"api_key_env": "KEY"}}))
+    with pytest.raises(ConfigError, match="vLLM has one key for all calls"):
+        plans(config_of("vllm", rollout={"servers": {"admin_api_key_env": "KEY"}}), KEY="k")
+    with pytest.raises(ConfigError, match="SGLang takes only one such file"):
+        plans(config_of(rollout={"servers": {"api_key_env": "KEY"}, "sglang": {"config": "a.yaml"}}), KEY="k")
+
+
+def test_each_server_gets_its_own_gpus_after_those_of_the_trainer() -> None:
+    found = config_of(rollout={"servers": {"count": 2}, "sglang": {"tp-size": 2}})
+    gpus = [str(i) for i in range(8)]
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in plans(found, gpus)] == ["0,1", "2,3"]
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in plans(found, gpus, 4)] == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match=r"2 servers of 2 GPUs \+ 5 for the trainer need 9 GPUs, but 8 are visible"):
+        plans(found, gpus, 5)
+    assert all("CUDA_VISIBLE_DEVICES" not in p.env for p in plans(found))
+
+
+@pytest.mark.parametrize(
+    ("own", "size"),
+    [
+        ({"tp": 2, "pp_size": 2}, 4),
+        ({"tensor_parallel_size": 2, "dp-size": 3}, 6),
+        ({"tp-size": 4, "dp-size": 4, "enable-dp-attention": True}, 4),
+    ],
+)
+def test_a_server_needs_the_product_of_its_parallel_sizes(own: dict[str, Any], size: int) -> None:
+    (plan,) = plans(config_of(rollout={"sglang": own}), [str(i) for i in range(8)])
+    assert len(plan.env["CUDA_VISIBLE_DEVICES"].split(",")) == size
+
+
+def test_visible_gpus_are_those_of_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-a1"}) == ["3", "GPU-a1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1,0"}) == []
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus({}) == []
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 0\necho 1\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert visible_gpus({}) == ["0", "1"]
+
+
+def test_the_path_of_a_command_is_looked_up_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "examples/chain_sum/sglang.toml").read_text()
+    file = tmp_path / "run" / "x.toml"
+    file.parent.mkdir()
+    (tmp_path / "start").touch()
+    file.write_text(text.replace("../../tools/engines/sglang.sh", "../start"))
+    assert load_config(file).rollout.servers.command[0] == f"{tmp_path}/run/../start"
+    file.write_text(text.replace("../../tools/engines/sglang.sh", "nowhere/start"))
+    assert load_config(file).rollout.servers.command[0] == "nowhere/start"
+    monkeypatch.chdir(file.parent)
+    (file.parent / "start").touch()
+    Path("x.toml").write_text(text.replace("../../tools/engines/sglang.sh", "./start"))
+    assert load_config("x.toml").rollout.servers.command[0] == "././start"
+    Path("x.toml").write_text(text.replace("../../tools/engines/sglang.sh", "start"))
+    assert load_config("x.toml").rollout.servers.command[0] == "start"

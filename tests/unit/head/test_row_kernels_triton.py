@@ -1,0 +1,82 @@
+"""The Triton row kernels: right in the interpreter, and compiled for the H100 and H200 without spilling.
+
+Both run in a process of their own (interpret_row_kernels.py says why).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.interpret_row_kernels import CASES
+
+HAS_WHEEL = platform.system() == "Linux" and platform.machine() == "x86_64"
+pytestmark = pytest.mark.skipif(
+    not HAS_WHEEL and importlib.util.find_spec("triton") is None,
+    reason=f"the extra dev brings Triton on Linux x86_64, this is {platform.system()} {platform.machine()}",
+)
+REGISTERS = 64
+"""a thread, at which 8 rows share a multiprocessor"""
+
+
+def lines(module: str, **variables: str) -> list[dict[str, Any]]:
+    """What ``python -m module`` prints, a line of JSON each."""
+    root = Path(__file__).parents[3]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, [env.get("PYTHONPATH")])])} | variables
+    done = subprocess.run(
+        [sys.executable, "-m", module], env=env, cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """How each case failed in the interpreter; "" = it passed."""
+    return {line["name"]: line["failure"] for line in lines("tests.unit.interpret_row_kernels", TRITON_INTERPRET="1")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_the_interpreter(name: str, failures: dict[str, str]) -> None:
+    assert not failures[name], failures[name]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    cache_folder = str(tmp_path_factory.mktemp("triton"))
+    return lines("tests.unit.compile_row_kernels", TRITON_CACHE_DIR=cache_folder)
+
+
+def test_no_variant_spills_or_uses_atomics(compiled: list[dict[str, Any]]) -> None:
+    assert len(compiled) == 16 + 2 * 7
+    for found in compiled:
+        assert found["stack"] == found["local"] == found["atomics"] == 0, found
+        assert found["shared"] <= 1024, found
+
+
+def test_8_rows_share_a_multiprocessor_and_loads_are_wide_where_rows_are_even(compiled: list[dict[str, Any]]) -> None:
+    for found in compiled:
+        if found["sizes"] != "uneven rows":
+            assert found["reg"] <= REGISTERS, found
+            # The loop's loads: 16 entries a thread.
+            assert found["wide_loads"] >= (2 if " bf16" in found["name"].split(" to ")[0] else 4), found
+
+
+def test_the_gradient_reads_a_block_passes_a_barrier_and_writes_it(compiled: list[dict[str, Any]]) -> None:
+    gradients = [found for found in compiled if found["name"].startswith("gradient")]
+    assert [found["order"] for found in gradients] == ["lbslbs"] * len(gradients)
+
+
+def test_bf16_is_rounded_to_nearest(compiled: list[dict[str, Any]]) -> None:
+    for found in compiled:
+        if "to bf16" in found["name"] and found["sizes"] == "even":
+            assert found["conversions"] == ["cvt.rn.bf16x2.f32"], found

@@ -1,0 +1,221 @@
+"""Families of models: what is refused, the weights of real sizes, biases of routers in their own dtype."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from megatron_dppo.commands.plan.arithmetic import rollouts
+from megatron_dppo.commands.plan.machine import machine_named
+from megatron_dppo.commands.plan.models import parameter_counts
+from megatron_dppo.data.routing import check_routes
+from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf.families import FAMILIES, family_of
+from megatron_dppo.hf.folder import (
+    FolderWeights,
+    build_hf_model,
+    copy_into_model,
+    model_shape,
+    read_hf_config,
+    routing_shape,
+    stored_dtype,
+    stream_model,
+    weight_shapes,
+)
+from megatron_dppo.mcore import mapping
+from megatron_dppo.policy.packed import attention_length
+from megatron_dppo.run.inputs import family_problems
+from megatron_dppo.types import Prompt, SamplingParams
+from megatron_dppo.weights.handles import as_sent
+from megatron_dppo.weights.hf_folder import save_hf_folder
+from tests.distributed.families import OWN, family_config, in_float64
+from tests.distributed.parity import hf_reference, samples
+from tests.unit.configs import config as run_config
+
+TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0, decode=lambda ids, skip_special_tokens: "")
+# What the models' cards say, in billions of weights; of the configurations on Hugging Face.
+REAL: dict[str, tuple[str, dict[str, Any], float]] = {
+    "Llama-3.1-8B": (
+        "llama",
+        {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8},
+        8.03,
+    ),
+    "Mistral-7B-v0.3": ("mistral", {"vocab_size": 32768, "sliding_window": None}, 7.25),
+    "Qwen2.5-7B": (
+        "qwen2",
+        {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+        | {"num_attention_heads": 28, "num_key_value_heads": 4},
+        7.62,
+    ),
+    "GLM-4.5-Air": ("glm4_moe", {"attention_bias": True, "head_dim": 128}, 106.9),
+    "DeepSeek-V3": ("deepseek_v3", {}, 671.0),
+    "Moonlight-16B-A3B": (
+        "deepseek_v3",
+        {"vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408}
+        | {"num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64}
+        | {"n_shared_experts": 2, "num_experts_per_tok": 6, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+        | {"first_k_dense_replace": 1},
+        15.96,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_weights_of_real_sizes_map_completely_and_are_as_many_as_the_card_says(name: str) -> None:
+    family, values, billions = REAL[name]
+    hf_config = AutoConfig.for_model(family, **values)
+    shape, weights = model_shape(hf_config), weight_shapes(hf_config)
+    mapped: list[str] = []
+    for rule, layer, expert in mapping.parameters(shape, tied=False):
+        own, names = rule.names(layer, expert)
+        assert mapping.find_rule(own, shape, tied=False) == (rule, layer, expert)
+        mapped += names
+    assert sorted(mapped) == sorted(weights)
+    assert parameter_counts(hf_config)[0] / 1e9 == pytest.approx(billions, rel=0.003)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"attention_bias": True}, "attention_bias = True.*supported: False"),
+    ("llama", {"mlp_bias": True}, "mlp_bias = True"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'.*supported: 'silu'"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = 'fp8'.*convert"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "'default' or 'llama3'"),
+    (
+        "llama",
+        {"rope_parameters": OWN["llama"]["rope_parameters"] | {"high_freq_factor": 8.0}},
+        r"rope_parameters.high_freq_factor = 8.0.*4.0 \(fixed",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor = 0.5",
+    ),
+    ("mistral", {"sliding_window": 4096}, "sliding_window = 4096.*supported: None"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window = True"),
+    ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = False.*supported: True"),
+    ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+    ("glm4_moe", {"n_group": 4, "topk_group": 2}, "topk_group = 2.*num_experts_per_tok / 2"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias = True"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+    (
+        "deepseek_v3",
+        {"rope_parameters": OWN["deepseek_v3"]["rope_parameters"] | {"attention_factor": 0.5}},
+        "rope_parameters.attention_factor = 0.5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "message"), REFUSED)
+def test_what_a_family_has_not_is_refused_by_name(family: str, change: dict[str, Any], message: str) -> None:
+    hf_config = family_config(family)
+    for key, value in change.items():
+        setattr(hf_config, key, value)
+    with pytest.raises(CheckpointError, match=message):
+        shape = model_shape(hf_config)
+        family_of(hf_config).fields(hf_config, shape)
+        family_of(hf_config).rope(hf_config)
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(CheckpointError, match=f"'gpt2' has no mapping.*{'.*'.join(FAMILIES)}"):
+        model_shape(AutoConfig.for_model("gpt2"))
+
+
+def test_layers_for_further_tokens_are_left_out_and_no_others() -> None:
+    hf_config = family_config("glm4_moe")
+    hf_config.num_nextn_predict_layers = 1
+    shape = model_shape(hf_config)
+    layers = shape.num_layers
+    assert mapping.is_left_out(f"model.layers.{layers}.eh_proj.weight", shape)
+    for name in (f"model.layers.{layers + 1}.eh_proj.weight", f"model.layers.{layers - 1}.odd", "model.norm.weight"):
+        assert not mapping.is_left_out(name, shape)
+    hf_config.num_nextn_predict_layers = 0
+    assert not mapping.is_left_out(f"model.layers.{layers}.eh_proj.weight", model_shape(hf_config))
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_biases_of_routers_stay_fp32_in_the_engine_the_folder_and_the_sync(family: str, tmp_path: Path) -> None:
+    source = hf_reference(False, family=family)
+    biases = {name: value for name, value in stream_model(source) if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 3 and all(not torch.equal(b, b.bfloat16().float()) for b in biases.values())
+    model = build_hf_model(source.config, torch.bfloat16)
+    copy_into_model(model, stream_model(source))
+    sent = dict(as_sent(stream_model(source), torch.bfloat16, tied=False))
+    folder = tmp_path / "in"
+    source.save_pretrained(folder)
+    save_hf_folder(tmp_path / "out", folder, stream_model(source), torch.bfloat16)
+    written = FolderWeights(tmp_path / "out")
+    for name, bias in biases.items():
+        for found in (dict(stream_model(model))[name], sent[name], written[name]):
+            assert found.dtype == torch.float32 and torch.equal(found, bias), name
+    others = [name for name in sent if name not in biases]
+    assert {sent[name].dtype for name in others} == {written[name].dtype for name in others} == {torch.bfloat16}
+    assert stored_dtype("lm_head.weight", torch.float16) == torch.float16
+    with pytest.raises(CheckpointError, match=r"never came.*e_score"):
+        copy_into_model(model, ((n, w) for n, w in stream_model(source) if n not in biases))
+    again = build_hf_model(read_hf_config(tmp_path / "out"), torch.bfloat16)
+    copy_into_model(again, written.stream(tied=False))
+    tokens = samples()[3].tokens[None]
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3", "moonlight"])
+def test_the_local_engine_samples_what_float64_scores_and_says_its_routes(family: str) -> None:
+    model = hf_reference(False, family=family)
+    engine = LocalEngine(model.config, TOKENIZER, dtype=torch.float32, device=torch.device("cpu"))
+    engine.update_weights(stream_model(model), 0)
+    shape = routing_shape(model.config, weights=True)
+    routed = shape is not None
+    prompts = [Prompt(prompt_id="", text="", token_ids=(5 + i, 9, 30 + i)[: 1 + i % 3], label="") for i in range(6)]
+    params = SamplingParams(max_new_tokens=9, seed=2, routed_experts=routed, router_weights=routed)
+    answers, exact = engine.generate(prompts, params), in_float64(model)
+    engine.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = torch.tensor([*prompt.token_ids, *answer.token_ids.tolist()])
+        with torch.no_grad():
+            logprobs = exact(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        assert answer.logprobs is not None
+        assert (answer.logprobs - logprobs[-len(answer.logprobs) :]).abs().max() < 1e-5
+        if shape is not None:
+            assert answer.routed_experts is not None
+            check_routes(answer.routed_experts, shape, tokens=len(tokens) - 1, request="own")
+            with pytest.raises(ValueError, match="add up to 9"):
+                check_routes(answer.routed_experts, replace(shape, weights_scale=9), tokens=len(tokens) - 1, request="")
+
+
+def test_latent_attention_caches_latents_and_costs_what_its_matrices_do() -> None:
+    hf_config = AutoConfig.for_model("deepseek_v3")
+    config = run_config(rollout={"engine": "sglang", "dtype": "bf16", "sglang": {"tp-size": 8}})
+    found = rollouts(config, hf_config, 0, machine_named("h200"))
+    assert found.bytes_per_token == 61 * (512 + 64) * 2
+    assert found.room is not None and found.tokens_in_flight == found.room // found.bytes_per_token  # on each GPU
+    # Every weight but the embedding, the norms and the experts that are not chosen is one multiplication.
+    shapes = {n: s for n, s in weight_shapes(hf_config).items() if len(s) == 2 and "embed_tokens" not in n}
+    total = sum(math.prod(s) * (8 / 256 if ".experts." in n else 1) for n, s in shapes.items())
+    of_pair = 61 * 128 * (128 + 64 + 128)
+    assert attention_length(hf_config) == pytest.approx(total / (of_pair / 2), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "section", "message"),
+    [
+        ("deepseek_v3", {"lora": {"rank": 4}}, "lora.rank = 4.*'deepseek_v3'.*no adapters"),
+        ("glm4_moe", {"rollout": {"perturbation": {"router_noise": 0.5}}}, "router_noise = 0.5.*'glm4_moe'.*softmax"),
+    ],
+)
+def test_what_goes_with_no_model_of_a_family_is_refused(family: str, section: Any, message: str) -> None:
+    shape = model_shape(family_config(family))
+    (found,) = family_problems(run_config(**section), shape)
+    assert re.search(message, str(found))
+    assert not list(family_problems(run_config(), shape))
+    assert not list(family_problems(run_config(**section), model_shape(family_config("llama"))))

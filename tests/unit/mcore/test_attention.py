@@ -1,0 +1,90 @@
+"""Attention over packed rows against a softmax written out in float64, and how sequences are grouped."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.parallel.platform import Platform
+
+apply_shims(Platform.detect())
+
+from megatron_dppo.mcore.compat.attention import (  # noqa: E402
+    PackedRow,
+    SDPACoreAttention,
+    grouped,
+)
+
+HEADS, GROUPS, WIDTH = 6, 2, 8
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor, starts: list[int]) -> Tensor:
+    """One sequence and one head after the other."""
+    rows = []
+    for a, b in pairwise(starts):
+        heads = []
+        for head in range(HEADS):
+            group = head // (HEADS // GROUPS)
+            scores = query[a:b, head] @ key[a:b, group].T / WIDTH**0.5
+            hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            heads.append(scores.masked_fill(hidden, -torch.inf).softmax(1) @ value[a:b, group])
+        rows.append(torch.cat(heads, 1))
+    return torch.cat(rows)
+
+
+def attended(lengths: list[int], inputs: list[Tensor]) -> Tensor:
+    """The layer's answer on a packed row."""
+    starts = [0, *accumulate(lengths)]
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    row = PackedRow.of(SimpleNamespace(cu_seqlens=cu_seqlens, max_seqlen=max(lengths), position_ids=positions), starts)  # type: ignore[arg-type]
+    attention = SDPACoreAttention(
+        SimpleNamespace(attention_dropout=0.0), layer_number=1, attn_mask_type=None, attention_type="self"
+    )
+    return attention(*inputs, None, packed_seq_params=row)
+
+
+@pytest.mark.parametrize("lengths", [[5], [7] * 9, [3, 1, 9, 2], [700, 5, 30, 699, 31, 2, 350, 1]])
+def test_every_token_sees_its_own_past_and_nothing_else(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    starts = [0, *accumulate(lengths)]
+    shapes = [(starts[-1], heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    got = attended(lengths, inputs)
+    expected = written_out(*inputs, starts)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+    weight = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(got, inputs, weight), torch.autograd.grad(expected, inputs, weight), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=0)
+
+
+def test_short_sequences_in_bf16_are_rounded_once_at_the_end_on_a_cpu() -> None:
+    """They are computed in fp32: every output is the bf16 number next to the exact one, or one beside it."""
+    torch.manual_seed(0)
+    lengths = [60, 3, 64]
+    inputs = [torch.randn(sum(lengths), heads, WIDTH).bfloat16() for heads in (HEADS, GROUPS, GROUPS)]
+    got = attended(lengths, inputs)
+    expected = written_out(*(x.double() for x in inputs), [0, *accumulate(lengths)])
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_groups_hold_each_sequence_once_and_little_padding() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        lengths = [int(draw.lognormvariate(5, 1.5)) + 1 for _ in range(draw.randrange(1, 60))]
+        groups = grouped(lengths)
+        assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+        for group in groups:
+            tokens = sum(lengths[i] for i in group)
+            assert len(group) * max(lengths[i] for i in group) <= max(1.25 * tokens, tokens + 1024)
+    assert grouped([4000, 900, 4000, 900]) == [[0, 2], [1, 3]]
+    assert len(grouped(list(range(1, 30)))) == 1, "short ones together: a call costs more than their padding"

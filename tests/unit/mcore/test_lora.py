@@ -1,0 +1,77 @@
+"""The section [lora]: what is refused, and how adapters begin."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from megatron_dppo.config.model import TARGETS, LoraConfig
+from megatron_dppo.run.changes import class_of
+from tests.distributed.parity import Case, config_for
+
+BY_ADAPTER = {"method": "adapter"}
+RANDOM = {"model": {"path": "m", "random_init": True}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"lora": {"alpha": 8.0}}, r"lora\.alpha = 8\.0 has no effect with rank = 0"),
+        ({"lora": {"target_modules": ["q_proj"]}}, "has no effect with rank = 0"),
+        ({"lora": {"rank": 4, "target_modules": []}}, "at least 1 item"),
+        ({"lora": {"rank": 4, "target_modules": ["gate"]}}, "'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj'"),
+        ({"lora": {"rank": 4, "target_modules": ["q_proj", "q_proj"]}}, "q_proj more than once"),
+        ({"lora": {"rank": -1}}, "greater than or equal to 0"),
+        ({"lora": {"rank": 4, "dropout": 0.1}}, "Extra inputs are not permitted"),
+        ({"lora": {"rank": 4}, "warmup": {"num_steps": 5}}, r"warmup\.num_steps = 5: the warm-up trains all weights"),
+        ({"lora": {"rank": 4}, "model": {"transformer": {"moe_shared_expert_overlap": True}}}, "exchange nothing"),
+        ({"rollout": {"engine": "vllm", "weight_sync": BY_ADAPTER}}, r"lora\.rank = 0: there is no adapter to send"),
+        (
+            {"lora": {"rank": 4}, "rollout": {"engine": "vllm", "weight_sync": BY_ADAPTER}, **RANDOM},
+            r"model\.random_init = true: the servers read the base model from model\.path themselves",
+        ),
+        (
+            {
+                "lora": {"rank": 4},
+                "rollout": {"engine": "sglang", "weight_sync": BY_ADAPTER, "servers": {"colocated": True}},
+            },
+            "lose the base model",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config_for(Case(), **sections)
+
+
+def test_scale_and_defaults() -> None:
+    assert LoraConfig(rank=32).scale == 2.0 and LoraConfig(rank=8, alpha=4.0).scale == 0.5
+    assert tuple(LoraConfig(rank=8).target_modules) == TARGETS and LoraConfig().rank == 0
+
+
+def test_a_run_goes_on_with_its_own_adapters() -> None:
+    assert (class_of("lora.rank"), class_of("lora.target_modules"), class_of("lora.alpha")) == (
+        "fixed",
+        "fixed",
+        "results",
+    )
+
+
+def test_a_is_drawn_as_peft_draws_it() -> None:
+    """kaiming_uniform(a = sqrt 5): uniform with the same bound; the name alone decides the numbers."""
+    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.parallel.platform import Platform
+
+    apply_shims(Platform.detect(force_cpu=True))
+    from megatron_dppo.mcore.lora_layer import kaiming_uniform
+
+    found, other = kaiming_uniform(64, 400, "0 q"), torch.empty(64, 400)
+    torch.nn.init.kaiming_uniform_(other, a=math.sqrt(5))
+    for value in (float(found.std() / other.std()), float(found.max() / other.max()), float(found.min() / other.min())):
+        assert value == pytest.approx(1.0, abs=0.02)
+    assert torch.equal(found, kaiming_uniform(64, 400, "0 q"))
+    assert not torch.equal(found, kaiming_uniform(64, 400, "0 k"))

@@ -1,0 +1,22 @@
+"""Log records of Megatron that nobody can act on are dropped, and no others of the same logger."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from megatron_dppo.mcore.compat.gloo import _NOISY_LOGS, quiet_megatron
+
+
+@pytest.mark.parametrize("name", _NOISY_LOGS)
+def test_only_the_named_records_are_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, records = logging.getLogger(name), list[str]()
+    monkeypatch.setattr(logger, "filters", [])
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: records.append(record.getMessage()))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    quiet_megatron()
+    logger.warning(f"{_NOISY_LOGS[name]}, as Megatron says")
+    logger.warning("rank %d is out of memory", 3)
+    assert records == ["rank 3 is out of memory"]

@@ -1,0 +1,272 @@
+"""``[distillation]``: what is refused, the sampled form's advantages, and whether a teacher fits the policy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.commands.plan.teacher import TeacherModel
+from megatron_dppo.config.layout import resolve_layout, resolve_parallel
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.data.chat import load_tokenizer
+from megatron_dppo.engines.teacher import TeacherServers
+from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.hf.folder import build_hf_model, model_shape, read_hf_config
+from megatron_dppo.losses import policy_loss
+from megatron_dppo.run.inputs import ModelInputs
+from megatron_dppo.run.step import scored, taught_advantages
+from megatron_dppo.run.teacher import teacher_problems
+from megatron_dppo.types import LossInputs, TrainingSample
+from tests.unit.configs import config
+from tests.unit.http_stub import Call, running
+
+MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
+TEACHER = {"teacher_path": "teacher"}
+SERVED: dict[str, Any] = {"teacher_urls": ["http://127.0.0.1:1"]}
+
+
+@pytest.mark.parametrize(
+    ("sections", "part"),
+    [
+        ({"distillation": {"coef": 0.5}}, "coef = 0.5 has no effect without a teacher; set teacher_path"),
+        ({"distillation": {"task_reward": False}}, "task_reward = False has no effect without a teacher"),
+        ({"distillation": TEACHER | {"weight": 0.3}}, "weight = 0.3 has no effect with divergence = 'sampled'"),
+        ({"distillation": TEACHER | {"divergence": "reverse_kl", "weight": 0.3}}, "use one of mixed_kl, jsd"),
+        ({"distillation": TEACHER | {"divergence": "jsd", "weight": 1.0}}, "weight"),
+        ({"distillation": TEACHER | {"divergence": "tv"}}, "divergence"),
+        ({"distillation": TEACHER | {"coef": 0.0}}, "coef"),
+        ({"distillation": TEACHER | {"temperature": 2.0}}, "temperature"),
+        (
+            {"distillation": TEACHER | {"divergence": "jsd"}, "model": {"path": "m", "fused_head": False}},
+            "with model.fused_head = false",
+        ),
+        (
+            {"distillation": TEACHER | {"divergence": "mixed_kl"}, "rollout": {"top_p": 0.9}},
+            "with rollout.top_p = 0.9: what the filter left is not the whole vocabulary",
+        ),
+        (
+            {"distillation": TEACHER | {"task_reward": False}, "rollout": {"dynamic_sampling": True}},
+            "the teacher is the only signal here",
+        ),
+        ({"reward": {"function": "none"}}, "nothing says what is better"),
+        ({"distillation": SERVED | {"teacher_weights": "by_layer"}}, "no effect on teacher_urls"),
+        ({"distillation": SERVED | TEACHER}, "is one in the trainer; remove one of them"),
+        ({"distillation": TEACHER | {"teacher_engine": "vllm"}}, "belongs to a teacher behind servers"),
+        ({"distillation": {"teacher_engine": "vllm"}}, "set teacher_path or teacher_urls"),
+        ({"distillation": SERVED | {"divergence": "jsd"}}, "not those of the whole vocabulary"),
+        ({"distillation": SERVED, "rollout": {"temperature": 0.7}}, "log-probabilities at temperature 1"),
+        ({"distillation": SERVED, "rollout": {"top_p": 0.7}}, "which the teacher's distribution is over"),
+    ],
+)
+def test_what_does_nothing_or_does_not_fit_is_refused(sections: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(**sections)
+    assert part in str(error.value)
+
+
+def test_what_fits() -> None:
+    assert not config().distillation.is_on
+    pure = config(distillation=TEACHER | {"task_reward": False}, rollout={"top_p": 0.9}, reward={"function": "none"})
+    assert pure.distillation.is_on and not pure.distillation.is_exact
+    mixed = config(distillation=TEACHER | {"divergence": "jsd"}, model={"path": "m", "random_init": True})
+    assert mixed.distillation.is_exact and mixed.distillation.share == 0.5
+
+
+def sample(mask: list[bool], mu: list[float], teacher: list[float] | None) -> TrainingSample:
+    return TrainingSample(
+        tokens=torch.arange(len(mask)),
+        labels=torch.arange(len(mask)),
+        loss_mask=torch.tensor(mask),
+        advantages=torch.tensor([0.5 if inside else 0.0 for inside in mask]),
+        rollout_logprobs=torch.tensor(mu),
+        teacher_logprobs=None if teacher is None else torch.tensor(teacher),
+    )
+
+
+def test_the_advantages_of_the_sampled_form_by_hand() -> None:
+    """-(log mu - log teacher) times coef on top of the task's 1/2, clamped at 20, 0 outside the mask."""
+    given = [
+        sample([False, True, True, True], [0.0, -1.0, -0.5, -0.1], [-9.0, -0.25, -2.0, -90.0]),
+        sample([True], [-1.0], None),  # of a pipeline stage that computes no log-probabilities
+    ]
+    both, stage = taught_advantages(given, config(distillation=TEACHER | {"coef": 2.0}).distillation)
+    assert both.advantages.tolist() == [0.0, 0.5 + 1.5, 0.5 - 3.0, 0.5 - 40.0]
+    assert both.teacher_logprobs is None and stage.advantages.tolist() == [0.5]
+    alone, _ = taught_advantages(given, config(distillation=TEACHER | {"task_reward": False}).distillation)
+    assert alone.advantages.tolist() == [0.0, 0.75, -1.5, -20.0]
+    exact = TEACHER | {"task_reward": False, "divergence": "reverse_kl"}
+    untaught = [sample([False, True], [0.0, -1.0], None)]
+    assert taught_advantages(untaught, config(distillation=exact).distillation)[0].advantages.tolist() == [0.0, 0.0]
+    kept = taught_advantages(untaught, config(distillation=exact | {"task_reward": True}).distillation)
+    assert kept[0].advantages.tolist() == [0.0, 0.5]
+
+
+def test_its_mean_gradient_is_that_of_the_reverse_kl() -> None:
+    """Every word sampled once, weighted by its probability: the expectation without noise."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, generator=generator, dtype=torch.float64).requires_grad_()
+    log_q = torch.randn(9, generator=generator, dtype=torch.float64).log_softmax(0)
+    log_p = logits.log_softmax(0)
+    (log_p.exp() * (log_p - log_q)).sum().backward()
+    assert logits.grad is not None
+    expected, logits.grad = logits.grad.clone(), None
+    mu = logits.detach().log_softmax(0)
+    drawn = sample([True] * 9, mu.tolist(), log_q.tolist())
+    (taught,) = taught_advantages([drawn], config(distillation=TEACHER | {"task_reward": False}).distillation)
+    inputs = LossInputs(
+        logprobs=logits.log_softmax(0),
+        advantages=taught.advantages,
+        loss_mask=drawn.loss_mask,
+        rollout_logprobs=mu,
+        token_weights=mu.exp(),
+    )
+    policy_loss(inputs, LossConfig()).loss_sum.backward()
+    torch.testing.assert_close(logits.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher of the policy's sizes."""
+    target = tmp_path_factory.mktemp("teacher") / "model"
+    shutil.copytree(MODEL, target)
+    build_hf_model(read_hf_config(MODEL), torch.float32, seed=3).save_pretrained(target)
+    return target
+
+
+def problems(path: Path, world_size: int = 1, **parallel: int) -> str:
+    hf_config = read_hf_config(MODEL)
+    chosen = config(distillation={"teacher_path": str(path)}, parallel=parallel)
+    layout = resolve_layout(chosen.parallel, chosen.batch, world_size, model_shape(hf_config))
+    policy = ModelInputs(hf_config=hf_config, num_parameters=1, tokenizer=load_tokenizer(MODEL), layout=layout)
+    return "\n".join(str(error) for error in teacher_problems(chosen, policy))
+
+
+def changed(folder: Path, target: Path, **values: Any) -> Path:
+    shutil.copytree(folder, target)
+    file = target / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return target
+
+
+def test_a_teacher_that_fits_and_those_that_do_not(folder: Path, tmp_path: Path) -> None:
+    assert problems(folder) == ""
+    assert "is not a Hugging Face folder: config.json is missing" in problems(tmp_path / "absent")
+    assert "has no *.safetensors weights" in problems(MODEL)
+    found = problems(changed(folder, tmp_path / "words", vocab_size=64))
+    assert "has a vocabulary of 64, the policy one of 53" in found and "have other shapes" not in found
+    assert "do not fit config.json" in found, "all that is wrong at once"
+    found = problems(changed(folder, tmp_path / "short", max_position_embeddings=40))
+    assert "has 40 positions, but data.max_prompt_tokens + rollout.max_new_tokens" in found
+
+
+def test_a_teacher_with_other_words_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "other"
+    shutil.copytree(folder, target)
+    file = target / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = sorted(vocabulary, key=lambda word: vocabulary[word])[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content))
+    found = problems(target)
+    assert "another tokenizer than model.path: 2 tokens differ" in found
+    assert f"{min(first, second)!r} is {vocabulary[min(first, second)]} there" in found
+
+
+def test_a_teacher_is_split_as_the_policy_is(folder: Path, tmp_path: Path) -> None:
+    assert problems(folder, 2, expert_model_parallel_size=2) == ""
+    dense = tmp_path / "dense"
+    shutil.copytree(MODEL, dense)
+    values = json.loads((MODEL / "config.json").read_text())
+    values |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 3}
+    (dense / "config.json").write_text(json.dumps(values))
+    build_hf_model(read_hf_config(dense), torch.float32, seed=3).save_pretrained(dense)
+    assert problems(dense, 2, expert_model_parallel_size=2) == "", "no experts: whole on both ranks"
+    found = problems(dense, 2, pipeline_model_parallel_size=2)
+    assert "is split as the policy is, and cannot be" in found and "3 layers are not a multiple of" in found
+
+
+def test_the_plan_knows_what_a_rank_holds_of_a_teacher_by_hand() -> None:
+    """Qwen3-8B in bf16 on TP2: half of 8.19 B; by layer both ends and two of 36."""
+    ends = 2 * 151936 * 4096
+    inside = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 128 + 3 * 4096 * 12288 + 2 * 4096) + 4096
+    exact = {"teacher_path": "Qwen3-8B", "divergence": "jsd"}
+    sizes = []
+    for weights in ("whole", "by_layer"):
+        parallel = {"tensor_model_parallel_size": 2}
+        chosen = config(distillation=exact | {"teacher_weights": weights}, parallel=parallel)
+        layout, teacher = (
+            resolve_parallel(chosen.parallel, 4, model_shape(read_hf_config(MODEL))),
+            TeacherModel.of(chosen),
+        )
+        assert teacher is not None
+        assert teacher.bytes_on_rank(chosen, layout) == pytest.approx(ends + inside, rel=1e-6)
+        sizes.append(teacher.bytes_on_device(chosen, layout))
+    assert sizes[0] == pytest.approx(ends + inside, rel=1e-6)
+    assert sizes[1] == pytest.approx(ends + 2 * inside / 36, rel=1e-6)
+
+
+def served(call: Call) -> Any:
+    """What SGLang and vLLM answer: minus a hundredth of the token's id and of its place."""
+    body = call.body
+    if call.path == "/generate":
+        ids, start = body["input_ids"], body["logprob_start_len"]
+        rows = [[None if i == start else -(ids[i] + i) / 100, ids[i], None] for i in range(start, len(ids))]
+        return {"text": "", "meta_info": {"input_token_logprobs": rows}}
+    ids = body["prompt"]
+    rows = [None, *({str(ids[i]): {"logprob": -(ids[i] + i) / 100, "rank": 3}} for i in range(1, len(ids)))]
+    return {"choices": [{"text": "x", "prompt_logprobs": rows}]}
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_servers_score_the_sampled_tokens(engine: Any) -> None:
+    """Sequences 7 8 9 5 and 3 4, the first with a prompt of two tokens; a third one has no loss."""
+    path = "/generate" if engine == "sglang" else "/v1/completions"
+
+    async def answer(call: Call) -> Any:
+        return served(call)
+
+    def of(ids: list[int], mask: list[bool]) -> TrainingSample:
+        zeros = torch.zeros(len(mask))
+        tokens, labels = torch.tensor(ids[:-1]), torch.tensor(ids[1:])
+        return TrainingSample(tokens=tokens, labels=labels, loss_mask=torch.tensor(mask), advantages=zeros)
+
+    samples = [of([7, 8, 9, 5], [False, True, True]), of([3, 4], [True]), of([3, 4], [False])]
+    busy = (503, {"error": "busy"})
+    with running({path: answer}) as stub, running({path: busy}) as ill:
+        servers = TeacherServers([ill.url, stub.url], engine)
+        found = [sample.teacher_logprobs for sample in scored(samples, servers, None)]
+        assert {call.path for call in stub.calls} == {path} and ill.calls, "both are asked, the one that is ill too"
+        assert [error.status for error in servers.problems()] == [503]
+        first = stub.calls[0].body
+    assert [row.tolist() for row in found if row is not None] == [
+        pytest.approx([0.0, -0.11, -0.08]),
+        pytest.approx([-0.05]),
+        [0.0],
+    ]
+    assert first.get("max_tokens", 0) <= 1 and first.get("sampling_params", {}).get("max_new_tokens", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"meta_info": {"input_token_logprobs": [[None, 7, None], [-0.5, 6, None]]}},  # of another token
+        {"meta_info": {"input_token_logprobs": [[None, 7, None], [0.5, 8, None]]}},  # above 0
+        {"meta_info": {"input_token_logprobs": [[None, 7, None], [None, 8, None]]}},
+        {"meta_info": {"input_token_logprobs": []}},
+        {"meta_info": {"input_token_logprobs": [1, 2]}},
+        {"meta_info": None},
+        "busy",
+    ],
+)
+def test_an_answer_about_something_else_ends_the_step(answer: Any) -> None:
+    zeros = torch.zeros(1)
+    tokens, labels = torch.tensor([7]), torch.tensor([8])
+    one = TrainingSample(tokens=tokens, labels=labels, loss_mask=torch.tensor([True]), advantages=zeros)
+    with running({"/generate": answer}) as stub, pytest.raises(ServerError, match=r"distillation\.teacher_urls"):
+        scored([one], TeacherServers([stub.url], "sglang"), None)

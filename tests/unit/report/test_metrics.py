@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import builtins
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.report import sinks
+from megatron_dppo.report.metrics import MetricsWriter, reduce_metrics
+from megatron_dppo.report.records import read_metrics
+from megatron_dppo.types import Metric
+
+
+def writer(folder: Path, resumed_step: int | None = None, **changes: Any) -> MetricsWriter:
+    arguments: dict[str, Any] = {"tensorboard": False, "wandb_project": None, "resumed_step": resumed_step} | changes
+    return MetricsWriter(folder, {}, **arguments)
+
+
+def write_steps(folder: Path, *steps: int, resumed_step: int | None = None) -> Path:
+    sink = writer(folder, resumed_step)
+    for step in steps:
+        sink.write(step, {"rollout/reward": step / 8})
+    sink.close()
+    return sink.path
+
+
+def test_means_are_weighted_by_their_denominators_and_not_averaged_twice() -> None:
+    parts = [{"a": Metric(6.0, 3.0)}, {"a": Metric(1.0, 1.0)}, {"a": Metric(0.0, 4.0)}]
+    assert reduce_metrics(parts, None) == {"a": 7 / 8}
+
+
+def test_a_maximum_ignores_denominators_and_may_be_negative() -> None:
+    parts = [{"m": Metric(-3.0, 0.0, "max")}, {"m": Metric(-2.0, 5.0, "max")}, {"m": Metric(-7.0, kind="max")}]
+    assert reduce_metrics(parts, None) == {"m": -2.0}
+    assert reduce_metrics(parts[:1], None) == {"m": -3.0}
+
+
+def test_a_maximum_that_is_not_a_number_stays_visible_wherever_it_comes() -> None:
+    for values in ((math.nan, 1.0), (1.0, math.nan), (2.0, math.nan, 1.0)):
+        assert math.isnan(reduce_metrics([{"m": Metric(v, kind="max")} for v in values], None)["m"])
+    infinite = [{"m": Metric(v, kind="max")} for v in (math.inf, -math.inf)]
+    assert reduce_metrics(infinite, None) == {"m": math.inf}
+
+
+def test_a_mean_over_nothing_is_missing_and_a_micro_batch_without_tokens_changes_nothing() -> None:
+    assert reduce_metrics([{"a": Metric(0.0, 0.0), "m": Metric(1.0, 0.0, "max")}], None) == {"m": 1.0}
+    assert reduce_metrics([{"a": Metric(3.0, 2.0)}, {"a": Metric(0.0, 0.0)}], None) == {"a": 1.5}
+
+
+def test_micro_batches_may_have_different_names_or_none() -> None:
+    parts = [{"a": Metric(1.0)}, {}, {"b": Metric(4.0, 2.0)}, {"a": Metric(3.0)}]
+    assert reduce_metrics(parts, None) == {"a": 2.0, "b": 2.0}
+    assert reduce_metrics([], None) == {}
+
+
+def test_sums_are_kept_in_double_precision_and_carry_no_gradient() -> None:
+    big = torch.tensor(2.0**24 + 1, dtype=torch.float64, requires_grad=True)  # no float32
+    parts = [{"a": Metric(big, torch.tensor(1))}, {"a": Metric(torch.tensor([1.0], dtype=torch.bfloat16), 0.0)}]
+    assert reduce_metrics(parts, None) == {"a": 2.0**24 + 2}
+
+
+@pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0), (torch.tensor(math.nan), 1.0)])
+def test_a_maximum_that_is_not_a_number_stays_visible_in_any_order(values: tuple[Any, Any]) -> None:
+    parts = [{"m": Metric(value, kind="max")} for value in values]
+    assert math.isnan(reduce_metrics(parts, None)["m"])
+
+
+def test_a_rank_that_holds_copies_contributes_nothing() -> None:
+    assert reduce_metrics([{"a": Metric(1.0)}], None, contributes=False) == {}
+
+
+def test_each_step_is_one_line_that_is_readable_at_once(tmp_path: Path) -> None:
+    sink = writer(tmp_path / "new" / "run")
+    sink.write(0, {"eval/accuracy": 0.25})
+    sink.write(1, {"rollout/reward": 0.5, "perf/tokens": 7.0})
+    expected = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "rollout/reward": 0.5, "perf/tokens": 7.0}]
+    assert read_metrics(sink.path) == expected  # before close: a crash loses nothing
+    assert [json.loads(line) for line in sink.path.read_text().splitlines()] == expected
+    sink.close()
+
+
+def test_a_value_that_is_not_finite_is_null_so_that_every_json_reader_takes_the_file(tmp_path: Path) -> None:
+    sink = writer(tmp_path)
+    sink.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
+    sink.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads(sink.path.read_text(), parse_constant=refuse)
+    assert record == {"step": 1, "a": None, "b": None, "c": None, "d": 1.0}
+
+
+def test_a_resumed_run_drops_the_records_after_its_checkpoint(tmp_path: Path) -> None:
+    write_steps(tmp_path, 0, 1, 2, 3, 4)
+    path = write_steps(tmp_path, 3, 4, 5, resumed_step=2)
+    assert [r["step"] for r in read_metrics(path)] == [0, 1, 2, 3, 4, 5]
+    path = write_steps(tmp_path, resumed_step=5)
+    assert [r["rollout/reward"] for r in read_metrics(path)] == [step / 8 for step in range(6)]
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
+    write_steps(tmp_path, 0, 1, 2)
+    assert [r["step"] for r in read_metrics(write_steps(tmp_path, 0))] == [0]
+
+
+def test_a_last_line_that_a_crash_cut_off_is_left_out_and_replaced_on_resume(tmp_path: Path) -> None:
+    path = write_steps(tmp_path, 0, 1, 2)
+    whole = path.read_text()
+    path.write_text(whole[:-12])
+    assert [r["step"] for r in read_metrics(path)] == [0, 1]
+    write_steps(tmp_path, 2, resumed_step=1)
+    assert path.read_text() == whole
+    assert read_metrics(tmp_path / "nowhere.jsonl") == []
+
+
+def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = writer(tmp_path, tensorboard=True)
+    for step in (1, 2):
+        sink.write(step, {"rollout/reward": step / 8})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("rollout/reward")] == [(1, 0.125), (2, 0.25)]
+
+
+def test_a_resume_purges_later_steps_from_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps, resumed_step in (((1, 2, 3), None), ((2, 3), 1)):
+        sink = writer(tmp_path, resumed_step=resumed_step, tensorboard=True)
+        for step in steps:
+            sink.write(step, {"rollout/reward": step + (10.0 if resumed_step else 0.0)})
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("rollout/reward")] == [(1, 1.0), (2, 12.0), (3, 13.0)]
+
+
+def test_weights_and_biases_gets_values_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[dict[str, Any], int]] = []
+    run = SimpleNamespace(log=lambda values, step: logged.append((values, step)), finish=lambda: None)
+    package = SimpleNamespace(init=lambda **options: run, Table=lambda columns, data: (columns, data))
+    monkeypatch.setattr(sinks, "require_wandb", lambda project: package)
+    sink = writer(tmp_path, wandb_project="mine")
+    assert sink.has_tables
+    sink.write(1, {"rollout/reward": 0.5})
+    sink.write_table(1, "masked", ["token", "n"], [["a", 3]])
+    sink.close()
+    assert logged == [({"rollout/reward": 0.5}, 1), ({"masked": (["token", "n"], [["a", 3]])}, 1)]
+
+
+def test_weights_and_biases_without_its_package_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = builtins.__import__
+
+    def without_wandb(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name == "wandb":
+            raise ImportError(name)
+        return original(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without_wandb)
+    with pytest.raises(ConfigError, match=r"log\.wandb_project = 'mine' .*pip install 'megatron-dppo\[wandb\]'"):
+        writer(tmp_path, wandb_project="mine")

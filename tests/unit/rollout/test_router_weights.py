@@ -1,0 +1,221 @@
+"""Combine weights beside the experts: to the bit through every step, checked, refused where there are none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.data.routing import append_routes, is_missing, missing_rows, with_all_routes
+from megatron_dppo.data.samples import RowShape, pack, to_training_sample
+from megatron_dppo.engines.server_engine import ServerEngine
+from megatron_dppo.engines.servers.contract import check_generation
+from megatron_dppo.errors import ConfigError, ContractBreach
+from megatron_dppo.hf.folder import read_hf_config, routing_shape
+from megatron_dppo.rollout.saved import SavedStream
+from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, experts_of, weights_of, with_weights
+from tests.unit.configs import config
+from tests.unit.data.test_routing import compact, routes
+from tests.unit.engines.test_local_routes import MODEL, generate, router_logits
+from tests.unit.honest_answers import CONTRACT, SHAPE, honest
+from tests.unit.streams import unusable
+
+NARROW = replace(SHAPE, weights=True)
+WIDE = replace(NARROW, num_experts=300)
+Change = Callable[[Tensor], Tensor]
+
+
+def weighted(tokens: int, shape: RoutingShape = NARROW, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Routes with weights, and the experts and the weights that they are made of."""
+    plain = replace(shape, weights=False)
+    experts = compact(routes(tokens, plain, seed), plain)
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(experts.shape, generator=generator).softmax(-1)
+    return with_weights(experts, weights), experts, weights
+
+
+@pytest.mark.parametrize(("shape", "width"), [(NARROW, 2 + 8), (WIDE, 2 + 4)])
+def test_a_row_holds_k_experts_and_the_bytes_of_k_weights(shape: RoutingShape, width: int) -> None:
+    column, experts, weights = weighted(7, shape)
+    assert shape.width == width == column.shape[2] and column.dtype == experts.dtype == shape.dtype
+    assert torch.equal(experts_of(column, shape), experts) and torch.equal(weights_of(column, shape), weights)
+    # One row of one layer, which begins where no fp32 number may.
+    assert torch.equal(weights_of(column[3:4, 1:2], shape), weights[3:4, 1:2])
+    assert weights_of(missing_rows(2, shape), shape).isnan().all()
+    experts[4, 2] = missing_rows(1, shape)[0, 0, :2]
+    column = with_weights(experts, weights)
+    assert torch.equal(column[4, 2], missing_rows(1, shape)[0, 0]), "missing experts have no weights"
+    # 30B-A3B: 48 layers of 8 of 128 experts.
+    assert RoutingShape(num_layers=48, num_experts=128, topk=8, weights=True).width * 48 == 384 + 1536
+
+
+@pytest.mark.parametrize("shape", [NARROW, WIDE])
+def test_weights_travel_to_the_bit_with_the_experts(shape: RoutingShape) -> None:
+    first, experts, weights = weighted(4, shape, 1)
+    later, more, others = weighted(3, shape, 2)
+    grown = append_routes(first[:3], later, 2)
+    expected = torch.cat([weights[:3], others[1:]])
+    assert torch.equal(weights_of(grown, shape), expected), "what was known of a token stays"
+    samples = [
+        to_training_sample([5, 6, 4], [7, 2, 3], None, 0.0, routed_experts=grown),
+        to_training_sample([5], [7, 2], None, 0.0),
+    ]
+    samples = with_all_routes(samples, shape)
+    batch = pack(samples, RowShape(row_multiple=8, sequence_multiple=4))
+    assert batch.routed_experts is not None
+    packed = weights_of(batch.routed_experts, shape)
+    assert torch.equal(packed[:5], expected) and packed[5:].isnan().all() and len(packed) == 16
+    assert torch.equal(experts_of(batch.routed_experts[:5], shape), torch.cat([experts[:3], more[1:]]))
+    with pytest.raises(ValueError, match="and their weights"):
+        with_all_routes([to_training_sample([5], [7, 2], None, 0.0, routed_experts=experts[:2])], shape)
+
+
+def answer(change: Change | None = None, *, norm: bool = True, column: Change | None = None) -> Any:
+    """The contract's verdict on an honest answer whose weights were changed."""
+    request, given = honest()
+    assert given.routed_experts is not None
+    shape = replace(NARROW, weights_add_to_one=norm)
+    weights = torch.rand(given.routed_experts.shape).softmax(-1) * (1.0 if norm else 0.7)
+    weights = weights if change is None else change(weights)
+    found = with_weights(given.routed_experts, weights)
+    found = found if column is None else column(found)
+    return check_generation(
+        replace(given, routed_experts=found), replace(request, routing=shape), CONTRACT, "http://s:1"
+    )
+
+
+def put(value: float) -> Change:
+    """One weight of row 3 in layer 1."""
+
+    def change(weights: Tensor) -> Tensor:
+        weights[3, 1, 0] = value
+        return weights
+
+    return change
+
+
+def without_experts(column: Tensor) -> Tensor:
+    column[3, 1, :2] = 255
+    return column
+
+
+def test_honest_weights_keep_the_contract() -> None:
+    answer()
+    answer(norm=False)
+    answer(lambda weights: weights.bfloat16().float())
+    answer(column=lambda column: torch.cat([missing_rows(2, NARROW), column[2:]]))
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ({"change": put(math.nan)}, r"row 3, layer 1: \[nan,"),
+        ({"change": put(math.inf)}, r"row 3, layer 1: \[inf,"),
+        ({"change": put(-0.25)}, r"row 3, layer 1: \[-0.25,"),
+        ({"change": put(2.0)}, r"row 3, layer 1: \[2.0,"),
+        ({"change": lambda w: w * 0.9}, r"row 0, layer 0: .* add up to 1 \(norm_topk_prob\)"),
+        ({"change": lambda w: w * 3, "norm": False}, r"row 0, layer 0: .* add up to at most 1"),
+        ({"column": without_experts}, r"row 3, layer 1: .* of experts \[255, 255\]"),
+        ({"column": lambda c: c[..., :2].clone()}, r"expected \[16, 3 layers, 2 experts a token and their weights: 10"),
+        ({"column": lambda c: c[..., :6].clone()}, r"of shape \(16, 3, 6\)"),
+        ({"column": lambda c: c[1:].clone()}, "routed experts of 15 tokens for 16"),
+        ({"column": lambda c: c.long()}, "of type torch.int64"),
+    ],
+)
+def test_weights_that_no_router_has_are_refused_with_their_place(lie: dict[str, Any], said: str) -> None:
+    with pytest.raises(ContractBreach, match=said):
+        answer(**lie)
+
+
+def own_weights(model: Any, tokens: list[int], layer: int) -> Tensor:
+    """``[tokens, k]``: what the router's own weights make of its inputs."""
+    gate = model.model.layers[layer].mlp.gate
+    found = router_logits(model, tokens, layer).double().softmax(-1).topk(gate.top_k, dim=-1).values
+    return found / found.sum(-1, keepdim=True) if gate.norm_topk_prob else found
+
+
+@pytest.mark.parametrize(("norm", "dense_layers"), [(True, [1]), (False, [])])
+def test_the_local_engine_reports_the_weights_of_every_token(norm: bool, dense_layers: list[int]) -> None:
+    hf_config = read_hf_config(MODEL)
+    hf_config.mlp_only_layers, hf_config.norm_topk_prob = dense_layers, norm
+    shape = routing_shape(hf_config, weights=True)
+    assert shape is not None and shape.weights_add_to_one == norm
+    _, plain = generate(hf_config, routed_experts=True)
+    model, answers = generate(hf_config, routed_experts=True, router_weights=True)
+    for (prompt, completion), (_, experts) in zip(answers, plain, strict=True):
+        read = [*prompt.token_ids, *completion.token_ids[:-1].tolist()]
+        column = completion.routed_experts
+        assert column is not None and column.shape == (len(read), shape.num_layers, shape.width)
+        assert torch.equal(experts_of(column, shape), experts.routed_experts)  # type: ignore[arg-type]
+        for layer in range(shape.num_layers):
+            found = weights_of(column, shape)[:, layer]
+            if layer in dense_layers:
+                assert found.isnan().all() and is_missing(column[:, layer]).all()
+            else:
+                torch.testing.assert_close(found.double(), own_weights(model, read, layer), rtol=1e-4, atol=1e-6)
+
+
+def test_what_has_no_weights_to_replay_is_refused() -> None:
+    on: dict[str, Any] = {"router_replay_weights": True, "epochs": 2}
+    with pytest.raises(ConfigError, match="no effect with train"):
+        config(train=on)
+    for engine in ("sglang", "vllm"):
+        for replay in ("R3", "compare"):
+            with pytest.raises(ConfigError, match=f"rollout.engine = '{engine}': neither SGLang"):
+                config(train=on | {"router_replay": replay}, rollout={"engine": engine})
+        config(train=on | {"router_replay": "recorded"}, rollout={"engine": engine})
+    scaled = {"transformer": {"moe_router_topk_scaling_factor": 2.5}}
+    with pytest.raises(ConfigError, match=r"moe_router_topk_scaling_factor = 2\.5"):
+        config(train=on | {"router_replay": "rollout"}, model=scaled)
+    config(train=on | {"router_replay": "recorded"}, model=scaled)
+    assert not config(train={"router_replay": "rollout"}).train.router_replay_weights
+
+
+def test_servers_are_not_asked_for_weights() -> None:
+    engine = SimpleNamespace(_routing=SHAPE)
+    params = SamplingParams(max_new_tokens=1, routed_experts=True, router_weights=True)
+    prompt = Prompt(prompt_id="p", text="", token_ids=(1,), label="")
+    with pytest.raises(ValueError, match="servers return no combine weights"):
+        ServerEngine._sample(engine, prompt, params, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"), [(False, True, "without the weights"), (True, False, "does not use")]
+)
+def test_rollouts_sampled_ahead_go_with_one_value_of_the_key(then: bool, now: bool, words: str) -> None:
+    stream = SavedStream(0, 0, {}, [[]], [[]])
+    was, of_now = (config(train={"router_replay": "rollout", "router_replay_weights": key}) for key in (then, now))
+    assert words in unusable(stream, was.model_dump(mode="json"), of_now)
+    assert not unusable(stream, of_now.model_dump(mode="json"), of_now)
+    # Runs from before the key had no weights.
+    before = was.model_dump(mode="json")
+    del before["train"]["router_replay_weights"]
+    assert bool(unusable(stream, before, of_now)) == now
+
+
+def test_a_folder_of_rollouts_keeps_them(tmp_path: Path) -> None:
+    from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+    from megatron_dppo.types import Completion, FinishReason, Rollout, RolloutGroup
+    from tests.unit.columns import ids, logs
+
+    prompt, column = Prompt(prompt_id="p", text="", token_ids=(1, 2), label=""), weighted(2)[0]
+    completion = Completion(
+        token_ids=ids([3]),
+        logprobs=logs([-1.0]),
+        finish_reason=FinishReason.STOP,
+        policy_version=0,
+        text="",
+        routed_experts=column,
+    )
+    group = RolloutGroup(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, reward=1.0),))
+    save_groups(tmp_path / "r", [Stored(0, prompt, group)])
+    (stored,) = load_groups(tmp_path / "r", lambda position: prompt)
+    found = stored.content.rollouts[0].completion.routed_experts  # type: ignore[union-attr]
+    assert found is not None and torch.equal(found, column)

@@ -1,0 +1,246 @@
+"""Which weights sample which batch, what a failure in the background does, how a step's groups are chosen and saved."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.report.clock import Clock
+from megatron_dppo.rollout.batch import choose
+from megatron_dppo.rollout.pending import Place
+from megatron_dppo.rollout.requests import oversampled
+from megatron_dppo.rollout.response import PartialResponse
+from megatron_dppo.rollout.saved import SavedDraw, SavedStream, load_contents, save_contents
+from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.types import Completion, FinishReason, Rollout, RolloutGroup, VersionSpan
+from tests.unit.columns import ids, logs, mask, same
+from tests.unit.configs import config
+from tests.unit.streams import FakeEngine, FakeScorer, Numbers, Run, make, positions, unusable, values, versions
+
+
+def run_of(staleness: int, has_signal: Callable[[int], bool] = lambda i: True, **rollout: Any) -> Run:
+    return make(FakeEngine(), FakeScorer(has_signal), staleness=staleness, rollout=rollout)
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "expected"), [(0, [0, 1, 2, 3, 4, 5]), (1, [0, 0, 1, 2, 3, 4]), (2, [0, 0, 0, 1, 2, 3])]
+)
+def test_batch_b_is_sampled_with_the_weights_of_step_b_minus_max_staleness(
+    max_staleness: int, expected: list[int]
+) -> None:
+    run = run_of(max_staleness)
+    collected = run.steps(6)
+    assert [versions(c) for c in collected] == [[v] * 4 for v in expected]
+    assert [c.ages for c in collected] == [[step - v] * 4 for step, v in enumerate(expected)]
+    assert max(age for c in collected for age in c.ages) == max_staleness
+    assert [positions(c) for c in collected] == [list(range(4 * s, 4 * s + 4)) for s in range(6)]
+    assert run.stream.cursor == 24, "nothing is sampled past the last step"
+
+
+def test_prompts_and_seeds_of_a_batch_do_not_depend_on_max_staleness() -> None:
+    tokens = [
+        [[r.completion.token_ids.tolist() for g in c.groups for r in g.rollouts] for c in run_of(n).steps(6)]
+        for n in (0, 1, 2)
+    ]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert len({batch[0][0] for batch in tokens[0]}) == 6, "each step has a seed of its own"
+
+
+def saved_and_loaded(run: Run, folder: Path) -> tuple[SavedStream, dict[int, Stored]]:
+    """By way of the files of a checkpoint."""
+    save_contents(run.stream.contents(), 0, folder)
+    saved = SavedStream.of(json.loads(json.dumps(run.stream.saved().plain())))
+    return saved, load_contents(saved, 1, 0, folder, Numbers().__getitem__)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_a_run_restored_from_its_checkpoint_goes_on_as_if_it_had_not_stopped(
+    max_staleness: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"dynamic_sampling": True, "oversample": 1.5}
+    expected = run_of(max_staleness, lambda i: i % 3 > 0, **settings).steps(6)
+    first = run_of(max_staleness, lambda i: i % 3 > 0, **settings)
+    assert same(first.steps(3), expected[:3])
+    second = run_of(max_staleness, lambda i: i % 3 > 0, **settings)
+    second.step = 3
+    second.stream.restore(*saved_and_loaded(first, tmp_path))
+    assert same(second.steps(6), expected[3:])
+    assert second.engine.asked[0][0] > first.engine.asked[-1][-1], "nothing that was sampled is asked for again"
+
+
+def test_a_failure_in_the_background_is_raised_as_it_was_before_the_weights_change() -> None:
+    run = run_of(1, lambda i: bool(1 / (i < 8)))
+    run.steps(1)
+    run.stream.collect(1, 1, Clock())
+    with pytest.raises(ZeroDivisionError, match="division by zero"):
+        run.stream.settle(Clock())
+    run.stream.close()
+
+
+def test_refills_of_an_old_batch_are_sampled_with_the_current_weights() -> None:
+    collected = run_of(1, lambda i: i != 5, dynamic_sampling=True).steps(3)
+    assert positions(collected[0]) == [0, 1, 2, 3]
+    assert (positions(collected[1]), versions(collected[1])) == ([4, 6, 7, 8], [0, 0, 0, 1])
+    assert collected[1].ages == [1, 1, 1, 0] and collected[1].left_out == {"no_signal": 1, "surplus": 0, "given_up": 0}
+    found = values(collected[1])
+    assert found.pop("carried_groups") == 0
+    left_out = {"left_out/no_signal": 1, "left_out/surplus": 0, "left_out/given_up": 0}
+    assert found == {"policy_age": 0.75, "policy_age_max": 1, "stale_fraction": 0.75, **left_out}
+
+
+def test_oversampling_keeps_the_first_groups_with_signal_in_the_order_of_the_prompts() -> None:
+    run = run_of(0, lambda i: i % 2 == 1, oversample=2)
+    collected = run.steps(2)
+    assert [positions(c) for c in collected] == [[1, 3, 5, 7], [9, 11, 13, 15]]
+    assert [c.left_out["no_signal"] for c in collected] == [4, 4] and run.stream.cursor == 16  # type: ignore[index]
+    few = run_of(0, lambda i: i == 2, oversample=1.5).steps(1)[0]
+    assert positions(few) == [2, 3, 4, 5], "too few with signal: the step keeps its size"
+    refilled = run_of(0, lambda i: i > 5, oversample=1.5, dynamic_sampling=True)
+    assert positions(refilled.steps(1)[0]) == [6, 7, 8, 9]
+    assert refilled.stream.cursor == 12, "6 for the step, and 6 more for the 4 that were missing"
+
+
+def test_choose_never_prefers_a_flat_group() -> None:
+    assert choose([True, False, True, True], 2) == [0, 2]
+    assert choose([False, True, False, False], 3) == [1, 2, 3]
+    assert choose([False, False], 2) == [0, 1]
+    assert [oversampled(100, f) for f in (1.0, 1.1, 1.101, 2.0)] == [100, 110, 111, 200]
+
+
+def test_impossible_values_are_refused() -> None:
+    for section, key, value in (
+        ("train", "max_staleness", -1),
+        ("train", "max_staleness", 1.5),
+        ("rollout", "oversample", 0.5),
+        ("rollout", "oversample", math.inf),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            config(**{section: {key: value}})
+
+
+DRAWN = SavedStream(
+    cursor=14,
+    next=5,
+    ages={"3": 3},
+    waiting=[[Place(9, 3)], [Place(2, 2)]],
+    draws=[
+        [SavedDraw(4, 3, [Place(10, 4), Place(11, 4), Place(7, 3)])],
+        [SavedDraw(4, 3, [Place(12, 4), Place(13, 4), Place(8, 3)])],
+    ],
+)
+
+
+def test_saved_rollouts_are_unusable_after_a_change_that_concerns_them() -> None:
+    was = config(train={"max_staleness": 1})
+    plain = was.model_dump(mode="json")
+    assert unusable(DRAWN, plain, was) == ""
+    assert "max_staleness = 0" in unusable(DRAWN, plain, config())
+    hotter = config(train={"max_staleness": 1}, rollout={"temperature": 0.9})
+    assert "[rollout]" in unusable(DRAWN, plain, hotter)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def test_another_number_of_ranks_loses_no_prompt(dp: int) -> None:
+    found = SavedStream.of(DRAWN.on(dp).plain())
+    assert found.dp == dp and (found.cursor, found.next, found.ages) == (14, 5, {"3": 3})
+    assert sorted(p for of_rank in found.waiting for p in of_rank) == [(2, 2), (9, 3)]
+    drawn = [draw for of_rank in found.draws for draw in of_rank]
+    assert sorted(p.position for draw in drawn for p in draw.places) == [7, 8, 10, 11, 12, 13]
+    assert {(draw.step, draw.sampled_at) for draw in drawn} == {(4, 3)}
+    assert len({len(draw.places) for draw in drawn}) <= 2
+    again = found.without_draws(4)
+    assert sorted(p.position for of_rank in again.waiting for p in of_rank) == [2, 7, 8, 9, 10, 11, 12, 13]
+    assert again.next == 4 and not any(again.draws)
+
+
+def test_prompts_whose_rollouts_are_unusable_are_drawn_before_others() -> None:
+    run = run_of(0)
+    run.step = 4
+    run.stream.restore(
+        SavedStream(14, 5, {}, [[]], [[SavedDraw(4, 3, [Place(10, 4), Place(11, 4)])]]).without_draws(4), {}
+    )
+    assert [positions(c) for c in run.steps(6)] == [[10, 11, 14, 15], [16, 17, 18, 19]]
+
+
+def group(index: int, rewards: Sequence[float]) -> RolloutGroup:
+    prompt = Numbers()[index]
+    completion = Completion(
+        token_ids=ids([3, 2**31 - 1]),
+        logprobs=logs([-1 / 3, -math.inf]),
+        finish_reason="length",
+        policy_version=7,
+        text='é"\n',
+    )
+    none = Completion(token_ids=ids([]), logprobs=None, finish_reason="stop", policy_version=7, text="")
+    rollouts = [
+        Rollout(prompt=prompt, completion=c, reward=r, reward_failed=r < 0)
+        for c, r in zip((completion, none), rewards, strict=True)
+    ]
+    return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+
+
+def test_rollouts_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
+    numbers = Numbers()
+    partial = PartialResponse(
+        token_ids=ids([5, 6, 7]),
+        logprobs=logs([-0.5, 0.0, -2.5]),
+        sampled=mask([True, False, True]),
+        versions=(VersionSpan(1, 0, 1), VersionSpan(2, 2, 3)),
+        turn_ends=((1, FinishReason.STOP),),
+        parts=2,
+    )
+    whole = group(2, (0.1, -1.0)).rollouts[0].completion
+    entries = [
+        Stored(0, numbers[0], group(0, (0.1, -1.0))),
+        Stored(1, numbers[1], group(1, (1e-300, 0.0))),
+        Stored(2, numbers[2], (whole, partial)),
+        Stored(9, numbers[9], None),
+    ]
+    save_groups(tmp_path / "a", entries)
+    found = load_groups(tmp_path / "a", numbers.__getitem__)
+    assert same(found, entries)
+    assert type(found[2].content[1].versions[0]) is VersionSpan  # type: ignore[index, union-attr]
+    assert type(found[2].content[1].turn_ends[0][1]) is FinishReason  # type: ignore[index, union-attr]
+
+
+def test_tables_of_numbers_and_tensors_in_any_field_come_back_too(tmp_path: Path) -> None:
+    """A dataclass takes any value: stands for the fields that a completion may get."""
+    table = ((1.5, -math.inf), (0.1, 2.0))
+    ragged = ((1,), (1, 2))
+    numbers = Numbers()
+
+    def there_and_back(changed: RolloutGroup) -> RolloutGroup:
+        save_groups(tmp_path / "a", [Stored(0, numbers[0], changed)])
+        (found,) = load_groups(tmp_path / "a", numbers.__getitem__)
+        assert isinstance(found.content, RolloutGroup)
+        return found.content
+
+    for value in (table, ragged, ((True, False),), {"a": (1, 2.5), "b": None}, ("x", 1)):
+        changed = group(0, (0.0, 1.0))
+        object.__setattr__(changed.rollouts[0].completion, "logprobs", value)
+        assert same(there_and_back(changed), changed)
+    changed = group(0, (0.0, 1.0))
+    object.__setattr__(changed.rollouts[0].completion, "logprobs", torch.arange(6).reshape(2, 3).T)
+    loaded = there_and_back(changed)
+    assert same(loaded.rollouts[0].completion.logprobs, torch.arange(6).reshape(2, 3).T)
+    object.__setattr__(changed.rollouts[0].completion, "logprobs", {1, 2})
+    with pytest.raises(TypeError, match="holds a set"):
+        there_and_back(changed)
+
+
+def test_a_damaged_file_and_other_data_are_named(tmp_path: Path) -> None:
+    numbers = Numbers()
+    save_groups(tmp_path / "a", [Stored(0, numbers[0], group(0, (0.0, 1.0)))])
+    with pytest.raises(CheckpointError, match="prompt row:0 where the data now has row:1"):
+        load_groups(tmp_path / "a", lambda position: numbers[position + 1])
+    (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes()[:-5])
+    for name in ("b", "absent"):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            load_groups(tmp_path / name, numbers.__getitem__)

@@ -1,0 +1,161 @@
+"""The section ``[data]`` as a run sees it: several sources, named held-out sets, and what is said about them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_dppo.commands.main import train_main
+from megatron_dppo.config.io import dump_toml, load_config
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.report.metrics import reduce_metrics
+from megatron_dppo.run import evaluation
+from megatron_dppo.run.inputs import Inputs, read_inputs
+from megatron_dppo.types import Completion, Metric, Rollout, RolloutGroup
+from tests.unit.columns import ids
+from tests.unit.configs import config
+from tests.unit.data_files import LAYOUTS, write_jsonl, write_parquet
+
+SINGLE = ["--parallel.expert_model_parallel_size", "1"]
+EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum"
+
+
+def example(tmp_path: Path, data: str) -> Config:
+    """The embedded example with another ``[data]`` section, in a file of its own folder."""
+    text = (EXAMPLE / "dppo.toml").read_text()
+    head, _, rest = text.partition("[data]\n")
+    rest = rest[rest.index("\n[") :]
+    (tmp_path / "run.toml").write_text(f"{head}[data]\n{data}\n{rest}".replace('"model"', f'"{EXAMPLE / "model"}"'))
+    return load_config(tmp_path / "run.toml", SINGLE)
+
+
+def inputs(tmp_path: Path, data: str) -> Inputs:
+    return read_inputs(example(tmp_path, data), 1)
+
+
+def test_sources_beside_the_configuration_are_found_in_lists_and_tables(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"])
+    found = example(
+        tmp_path,
+        'train = ["a.jsonl", "hf:a/b"]\n[data.eval]\nsums = "a.jsonl"\nt = "task:chain_sum"',
+    ).data
+    assert found.train == [str(tmp_path / "a.jsonl"), "hf:a/b"]
+    assert found.eval == {"sums": str(tmp_path / "a.jsonl"), "t": "task:chain_sum"}
+    again = tmp_path / "again.toml"
+    again.write_text(dump_toml(example(tmp_path, 'train = ["a.jsonl"]\neval.sums = "a.jsonl"')))
+    assert load_config(again).data.eval == {"sums": str(tmp_path / "a.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("data", "part"),
+    [
+        ({"train": []}, "name at least one source"),
+        ({"train": ""}, "name at least one source"),
+        ({"eval": {}}, "leave data.eval out"),
+        ({"eval": {"a/b": "x.jsonl"}}, "'a/b' becomes part of a metric"),
+        ({"overlong_prompts": "cut"}, "'error', 'drop' or 'truncate_left'"),
+    ],
+)
+def test_impossible_values_of_the_section_are_refused(data: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(data={"train": "task:chain_sum", **data})
+    assert part in str(error.value)
+
+
+def test_the_summary_counts_what_was_read_dropped_and_kept(tmp_path: Path) -> None:
+    rows = LAYOUTS["slime text"]
+    write_jsonl(tmp_path / "a.jsonl", [*rows, *rows, {**rows[0], "prompt": "1+" * 30 + "1="}])
+    write_parquet(tmp_path / "b.parquet", [{"question": "5+5=", "answer": "10"}])
+    found = inputs(
+        tmp_path,
+        'train = ["a.jsonl", "b.parquet"]\nmax_prompt_tokens = 20\noverlong_prompts = "drop"\n'
+        '[data.eval]\nsums = "task:chain_sum"\nmore = "b.parquet"',
+    )
+    train, first, second = found.data_summary.split("\n")
+    assert train.startswith("data     train: 5 prompts, 4 repeated rows dropped, 1 too long dropped; from ")
+    assert train.endswith("b.parquet (10 rows)")
+    assert first.startswith("data     eval sums: ") and "; from task:chain_sum" in first
+    assert second.startswith("data     eval more: 1 prompts; from ")
+    assert list(found.eval_prompts) == ["sums", "more"] and len(found.train_prompts) == 5
+
+
+def test_the_dry_run_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example(tmp_path, 'train = "task:chain_sum"')
+    assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE]) == 0
+    assert "data     train: 2626 prompts; from task:chain_sum (2626 rows)" in capsys.readouterr().out
+
+
+def test_each_process_of_a_dry_run_reads_the_data_since_none_can_receive_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [*LAYOUTS["slime text"], {"prompt": "1+1="}])
+    example(tmp_path, 'train = "a.jsonl"')
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE]) == 2
+    write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"])
+    assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE]) == 0
+    assert capsys.readouterr() == ("", ""), "rank 0 speaks for all"
+
+
+def test_named_sets_are_reported_apart_and_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two ranks share both sets; the answer of each prompt is right when a coin of its own says so."""
+    write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"])
+    write_jsonl(tmp_path / "b.jsonl", [{"problem": f"{i}+1=", "answer": i + 1} for i in range(2, 9)])
+    configuration = example(tmp_path, 'train = "a.jsonl"\n[data.eval]\na = "a.jsonl"\nb = "b.jsonl"')
+    read = read_inputs(configuration, 1)
+    texts = {name: [s[i].text for i in range(len(s))] for name, s in read.eval_prompts.items()}
+    reward = {text: float(random.Random(text).random() < 0.5) for text in texts["a"] + texts["b"]}
+    local: list[dict[str, Metric]] = []
+
+    def answer(prompts: Any, *rest: Any) -> list[RolloutGroup]:
+        done = Completion(token_ids=ids([1]), logprobs=None, finish_reason="stop", policy_version=0, text="")
+        return [
+            RolloutGroup(prompt=p, rollouts=(Rollout(prompt=p, completion=done, reward=reward[p.text]),))
+            for p in prompts
+        ]
+
+    stream = SimpleNamespace(ask=answer, answered=lambda groups, clock: groups)
+    monkeypatch.setattr(evaluation, "record_answers", lambda *_: None)
+    monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, metrics: local.append(metrics) or {})
+    for rank in (0, 1):
+        groups = SimpleNamespace(world=None)
+        evaluator = evaluation.Evaluator(configuration, read.eval_prompts, stream, groups, dp=2, dp_rank=rank)  # type: ignore[arg-type]
+        evaluator.evaluate(1)
+    values = reduce_metrics(local, None)
+    assert values["a/accuracy"] == sum(reward[t] for t in texts["a"]) / 4
+    assert values["b/accuracy"] == sum(reward[t] for t in texts["b"]) / 7
+    assert values["accuracy"] == sum(reward[t] for t in texts["a"] + texts["b"]) / 11
+    assert set(values) == {f"{name}{metric}" for name in ("", "a/", "b/") for metric in ("accuracy", "response_length")}
+
+
+def test_a_set_without_a_name_is_reported_once(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"])
+    assert list(inputs(tmp_path, 'train = "a.jsonl"\neval = "a.jsonl"').eval_prompts) == [""]
+    assert inputs(tmp_path, 'train = "a.jsonl"').eval_prompts == {}
+
+
+def test_a_mixed_file_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [LAYOUTS["slime text"][0], LAYOUTS["aime25 of math-ai"][1]]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    example(tmp_path, 'train = "a.jsonl"')
+    assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE]) == 2
+    assert "a.jsonl:2: this row looks like problem (text) + answer" in capsys.readouterr().err
+
+
+def test_the_sources_are_part_of_what_a_checkpoint_must_agree_with(tmp_path: Path) -> None:
+    from megatron_dppo.run.resume import run_identity
+
+    identities = []
+    for label in ("2", "3"):
+        write_jsonl(tmp_path / "a.jsonl", [{**LAYOUTS["slime text"][0], "label": label}])
+        configuration = example(tmp_path, 'train = ["a.jsonl"]')
+        identities.append(run_identity(configuration, read_inputs(configuration, 1)))
+    assert identities[0]["data"] == identities[1]["data"] == json.loads(json.dumps(identities[0]["data"]))
+    assert identities[0]["prompts"] != identities[1]["prompts"]

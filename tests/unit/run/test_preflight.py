@@ -1,0 +1,280 @@
+"""The dry run: everything that would stop the run, in one message, and nothing touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dppo import files as disk
+from megatron_dppo.commands.main import train_main
+from megatron_dppo.config.io import read_config
+from megatron_dppo.errors import ConfigError, SeveralProblems, UserError
+from megatron_dppo.hf.folder import build_hf_model, check_weights_fit, parameter_count, read_hf_config, stream_model
+from megatron_dppo.run import preflight
+from megatron_dppo.run.output import run_bytes
+from megatron_dppo.run.preflight import Start
+
+EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum"
+MODEL = EXAMPLE / "model"
+SINGLE = ("--parallel.expert_model_parallel_size", "1")
+SGLANG = {"version": "0.5.23", "context_length": 256, "enable_return_routed_experts": True}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Dry-run the example; returns the exit code, what was printed and the message. Nothing may have changed."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK", "WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*overrides: str, config: Path = EXAMPLE / "dppo.toml") -> tuple[int, str, str]:
+        before = tree(tmp_path)
+        code = train_main([str(config), "--dry-run", "--run.output_dir", "run", *overrides])
+        assert tree(tmp_path) == before, "a dry run creates and changes nothing"
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def bullets(message: str) -> list[str]:
+    return [line.removeprefix("  - ") for line in message.splitlines() if line.startswith("  - ")]
+
+
+def test_one_message_has_everything_that_is_wrong(dry: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "\\ud800"}\n')
+    code, out, error = dry(
+        *("--run.num_stepz", "3"),  # unknown key
+        *("--recompute-granularty", "full"),  # misspelt field of Megatron's
+        *("--recompute-num-layers", "one"),  # of another type
+        *("--run.output_dir", "file"),
+        *("--reward.function", "nowhere:reward"),
+        *("--data.train", "rows.jsonl"),
+        *("--data.eval", "absent.jsonl"),
+        *("--log.wandb_project", "mine"),
+        *("--rollout.engine", "sglang", "--rollout.servers.urls", '["http://127.0.0.1:9"]'),
+        *("--world-size", "3"),
+        "stray",
+    )
+    assert code == 2 and error.startswith("\nerror: 11 problems") and "Traceback" not in error
+    expected = [
+        "unexpected argument 'stray'",
+        "run.num_stepz = 3: unknown key; did you mean 'num_steps'?",
+        "this layout cannot run:",
+        "rows.jsonl:1: field 'label' holds half of a UTF-16 pair",
+        "data file 'absent.jsonl' does not exist",
+        "reward.function = 'nowhere:reward' cannot be imported",
+        "model.transformer.recompute_granularty = 'full': Megatron's TransformerConfig has no such field; did you mean "
+        "'recompute_granularity'?",
+        "model.transformer.recompute_num_layers = 'one': expected int",
+        "log.wandb_project = 'mine'",
+        "run.output_dir = 'file'",
+        "http://127.0.0.1:9: not healthy",
+    ]
+    found = bullets(error)
+    assert len(found) == len(expected)
+    for text in expected:
+        assert any(line.startswith(text) for line in found), (text, found)
+    assert not out.strip()
+
+
+def test_a_wrong_value_is_told_and_what_depends_on_it_is_not_judged_by_its_default(dry: Any) -> None:
+    options = ("--rollout.max_new_tokens", "many", "--optimizer.lr", "-1", "--recompute-granularty", "full", *SINGLE)
+    code, out, error = dry(*options)
+    assert code == 2
+    assert [line.split(":")[0].split(" = ")[0] for line in bullets(error)] == [
+        "rollout.max_new_tokens",
+        "optimizer.lr",
+        "model.transformer.recompute_granularty",
+    ]
+    assert "not checked" in out and "model and data" in out and "servers" in out
+
+
+def test_a_missing_section_leaves_the_others_to_be_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[run]\nnum_steps = 2\n[model]\npath = "m"\nrandom_init = true\n[warmup]\nnum_steps = 1\n')
+    found = read_config(path, ["--loss.name", "grpo"])
+    assert found.problems == [
+        "run.output_dir is missing; it has no default",
+        "data is missing; it has no default",
+        "rollout is missing; it has no default",
+        "optimizer is missing; it has no default",
+    ]
+    assert found.config is not None and found.config.loss.name == "grpo" and found.config.run.num_steps == 2
+    assert found.unsure == {"run", "data", "rollout", "optimizer"}
+
+
+def test_the_layout_of_a_larger_run_is_checked_on_one_process(dry: Any) -> None:
+    assert dry("--world-size", "2")[0] == 0
+    code, _, error = dry("--world-size", "1")
+    assert code == 2 and "1 * 2 * 1 = 2" in error and "1 processes" in error
+    assert "at least 1" in dry("--world-size", "0")[2]
+    assert train_main([str(EXAMPLE / "dppo.toml"), "--world-size", "2"]) == 2, "only for --dry-run"
+
+
+def test_the_run_and_the_dry_run_have_one_list(dry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def find(start: Start) -> list[UserError]:
+        return [ConfigError("the moon is full")]
+
+    monkeypatch.setattr(preflight, "CHECKS", [*preflight.CHECKS, preflight.Check("moon", frozenset(), find)])
+    assert dry(*SINGLE)[2] == "\nerror: the moon is full\n"
+    assert train_main([str(EXAMPLE / "dppo.toml"), "--run.output_dir", str(tmp_path / "run"), *SINGLE]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_megatrons_own_refusal_is_a_problem_like_others(dry: Any) -> None:
+    code, _, error = dry("--recompute-granularity", "full", "--recompute-method", "uniform", *SINGLE)
+    assert code == 2 and "Megatron's TransformerConfig refuses" in error and "recompute_num_layers" in error
+    code, _, error = dry("--model.transformer.activation_func_clamp_value", "true", *SINGLE)
+    assert code == 2 and "expected float" in error
+    code, _, error = dry("--model.transformer.init_method", "normal", *SINGLE)
+    assert code == 2 and "which a configuration file cannot hold" in error
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's model with weights in two files."""
+    folder = tmp_path_factory.mktemp("model") / "m"
+    shutil.copytree(MODEL, folder)
+    tensors = dict(stream_model(build_hf_model(read_hf_config(MODEL), torch.float32, seed=0)))
+    names = list(tensors)
+    parts = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
+    for file, part in parts.items():
+        save_file({name: tensors[name].contiguous() for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "b.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lose_file(folder: Path) -> None:
+    (folder / "b.safetensors").unlink()
+
+
+def lose_weight(folder: Path) -> None:
+    tensors = load_file(folder / "b.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "b.safetensors")
+
+
+def other_shape(folder: Path) -> None:
+    tensors = load_file(folder / "b.safetensors")
+    save_file(tensors | {"model.norm.weight": torch.ones(3)}, folder / "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_off, "b.safetensors is not a readable safetensors file"),
+        (lose_file, "names b.safetensors (1 files in all), which is not there"),
+        (lose_weight, "do not fit config.json: model.norm.weight is missing (1 missing, 0 of other shapes)"),
+        (other_shape, "model.norm.weight has shape (3,), expected (64,)"),
+    ],
+)
+def test_incomplete_weights_are_found_by_their_headers(
+    dry: Any, weights: Path, tmp_path: Path, damage: Any, words: str
+) -> None:
+    options = ("--model.random_init", "false", "--warmup.num_steps", "0", *SINGLE)
+    folder = tmp_path / "m"
+    shutil.copytree(weights, folder)
+    check_weights_fit(folder, read_hf_config(folder))
+    damage(folder)
+    code, _, error = dry("--model.path", "m", *options)
+    assert code == 2 and words in error and "problems" not in error
+
+
+def test_the_parameters_are_counted_without_allocating_them() -> None:
+    model = build_hf_model(read_hf_config(MODEL), torch.float32)
+    assert parameter_count(read_hf_config(MODEL)) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_disk_that_is_too_small_for_the_run_is_told(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 3_000_000)
+    code, _, error = dry(*SINGLE)
+    assert code == 2 and "the run needs about" in error and "3.0 MB free" in error
+
+
+def test_an_output_folder_below_a_file_is_told(dry: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "is a file" in dry("--run.output_dir", "file/deeper/run", *SINGLE)[2]
+    servers = ("--rollout.engine", "sglang", "--rollout.servers.urls", '["http://127.0.0.1:9"]')
+    disk_sync = ("--rollout.weight_sync.method", "disk", "--rollout.weight_sync.folder", "file/weights")
+    weights = dry(*servers, *disk_sync, *SINGLE)[2]
+    assert "rollout.weight_sync.folder = 'file/weights': " in weights and "is a file" in weights
+
+
+def test_the_warm_ups_base_counts_in_the_space_of_a_run() -> None:
+    inputs: Any = SimpleNamespace(num_parameters=1000)
+
+    config = read_config(EXAMPLE / "dppo.toml", ["--run.output_dir", "run"]).config
+    assert config is not None and config.warmup.num_steps > 0
+    without = config.model_copy(update={"warmup": config.warmup.model_copy(update={"num_steps": 0})})
+    assert run_bytes(config, inputs) - run_bytes(without, inputs) == 4000
+
+
+def test_recorded_rollouts_count_in_the_space_of_a_run_and_need_pyarrow(
+    dry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs: Any = SimpleNamespace(num_parameters=1000, hf_config=read_hf_config(MODEL))
+    overrides = ["--run.output_dir", "run", "--run.num_steps", "10", "--rollout.max_new_tokens", "100"]
+    without = read_config(EXAMPLE / "dppo.toml", overrides).config
+    config = read_config(EXAMPLE / "dppo.toml", [*overrides, "--log.rollouts_every", "3"]).config
+    assert config is not None and without is not None
+    # Steps 3, 6 and 9; 256 samples of 1 kB and 100 tokens of 17 bytes.
+    assert run_bytes(config, inputs) - run_bytes(without, inputs) == 3 * 256 * (1000 + 1700)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    code, _, error = dry("--log.rollouts_every", "3", *SINGLE)
+    assert code == 2 and "log.rollouts_every = 3 needs the package pyarrow: pip install" in error
+
+
+def test_an_output_folder_that_cannot_be_written_is_told(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_dppo.run.output.os.access", lambda *_: False)  # root may write everywhere
+    code, _, error = dry(*SINGLE)
+    assert code == 2 and "run.output_dir = 'run': " in error and "cannot be written (no right to" in error
+
+
+def test_a_run_that_asks_for_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from megatron_dppo.report import sinks
+
+    monkeypatch.setattr(sinks, "require_wandb", lambda project: object())
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="there is no key"):
+        sinks.require_sinks(tensorboard=False, wandb_project="mine")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    sinks.require_sinks(tensorboard=False, wandb_project="mine")
+    (tmp_path / "netrc").unlink()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sinks.require_sinks(tensorboard=False, wandb_project="mine")
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package tensorboard"):
+        sinks.require_sinks(tensorboard=True, wandb_project=None)
+
+
+def test_several_errors_are_one_error_whose_parts_are_told_once() -> None:
+    from megatron_dppo.errors import Problems
+
+    problems = Problems()
+    problems.add(SeveralProblems([ConfigError("a"), ConfigError("b\nc")]))
+    problems.add(ConfigError("a"))
+    with pytest.raises(SeveralProblems) as raised:
+        problems.raise_if_any()
+    assert str(raised.value).splitlines()[1:] == ["  - a", "  - b", "    c"] and raised.value.exit_code == 2

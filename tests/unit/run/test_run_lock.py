@@ -1,0 +1,275 @@
+"""One run at a time in a folder, by real processes: refused, killed, stopped, on another machine."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.run.lock import LOCK, FolderLock, this_process
+
+ROOT = Path(__file__).parents[3]
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from megatron_dppo.run.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+if os.fork() == 0:  # as a writer or a reward worker of the run does
+    time.sleep(60)
+    os._exit(0)
+print("held", flush=True)
+sys.stdin.readline()
+lock.release()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds ``tmp_path``, in a session of its own with a child."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_second_run_is_refused_with_host_and_process_and_the_lock_goes_with_its_owner(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    for stopped in (False, True):
+        if stopped:
+            holder.send_signal(signal.SIGSTOP)
+        with pytest.raises(ConfigError, match=rf"in use by another run: process {holder.pid} on .*delete .*{LOCK}"):
+            FolderLock(tmp_path)
+    holder.kill()
+    holder.wait()  # its child lives on
+    lock = FolderLock(tmp_path)
+    assert f"process {holder.pid} on " in lock.note and "is gone" in lock.note
+    lock.release()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_released_folder_is_free_and_says_nothing(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    assert holder.stdin is not None
+    holder.stdin.write("\n")
+    holder.stdin.flush()
+    holder.wait()
+    lock = FolderLock(tmp_path)
+    assert lock.note == ""
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+        FolderLock(tmp_path)  # of the same process, for which the kernel's lock is no obstacle
+    lock.release()
+
+
+def test_a_process_id_that_was_used_again_does_not_hold_the_folder(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text(json.dumps(this_process() | {"born": "1"}))
+    lock = FolderLock(tmp_path)
+    assert "is gone" in lock.note
+    lock.release()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": "a"}', "\0" * 100])
+def test_a_lock_file_that_says_nothing_is_taken(tmp_path: Path, text: str) -> None:
+    (tmp_path / LOCK).write_text(text)
+    FolderLock(tmp_path).release()
+
+
+def test_an_owner_on_another_machine_holds_the_folder_as_long_as_it_gives_signs_of_life(tmp_path: Path) -> None:
+    owner = {"host": "node7", "machine": "another", "pid": 5, "born": "9"}
+    file, stop = tmp_path / LOCK, threading.Event()
+
+    def live() -> None:
+        beat = 0
+        while not stop.wait(0.05):
+            beat += 1
+            file.write_text(json.dumps(owner | {"beat": beat}))
+
+    file.write_text(json.dumps(owner))
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match="process 5 on node7"):
+            FolderLock(tmp_path, watch_seconds=40)
+        assert time.monotonic() - begin < 20, "the first sign of life is enough"
+    finally:
+        stop.set()
+        thread.join()
+    lock = FolderLock(tmp_path, watch_seconds=0.5)
+    assert "node7" in lock.note and "is gone" in lock.note
+    lock.release()
+
+
+def test_one_of_two_newcomers_gets_the_folder_of_a_dead_owner_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at the file gives up the kernel's lock, which the other one takes meanwhile."""
+    owner = {"host": "node7", "machine": "another", "pid": 5, "born": "9"}
+    (tmp_path / LOCK).write_text(json.dumps(owner))
+    watched, others = FolderLock._lives, []
+    code = (
+        "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    )
+
+    def watch(self: FolderLock, owner: dict[str, Any], seconds: float) -> bool:
+        lives = watched(self, owner, seconds)
+        command = [sys.executable, "-c", code, str(tmp_path / LOCK)]
+        others.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert others[0].stdout.readline() == "1\n"
+        return lives
+
+    monkeypatch.setattr(FolderLock, "_lives", watch)
+    try:
+        with pytest.raises(ConfigError, match="in use by another run"):
+            FolderLock(tmp_path, watch_seconds=0.1)
+    finally:
+        others[0].communicate("\n")
+
+
+def test_only_an_earlier_try_of_the_same_job_makes_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = HOLDER.replace(
+        "lock = FolderLock(Path(sys.argv[1]))", "lock = FolderLock(Path(sys.argv[1]), heartbeat_seconds=0.2)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}
+    old = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert old.stdout is not None and old.stdout.readline() == "held\n"
+        for job, number in (("13", "2"), ("12", "1"), ("12", "0"), (None, None)):
+            for name, value in (("SLURM_JOB_ID", job), ("SLURM_RESTART_COUNT", number)):
+                monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+            with pytest.raises(ConfigError, match=f"in use by another run: process {old.pid} on"):
+                FolderLock(tmp_path)
+        assert old.poll() is None
+        monkeypatch.setenv("SLURM_JOB_ID", "12")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+        lock = FolderLock(tmp_path)
+        assert old.wait(10) == 1 and f"process {old.pid} on" in lock.note
+        assert old.stderr is not None and "try 2 of job 12 goes on" in old.stderr.readline()
+        lock.release()
+        assert not list(tmp_path.iterdir())
+    finally:
+        os.killpg(old.pid, signal.SIGKILL)
+        old.wait()
+
+
+def test_a_file_that_its_owner_deletes_before_we_have_its_lock_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LOCK).touch()
+    lock, tries = FolderLock._try_lock, []
+
+    def delete_and_lock(self: FolderLock) -> bool:
+        tries.append(1)
+        if len(tries) == 1:
+            self.path.unlink()
+        return lock(self)
+
+    monkeypatch.setattr(FolderLock, "_try_lock", delete_and_lock)
+    held = FolderLock(tmp_path)
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    held.release()
+
+
+def test_where_the_file_system_has_no_locks_the_owner_named_in_the_file_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    lock = FolderLock(tmp_path)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+        FolderLock(tmp_path)
+    lock.release()
+    (tmp_path / LOCK).write_text(json.dumps(this_process() | {"born": "1"}))
+    FolderLock(tmp_path).release()
+
+
+def test_an_owner_that_is_gone_or_a_zombie_does_not_hold_the_folder(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    holder.kill()
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # all its threads are gone, and nobody has buried it
+    lock = FolderLock(tmp_path)
+    assert f"process {holder.pid} on" in lock.note
+    lock.release()
+    (tmp_path / LOCK).write_text(json.dumps(this_process() | {"pid": 2**22 + 1, "born": ""}))
+    FolderLock(tmp_path).release()
+
+
+def test_what_stood_in_the_file_and_who_has_it_next_are_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("x" * 3000)
+    lock, handles = FolderLock(tmp_path), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+            FolderLock(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == handles
+    (tmp_path / LOCK).unlink()
+    (tmp_path / LOCK).write_text("of another run, which was told to delete it")
+    lock.release()
+    assert (tmp_path / LOCK).read_text().startswith("of another run")
+
+
+def test_two_containers_of_one_machine_are_two_machines() -> None:
+    """A process id of one means nothing in the other."""
+    assert os.readlink("/proc/self/ns/pid") in this_process()["machine"]
+
+
+def test_a_heartbeat_that_fails_once_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat, failed = FolderLock._beat, threading.Event()
+
+    def fail_once(self: FolderLock) -> None:
+        if self._beats and not failed.is_set():
+            failed.set()
+            raise OSError(errno.ENOSPC, "full")
+        beat(self)
+
+    monkeypatch.setattr(FolderLock, "_beat", fail_once)
+    lock = FolderLock(tmp_path, heartbeat_seconds=0.02)
+    assert failed.wait(20)
+    first, end = (tmp_path / LOCK).read_bytes(), time.monotonic() + 20
+    while (tmp_path / LOCK).read_bytes() == first:
+        assert time.monotonic() < end
+    lock.release()
+
+
+def test_the_owner_gives_signs_of_life(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, heartbeat_seconds=0.02)
+    first, end = (tmp_path / LOCK).read_bytes(), time.monotonic() + 20
+    while (tmp_path / LOCK).read_bytes() == first:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    lock.release()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        FolderLock(tmp_path)

@@ -1,0 +1,91 @@
+"""Adapters in PEFT's format: what PEFT makes of the folder equals W + s B A of transformers in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.weights.adapter_folder import adapter_config, fused_experts, save_adapter, write_adapter
+from tests.distributed.lora import ALL, ALPHA, RANK, Float64
+from tests.distributed.parity import Case
+from tests.unit.peft_error import peft_error
+from tests.unit.wheels import unpacked
+
+LORA = LoraConfig(rank=RANK, alpha=ALPHA)
+
+
+def adapters_of(side: Float64) -> dict[str, torch.Tensor]:
+    return {name: value.detach().float() for name, value in side.adapters.items()}
+
+
+@pytest.mark.parametrize("case", [Case(), Case(dense=True)], ids=["experts", "dense"])
+def test_peft_loads_the_folder(case: Case, tmp_path: Path) -> None:
+    side = Float64(case, ALL)
+    save_adapter(tmp_path / "adapter", adapters_of(side).items(), LORA, "unused")
+    assert peft_error(case, ALL, tmp_path / "adapter") < 1e-6
+
+
+def test_peft_018_loads_fused_experts(tmp_path: Path) -> None:
+    """With its wheel, in a process of its own."""
+    cases = {"experts": Case(), "shared": Case(shared=True), "mixed": Case(mixed=True)}
+    asked = []
+    for name, case in cases.items():
+        for targets in (ALL, ("q_proj", "up_proj"), ("down_proj",)):
+            folder = tmp_path / f"{name}-{'+'.join(targets)}"
+            adapter = adapters_of(Float64(case, targets))
+            lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=list(targets))
+            write_adapter(folder, *fused_experts(adapter, adapter_config(lora, "unused")))
+            asked.append(
+                {"case": {"shared": case.shared, "mixed": case.mixed}, "targets": targets, "folder": str(folder)}
+            )
+    place = tmp_path / "wheel"
+    place.mkdir()
+    path = os.pathsep.join([str(unpacked("peft==0.18.1", place)), str(Path(__file__).parents[3])])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.peft_error"],
+        input=json.dumps(asked),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    version, *errors = done.stdout.split()
+    assert version == "0.18.1" and len(errors) == len(asked)
+    assert max(map(float, errors)) < 1e-6, dict(zip([a["folder"] for a in asked], errors, strict=True))
+
+
+def test_fused_experts_by_the_formula_of_peft_018() -> None:
+    """``delta[e, i, o] = sum_r B[o, r, e] A[e, r, i]`` of its ``ParamWrapper``, for a parameter ``[experts, i, o]``."""
+    generator, prefix = torch.Generator().manual_seed(0), "base_model.model.model.layers.3.mlp.experts"
+    experts, rank, width, hidden = 3, 2, 5, 7
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    tensors, expected = (
+        {},
+        {"gate_up": torch.zeros(experts, 2 * width, hidden), "down": torch.zeros(experts, hidden, 5)},
+    )
+    for e in range(experts):
+        for i, (kind, (rows, columns)) in enumerate(shapes.items()):
+            a, b = torch.rand(rank, columns, generator=generator), torch.rand(rows, rank, generator=generator)
+            tensors |= {f"{prefix}.{e}.{kind}_proj.lora_{p}.weight": x for p, x in (("A", a), ("B", b))}
+            where = expected["down"][e] if kind == "down" else expected["gate_up"][e, i * width : (i + 1) * width]
+            where += b @ a
+    attention = {"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight": torch.ones(2, 2)}
+    found, config = fused_experts(tensors | attention, adapter_config(LoraConfig(rank=rank, alpha=6.0), "unused"))
+    for kind, name, width_of in (("gate_up", "base_layer.", 2 * rank), ("down", "", rank)):
+        a, b = (found.pop(f"{prefix}.{name}lora_{part}.weight") for part in "AB")
+        product = torch.einsum(
+            "ore,eri->eio", b.reshape(len(b), width_of, experts), a.reshape(experts, width_of, a.shape[1])
+        )
+        torch.testing.assert_close(product, expected[kind])
+    assert found == attention and config["target_modules"] == ["q_proj"]
+    assert config["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    (pattern,) = config["rank_pattern"]
+    assert (config["rank_pattern"][pattern], config["alpha_pattern"][pattern], config["r"]) == (4, 12, 2)

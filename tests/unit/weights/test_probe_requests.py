@@ -1,0 +1,133 @@
+"""The probe's requests: as many as it needs, and answers that the contract or the trainer cannot take are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.errors import ContractBreach
+from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation, InferenceServer, ServerInfo
+from megatron_dppo.types import VersionSpan
+from megatron_dppo.weights.probe_requests import ProbeError
+from megatron_dppo.weights.probe_requests import ask as ask_server
+from megatron_dppo.weights.verdict import judge
+from tests.unit.columns import ids, logs
+from tests.unit.policies import EXPECTED, Policy, ask
+
+
+class Short:
+    """A server whose responses have five tokens."""
+
+    url = "http://s"
+
+    def __init__(self, **changes: Any) -> None:
+        self.changes, self.requests = changes, list[GenerateRequest]()
+
+    async def info(self) -> ServerInfo:
+        return ServerInfo(
+            engine="sglang", engine_version="1", model="/m", policy_version=3, max_context=9, world_size=1
+        )
+
+    async def tokenize(self, text: str) -> None:
+        return None
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        given = Generation(
+            token_ids=ids([1, 2, 3, 4, 5]),
+            logprobs=logs([-2.0137] * 5),
+            finish_reason="stop",
+            versions=(VersionSpan(3, 0, 5),),
+            topk_token_ids=torch.tensor([[7, 8, 9, 10, sampled] for sampled in range(1, 6)]),
+            topk_logprobs=torch.full((5, 5), -2.0137),
+        )
+        return replace(given, **self.changes)
+
+
+def answer_of(server: Short, **expected: Any) -> Any:
+    return asyncio.run(ask_server(cast(InferenceServer, server), replace(EXPECTED, **expected)))
+
+
+def test_short_responses_are_asked_for_until_there_are_enough_tokens() -> None:
+    server = Short()
+    answer = answer_of(server, enough_tokens=32)
+    assert len(answer.generations) == len(server.requests) == 7
+    assert len({(r.request_id, r.params.seed) for r in server.requests}) == 7
+    assert len(answer_of(server, enough_tokens=5).generations) == 1
+    assert len(answer_of(server, enough_tokens=10_000).generations) == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"token_ids": ids([1, 2, 3, 4, 50])}, "token 50, and the trainer's vocabulary has 50"),
+        ({"token_ids": ids([1, -1, 3, 4, 5])}, "gives token -1"),
+        ({"topk_token_ids": torch.tensor([[7, 8, 9, 50, 1]] * 5)}, "gives token 50"),
+        ({"topk_token_ids": torch.tensor([[7, 8, 9, -3, 1]] * 5)}, "gives token -3"),
+        (
+            {"topk_token_ids": torch.tensor([[7, 8, 9, 7, 1]] * 5)},
+            r"wrong Top-K: .* token 0 are not different: \[7, 8, 9, 7, 1\]",
+        ),
+        ({"token_ids": ids([])}, "generated nothing"),
+        ({"versions": (VersionSpan(2, 0, 5),)}, r"version \[2\], expected 3"),
+    ],
+)
+def test_answers_that_the_trainer_cannot_compute_are_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ProbeError, match=match):
+        answer_of(Short(**changes), policy_version=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"echo": Echo(request_id="other")}, "request id is 'other', expected 'probe-0'"),
+        ({"echo": Echo(response_length=6)}, "number of response tokens is 5, expected 6"),
+        ({"logprobs": logs([-2.0] * 4)}, "number of log-probabilities is 4"),
+        ({"finish_reason": "length"}, "finish reason is 'length' after 5 tokens, expected 64"),
+        ({"token_ids": ids([1, 5, 3, 4, 5])}, "token 1 is the end token 5"),
+        ({"token_ids": ids([1, 2, 3, 4, 6])}, "last token is 6, expected an end token"),
+        ({"topk_token_ids": None}, "Top-K is missing"),
+        ({"topk_logprobs": torch.full((5, 3), -2.0)}, r"Top-K is of shape \[5, 5\] and \[5, 3\]"),
+    ],
+)
+def test_an_answer_that_breaks_the_contract_is_an_error_that_names_server_and_field(
+    changes: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ContractBreach, match=f"http://s: the answer to request probe-0 .*{match}"):
+        answer_of(Short(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"logprobs": logs([-2.0137, -2.0137, 0.5137, -2.0137, -2.0137])},
+            "log-probability 2 is 0.5137, expected a finite number",
+        ),
+        ({"topk_logprobs": torch.full((5, 5), -1.0137)}, "Top-K: mass, at token 0, is 1.4.*expected at most 1"),
+        (
+            {"echo": Echo(best_token_ids=np.full(5, 9, np.int32), best_logprobs=np.full(5, -3.0, np.float32))},
+            "log-probability of the sampled token, at token 0, is -2.01.*, expected at most the lowest",
+        ),
+    ],
+)
+def test_probabilities_that_break_the_contract_are_named_where_the_trainers_numbers_show_no_cause(
+    changes: dict[str, Any], match: str
+) -> None:
+    answer = answer_of(Short(**changes), enough_tokens=12)
+    _, expected, (reading,) = ask(Policy(2.0, parts=1))
+    # A verdict whose own numbers leave nothing to name: the trainer computes what was reported.
+    readings = []
+    for given in answer.generations:
+        logprobs, topk = given.logprobs.double().numpy(), given.topk_logprobs[:, :4].double().numpy()
+        same = {"logprobs": logprobs, "raw_logprobs": logprobs, "topk_logprobs": topk, "raw_topk_logprobs": topk}
+        readings.append(replace(reading, **same, best_logprobs=topk))
+    assert len(answer.generations) == 3
+    with pytest.raises(ProbeError, match=f"http://s: the answer to request probe-0 .*{match}"):
+        judge(answer, expected, readings)
+    judge(replace(answer, breach=None), expected, readings)
