@@ -65,6 +65,7 @@ def test_the_30b_example_fits_its_nodes() -> None:
     assert all("--enable-return-routed-experts" in plan.argv for plan in plans)
 
 
+@pytest.mark.slow
 def test_the_rlhf_example_scores_by_a_reward_model_without_labels(tmp_path: Path) -> None:
     config = load_config(EXAMPLES / "rlhf/dppo.toml")
     assert config.needs_reference and config.reward.kl_coef > 0 and config.data.label_key == ""

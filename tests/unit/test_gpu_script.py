@@ -16,6 +16,8 @@ import torch
 from megatron_dppo.config.loss import LossName
 from tests.gpu.checks import Result, run_check, table
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "gpu/run_all.sh"
 
 

@@ -265,6 +265,7 @@ def test_trl_trains(trl_trainer: Any) -> None:
     assert any("mask_fraction" in record for record in trl_trainer.state.log_history)
 
 
+@pytest.mark.slow
 def test_megatron_s_schedule_gets_the_gradient_from_the_head(tmp_path: Path) -> None:
     script = Path(__file__).with_name("integration_megatron.py")
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, cwd=ROOT)

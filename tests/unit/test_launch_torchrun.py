@@ -16,6 +16,8 @@ import pytest
 
 from tests.unit.engines.test_serving import STUB, free_ports, runs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/chain_sum"
 

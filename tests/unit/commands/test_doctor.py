@@ -158,6 +158,7 @@ def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=os.environ | hidden | variables, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_everything_for_real_with_two_kinds_of_servers(serve: Any) -> None:
     urls = serve(SGLANG, "a-secret-key"), serve(VLLM, "a-secret-key")
     done = doctor("--api-key-env", "OUR_SERVERS", "--servers", *urls, OUR_SERVERS="a-secret-key", HF_TOKEN="hf_abcdef")
@@ -259,6 +260,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_number_on_one_rank_and_one_that_dies_are_told(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])

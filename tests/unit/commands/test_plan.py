@@ -53,6 +53,7 @@ def plan_of_30b(rehearsals: Rehearsals) -> Plan:
     return make_plan(big(), 32, H100, rehearsals, kinds=["all"], few_layers=True)
 
 
+@pytest.mark.slow
 def test_what_a_rank_of_the_30b_example_keeps_is_what_a_hand_computes(plan_of_30b: Plan) -> None:
     """TP2 EP8 on 32 GPUs: dense weights are split by 2, experts by 8; optimizer state by 16 and by 4."""
     vocabulary = 2 * 151936 // 2 * 2048
@@ -158,6 +159,7 @@ def test_what_48_layers_need_follows_from_a_few(plan_of_30b: Plan, rehearsals: R
         assert few.work[phase].seconds == pytest.approx(work.seconds, rel=1e-3), phase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
@@ -179,6 +181,7 @@ def test_layouts_that_no_test_can_run_are_rehearsed(
     assert sent and all(size % row <= 24 * calls for calls, size in sent)  # and the shape of each, three int64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dppo", "sglang", "vllm"])
 def test_the_small_examples_are_planned(name: str, rehearsals: Rehearsals) -> None:
     plan = make_plan(load_config(EXAMPLES / f"chain_sum/{name}.toml"), 2, H100, rehearsals)
@@ -212,6 +215,7 @@ def test_what_does_not_fit_is_said_with_the_nearest_settings_that_do(rehearsals:
     assert len(nearest.flags) == 1 and nearest.plan.room > 4.4 * GIB and nearest.flags[0] in candidates_text([nearest])
 
 
+@pytest.mark.slow
 def test_a_search_without_a_combination_that_can_run_says_what_is_against_it(rehearsals: Rehearsals) -> None:
     def search(machine: Machine = H100) -> Search:
         return Search(lambda flags: big(*flags), 32, machine, rehearsals)
@@ -366,6 +370,7 @@ def test_the_meter_follows_storages() -> None:
     assert meter.peak.total == 4 * 768 and meter.peak.by_phase == {"start": 1024, "later": 2048}
 
 
+@pytest.mark.slow
 def test_the_meter_follows_storages_that_change_in_place() -> None:
     with Meter() as meter:
         tensor = torch.zeros(256)

@@ -38,6 +38,7 @@ def part(plan: Plan, phase: str) -> int:
     return max(peak.by_phase.get(phase, 0) for peak in plan.ranks["all"].measured.peaks.values())
 
 
+@pytest.mark.slow
 def test_kept_sets_and_combine_weights_are_in_the_memory_of_a_rank(rehearsals: Rehearsals) -> None:
     plain = small(rehearsals, "--train.router_replay=rollout")
     full = small(

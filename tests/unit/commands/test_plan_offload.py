@@ -22,6 +22,8 @@ from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.errors import ConfigError, PlanError
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[3] / "examples/qwen3_30b_a3b/dppo.toml"
 H100, GIB = MACHINES["h100"], 2**30
 PARAMETERS = 30_532_122_624

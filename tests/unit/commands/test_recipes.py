@@ -19,6 +19,8 @@ from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import model_shape
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 PAPER = EXAMPLES / "paper"

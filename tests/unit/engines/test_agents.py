@@ -410,6 +410,7 @@ def test_a_program_that_takes_too_long_is_killed_but_waiting_for_the_policy_is_n
 LONG = "a very long answer " * 40
 
 
+@pytest.mark.slow
 def test_stopped_episodes_end_their_agents_and_go_on_later(world: World) -> None:
     world.script = {"quick<|im_end|>\n<|im_start|>assistant\n": "ok", "assistant\n": LONG}
     world.server.token_seconds = 0.002

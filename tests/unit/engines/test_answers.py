@@ -83,6 +83,7 @@ def pid_exists(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_answers_and_errors_are_those_of_a_client_in_this_process(engine: str) -> None:
     case = Case(engine)
@@ -138,6 +139,7 @@ def test_a_caller_that_gives_up_ends_the_request_at_the_server() -> None:
     case.use(stub, run)
 
 
+@pytest.mark.slow
 def test_a_request_outlives_the_process_that_reads_its_answer() -> None:
     case = Case("sglang")
     asked: list[str] = []
@@ -165,6 +167,7 @@ def test_a_request_outlives_the_process_that_reads_its_answer() -> None:
     case.use(case.stub(first_is_slow), run)
 
 
+@pytest.mark.slow
 def test_without_the_pool_the_loss_is_told() -> None:
     case = Case("sglang")
 
@@ -184,6 +187,7 @@ def test_without_the_pool_the_loss_is_told() -> None:
     case.use(stub, run)
 
 
+@pytest.mark.slow
 def test_signals_for_the_trainer_do_not_end_it() -> None:
     case = Case("sglang")
 
@@ -250,6 +254,7 @@ def test_a_request_keeps_all_its_fields_on_the_way() -> None:
         assert _request(json.loads(json.dumps(_fields(each))), (1, 2)) == each
 
 
+@pytest.mark.slow
 def test_a_generation_without_tokens_stays_one() -> None:
     case = Case("sglang")
     nothing = {"output_ids": [], "meta_info": {**case.answer["meta_info"], "finish_reason": {"type": "abort"}}}

@@ -154,6 +154,7 @@ def test_a_dead_server_is_started_again_as_it_was_and_the_other_is_left_alone(se
     assert output.count(f"serve: {url} is healthy") == 2 and output.count("started again") == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_becomes_healthy_may_die_as_often_as_it_likes(serve: Any) -> None:
     running = serve("die-once")
     running.until_file("urls")
@@ -168,6 +169,7 @@ def test_a_server_that_becomes_healthy_may_die_as_often_as_it_likes(serve: Any) 
     assert code == 0 and output.count("try 1 of 3") == processes.TRIES + 1
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_at_each_start_ends_the_others_and_shows_no_key(serve: Any) -> None:
     running = serve("die-later", "--rollout.servers.api_key_env", "STUB_KEY", count=2, STUB_KEY="s3cret")
     running.until_file("urls")
@@ -178,6 +180,7 @@ def test_a_server_that_dies_at_each_start_ends_the_others_and_shows_no_key(serve
     assert "s3cret" not in output and running.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_server_that_is_never_healthy_again_is_given_up(serve: Any) -> None:
     running = serve("slow-later", "--start-timeout", "2")
     running.until_file("urls")
@@ -212,6 +215,7 @@ def test_a_launcher_that_ignores_sigint_is_killed_with_its_children(
     assert not any(map(runs, pids))
 
 
+@pytest.mark.slow
 def test_grace_outlives_a_first_sigterm_and_ends_at_the_second(serve: Any) -> None:
     running = serve("serve", "--grace", "60")
     running.until_file("urls")
@@ -222,6 +226,7 @@ def test_grace_outlives_a_first_sigterm_and_ends_at_the_second(serve: Any) -> No
     assert running.end()[0] == 0 and running.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_killed_serve_leaves_no_servers(serve: Any) -> None:
     servers = serve("serve", count=2)
     servers.until_file("urls")
@@ -233,6 +238,7 @@ def test_a_killed_serve_leaves_no_servers(serve: Any) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_grace_has_an_end(serve: Any) -> None:
     running = serve("serve", "--grace", "1")
     running.until_file("urls")
@@ -240,6 +246,7 @@ def test_grace_has_an_end(serve: Any) -> None:
     assert running.end(10)[0] == 0
 
 
+@pytest.mark.slow
 def test_keys_reach_the_server_in_a_private_file_that_is_gone_afterwards(serve: Any) -> None:
     running = serve("serve", "--rollout.servers.api_key_env", "STUB_KEY", STUB_KEY='a"b: c')
     running.until_file("urls")
@@ -271,6 +278,7 @@ def test_a_command_that_does_not_exist_is_named(serve: Any) -> None:
     assert code == 2 and "rollout.servers.command = '/nowhere/sglang' cannot be started" in output
 
 
+@pytest.mark.slow
 def test_given_urls_are_checked_and_nothing_is_started(serve: Any, tmp_path: Path) -> None:
     running = serve("serve", "--rollout.servers.api_key_env", "STUB_KEY", STUB_KEY="right")
     url = running.until_file("urls").read_text().strip()
@@ -292,6 +300,7 @@ def test_given_urls_are_checked_and_nothing_is_started(serve: Any, tmp_path: Pat
     assert code == 2 and "not healthy" in output and "Connection refused" in output
 
 
+@pytest.mark.slow
 def test_a_server_of_another_engine_is_named(serve: Any) -> None:
     url = serve().until_file("urls").read_text().strip()
     argv = [sys.executable, "-m", "megatron_dppo.commands.main", "serve", str(ROOT / "examples/chain_sum/vllm.toml")]

@@ -115,6 +115,7 @@ def test_a_request_that_is_aborted_in_the_queue_lacks_them() -> None:
     assert found.finish_reason == FinishReason.ABORT and not len(found.token_ids)
 
 
+@pytest.mark.slow
 def test_kept_sets_come_through_a_process_as_they_were_read() -> None:
     case = Case("sglang")
     request, answer, _ = filtered()

@@ -97,6 +97,7 @@ def test_the_peak_is_exact_and_sees_temporaries_inside_an_operation() -> None:
     assert peak_bytes(lambda: wide.logsumexp(1)) > 4 * 1000 * 1000
 
 
+@pytest.mark.slow
 def test_ratios_are_of_the_same_round() -> None:
     from head_bench.timing import paired_ratios
 

@@ -19,10 +19,13 @@ import pytest
 from tests.unit.interpret_row_kernels import CASES
 
 HAS_WHEEL = platform.system() == "Linux" and platform.machine() == "x86_64"
-pytestmark = pytest.mark.skipif(
-    not HAS_WHEEL and importlib.util.find_spec("triton") is None,
-    reason=f"the extra dev brings Triton on Linux x86_64, this is {platform.system()} {platform.machine()}",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not HAS_WHEEL and importlib.util.find_spec("triton") is None,
+        reason=f"the extra dev brings Triton on Linux x86_64, this is {platform.system()} {platform.machine()}",
+    ),
+]
 REGISTERS = 64
 """a thread, at which 8 rows share a multiprocessor"""
 

@@ -37,6 +37,7 @@ def test_every_loss_has_an_entry_and_a_picture(drawing: dict[str, Any]) -> None:
     assert told == set(LOSSES) - set(OF_FIGURES)
 
 
+@pytest.mark.slow
 def test_the_pictures_are_of_the_losses_as_they_are(drawing: dict[str, Any]) -> None:
     written = json.loads((GALLERY / "grids.json").read_text(encoding="utf-8"))
     assert list(written) == [entry["id"] for entry in drawing["entries"]()]

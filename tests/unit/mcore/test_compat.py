@@ -33,11 +33,13 @@ def shims_on(device: str, backend: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="its Adam needs no replacement")
 def test_on_cuda_without_transformer_engine_adam_is_replaced_and_the_device_code_is_left_alone() -> None:
     assert shims_on("cuda", "nccl") == ["True False", "True False", "True True"]
 
 
+@pytest.mark.slow
 def test_on_cpu_the_device_code_is_replaced_too() -> None:
     assert shims_on("cpu", "gloo") == ["True False", "True False", "False False"]
 

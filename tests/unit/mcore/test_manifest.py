@@ -31,6 +31,7 @@ def fill(folder: Path) -> None:
     write_manifest(folder, hash_files(folder, list_files(folder), sync=True))
 
 
+@pytest.mark.slow
 def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
     fill(tmp_path)
     text = (tmp_path / MANIFEST).read_bytes()
@@ -114,6 +115,7 @@ def test_a_prune_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, monkey
     assert left == {"step_000002", "step_000003", "step_000009.damaged", "step_of_mine.partial"}
 
 
+@pytest.mark.slow
 def test_pruning_keeps_the_newest_the_best_and_the_newest_finite(tmp_path: Path) -> None:
     for case in range(200):
         dice, folder = random.Random(case), tmp_path / str(case)

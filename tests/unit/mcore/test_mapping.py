@@ -39,6 +39,7 @@ def meta_weights(config: Any) -> dict[str, torch.Tensor]:
         return dict(stream_model(AutoModelForCausalLM.from_config(config)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

@@ -54,6 +54,7 @@ def test_a_broken_package_is_an_error_with_the_versions_and_the_fix(install: Pat
     assert str(raised.value.__cause__) in str(raised.value)
 
 
+@pytest.mark.slow
 def test_shims_on_cuda_depend_on_what_can_be_imported_and_a_broken_package_stops_the_run(tmp_path: Path) -> None:
     program = f"""
 import sys, torch

@@ -17,6 +17,8 @@ import pytest
 
 from tests.unit.wheels import unpacked
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 TRANSFORMER_ENGINE, MEGATRON = "2.20.2", "0.19.2"
 CASES: list[dict[str, Any]] = [

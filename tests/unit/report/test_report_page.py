@@ -141,6 +141,7 @@ def test_a_folder_without_records_and_a_file_of_the_users_are_refused(
     assert "megatron-dppo report" in (tmp_path / "run/report.html").read_text()[:400]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_written_again_until_it_ends(tmp_path: Path) -> None:
     run, page = tmp_path / "run", tmp_path / "run/report.html"
     write_run(run, 2, every=9)

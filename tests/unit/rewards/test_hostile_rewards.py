@@ -323,6 +323,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["exit", "kill -9"])
 def test_what_a_function_leaves_ends_with_the_run(functions: Path, tmp_path: Path, ending: str) -> None:
     """Also after a SIGKILL of the trainer, and without ``close``."""

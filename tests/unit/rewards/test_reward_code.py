@@ -196,6 +196,7 @@ FORGED = [
 ]
 
 
+@pytest.mark.slow
 def test_a_verdict_cannot_be_forged_from_inside(share: Code) -> None:
     """Every program is wrong, and each attacks the one that judges it."""
     asserts = (
@@ -288,6 +289,7 @@ HOGS = {
 }
 
 
+@pytest.mark.slow
 def test_programs_that_take_all_they_can_get_are_ended_with_all_their_children(sandbox: Sandbox) -> None:
     short = replace(sandbox, limits=replace(sandbox.limits, seconds=1.5, memory_mb=256, output_kb=64))
     for name, source in HOGS.items():
@@ -357,6 +359,7 @@ for source in sys.argv[4:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0 or not os.path.exists(SYSTEM_PYTHON), reason="needs root and a system's python")
 def test_a_user_without_rights_has_the_same_sandbox() -> None:
     sources = [

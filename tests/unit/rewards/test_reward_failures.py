@@ -98,6 +98,7 @@ def check(texts: list[str], results: list[RewardResult], errors: dict[str, str])
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "batch", "async_batch", "concurrent", "hidden"])
 def test_bad_samples_cost_themselves_only_in_every_way_of_calling(name: str, functions: Path) -> None:
     texts = ["a", *BAD, "b", "c"]
@@ -121,6 +122,7 @@ def test_an_async_function_runs_its_samples_at_the_same_time_each_with_its_own_l
     assert took < 2, "one after the other they would take 0.1 s each and 1 s for those that hang: 4.7 s"
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_blocks_its_loop_is_killed_and_its_neighbours_are_tried_again(functions: Path) -> None:
     texts = ["a", "b", "block", "c"]
     check(texts, run(f"{functions}:concurrent", texts, timeout=0.4), {"block": "took longer than"})

@@ -101,6 +101,7 @@ def test_the_number_is_a_logit_its_sigmoid_or_a_probability() -> None:
             score(row, index=index)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_sends_the_rows_messages_through_its_own_chat_template(tmp_path: Path) -> None:
     from tests.engines.tiny import SPECIAL, byte_tokenizer
 

@@ -125,6 +125,7 @@ def scored(settings: Config, *texts: str) -> Any:
         assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_the_reward_is_the_weighted_sum_with_the_shaping_once_and_all_is_logged(file: str) -> None:
     settings = several(
         file,
@@ -178,6 +179,7 @@ def test_a_marked_function_counts_also_where_another_one_fails(file: str) -> Non
     assert [(r.reward_failed, r.score) for r in group.rollouts] == [(True, 5.0), (False, 2.0)]
 
 
+@pytest.mark.slow
 def test_functions_run_at_the_same_time_each_with_its_own_limit(file: str) -> None:
     settings = several(
         file,

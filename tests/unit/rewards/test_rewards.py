@@ -115,6 +115,7 @@ def test_a_truncated_completion_scores_nothing_for_math() -> None:
     assert math_reward(prompt="", completion=right, label="12", metadata={"finish_reason": "length"}) == 0.0
 
 
+@pytest.mark.slow
 def test_other_answers_are_compared_by_math_verify_in_a_worker_and_never_by_containment() -> None:
     cases = [(f"\\boxed{{{a}}}", label, expected) for a, label, expected in PARSED]
     cases += [(f"\\boxed{{{a}}}", "12", 0.0) for a in NOT_CONTAINED]

@@ -79,6 +79,7 @@ def group(process: subprocess.Popen[str], number: signal.Signals) -> None:
 SIGNALS = [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGINT, signal.SIGHUP))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 def test_it_ends_at_once_while_there_is_nothing_to_save(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, LOADING)
@@ -87,6 +88,7 @@ def test_it_ends_at_once_while_there_is_nothing_to_save(tmp_path: Path, number: 
     assert process.returncode == 0 and f"stopped  by {number.name} before the training began" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 def test_no_helper_dies_of_a_signal_to_the_group(tmp_path: Path, number: signal.Signals) -> None:
     """A manager of multiprocessing, a fork, a program."""
@@ -96,6 +98,7 @@ def test_no_helper_dies_of_a_signal_to_the_group(tmp_path: Path, number: signal.
     assert output.split() == [number.name, "0", "0"], error
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_it_and_one_that_is_forwarded_does_not(tmp_path: Path) -> None:
     process = start(tmp_path, TRAINING)
     group(process, signal.SIGINT)
@@ -108,6 +111,7 @@ def test_a_second_ctrl_c_ends_it_and_one_that_is_forwarded_does_not(tmp_path: Pa
     assert error.count("the run ends after this step and saves it") == 1
 
 
+@pytest.mark.slow
 def test_what_is_ignored_at_start_stays_ignored(tmp_path: Path) -> None:
     process = start(tmp_path, LOADING, "nohup")
     process.send_signal(signal.SIGHUP)

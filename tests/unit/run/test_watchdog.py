@@ -61,6 +61,7 @@ def start(folder: Path, world: int, who: int, how: str) -> list[subprocess.Popen
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "who", "how", "message"),
     [
@@ -105,6 +106,7 @@ def test_a_rank_that_stops_or_lags_is_named_by_another(
             process.communicate()
 
 
+@pytest.mark.slow
 def test_a_phase_that_is_long_for_all_is_no_hang(tmp_path: Path) -> None:
     ranks = start(tmp_path, 2, 0, "long")
     outputs = [process.communicate(timeout=90) for process in ranks]

@@ -32,6 +32,7 @@ def test_peft_loads_the_folder(case: Case, tmp_path: Path) -> None:
     assert peft_error(case, ALL, tmp_path / "adapter") < 1e-6
 
 
+@pytest.mark.slow
 def test_peft_018_loads_fused_experts(tmp_path: Path) -> None:
     """With its wheel, in a process of its own."""
     cases = {"experts": Case(), "shared": Case(shared=True), "mixed": Case(mixed=True)}

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 EXTENSION = Path(__file__).parents[3] / "megatron_dppo/engines/serving" / "vllm_extension" / "megatron_dppo_vllm.py"
 
 PROGRAM = """
