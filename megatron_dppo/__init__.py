@@ -46,8 +46,8 @@ _MODULES = {
     "dppo_loss": "losses.policy_loss",
     "group_relative_advantages": "losses.advantages",
     "policy_loss": "losses.policy_loss",
-    "vocab_parallel_logprobs": "parallel.vocab_logprobs",
-    "vocab_parallel_topk": "parallel.vocab_topk",
+    "vocab_parallel_logprobs": "head.vocab_logprobs",
+    "vocab_parallel_topk": "head.vocab_topk",
 }
 
 

@@ -52,6 +52,12 @@ class RewardError(UserError):
     on_every_rank = False
 
 
+class ExtensionError(UserError):
+    """A C++ extension that cannot be compiled or loaded on this machine."""
+
+    on_every_rank = False
+
+
 class FunctionError(UserError):
     """A function of the user's that cannot be loaded, raises, or returns something else than was agreed."""
 

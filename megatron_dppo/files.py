@@ -189,7 +189,7 @@ def write_synced(path: Path, text: str) -> None:
     fsync(path.parent)
 
 
-def shipped_folder(name: str, package: Path = Path(__file__).parents[1]) -> Path:
+def shipped_folder(name: str, package: Path = Path(__file__).parent) -> Path:
     """Return the folder ``examples``, ``launch`` or ``tools``.
 
     A checkout has it beside the package; in a wheel it is in ``megatron_dppo/shipped`` (setup.py).

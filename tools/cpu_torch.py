@@ -69,8 +69,8 @@ def main(lock: Path, out: Path, requirement: str = TORCH) -> None:
         return
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     print(
-        f"no index that pip asks offers a CPU build of torch for Python {python}: the build for CUDA will be "
-        "downloaded, with NVIDIA's libraries 2.7 GB that this machine does not use; the environment takes 5.8 GB. To "
+        f"no index that pip asks offers a CPU build of torch for Python {python}: the build for CUDA is "
+        "taken, with NVIDIA's libraries: 2.7 GB that this machine does not use; the environment takes 5.8 GB. To "
         "save them, interrupt this and name an index with CPU builds (PyTorch's installation page has one) in "
         "PIP_EXTRA_INDEX_URL, or wheels in PIP_FIND_LINKS",
         file=sys.stderr,

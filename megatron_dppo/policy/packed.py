@@ -32,6 +32,14 @@ class Packed:
     totals: BatchTotals
     """of all ranks"""
 
+    def positions(self, samples: Sequence[TrainingSample]) -> list[tuple[int, slice, int]]:
+        """Return of each sample its index, its part of a packed row, and the number of that row."""
+        return [
+            (i, slice(start, start + samples[i].num_tokens), number)
+            for number, (part, batch) in enumerate(zip(self.bins, self.batches, strict=True))
+            for i, start in zip(part, batch.cu_seqlens.tolist(), strict=False)  # a padding sequence may follow
+        ]
+
 
 class Packer:
     """Packs what a layout asks for.

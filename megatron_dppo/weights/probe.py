@@ -30,7 +30,6 @@ from megatron_dppo.weights.sync import WeightSync
 from megatron_dppo.weights.verdict import judge
 
 if TYPE_CHECKING:
-    from megatron_dppo.policy.packed import Packed
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 _PROBE_TOKENS = 256
@@ -149,7 +148,7 @@ def read_answers(
     packed = trainer.pack(samples, budget)
     found: _Columns = {i: {} for i in range(len(samples))}
     readings, routes = trainer.readings(packed.batches, None if expected.routing is None else "record")
-    for i, where, number in _places(packed, samples):
+    for i, where, number in packed.positions(samples):
         mask = samples[i].loss_mask
         if readings:
             columns = {name: None if c is None else c[where] for name, c in readings[number]._asdict().items()}
@@ -160,7 +159,7 @@ def read_answers(
             found[i]["routes"] = count_differences(given, routes[number][where]).numpy()
     if expected.routing is not None:
         readings, _ = trainer.readings(packed.batches, "replay")
-        for i, where, number in _places(packed, samples) if readings else ():
+        for i, where, number in packed.positions(samples) if readings else ():
             found[i]["replayed"] = _numbers(readings[number].logprobs[where], samples[i].loss_mask)
     complete = iter(_together(found, trainer))
     return (
@@ -183,15 +182,6 @@ def _sample(expected: Expectation, generation: Any) -> TrainingSample:
         generation.routed_experts,
         kept=generation.kept,
     )
-
-
-def _places(packed: Packed, samples: Sequence[TrainingSample]) -> list[tuple[int, slice, int]]:
-    """Where each sample stands: its index, its part of the row, the row."""
-    return [
-        (i, slice(start, start + samples[i].num_tokens), number)
-        for number, (part, batch) in enumerate(zip(packed.bins, packed.batches, strict=True))
-        for i, start in zip(part, batch.cu_seqlens.tolist(), strict=False)  # a padding sequence may follow
-    ]
 
 
 def _numbers(column: Tensor | None, mask: Tensor) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import ExtensionError
 from megatron_dppo.mcore.compat import extensions
 from megatron_dppo.mcore.compat.extensions import load_extension, missing_build_tools
 
@@ -123,7 +123,7 @@ def test_processes_that_start_at_once_compile_once(tmp_path: Path) -> None:
 def test_a_compiler_that_hangs_is_stopped(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "BUILD_SECONDS", 15.0)
     (tmp_path / "closed").touch()
-    with pytest.raises(UserError, match=r"compiling the C\+\+ extension tiny_ext in .*took more than 15 s"):
+    with pytest.raises(ExtensionError, match=r"compiling the C\+\+ extension tiny_ext in .*took more than 15 s"):
         load()
     (group,) = {int(line) for line in (tmp_path / "calls").read_text().split()[-1:]}
     wait_for(lambda: not Path(f"/proc/{group}").exists())
@@ -139,7 +139,7 @@ def test_a_builder_that_lives_for_too_long_is_named_with_its_lock(
     try:
         compiling(tmp_path)
         (lock,) = cache.glob("*.lock")
-        with pytest.raises(UserError, match=rf"{re.escape(str(lock))} is held by process {other.pid} on .*0 s"):
+        with pytest.raises(ExtensionError, match=rf"{re.escape(str(lock))} is held by process {other.pid} on .*0 s"):
             load()
     finally:
         (tmp_path / "closed").unlink()
@@ -147,13 +147,13 @@ def test_a_builder_that_lives_for_too_long_is_named_with_its_lock(
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"tiny_ext cannot be compiled:[\s\S]*error"):
+    with pytest.raises(ExtensionError, match=r"tiny_ext cannot be compiled:[\s\S]*error"):
         load_extension("tiny_ext", "nonsense", no_implicit_headers=True)
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
-    with pytest.raises(UserError, match=r"this machine lacks a C\+\+ compiler .*nothing\)\. Install g\+\+"):
+    with pytest.raises(ExtensionError, match=r"this machine lacks a C\+\+ compiler .*nothing\)\. Install g\+\+"):
         load()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiler"))
-    with pytest.raises(UserError, match=r"cannot be created: .* Set TORCH_EXTENSIONS_DIR to a folder"):
+    with pytest.raises(ExtensionError, match=r"cannot be created: .* Set TORCH_EXTENSIONS_DIR to a folder"):
         load()
 
 
@@ -161,5 +161,5 @@ def test_a_damaged_library_is_named(cache: Path) -> None:
     assert start().wait(60) == 0
     (library,) = cache.glob("*/tiny_ext.so")
     library.write_bytes(library.read_bytes()[:100])
-    with pytest.raises(UserError, match=rf"{re.escape(str(library))} cannot be loaded: .*Delete {library.parent}"):
+    with pytest.raises(ExtensionError, match=rf"{re.escape(str(library))} cannot be loaded: .*Delete {library.parent}"):
         load()

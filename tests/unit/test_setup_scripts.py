@@ -24,7 +24,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def add_python(checkout: Path, name: str, version: str) -> None:
-    """Add an interpreter with another ``sys.version_info``, which refuses to make environments."""
+    """Write an interpreter with another ``sys.version_info`` that refuses to make environments."""
     file = checkout.parent / "bin" / name
     real = shutil.which("python3", path="/usr/bin:/usr/local/bin") or "python3"
     major, minor = version.split(".")

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import ExtensionError
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -75,7 +75,7 @@ def prepare_extensions(config: TransformerConfig) -> None:
     """Build and load the extension that the configuration needs, before the first step does.
 
     Raises:
-        UserError: see ``load_extension``.
+        ExtensionError: see ``load_extension``.
     """
     if needs_extension(config):
         from megatron.core.tensor_parallel import random
@@ -87,7 +87,7 @@ def check_build_tools(config: TransformerConfig) -> None:
     """Check that this machine can compile the extension that the configuration needs, or has compiled it before.
 
     Raises:
-        UserError: A build tool is missing.
+        ExtensionError: A build tool is missing.
     """
     if needs_extension(config) and not any(_cache_folder().glob(f"{_NAME}-*/{_NAME}.so")):
         _require_build_tools(_NAME)
@@ -104,7 +104,7 @@ def replace_load_inline() -> None:
 def missing_build_tools() -> list[str]:
     """Return the names of what this machine lacks to compile an extension; empty if it has all of it."""
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    compiler = shlex.split(os.environ.get("CXX") or "c++")[0]
     present = {
         f"a C++ compiler ({compiler})": shutil.which(compiler) is not None,
         "ninja": shutil.which("ninja", path=_search_path()) is not None,
@@ -123,8 +123,8 @@ def load_extension(name: str, cpp_sources: str, functions: list[str] | None = No
         **options: Further arguments of ``torch.utils.cpp_extension.load_inline`` that JSON can hold.
 
     Raises:
-        UserError: A build tool is missing, the compiler fails or exceeds ``BUILD_SECONDS``, another process builds for
-            longer than ``WAIT_SECONDS``, or the library cannot be loaded.
+        ExtensionError: A build tool is missing, the compiler fails or exceeds ``BUILD_SECONDS``, another process builds
+            for longer than ``WAIT_SECONDS``, or the library cannot be loaded.
     """
     request = {"name": name, "cpp_sources": cpp_sources, "functions": functions} | options
     folder = _cache_folder() / f"{name}-{_digest(request)}"
@@ -143,7 +143,7 @@ def _cache_folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be created: {error.strerror}. {_CHOOSE_FOLDER}") from error
+        raise ExtensionError(f"{folder} cannot be created: {error.strerror}. {_CHOOSE_FOLDER}") from error
     return folder
 
 
@@ -170,7 +170,7 @@ def _sole_builder(folder: Path) -> Iterator[int]:
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise UserError(f"{path} cannot be opened: {error.strerror}. {_CHOOSE_FOLDER}") from error
+        raise ExtensionError(f"{path} cannot be opened: {error.strerror}. {_CHOOSE_FOLDER}") from error
     try:
         _acquire(lock, path)
         yield lock
@@ -183,7 +183,7 @@ def _acquire(lock: int, path: Path) -> None:
     while not _try_lock(lock):
         if time.monotonic() > end:
             owner = os.pread(lock, 1024, 0).decode(errors="replace").strip() or "another process"
-            raise UserError(
+            raise ExtensionError(
                 f"{path} is held by {owner}, which has compiled a C++ extension for more than {WAIT_SECONDS:.0f} s; "
                 "expected the compiler to finish. End that process: its lock goes with it. Or set TORCH_EXTENSIONS_DIR "
                 "to another folder"
@@ -215,7 +215,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 def _require_build_tools(name: str) -> None:
     if missing := missing_build_tools():
-        raise UserError(
+        raise ExtensionError(
             f"the C++ extension {name} must be compiled, and this machine lacks {', '.join(missing)}. {INSTALL_TOOLS}, "
             f"or leave {', '.join(MODULES)} out of model.transformer.recompute_modules"
         )
@@ -242,7 +242,7 @@ def _build(request: dict[str, Any], folder: Path, lock: int) -> None:
     try:
         output, _ = builder.communicate(json.dumps(request), timeout=BUILD_SECONDS)
     except subprocess.TimeoutExpired as error:
-        raise UserError(
+        raise ExtensionError(
             f"compiling the C++ extension {request['name']} in {unfinished} took more than {BUILD_SECONDS:.0f} s and "
             "was stopped; expected about 20 s. Check this machine's load and the file system of TORCH_EXTENSIONS_DIR"
         ) from error
@@ -254,7 +254,7 @@ def _build(request: dict[str, Any], folder: Path, lock: int) -> None:
             builder.wait()
         shutil.rmtree(unfinished, ignore_errors=True)
     if not folder.exists():
-        raise UserError(f"the C++ extension {request['name']} cannot be compiled:\n{output[-4000:]}")
+        raise ExtensionError(f"the C++ extension {request['name']} cannot be compiled:\n{output[-4000:]}")
 
 
 def _import(name: str, library: Path) -> ModuleType:
@@ -264,7 +264,7 @@ def _import(name: str, library: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise UserError(
+        raise ExtensionError(
             f"{library} cannot be loaded: {error}. Delete {library.parent}: the next run compiles it again"
         ) from error
     return module

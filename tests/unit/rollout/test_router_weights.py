@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.routing import append_routes, is_missing, missing_rows, with_all_routes
+from megatron_dppo.data.routing import is_missing, missing_rows, with_all_routes
 from megatron_dppo.data.samples import RowShape, pack, to_training_sample
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.contract import check_generation
@@ -21,6 +21,7 @@ from megatron_dppo.errors import ConfigError, ContractBreach
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
 from megatron_dppo.rollout.saved import SavedStream
 from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, experts_of, weights_of, with_weights
+from megatron_dppo.types.token_columns import ROUTES, GrowingColumn
 from tests.unit.configs import config
 from tests.unit.data.test_routing import compact, routes
 from tests.unit.engines.test_local_routes import MODEL, generate, router_logits
@@ -60,7 +61,10 @@ def test_a_row_holds_k_experts_and_the_bytes_of_k_weights(shape: RoutingShape, w
 def test_weights_travel_to_the_bit_with_the_experts(shape: RoutingShape) -> None:
     first, experts, weights = weighted(4, shape, 1)
     later, more, others = weighted(3, shape, 2)
-    grown = append_routes(first[:3], later, 2)
+    column = GrowingColumn(ROUTES, missing_rows(0, shape), 3)
+    column.append(first[:3])
+    column.append(later[1:])
+    grown = column.tensor
     expected = torch.cat([weights[:3], others[1:]])
     assert torch.equal(weights_of(grown, shape), expected), "what was known of a token stays"
     samples = [
