@@ -19,13 +19,14 @@ from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.contract import check_generation
 from megatron_dppo.errors import ConfigError, ContractBreach
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
-from megatron_dppo.rollout.saved import SavedStream, why_unusable
+from megatron_dppo.rollout.saved import SavedStream
 from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, experts_of, weights_of, with_weights
 from megatron_dppo.types.token_columns import ROUTES, GrowingColumn
 from tests.unit.configs import config
 from tests.unit.data.test_routing import compact, routes
 from tests.unit.engines.test_local_routes import MODEL, generate, router_logits
 from tests.unit.honest_answers import CONTRACT, SHAPE, honest
+from tests.unit.streams import unusable
 
 NARROW = replace(SHAPE, weights=True)
 WIDE = replace(NARROW, num_experts=300)
@@ -195,12 +196,12 @@ def test_servers_are_not_asked_for_weights() -> None:
 def test_rollouts_sampled_ahead_go_with_one_value_of_the_key(then: bool, now: bool, words: str) -> None:
     stream = SavedStream(0, 0, {}, [[]], [[]])
     was, of_now = (config(train={"router_replay": "rollout", "router_replay_weights": key}) for key in (then, now))
-    assert words in why_unusable(stream, was.model_dump(mode="json"), of_now)
-    assert not why_unusable(stream, of_now.model_dump(mode="json"), of_now)
+    assert words in unusable(stream, was.model_dump(mode="json"), of_now)
+    assert not unusable(stream, of_now.model_dump(mode="json"), of_now)
     # Runs from before the key had no weights.
     before = was.model_dump(mode="json")
     del before["train"]["router_replay_weights"]
-    assert bool(why_unusable(stream, before, of_now)) == now
+    assert bool(unusable(stream, before, of_now)) == now
 
 
 def test_a_folder_of_rollouts_keeps_them(tmp_path: Path) -> None:
