@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from megatron_dppo.config.batch import BatchSizes
 from megatron_dppo.config.checks import check
 from megatron_dppo.config.data import DataConfig, EvalConfig
 from megatron_dppo.config.distillation import DistillationConfig
-from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss import AnyLoss, LossConfig
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.removed import without_removed_defaults
@@ -35,7 +35,7 @@ class Config(_Section):
     rollout: RolloutConfig
     agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
-    loss: LossConfig = LossConfig()
+    loss: AnyLoss = Field(default_factory=LossConfig)
     distillation: DistillationConfig = DistillationConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig

@@ -17,7 +17,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.errors import ConfigError, Problems, SeveralProblems, UserError
 from megatron_dppo.hf.folder import model_shape
-from megatron_dppo.losses.own_check import check_own_functions
+from megatron_dppo.losses.parts.user_check import check_user_functions
 from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.parallel.platform import Platform, require_devices
 from megatron_dppo.report.sinks import require_sinks
@@ -97,7 +97,7 @@ def _functions(start: Start) -> Iterable[UserError]:
 
 
 def _loss(start: Start) -> Iterable[UserError]:
-    check_own_functions(start.config.loss)
+    check_user_functions(start.config.loss)
     return ()
 
 

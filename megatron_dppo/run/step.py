@@ -21,7 +21,7 @@ from megatron_dppo.data.samples import to_samples
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.errors import ServerError
 from megatron_dppo.losses import advantages_by
-from megatron_dppo.losses.returns import Moments, kl_estimate, returns_to_go
+from megatron_dppo.losses.parts.returns import Moments, kl_estimate, returns_to_go
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import from_each, from_leader
 from megatron_dppo.policy.update import Updater

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.losses.returns import kl_estimate
+from megatron_dppo.losses.parts.returns import kl_estimate
 from megatron_dppo.run.step import group_advantages, refined_advantages
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, TrainingSample
 from tests.distributed.spawn import run_distributed

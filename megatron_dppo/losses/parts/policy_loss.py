@@ -15,49 +15,21 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.losses.centering import residuals
-from megatron_dppo.losses.counterfactuals import counterfactual_metrics
-from megatron_dppo.losses.loss_metrics import common_metrics, policy_metrics
-from megatron_dppo.losses.own import own_loss, own_mask
-from megatron_dppo.losses.reduce import masked_sum, statistics_dtype
-from megatron_dppo.losses.returns import kl_estimate
-from megatron_dppo.losses.rules import Decision, decide
-from megatron_dppo.losses.tokens import Tokens, check_shapes, prepare
+from megatron_dppo.losses.parts.counterfactuals import counterfactual_metrics
+from megatron_dppo.losses.parts.decision import Decision, decide, drop
+from megatron_dppo.losses.parts.loss import as_loss
+from megatron_dppo.losses.parts.loss_metrics import common_metrics, policy_metrics
+from megatron_dppo.losses.parts.reduce import masked_sum, statistics_dtype
+from megatron_dppo.losses.parts.returns import kl_estimate
+from megatron_dppo.losses.parts.tokens import Tokens, check_shapes, prepare
+from megatron_dppo.losses.parts.user_functions import call_user_mask
 from megatron_dppo.types import LossInputs, LossOutput, Metric
-
-
-def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
-    """A DPPO loss, for use inside another trainer; arguments, result and errors are those of ``policy_loss``.
-
-    Example: the second of two tokens has moved 0.4 from its rollout probability, more than the 0.15 of DPPO-Binary-TV,
-    and would move on. It gets no gradient; the first gets minus its ratio 0.5 / 0.4.
-
-        >>> inputs = LossInputs(
-        ...     logprobs=torch.tensor([0.5, 0.9]).log().requires_grad_(),
-        ...     rollout_logprobs=torch.tensor([0.4, 0.5]).log(),
-        ...     advantages=torch.tensor([1.0, 1.0]),
-        ...     loss_mask=torch.tensor([True, True]),
-        ... )
-        >>> output = dppo_loss(inputs, LossConfig(name="dppo_binary_tv"))
-        >>> output.keep_mask
-        tensor([ True, False])
-        >>> output.loss_sum.backward()
-        >>> inputs.logprobs.grad
-        tensor([-1.2500,  0.0000])
-
-    Raises:
-        ValueError: also when ``config.name`` is not a ``dppo_*`` loss.
-    """
-    if not config.is_dppo:
-        names = ["dppo_binary_kl", "dppo_binary_tv", "dppo_topk_kl", "dppo_topk_tv", "dppo_recompute_*"]
-        raise ValueError(f"dppo_loss got the loss {config.name!r}, expected one of {names}; policy_loss takes any name")
-    return policy_loss(inputs, config)
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool = False) -> LossOutput:
     """The loss that ``config.name`` says, summed over the tokens of the loss mask; docs/loss.md has the formulas.
 
-    Example: PPO's clipping on the same two tokens as in ``dppo_loss``: both ratios, 1.25 and 1.8, against 1.28.
+    Example: PPO's clipping on two tokens: both ratios, 1.25 and 1.8, against 1.28.
 
         >>> inputs = LossInputs(
         ...     logprobs=torch.tensor([0.5, 0.9]).log().requires_grad_(),
@@ -89,30 +61,31 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
         ValueError: a required input is missing, shapes differ, a mask is not bool, or ``entropy`` has no gradient
             although there is an entropy bonus, or ``topk_logprobs`` although the score is centered.
     """
-    tokens = prepare(inputs, config)
+    loss = as_loss(config)
+    tokens = prepare(inputs, loss)
     unknown = Metric((inputs.loss_mask & ~tokens.mask).sum(), inputs.loss_mask.sum())
     inputs = replace(inputs, loss_mask=tokens.mask)
-    decision = decide(tokens, config)
-    factor = None if config.mask is None else own_mask(inputs, tokens, config)
-    keep, token_loss = _term(inputs, tokens, decision, factor, config)
-    coefficient = _own_coefficient(tokens, token_loss) if counterfactuals and config.own_loss is not None else None
-    extra = {"unknown_rollout_fraction": unknown}
-    if config.kl_coef:
-        penalty = _kl_term(inputs, tokens, config)
-        token_loss = token_loss + config.kl_coef * penalty
-        extra["kl_penalty"] = Metric(masked_sum(penalty.detach(), tokens.mask), tokens.mask.sum())
-    if config.entropy_coef:
-        token_loss = token_loss - config.entropy_coef * _entropy(inputs)
-    if inputs.token_weights is not None:
-        token_loss = token_loss * torch.where(tokens.mask, inputs.token_weights.detach().to(token_loss.dtype), 0.0)
-    loss_sum = token_loss.sum()
-    metrics = policy_metrics(tokens, decision, keep, config.ratio_limits[1]) | common_metrics(inputs, loss_sum) | extra
+
+    decision = decide(tokens, loss)
+    factor = None if loss.user_mask is None else call_user_mask(loss.user_mask, loss.mask_options, inputs, tokens)
+    if factor is not None:
+        decision = drop(decision, factor != 0)
+
+    keep, token_loss = loss.terms(inputs, tokens, decision)
+    if factor is not None:
+        token_loss = token_loss * factor
+    coefficient = _coefficient(tokens, token_loss) if counterfactuals and not loss.decides_gradient else None
+    token_loss, extra = add_penalties(token_loss, inputs, tokens, loss)
+
+    loss_sum = aggregate(token_loss, inputs, tokens)
+    metrics = policy_metrics(tokens, decision, keep, loss.ratio_limits[1]) | common_metrics(inputs, loss_sum)
+    metrics |= {"unknown_rollout_fraction": unknown} | extra
     if counterfactuals:
         metrics |= counterfactual_metrics(
-            tokens, decision, keep, config, inputs.token_weights, factor=factor, coefficient=coefficient
+            tokens, decision, keep, loss, inputs.token_weights, factor=factor, coefficient=coefficient
         )
-    found, log_pi = tokens.mask.sum(), inputs.logprobs.detach()
-    return LossOutput(loss_sum=loss_sum, num_tokens=found, keep_mask=keep, metrics=metrics, logprobs=log_pi)
+    count, log_pi = tokens.mask.sum(), inputs.logprobs.detach()
+    return LossOutput(loss_sum=loss_sum, num_tokens=count, keep_mask=keep, metrics=metrics, logprobs=log_pi)
 
 
 def supervised_loss(inputs: LossInputs) -> LossOutput:
@@ -139,35 +112,20 @@ def no_policy_loss(inputs: LossInputs) -> LossOutput:
     return LossOutput(loss_sum=zero, num_tokens=inputs.loss_mask.sum(), keep_mask=inputs.loss_mask, metrics={})
 
 
-def _term(
-    inputs: LossInputs, tokens: Tokens, decision: Decision, factor: Tensor | None, config: LossConfig
-) -> tuple[Tensor, Tensor]:
-    """Which tokens are kept, and the term of each, ``[T]`` both, without penalty and bonus."""
-    if factor is not None:
-        clipped = torch.where(factor != 0, decision.clipped_weight, 0.0)
-        decision = decision._replace(keep=decision.keep & (factor != 0), clipped_weight=clipped)
-    keep = decision.keep & tokens.mask
-    if config.own_loss is not None:
-        found, kept = own_loss(inputs, tokens, config)
-        keep, token_loss = keep & kept, torch.where(keep, found, 0.0)
-    else:
-        token_loss = _policy_term(tokens, decision, keep, config)
-        if config.centers_score:
-            token_loss = token_loss + _centering_term(inputs, tokens, keep, config)
-    return keep, token_loss if factor is None else token_loss * factor
-
-
-def _own_coefficient(tokens: Tokens, token_loss: Tensor) -> Tensor:
-    """``[T]`` the derivative of a user's loss in the log-probabilities; 0 where none is asked for."""
+def _coefficient(tokens: Tokens, token_loss: Tensor) -> Tensor:
+    """Return the derivative of the terms in the log-probabilities, ``[T]``; 0 where none is asked for."""
     if not token_loss.requires_grad:
         return torch.zeros_like(tokens.advantages)
     (found,) = torch.autograd.grad(token_loss.sum(), tokens.logprobs, retain_graph=True, allow_unused=True)
     return torch.zeros_like(tokens.advantages) if found is None else found
 
 
-def _policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossConfig) -> Tensor:
-    """``[T]``, 0 outside the loss mask. Every mask is a `where`, on the inside of a product too: a NaN or an infinity
-    behind a factor of 0 comes back, in the value or in the gradient."""
+def policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossConfig) -> Tensor:
+    """Return the value ``-A w M log pi`` (or ``-A w M``) with its gradient, ``[T]``, 0 outside the loss mask.
+
+    Every mask is a `where`, on the inside of a product too: a NaN or an infinity behind a factor of 0 comes back, in
+    the value or in the gradient.
+    """
     floor, cap = config.ratio_limits
     weight = decision.weight.clamp(floor, cap)
     acts = tokens.mask & (tokens.advantages != 0)
@@ -183,23 +141,29 @@ def _policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossC
     return torch.where(acts, -tokens.advantages * value, 0.0)
 
 
-def _centering_term(inputs: LossInputs, tokens: Tokens, keep: Tensor, config: LossConfig) -> Tensor:
-    """``[T]`` ``A`` times the sampler's expected score, with the gradient of log pi at the ids of the head."""
-    assert inputs.topk_logprobs is not None
-    if torch.is_grad_enabled() and inputs.logprobs.requires_grad and not inputs.topk_logprobs.requires_grad:
-        raise ValueError(
-            "topk_logprobs carries no gradient, so score_centering would subtract nothing; pass log pi at the ids of "
-            "the head without detaching it"
-        )
-    residual = residuals(tokens, config)
-    head = inputs.topk_logprobs[:, :-1].to(tokens.logprobs.dtype)
-    acts = (keep & tokens.mask & (tokens.advantages != 0))[:, None] & (residual != 0) & head.isfinite()
-    scores = torch.where(acts, residual.to(head.dtype) * torch.where(acts, head, 0.0), 0.0)
-    return tokens.advantages * scores.sum(-1)
+def add_penalties(
+    token_loss: Tensor, inputs: LossInputs, tokens: Tokens, config: LossConfig
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Add the KL penalty and the entropy bonus to the terms ``[T]``; return them and what is reported."""
+    extra = {}
+    if config.kl_coef:
+        penalty = kl_term(inputs, tokens, config)
+        token_loss = token_loss + config.kl_coef * penalty
+        extra["kl_penalty"] = Metric(masked_sum(penalty.detach(), tokens.mask), tokens.mask.sum())
+    if config.entropy_coef:
+        token_loss = token_loss - config.entropy_coef * entropy_term(inputs)
+    return token_loss, extra
 
 
-def _kl_term(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> Tensor:
-    """``[T]`` differentiable estimates of KL(pi || anchor), see ``kl_estimate``."""
+def aggregate(token_loss: Tensor, inputs: LossInputs, tokens: Tokens) -> Tensor:
+    """Return the sum of the terms ``[T]``, each times its aggregation weight (``token_weights``; None = 1)."""
+    if inputs.token_weights is not None:
+        token_loss = token_loss * torch.where(tokens.mask, inputs.token_weights.detach().to(token_loss.dtype), 0.0)
+    return token_loss.sum()
+
+
+def kl_term(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> Tensor:
+    """Return ``[T]`` differentiable estimates of KL(pi || anchor), see ``kl_estimate``."""
     anchor = tokens.rollout_logprobs
     if config.kl_anchor == "reference":
         assert inputs.reference_logprobs is not None
@@ -207,7 +171,8 @@ def _kl_term(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> Tensor:
     return kl_estimate(tokens.logprobs, anchor, config.kl_estimator)
 
 
-def _entropy(inputs: LossInputs) -> Tensor:
+def entropy_term(inputs: LossInputs) -> Tensor:
+    """Return the entropy of pi with its gradient, ``[T]``, 0 outside the loss mask."""
     assert inputs.entropy is not None
     if torch.is_grad_enabled() and inputs.logprobs.requires_grad and not inputs.entropy.requires_grad:
         raise ValueError(
