@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_dppo import losses
 from megatron_dppo.config.loss import LossConfig
 
 if TYPE_CHECKING:
@@ -36,8 +35,10 @@ class Loss(LossConfig):
             tokens: the prepared inputs.
             decision: of ``decide``, after the mismatch mask and the user's mask.
         """
+        from megatron_dppo.losses.parts.policy_loss import policy_term  # loads torch, which a configuration does without
+
         keep = decision.keep & tokens.mask
-        return keep, losses.policy_term(tokens, decision, keep, self)
+        return keep, policy_term(tokens, decision, keep, self)
 
 
 def as_loss(config: LossConfig) -> Loss:
