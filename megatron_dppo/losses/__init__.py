@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from megatron_dppo.losses.parts.example import show
     from megatron_dppo.losses.parts.loss import Loss
     from megatron_dppo.losses.parts.objective import SUPERVISED, Objective, policy_objective
-    from megatron_dppo.losses.parts.policy_loss import no_policy_loss, policy_loss, policy_term, supervised_loss
+    from megatron_dppo.losses.parts.policy_loss import no_policy_loss, policy_loss, supervised_loss
     from megatron_dppo.losses.parts.predictive import divergence_rate, predictive_sums
     from megatron_dppo.losses.parts.reduce import BatchTotals, per_sequence, sequence_weight, token_weights
     from megatron_dppo.losses.parts.sequences import prefix_keep_mask, sequence_keep_mask
+    from megatron_dppo.losses.parts.terms import policy_term
     from megatron_dppo.losses.parts.tokens import Tokens
     from megatron_dppo.losses.parts.topk import topk_kl, topk_sums, topk_tv
     from megatron_dppo.losses.parts.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
@@ -52,7 +53,7 @@ _MODULES = {
     "per_sequence": "losses.parts.reduce",
     "policy_loss": "losses.parts.policy_loss",
     "policy_objective": "losses.parts.objective",
-    "policy_term": "losses.parts.policy_loss",
+    "policy_term": "losses.parts.terms",
     "predictive_sums": "losses.parts.predictive",
     "prefix_keep_mask": "losses.parts.sequences",
     "ratio_keep_mask": "losses.parts.trust_region",

@@ -35,7 +35,8 @@ class Loss(LossConfig):
             tokens: the prepared inputs.
             decision: of ``decide``, after the mismatch mask and the user's mask.
         """
-        from megatron_dppo.losses.parts.policy_loss import policy_term  # loads torch, which a configuration does without
+        # Loads torch, which a configuration does without.
+        from megatron_dppo.losses.parts.terms import policy_term
 
         keep = decision.keep & tokens.mask
         return keep, policy_term(tokens, decision, keep, self)
