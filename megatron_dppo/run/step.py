@@ -38,6 +38,89 @@ if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 
+def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig) -> list[TrainingSample]:
+    """Rewards to group-relative advantages to training samples."""
+    samples = to_samples(groups, group_advantages(groups, train).tolist())
+    if not train.mask_truncated:
+        return samples
+    cut = [r.completion.finish_reason == FinishReason.LENGTH for group in groups for r in group.rollouts]
+    return [
+        replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if is_cut else sample
+        for sample, is_cut in zip(samples, cut, strict=True)
+    ]
+
+
+def update_policy(
+    trainer: PolicyTrainer,
+    config: Config,
+    teacher: Teacher | TeacherServers | None,
+    step: int,
+    collected: Collected,
+    samples: Sequence[TrainingSample],
+    clock: Clock,
+    record: StepRecord | None = None,
+    parts: Callable[[int], list[list[int]]] | None = None,
+) -> list[StepResult]:
+    """One optimizer update for each mini-batch of each epoch.
+
+    Args:
+        trainer: policy of this rank.
+        config: configuration of the run.
+        teacher: teacher of a distillation, if there is one.
+        step: rollout steps done before this one.
+        collected: rollouts of this rank.
+        samples: what ``make_samples`` made of them.
+        clock: gets the time of each part.
+        record: gets what the updates saw of each token; None = nobody wants it.
+        parts: the samples of each mini-batch of an epoch; None = by the run's seed.
+
+    Raises:
+        TrainingStopped: the rollouts are not those of the policy; nothing was updated.
+    """
+    trainer.optimizer.set_step(step)
+    exact = config.distillation.is_exact
+    inside = None if isinstance(teacher, TeacherServers) else teacher
+    updater = Updater(
+        trainer,
+        config.train,
+        config.loss,
+        with_reference=config.needs_reference,
+        teacher=inside if exact else None,
+        score=None if exact else inside,
+        watch=None if record is None else record.watch,
+    )
+    guard = first_update_guard(trainer.groups, config, collected)
+    samples = updater.add_recomputed(samples, clock)
+    if isinstance(teacher, TeacherServers):
+        with clock.part("recompute"):
+            samples = scored(samples, teacher, trainer.groups.replica)
+    with clock.part("waiting"):  # for the slowest rank's rollouts, where all ranks' are needed
+        samples = refined_advantages(samples, collected.groups, config.train, config.reward, group=trainer.groups.dp)
+        own = teacher_metrics(samples, trainer.groups) if teacher is not None and not exact else {}
+        samples = samples if teacher is None else taught_advantages(samples, config.distillation)
+    if record is not None:
+        samples = record.numbered(samples, trainer.dp_rank)
+    seed = sampling_seed(config.run.seed, "order", step, trainer.dp_rank)
+    results = list(updater.run(samples, seed, clock, guard, parts))
+    if config.reward.kl_coef:
+        own |= kl_metrics(samples, config.reward, trainer.groups)
+    if own:
+        results[0] = replace(results[0], metrics={**results[0].metrics, **own})
+    return results
+
+
+def first_update_guard(groups: ParallelGroups, config: Config, collected: Collected) -> FirstUpdateGuard:
+    """Return the guard of this step's first update; a collective over all ranks."""
+    local = {
+        "dropped": dropped_tokens(collected.groups),
+        "oldest": Metric(max(collected.token_ages, default=0), kind="max"),
+    }
+    found = reduce_over_samples(groups, local)
+    return FirstUpdateGuard.of(
+        config.train, config.rollout, config.model, dropped=found["dropped"], on_policy=found["oldest"] == 0
+    )
+
+
 def group_advantages(groups: Sequence[RolloutGroup], train: TrainConfig, taken: Tensor | None = None) -> Tensor:
     """``[groups, samples]`` by ``train.advantage``, of the rewards less what is ``taken [groups, samples]`` of them."""
     rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
@@ -150,89 +233,6 @@ def _with(sample: TrainingSample, values: Tensor, is_valid: bool) -> TrainingSam
 
 def _valid(groups: Sequence[RolloutGroup]) -> Tensor:
     return torch.tensor([[not r.reward_failed for r in group.rollouts] for group in groups])
-
-
-def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig) -> list[TrainingSample]:
-    """Rewards to group-relative advantages to training samples."""
-    samples = to_samples(groups, group_advantages(groups, train).tolist())
-    if not train.mask_truncated:
-        return samples
-    cut = [r.completion.finish_reason == FinishReason.LENGTH for group in groups for r in group.rollouts]
-    return [
-        replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if is_cut else sample
-        for sample, is_cut in zip(samples, cut, strict=True)
-    ]
-
-
-def update_policy(
-    trainer: PolicyTrainer,
-    config: Config,
-    teacher: Teacher | TeacherServers | None,
-    step: int,
-    collected: Collected,
-    samples: Sequence[TrainingSample],
-    clock: Clock,
-    record: StepRecord | None = None,
-    parts: Callable[[int], list[list[int]]] | None = None,
-) -> list[StepResult]:
-    """One optimizer update for each mini-batch of each epoch.
-
-    Args:
-        trainer: policy of this rank.
-        config: configuration of the run.
-        teacher: teacher of a distillation, if there is one.
-        step: rollout steps done before this one.
-        collected: rollouts of this rank.
-        samples: what ``make_samples`` made of them.
-        clock: gets the time of each part.
-        record: gets what the updates saw of each token; None = nobody wants it.
-        parts: the samples of each mini-batch of an epoch; None = by the run's seed.
-
-    Raises:
-        TrainingStopped: the rollouts are not those of the policy; nothing was updated.
-    """
-    trainer.optimizer.set_step(step)
-    exact = config.distillation.is_exact
-    inside = None if isinstance(teacher, TeacherServers) else teacher
-    updater = Updater(
-        trainer,
-        config.train,
-        config.loss,
-        with_reference=config.needs_reference,
-        teacher=inside if exact else None,
-        score=None if exact else inside,
-        watch=None if record is None else record.watch,
-    )
-    guard = first_update_guard(trainer.groups, config, collected)
-    samples = updater.add_recomputed(samples, clock)
-    if isinstance(teacher, TeacherServers):
-        with clock.part("recompute"):
-            samples = scored(samples, teacher, trainer.groups.replica)
-    with clock.part("waiting"):  # for the slowest rank's rollouts, where all ranks' are needed
-        samples = refined_advantages(samples, collected.groups, config.train, config.reward, group=trainer.groups.dp)
-        own = teacher_metrics(samples, trainer.groups) if teacher is not None and not exact else {}
-        samples = samples if teacher is None else taught_advantages(samples, config.distillation)
-    if record is not None:
-        samples = record.numbered(samples, trainer.dp_rank)
-    seed = sampling_seed(config.run.seed, "order", step, trainer.dp_rank)
-    results = list(updater.run(samples, seed, clock, guard, parts))
-    if config.reward.kl_coef:
-        own |= kl_metrics(samples, config.reward, trainer.groups)
-    if own:
-        results[0] = replace(results[0], metrics={**results[0].metrics, **own})
-    return results
-
-
-def first_update_guard(groups: ParallelGroups, config: Config, collected: Collected) -> FirstUpdateGuard:
-    """Return the guard of this step's first update; a collective over all ranks."""
-    local = {
-        "dropped": dropped_tokens(collected.groups),
-        "oldest": Metric(max(collected.token_ages, default=0), kind="max"),
-    }
-    found = reduce_over_samples(groups, local)
-    return FirstUpdateGuard.of(
-        config.train, config.rollout, config.model, dropped=found["dropped"], on_policy=found["oldest"] == 0
-    )
 
 
 def scored(
