@@ -220,7 +220,7 @@ def run_worker(file: Path, arguments: Sequence[str]) -> int:
 
     def update_policy(trainer: Any, config: Any, teacher: Any, step: int, groups: Any, samples: Any, *rest: Any) -> Any:
         budget = config.train.micro_batch_tokens
-        write("paired", score_twice(trainer, samples, budget, has_routes=config.needs_engine_routing))
+        write("paired", score_twice(trainer, samples, budget, has_routes=config.train.needs_engine_routing))
         return update(trainer, config, teacher, step, groups, samples, *rest)
 
     loop.update_policy = update_policy

@@ -46,7 +46,7 @@ from megatron_dppo.hf.folder import FolderWeights, build_hf_model, copy_into_mod
 from megatron_dppo.losses import advantages_by, policy_loss
 from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.scorer import build_scorer
+from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.types import LossInputs, Prompt, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,7 +153,7 @@ def score(config: Config, engine_folder: Path, policy_folder: Path) -> Scored:
     params = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, seed=config.run.seed)
     completions = engine.generate(prompts, params)
     engine.close()
-    scorer = build_scorer(config)
+    scorer = open_scorer(config)
     items = [
         RewardItem(prompt=p.text, completion=c.text, label=p.label, token_ids=c.token_ids.tolist())
         for p, c in zip(prompts, completions, strict=True)

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from megatron_dppo.head.loss import dppo_head_loss
     from megatron_dppo.head.vocab_logprobs import vocab_parallel_logprobs
     from megatron_dppo.head.vocab_topk import vocab_parallel_topk
-    from megatron_dppo.losses.advantages import group_relative_advantages
-    from megatron_dppo.losses.policy_loss import dppo_loss, policy_loss
+    from megatron_dppo.losses.dppo import dppo_loss
+    from megatron_dppo.losses.parts.advantages import group_relative_advantages
+    from megatron_dppo.losses.parts.policy_loss import policy_loss
     from megatron_dppo.types import KeptSets, LossInputs, LossOutput, TokenTargets
 
 __version__ = "0.1.0"
@@ -43,11 +44,11 @@ _MODULES = {
     "LossOutput": "types",
     "TokenTargets": "types",
     "dppo_head_loss": "head.loss",
-    "dppo_loss": "losses.policy_loss",
-    "group_relative_advantages": "losses.advantages",
-    "policy_loss": "losses.policy_loss",
-    "vocab_parallel_logprobs": "parallel.vocab_logprobs",
-    "vocab_parallel_topk": "parallel.vocab_topk",
+    "dppo_loss": "losses.dppo",
+    "group_relative_advantages": "losses.parts.advantages",
+    "policy_loss": "losses.parts.policy_loss",
+    "vocab_parallel_logprobs": "head.vocab_logprobs",
+    "vocab_parallel_topk": "head.vocab_topk",
 }
 
 

@@ -9,11 +9,13 @@ import sys
 import typing
 from pathlib import Path
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_dppo.config.describe import is_section, limits, type_name
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss_files import loss_classes, user_loss_class
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.section import Section
 
 HEAD = """# Configuration
 
@@ -55,6 +57,9 @@ the default.
 """
 
 
+NO_KEYS = "\nNo further keys.\n"
+
+
 def row(name: str, field: FieldInfo) -> str:
     """One line of a section's table."""
     default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
@@ -64,7 +69,7 @@ def row(name: str, field: FieldInfo) -> str:
     return f"| `{name}` | {kind} | {default} | {text} |"
 
 
-def section(name: str, model: type[BaseModel]) -> str:
+def section(name: str, model: type[Section]) -> str:
     """The table of one section, and those of the sections inside it."""
     plain, nested = [], []
     for key, field in model.model_fields.items():
@@ -77,7 +82,22 @@ def section(name: str, model: type[BaseModel]) -> str:
             plain.append(row(key, field))
     about = (model.__doc__ or "").partition("\n\n    Example:")[0].strip().replace("``", "`")
     head = f"\n## [{name}]\n\n{about}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
-    return (head + "\n".join(plain) + "\n" if plain else "") + "".join(nested)
+    of_losses = keys_of_losses() if model is LossConfig else ""
+    return (head + "\n".join(plain) + "\n" if plain else "") + of_losses + "".join(nested)
+
+
+def keys_of_losses() -> str:
+    """Return the tables of the keys that only some losses have, one for each class of losses."""
+    names: dict[type[LossConfig], list[str]] = {}
+    for name, kind in loss_classes().items():
+        names.setdefault(kind, []).append(f"`{name}`")
+    names[user_loss_class()] = ["A function of your own"]
+    text = ""
+    for kind, of_kind in names.items():
+        rows = [row(key, field) for key, field in kind.model_fields.items() if key not in LossConfig.model_fields]
+        table = "\n| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        text += f"\n### [loss], {', '.join(of_kind)}\n{table if rows else NO_KEYS}"
+    return text
 
 
 def document() -> str:

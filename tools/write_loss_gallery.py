@@ -1,4 +1,5 @@
-"""Write docs/losses/README.md: formula, picture, use, source of every loss, and the wind tunnel's verdict on it.
+"""Write docs/losses/README.md: formula, picture, use, source of every loss, the wind tunnel's verdict on it, and the
+table of three axes from the first lines of the files in megatron_dppo/losses.
 
 python tools/write_loss_gallery.py docs/losses/README.md [ROWS]
 
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +22,23 @@ from draw_losses import ANCHOR, HEAD_MU, HEAD_PI, entries
 
 from megatron_dppo.commands.experiments.statistics import SCORES, Band, Cell, Row, bands
 from megatron_dppo.commands.experiments.verdicts import judge
+from megatron_dppo.config.loss_files import loss_classes
 
 ROWS = Path(__file__).parents[1] / "docs/windtunnel/rows.jsonl.xz"
 DEFAULT = "dppo_binary_tv cap 5"
 """the loss that the others are compared with: it is the configuration's default"""
 MISSING = "not measured yet"
 
+AXES = ("Differentiated", "Weight", "Mask")
 HEAD = f"""# Losses: what each does with a token
 
 Written by `tools/write_loss_gallery.py` from `gallery.toml`; the pictures by `tools/draw_losses.py`, which takes them
-from the gradient of the losses themselves. Keys and details: [loss.md](../loss.md).
+from the gradient of the losses themselves. Details: [loss.md](../loss.md), keys:
+[configuration.md](../configuration.md#loss). Each loss is one file of `megatron_dppo/losses`: formula, keys, inputs,
+rule, source and a worked example. mu is the rollout's probability, pi the present one, pi' the anchor
+(recomputed by the trainer).
+
+{{axes}}
 
 Each picture has μ, the probability that the token was sampled with, across, and π, the one it has now, upwards, both in
 log-odds; the diagonal is π = μ. Colour is the factor of A ∇ log π: white 1, red more, blue less, dark = dropped,
@@ -103,10 +113,27 @@ def section(entry: Mapping[str, Any], found: Mapping[Cell, Band]) -> str:
     return "\n\n".join(parts)
 
 
+def axes() -> str:
+    """Return the table of three axes, from the first lines of the files of the losses."""
+    names: dict[str, list[str]] = {}
+    for name, kind in loss_classes().items():
+        names.setdefault(kind.__module__, []).append(f"`{name}`")
+    lines = ["| `loss.name` | what is differentiated | weight | what the mask measures |", "|---|---|---|---|"]
+    for module, of_module in names.items():
+        said = import_module(module).__doc__ or ""
+        cells = [re.findall(rf"^{axis}: (.*)$", said, re.MULTILINE)[0].replace("|", "\\|") for axis in AXES]
+        file = module.rpartition(".")[2]
+        link = f"[{file}.py](../../megatron_dppo/losses/{file}.py)"
+        lines.append(f"| {', '.join(of_module)}: {link} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def document(rows: Sequence[Row]) -> str:
     """The whole page."""
     found = bands(rows, SCORES["final"])
-    return "\n\n".join([HEAD.rstrip(), *(section(entry, found) for entry in entries())]) + "\n"
+    return (
+        "\n\n".join([HEAD.rstrip().replace("{axes}", axes()), *(section(entry, found) for entry in entries())]) + "\n"
+    )
 
 
 if __name__ == "__main__":

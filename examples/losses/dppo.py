@@ -1,5 +1,13 @@
 """DPPO-Binary-TV and DPPO-TopK-TV once more, as losses of one's own: what to start from.
 
+A class has the form of the built-in losses (megatron_dppo/losses); its fields are keys of [loss]:
+
+[loss]
+name = "examples/losses/dppo.py:BinaryTV"
+threshold = 0.15
+
+A function gives the terms themselves; its arguments are options:
+
 [loss]
 name = "examples/losses/dppo.py:binary_tv"
 options = { threshold = 0.15 }
@@ -8,10 +16,31 @@ options = { threshold = 0.15 }
 from __future__ import annotations
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from megatron_dppo import LossInputs
-from megatron_dppo.losses import divergence_keep_mask, needs, topk_tv
+from megatron_dppo import LossInputs, losses
+from megatron_dppo.losses import Decision, Tokens, divergence_keep_mask, needs, topk_tv
+
+
+class BinaryTV(losses.Loss):
+    """A mask and a weight of each token; the gradient is ``-A w M grad log pi``. No other inputs are needed."""
+
+    threshold: float = Field(0.15, gt=0, le=1)
+    """Trust region on both sides."""
+    cap: float = Field(5.0, gt=0)
+    """C in min(r, C)."""
+
+    @property
+    def ratio_limits(self) -> tuple[float, float]:
+        """(floor, cap) of the weight."""
+        return (0.0, self.cap)
+
+    def decide(self, tokens: Tokens) -> Decision:
+        """Drop what is beyond the threshold and leads outward."""
+        divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)
+        outward = tokens.advantages * tokens.log_ratio > 0
+        return losses.weigh_by_ratio(tokens, divergence, keep=~(outward & (divergence > self.threshold)))
 
 
 @needs(zero_advantage=False)

@@ -53,7 +53,7 @@ def dry_run(path: str | Path, found: Read, world_size: int | None) -> int:
         print("\n".join(["by the rules of defaults:", *(f"  {key} = {value}" for key, value in defaults.items()), ""]))
         if world_size is None and "WORLD_SIZE" not in os.environ:
             print(f"for {size} process(es), the fewest of this layout; --world-size N checks it for N")
-        print("\n".join([describe(start.inputs.layout, start.config), start.inputs.data_summary, *start.notes]))
+        print("\n".join([describe(start.inputs.layout, start.config.batch), start.inputs.data_summary, *start.notes]))
         if point is not None:
             print("\n".join(_resumes(point)))
     return 0

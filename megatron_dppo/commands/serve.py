@@ -41,7 +41,7 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         UserError: a wrong configuration, a server that does not start, or not again after it has died.
     """
     from megatron_dppo.config.io import load_config
-    from megatron_dppo.engines.serving.command import check_engine, plan_servers
+    from megatron_dppo.engines.serving.command import check_engine, plan_servers, server_options
     from megatron_dppo.engines.serving.processes import visible_gpus
 
     config = load_config(options.config, overrides)
@@ -52,10 +52,17 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.print_mode:
         print(_mode(config))
         return 0
-    check_engine(config)
+    check_engine(config.rollout.engine)
     if config.rollout.servers.urls:
         return _attach(config, options.urls_file)
-    plans = plan_servers(config, os.environ, visible_gpus(os.environ), options.skip_gpus)
+    server = server_options(
+        config.rollout,
+        config.model,
+        config.lora,
+        routed_experts=config.train.needs_engine_routing,
+        topk_logprobs=config.topk_logprobs,
+    )
+    plans = plan_servers(config.rollout, server, os.environ, visible_gpus(os.environ), options.skip_gpus)
     if options.dry_run:
         for plan in plans:
             gpus = plan.env.get("CUDA_VISIBLE_DEVICES")

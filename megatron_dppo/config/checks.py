@@ -1,121 +1,94 @@
-"""Checks across sections of the configuration."""
+"""Checks across sections of the configuration. What concerns one section alone is checked in that section.
+
+``check`` is the list, in the order in which problems are reported; the groups below it follow that order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.config.data import EvalConfig
-from megatron_dppo.config.train import FROM_ENGINE
+from megatron_dppo.config.data import DataConfig, EvalConfig
+from megatron_dppo.config.distillation import DistillationConfig
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
+from megatron_dppo.config.optimizer import OptimizerConfig
+from megatron_dppo.config.reward import RewardConfig
+from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
+from megatron_dppo.config.run import CheckpointConfig, RunConfig
+from megatron_dppo.config.train import FROM_ENGINE, TrainConfig, WarmupConfig
 
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import Config
 
 
-def check_agent(config: Config) -> None:
-    """Whether the other sections fit the agent.
+def check(config: Config) -> None:
+    """Check that the sections fit each other.
 
     Raises:
-        ValueError: one does not, with what to change.
+        ValueError: Two sections do not fit each other, with what to change.
     """
-    if not config.agent.is_set:
-        return
-    if config.rollout.generate is not None:
+    _check_optimizer("optimizer", config.optimizer, config.model, config.parallel)
+    _check_optimizer("warmup.optimizer", config.warmup.optimizer, config.model, config.parallel)
+    if config.train.router_replay_weights:
+        check_router_weights(config.train.router_replay, config.rollout.engine, config.model.transformer)
+    _check_adapter_sync(config.rollout, config.lora, config.model)
+    _check_lora(config.lora, config.warmup, config.model)
+    _check_signal(config.distillation, config.reward)
+    _check_distillation(config.distillation, config.rollout, config.model)
+    _check_agent(config.agent, config.rollout, config.data)
+    _check_batch_invariant(config)
+    _check_anchor(config.loss, config.rollout, config.train)
+    _check_order(config.rollout, config.train)
+    _check_recorded_routes(config.train)
+    _check_sync_time(config.rollout, config.run)
+    _check_overlong(config.reward, config.rollout)
+    _check_mini_batches(config.rollout, config.train)
+    _check_reference(config.model, is_needed=config.needs_reference)
+    _check_random_weights(config.model, config.warmup, config.distillation)
+    _check_evaluations(config.eval, config.data, config.checkpoint)
+    _check_eval_filters(config.eval, config.rollout, config.data)
+    _check_fork(config.checkpoint, config.warmup)
+    _check_colocated(config.rollout, config.train, config.eval)
+
+
+# The optimizer's memory, and the weights of routers.
+
+
+def _check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse memory settings that Megatron refuses, or leaves without effect."""
+    dtype = model.dtype
+    distributed = parallel.use_distributed_optimizer
+    dtypes = {key: getattr(optimizer, key) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
+    keys = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    given = [key for key in keys if key in optimizer.changed()]
+    if given and dtype != "fp16":
+        raise ValueError(f"{name}.{given[0]} has no effect with model.dtype = {dtype!r}; leave it out")
+    low = [f"{name}.{key} = {value!r}" for key, value in dtypes.items() if value != "fp32"]
+    if optimizer.optimizer_cpu_offload and not optimizer.use_precision_aware_optimizer:
         raise ValueError(
-            f"rollout.generate = {config.rollout.generate!r} and [agent] both make the responses; remove one of them"
+            f"{name}.optimizer_cpu_offload = true with use_precision_aware_optimizer = false: Megatron then keeps "
+            "the fp32 copies on the GPU as well, and cannot load a checkpoint. Set use_precision_aware_optimizer = "
+            "true; on the host it needs no Transformer Engine"
         )
-    if config.agent.max_running is not None and config.rollout.engine == "local":
+    if optimizer.use_precision_aware_optimizer and not (distributed and dtype == "bf16"):
         raise ValueError(
-            f"agent.max_running = {config.agent.max_running} with rollout.engine = 'local', which decodes the turns of "
-            "all episodes together and would wait for those that may not begin; remove it"
+            f"{name}.use_precision_aware_optimizer = true with model.dtype = {dtype!r} and parallel."
+            f"use_distributed_optimizer = {str(distributed).lower()}: Megatron has it for the fp32 copies of bf16 "
+            "weights, with the distributed optimizer. Set both, or leave it out"
         )
-    for name in ("system_prompt", "apply_chat_template"):
-        if getattr(config.data, name) is not None:
-            raise ValueError(
-                f"data.{name} has no effect with [agent]: the agent writes the messages itself. Remove it, or put the "
-                "text into the agent"
-            )
-
-
-def check_distillation(config: Config) -> None:
-    """Whether the other sections fit a teacher.
-
-    Raises:
-        ValueError: one does not, with what to change.
-    """
-    chosen = config.distillation
-    if config.rollout.dynamic_sampling and not chosen.task_reward:
+    if low and (optimizer.optimizer_cpu_offload or not optimizer.use_precision_aware_optimizer):
         raise ValueError(
-            "rollout.dynamic_sampling = true with distillation.task_reward = false: it throws away groups whose "
-            "rewards are equal, and the teacher is the only signal here. Set dynamic_sampling = false"
+            f"{low[0]}: only Transformer Engine's Adam on the GPU has other dtypes than fp32. Set {name}."
+            "use_precision_aware_optimizer = true and optimizer_cpu_offload = false, or leave it out"
         )
-    if not chosen.is_exact and not chosen.teacher_urls:
-        return
-    what = f"distillation.divergence = {chosen.divergence!r}"
-    if chosen.teacher_urls:
-        what = "distillation.teacher_urls"
-        if config.rollout.temperature != 1:
-            raise ValueError(
-                f"{what} with rollout.temperature = {config.rollout.temperature:g}: servers tell log-probabilities at "
-                "temperature 1, and those of the rollout are at its own. Set temperature = 1, or use teacher_path"
-            )
-    elif not config.model.fused_head:
+    if not optimizer.optimizer_cpu_offload and (
+        optimizer.optimizer_offload_fraction < 1 or optimizer.overlap_cpu_optimizer_d2h_h2d
+    ):
         raise ValueError(
-            f"{what} with model.fused_head = false: it is formed in the fused head, chunk by chunk. Set fused_head = "
-            "true, or divergence = 'sampled'"
-        )
-    filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    for key, off in filters.items():
-        if getattr(config.rollout, key) not in (off, None):
-            raise ValueError(
-                f"{what} with rollout.{key} = {getattr(config.rollout, key)}: what the filter left is not the whole "
-                "vocabulary, which the teacher's distribution is over. Remove it, or use teacher_path with "
-                "divergence = 'sampled'"
-            )
-
-
-_PASSES_BY = {
-    "moe_shared_expert_overlap": "the shared expert's layers then exchange nothing themselves",
-    "use_transformer_engine_op_fuser": "the fused operations do not call the layers that have adapters",
-    "moe_router_bias_update_rate": "checkpoints hold adapters alone, and would lose the biases",
-    "delay_wgrad_compute": "frozen weights have no gradient that could be delayed",
-}
-"""Switches of Megatron's under which a layer is not computed as its adapter takes it to be."""
-
-
-def check_lora(config: Config) -> None:
-    """Whether the other sections fit adapters, or to be without.
-
-    Raises:
-        ValueError: one does not, with what to change.
-    """
-    if config.rollout.weight_sync.method == "adapter":
-        _check_adapter_sync(config)
-    if not config.lora.rank:
-        return
-    if config.warmup.num_steps:
-        raise ValueError(
-            f"lora.rank = {config.lora.rank} with warmup.num_steps = {config.warmup.num_steps}: the warm-up trains all "
-            "weights. Warm up in a run without [lora], and set model.path to its RUN/base"
-        )
-    for key, reason in _PASSES_BY.items():
-        if config.model.transformer.get(key):
-            raise ValueError(
-                f"lora.rank = {config.lora.rank} with model.transformer.{key} = "
-                f"{config.model.transformer[key]!r}: {reason}. Leave it out"
-            )
-
-
-def _check_adapter_sync(config: Config) -> None:
-    if not config.lora.rank:
-        raise ValueError(
-            "rollout.weight_sync.method = 'adapter' with lora.rank = 0: there is no adapter to send. Set lora.rank, or "
-            "the method to 'distributed' or 'disk'"
-        )
-    if config.model.random_init:
-        raise ValueError(
-            "rollout.weight_sync.method = 'adapter' with model.random_init = true: the servers read the base model "
-            "from model.path themselves, so its weights have to be there"
+            f"{name}.optimizer_offload_fraction = {optimizer.optimizer_offload_fraction:g} and "
+            f"overlap_cpu_optimizer_d2h_h2d = {str(optimizer.overlap_cpu_optimizer_d2h_h2d).lower()} have no effect "
+            "without optimizer_cpu_offload = true"
         )
 
 
@@ -152,39 +125,125 @@ def check_router_weights(replay: str, engine: str, transformer: Mapping[str, Any
             )
 
 
-def check_eval_filters(evaluation: EvalConfig, engine: str, *, recorded: bool) -> None:
-    """Whether a server that tells what rollouts' filters left also answers what evaluation asks.
+# Adapters.
 
-    Args:
-        evaluation: ``[eval]``.
-        engine: ``rollout.engine``.
-        recorded: rollouts have filters.
+_PASSES_BY = {
+    "moe_shared_expert_overlap": "the shared expert's layers then exchange nothing themselves",
+    "use_transformer_engine_op_fuser": "the fused operations do not call the layers that have adapters",
+    "moe_router_bias_update_rate": "checkpoints hold adapters alone, and would lose the biases",
+    "delay_wgrad_compute": "frozen weights have no gradient that could be delayed",
+}
+"""Switches of Megatron's under which a layer is not computed as its adapter takes it to be."""
 
-    Raises:
-        ValueError: vLLM then refuses each request without top-k.
-    """
-    if engine == "vllm" and recorded and evaluation.temperature and not evaluation.top_k:
+
+def _check_adapter_sync(rollout: RolloutConfig, lora: LoraConfig, model: ModelConfig) -> None:
+    if rollout.weight_sync.method != "adapter":
+        return
+    if not lora.rank:
         raise ValueError(
-            f"eval.top_k = 0 with eval.temperature = {evaluation.temperature}, rollout.engine = 'vllm' and filters of "
-            "rollouts: a vLLM server that tells what filters left answers no request without top_k. Set eval.top_k "
-            "(4096 cuts next to nothing), or eval.temperature = 0"
+            "rollout.weight_sync.method = 'adapter' with lora.rank = 0: there is no adapter to send. Set lora.rank, or "
+            "the method to 'distributed' or 'disk'"
+        )
+    if model.random_init:
+        raise ValueError(
+            "rollout.weight_sync.method = 'adapter' with model.random_init = true: the servers read the base model "
+            "from model.path themselves, so its weights have to be there"
         )
 
 
+def _check_lora(lora: LoraConfig, warmup: WarmupConfig, model: ModelConfig) -> None:
+    if not lora.rank:
+        return
+    if warmup.num_steps:
+        raise ValueError(
+            f"lora.rank = {lora.rank} with warmup.num_steps = {warmup.num_steps}: the warm-up trains all "
+            "weights. Warm up in a run without [lora], and set model.path to its RUN/base"
+        )
+    for key, reason in _PASSES_BY.items():
+        if model.transformer.get(key):
+            raise ValueError(
+                f"lora.rank = {lora.rank} with model.transformer.{key} = "
+                f"{model.transformer[key]!r}: {reason}. Leave it out"
+            )
+
+
+# Where the signal comes from: rewards, a teacher, an agent.
+
+
+def _check_signal(distillation: DistillationConfig, reward: RewardConfig) -> None:
+    if reward.function == "none" and not distillation.is_on:
+        raise ValueError(
+            "reward.function = 'none' without distillation.teacher_path: nothing says what is better. Name a "
+            "reward function or a teacher"
+        )
+
+
+def _check_distillation(distillation: DistillationConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
+    if not distillation.is_on:
+        return
+    if rollout.dynamic_sampling and not distillation.task_reward:
+        raise ValueError(
+            "rollout.dynamic_sampling = true with distillation.task_reward = false: it throws away groups whose "
+            "rewards are equal, and the teacher is the only signal here. Set dynamic_sampling = false"
+        )
+    if not distillation.is_exact and not distillation.teacher_urls:
+        return
+    what = f"distillation.divergence = {distillation.divergence!r}"
+    if distillation.teacher_urls:
+        what = "distillation.teacher_urls"
+        if rollout.temperature != 1:
+            raise ValueError(
+                f"{what} with rollout.temperature = {rollout.temperature:g}: servers tell log-probabilities at "
+                "temperature 1, and those of the rollout are at its own. Set temperature = 1, or use teacher_path"
+            )
+    elif not model.fused_head:
+        raise ValueError(
+            f"{what} with model.fused_head = false: it is formed in the fused head, chunk by chunk. Set fused_head = "
+            "true, or divergence = 'sampled'"
+        )
+    filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    for key, off in filters.items():
+        if getattr(rollout, key) not in (off, None):
+            raise ValueError(
+                f"{what} with rollout.{key} = {getattr(rollout, key)}: what the filter left is not the whole "
+                "vocabulary, which the teacher's distribution is over. Remove it, or use teacher_path with "
+                "divergence = 'sampled'"
+            )
+
+
+def _check_agent(agent: AgentConfig, rollout: RolloutConfig, data: DataConfig) -> None:
+    if not agent.is_set:
+        return
+    if rollout.generate is not None:
+        raise ValueError(
+            f"rollout.generate = {rollout.generate!r} and [agent] both make the responses; remove one of them"
+        )
+    if agent.max_running is not None and rollout.engine == "local":
+        raise ValueError(
+            f"agent.max_running = {agent.max_running} with rollout.engine = 'local', which decodes the turns of "
+            "all episodes together and would wait for those that may not begin; remove it"
+        )
+    for name in ("system_prompt", "apply_chat_template"):
+        if getattr(data, name) is not None:
+            raise ValueError(
+                f"data.{name} has no effect with [agent]: the agent writes the messages itself. Remove it, or put the "
+                "text into the agent"
+            )
+
+
+# The engine on the trainer's own model.
+
 _MOST_TENSOR_RANKS = 2
 """Of two numbers the sum is the same in any order; more are added in an order that depends on their place."""
-
-
 _TOGETHER = "ranks that sample together"
 
 
-def check_batch_invariant(config: Config) -> None:
-    """Whether everything that the mode needs is so.
-
-    Raises:
-        ValueError: something is not, with what to change.
-    """
-    rollout, parallel, train = config.rollout, config.parallel, config.train
+def _check_batch_invariant(config: Config) -> None:
+    rollout = config.rollout
+    if not rollout.batch_invariant:
+        return
+    parallel = config.parallel
+    train = config.train
     model_dtype = f"model.dtype = {config.model.dtype!r}, whose weights it samples with"
     unfit: list[tuple[bool, str, object, str]] = [
         (rollout.engine != "local", "rollout.engine", rollout.engine, "'local'"),
@@ -205,7 +264,7 @@ def check_batch_invariant(config: Config) -> None:
         ),
         (not config.model.fused_head, "model.fused_head", False, "true"),
         (
-            config.needs_engine_routing,
+            train.needs_engine_routing,
             "train.router_replay",
             train.router_replay,
             "'off': the routers agree to the bit",
@@ -226,6 +285,136 @@ def check_batch_invariant(config: Config) -> None:
     ):
         size = getattr(parallel, key) or 1
         unfit.append((size > most, f"parallel.{key}", size, f"at most {most}"))
-    found = [f"{name} = {value!r} (expected {expected})" for is_unfit, name, value, expected in unfit if is_unfit]
-    if found:
-        raise ValueError(f"rollout.batch_invariant = true does not go with {'; '.join(found)}")
+    problems = [f"{name} = {value!r} (expected {expected})" for is_unfit, name, value, expected in unfit if is_unfit]
+    if problems:
+        raise ValueError(f"rollout.batch_invariant = true does not go with {'; '.join(problems)}")
+
+
+# Training steps: anchor, order, routes, time, length and number of samples, weights to start from.
+
+
+def _check_anchor(loss: LossConfig, rollout: RolloutConfig, train: TrainConfig) -> None:
+    if not rollout.return_logprobs:
+        raise ValueError(
+            f"loss.name = {loss.name!r} is anchored on the rollout policy's own log-probabilities, but "
+            "rollout.return_logprobs = false; set it to true (a recomputed anchor is not the same algorithm)"
+        )
+    if loss.uses_anchor and train.max_staleness:
+        raise ValueError(
+            f"train.max_staleness = {train.max_staleness} with loss.name = {loss.name!r}, which needs "
+            "log-probabilities recomputed at the rollout's weights: those are gone when an older batch is trained "
+            "on. Set max_staleness = 0, or use a loss that is anchored on the rollout alone"
+        )
+
+
+def _check_order(rollout: RolloutConfig, train: TrainConfig) -> None:
+    if rollout.order == "completed" and train.max_staleness < 2:
+        raise ValueError(
+            f"rollout.order = 'completed' with train.max_staleness = {train.max_staleness}: a group that "
+            "waits for a step while others are trained on becomes two steps old. Set max_staleness = 2 or more, or "
+            "rollout.order = 'stream'"
+        )
+
+
+def _check_recorded_routes(train: TrainConfig) -> None:
+    if train.router_replay == "recorded" and train.mini_batches * train.epochs == 1:
+        raise ValueError(
+            "train.router_replay = 'recorded' has no effect with one update a step: it replays the routing of the "
+            "step's start in its later updates. Set train.mini_batches or train.epochs above 1, or use 'rollout'"
+        )
+
+
+def _check_sync_time(rollout: RolloutConfig, run: RunConfig) -> None:
+    limit = 60 * run.timeout_minutes
+    sync = rollout.weight_sync.timeout_seconds
+    if rollout.engine != "local" and sync >= limit:
+        raise ValueError(
+            f"rollout.weight_sync.timeout_seconds = {sync:g} reaches run.timeout_minutes = {limit / 60:g}: while "
+            "rank 0 waits for a server, the others wait for the next weight in a collective of the model. Set "
+            f"run.timeout_minutes above {sync / 60:g}"
+        )
+
+
+def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
+    if reward.overlong_buffer_tokens >= rollout.max_new_tokens:
+        raise ValueError(
+            f"reward.overlong_buffer_tokens = {reward.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
+            f"{rollout.max_new_tokens}: every response would be punished. DAPO uses a fifth of it"
+        )
+
+
+def _check_mini_batches(rollout: RolloutConfig, train: TrainConfig) -> None:
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    if samples % train.mini_batches:
+        raise ValueError(
+            f"rollout.prompts_per_step * rollout.samples_per_prompt = {rollout.prompts_per_step} * "
+            f"{rollout.samples_per_prompt} = {samples} samples cannot be split into train.mini_batches = "
+            f"{train.mini_batches} equal parts"
+        )
+
+
+def _check_reference(model: ModelConfig, *, is_needed: bool) -> None:
+    if model.reference_path is not None and not is_needed:
+        raise ValueError(
+            f"model.reference_path = {model.reference_path!r} has no effect without reward.kl_coef above 0, "
+            "or loss.kl_coef above 0 and loss.kl_anchor = 'reference'"
+        )
+
+
+def _check_random_weights(model: ModelConfig, warmup: WarmupConfig, distillation: DistillationConfig) -> None:
+    if model.random_init and warmup.num_steps == 0 and not distillation.is_on:
+        raise ValueError(
+            "model.random_init = true starts RL from noise, where no reward is ever found; set warmup.num_steps "
+            "above 0, point model.path to a folder with weights, or name a distillation.teacher_path"
+        )
+
+
+# Evaluation, forks and servers on the trainer's GPUs.
+
+
+def _check_evaluations(evaluation: EvalConfig, data: DataConfig, checkpoint: CheckpointConfig) -> None:
+    has_prompts = data.eval is not None
+    needing = "checkpoint.keep_best = true" if checkpoint.keep_best else ""
+    if evaluation.stop_at_accuracy is not None:
+        needing = f"eval.stop_at_accuracy = {evaluation.stop_at_accuracy}"
+    if needing and not (has_prompts and evaluation.every):
+        missing = "eval.every = 0" if has_prompts else "no data.eval"
+        raise ValueError(
+            f"{needing} with {missing}: nothing is evaluated. Set data.eval and eval.every, or remove "
+            f"{needing.partition(' ')[0]}"
+        )
+    if checkpoint.keep_best and evaluation.beside_training:
+        raise ValueError(
+            "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation is "
+            "there, its weights are gone. Choose one of them"
+        )
+
+
+def _check_eval_filters(evaluation: EvalConfig, rollout: RolloutConfig, data: DataConfig) -> None:
+    """Refuse requests without top-k to a vLLM server that returns what rollouts' filters left: it rejects them."""
+    if data.eval is None or rollout.engine != "vllm" or not rollout.filters:
+        return
+    if evaluation.temperature and not evaluation.top_k:
+        raise ValueError(
+            f"eval.top_k = 0 with eval.temperature = {evaluation.temperature}, rollout.engine = 'vllm' and filters of "
+            "rollouts: a vLLM server that tells what filters left answers no request without top_k. Set eval.top_k "
+            "(4096 cuts next to nothing), or eval.temperature = 0"
+        )
+
+
+def _check_fork(checkpoint: CheckpointConfig, warmup: WarmupConfig) -> None:
+    source = checkpoint.fork_from
+    if source is not None and warmup.num_steps:
+        raise ValueError(
+            f"checkpoint.fork_from = {source!r} with warmup.num_steps = {warmup.num_steps}: a fork has the "
+            "checkpoint's weights. Set warmup.num_steps = 0 and model.random_init = false, and model.path to the "
+            "folder that the other run warmed up (RUN/base)"
+        )
+
+
+def _check_colocated(rollout: RolloutConfig, train: TrainConfig, evaluation: EvalConfig) -> None:
+    if rollout.servers.colocated and (train.max_staleness or evaluation.beside_training):
+        raise ValueError(
+            "rollout.servers.colocated = true: servers have no memory while the policy trains. Set "
+            "train.max_staleness = 0 and leave eval.beside_training out, or give the servers GPUs of their own"
+        )

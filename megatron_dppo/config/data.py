@@ -87,31 +87,6 @@ class EvalConfig(Section):
         """Return whether a run of ``num_steps`` evaluates after ``step``."""
         return self.every > 0 and (step % self.every == 0 or step == num_steps)
 
-    def check_uses(self, *, has_prompts: bool, keep_best: bool) -> None:
-        """Refuse what needs evaluations where there are none.
-
-        Args:
-            has_prompts: ``data.eval`` names held-out prompts.
-            keep_best: ``checkpoint.keep_best``.
-
-        Raises:
-            ValueError: accuracies that would never be known, or known too late.
-        """
-        needing = "checkpoint.keep_best = true" if keep_best else ""
-        if self.stop_at_accuracy is not None:
-            needing = f"eval.stop_at_accuracy = {self.stop_at_accuracy}"
-        if needing and not (has_prompts and self.every):
-            missing = "eval.every = 0" if has_prompts else "no data.eval"
-            raise ValueError(
-                f"{needing} with {missing}: nothing is evaluated. Set data.eval and eval.every, or remove "
-                f"{needing.partition(' ')[0]}"
-            )
-        if keep_best and self.beside_training:
-            raise ValueError(
-                "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation is "
-                "there, its weights are gone. Choose one of them"
-            )
-
     @model_validator(mode="after")
     def _stop_is_known_in_time(self) -> EvalConfig:
         if self.stop_at_accuracy is not None and self.beside_training:

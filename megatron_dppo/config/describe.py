@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_dppo.config.known_as import KNOWN_AS
 from megatron_dppo.config.layout import Layout
-from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES
-from megatron_dppo.config.loss_keys import APPLIES
 from megatron_dppo.config.removed import removed_key_hint
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.section import Section
 from megatron_dppo.errors import ConfigError
 
 _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
@@ -45,16 +43,16 @@ def limits(field: FieldInfo) -> str:
 
 def is_section(kind: Any) -> bool:
     """Whether a type is that of a section."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def sections(model: type[BaseModel] = Config, name: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+def sections(model: type[Section] = Config, name: str = "") -> Iterator[tuple[str, type[Section]]]:
     """``(rollout.servers, ServersConfig)`` of every section, those in others after them; the whole has the name ""."""
     yield name, model
-    for key, field in model.model_fields.items():
+    for key, field in model.known_fields().items():
         below = f"{name}.{key}" if name else key
         if is_section(field.annotation):
-            yield from sections(typing.cast(type[BaseModel], field.annotation), below)
+            yield from sections(typing.cast(type[Section], field.annotation), below)
         elif (inner := typing.get_args(field.annotation)[1:]) and is_section(inner[0]):
             yield from sections(inner[0], f"{below}.NAME")
 
@@ -64,7 +62,7 @@ def keys() -> dict[str, FieldInfo]:
     return {
         f"{name}.{key}": field
         for name, model in sections()
-        for key, field in model.model_fields.items()
+        for key, field in model.known_fields().items()
         if not is_section(field.annotation)
     }
 
@@ -88,7 +86,7 @@ def explain(name: str) -> str:
     if removed := removed_key_hint(wanted):
         return f"{wanted}: {removed}"
     if wanted in models and wanted:
-        inside = [_entry(f"{wanted}.{key}", f) for key, f in models[wanted].model_fields.items()]
+        inside = [_entry(f"{wanted}.{key}", f) for key, f in models[wanted].known_fields().items()]
         return "\n".join([f"[{wanted}]  {_prose(models[wanted].__doc__ or '')}", "", *inside])
     if name in LOSS_ALIASES:
         stands = ", ".join(f"{key} = {value!r}" for key, value in LOSS_ALIASES[name].items())
@@ -148,21 +146,6 @@ def _prose(text: str) -> str:
     return " ".join(text.partition("\n\n    Example:")[0].replace("``", "").split())
 
 
-_LOSS: Mapping[str, Callable[[LossConfig], Any]] = {
-    "divergence_threshold_low": lambda loss: loss.thresholds[0],
-    "divergence_threshold_high": lambda loss: loss.thresholds[1],
-    "clip_ratio_low": lambda loss: loss.clip_ratios[0],
-    "clip_ratio_high": lambda loss: loss.clip_ratios[1],
-    "ratio_cap": lambda loss: loss.ratio_limits[1],
-    "prefix_budget_max": lambda loss: loss.prefix_budgets[1],
-    "divergence": lambda loss: loss.resolved_divergence,
-    "mismatch_low": lambda loss: loss.mismatch_limits[0],
-    "mismatch_high": lambda loss: loss.mismatch_limits[1],
-    "form": lambda loss: loss.resolved_form,
-    "aggregation": lambda loss: loss.resolved_aggregation,
-}
-
-
 _RUN: Mapping[str, Callable[[Config, Layout], Any]] = {
     "parallel.expert_tensor_parallel_size": lambda config, layout: layout.etp,
     "parallel.sequence_parallel": lambda config, layout: layout.sequence_parallel,
@@ -179,11 +162,12 @@ def resolved_defaults(config: Config, layout: Layout) -> dict[str, Any]:
     Example: ``{"loss.divergence_threshold_low": 0.15, "parallel.sequence_parallel": False}`` and more for
     DPPO-Binary-TV on one process.
     """
-    found = {}
-    for key, value in _LOSS.items():
-        applies = APPLIES[key][0](config.loss) if key in APPLIES else True
-        if applies and getattr(config.loss, key) is None:
-            found[f"loss.{key}"] = value(config.loss)
+    idle = config.loss.idle_keys()
+    found = {
+        f"loss.{key}": value
+        for key, value in config.loss.resolved_defaults().items()
+        if key not in idle and getattr(config.loss, key) is None
+    }
     for path, rule in _RUN.items():
         section, _, key = path.partition(".")
         if getattr(getattr(config, section), key) is None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
-
-if TYPE_CHECKING:
-    pass
-
 
 DivergenceName = Literal["sampled", "reverse_kl", "forward_kl"]
 

@@ -241,10 +241,10 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     model: Any = Config
     for part in location[:-1]:
         # A table of sections by name has a type of its own for what is in it.
-        model = get_args(model)[1] if get_args(model) else model.model_fields[part].annotation
+        model = get_args(model)[1] if get_args(model) else model.known_fields()[part].annotation
     if hint := elsewhere(".".join(map(str, location))):
         return hint
-    known = list(model.model_fields)
+    known = list(model.known_fields())
     close = get_close_matches(str(location[-1]), known, 1)
     if close:
         return f"; did you mean {close[0]!r}?"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_dppo.config.batch import BatchSizes
 from megatron_dppo.config.model import ParallelConfig
-from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 
 
@@ -86,15 +86,15 @@ class Layout:
         return experts // rank if experts % rank == 0 and self.dp % (experts // rank) == 0 else self.dp
 
 
-def resolve_layout(config: Config, world_size: int, shape: ModelShape) -> Layout:
+def resolve_layout(parallel: ParallelConfig, batch: BatchSizes, world_size: int, shape: ModelShape) -> Layout:
     """``resolve_parallel`` for a run, whose prompts and samples have to divide too.
 
     Raises:
         ConfigError: with the arithmetic of every check that fails.
     """
-    layout = _fill_in(config.parallel, world_size)
-    _refuse(_world_problems(config.parallel, layout))
-    _refuse(_model_problems(layout, shape) + _batch_problems(config, layout))
+    layout = _fill_in(parallel, world_size)
+    _refuse(_world_problems(parallel, layout))
+    _refuse(_model_problems(layout, shape) + _batch_problems(batch, layout))
     return layout
 
 
@@ -219,37 +219,40 @@ def _wrong_numbers(layout: Layout, shape: ModelShape) -> list[str]:
     return problems
 
 
-def _batch_problems(config: Config, layout: Layout) -> list[str]:
+def _batch_problems(batch: BatchSizes, layout: Layout) -> list[str]:
     problems = []
-    prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
+    prompts = batch.prompts_per_step
+    samples = batch.samples_per_prompt
     if prompts % layout.dp:
         problems.append(
             f"rollout.prompts_per_step = {prompts} is not a multiple of the data parallel size {layout.dp} "
             f"({layout.world_size} processes / (tp {layout.tp} * pp {layout.pp} * cp {layout.cp}))"
         )
-    elif (prompts // layout.dp * samples) % config.train.mini_batches:
+    elif (prompts // layout.dp * samples) % batch.mini_batches:
         per_rank = prompts // layout.dp * samples
         problems.append(
             f"each data parallel rank has {prompts} / {layout.dp} * {samples} = {per_rank} samples, which do not "
-            f"divide into train.mini_batches = {config.train.mini_batches}"
+            f"divide into train.mini_batches = {batch.mini_batches}"
         )
-    if config.warmup.num_steps and config.warmup.batch_size % layout.dp:
+    if batch.warmup_batch_size is not None and batch.warmup_batch_size % layout.dp:
         problems.append(
-            f"warmup.batch_size = {config.warmup.batch_size} is not a multiple of the data parallel size {layout.dp}"
+            f"warmup.batch_size = {batch.warmup_batch_size} is not a multiple of the data parallel size {layout.dp}"
         )
     return problems
 
 
-def describe(layout: Layout, config: Config) -> str:
+def describe(layout: Layout, batch: BatchSizes) -> str:
     """The batch arithmetic in words, printed before the run starts."""
-    prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
-    total, updates = prompts * samples, config.train.mini_batches * config.train.epochs
+    prompts = batch.prompts_per_step
+    samples = batch.samples_per_prompt
+    total = prompts * samples
+    updates = batch.mini_batches * batch.epochs
     per_rank = total // layout.dp
     return (
         f"layout   {layout.world_size} processes = {layout}\n"
         f"rollout  {prompts} prompts x {samples} samples = {total} samples a step, {per_rank} on each of "
         f"{layout.dp} data parallel ranks\n"
-        f"updates  {config.train.epochs} epoch(s) x {config.train.mini_batches} mini-batches of "
-        f"{total // config.train.mini_batches} samples = {updates} a step, {updates * config.run.num_steps} in "
-        f"{config.run.num_steps} steps"
+        f"updates  {batch.epochs} epoch(s) x {batch.mini_batches} mini-batches of "
+        f"{total // batch.mini_batches} samples = {updates} a step, {updates * batch.num_steps} in "
+        f"{batch.num_steps} steps"
     )

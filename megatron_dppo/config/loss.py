@@ -1,50 +1,45 @@
-"""The ``[loss]`` section: the policy losses, their options, and the names that other frameworks give them."""
+"""The ``[loss]`` section: the keys that all losses share.
+
+The keys of one loss stand in its file in ``megatron_dppo/losses``, as a class derived from ``LossConfig``; ``name``
+chooses it (a discriminated union).
+"""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-from megatron_dppo.config.loss_aliases import LOSS_ALIASES
-from megatron_dppo.config.loss_keys import APPLIES, check_values, reasons
+from megatron_dppo.config.loss_aliases import expand_alias
+from megatron_dppo.config.loss_files import (
+    DEFAULT_LOSS,
+    class_for,
+    is_known,
+    loss_classes,
+    unknown_loss,
+    user_loss_class,
+    without_keys_of_other_losses,
+)
 from megatron_dppo.config.section import Section
-from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, load_user_function, loaded
+from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, load_user_mask, loaded
 from megatron_dppo.errors import FunctionError
-from megatron_dppo.functions import is_function_name
 
-LossName = Literal[
-    "dppo_binary_tv",
-    "dppo_binary_kl",
-    "dppo_topk_tv",
-    "dppo_topk_kl",
-    "dppo_recompute_binary_tv",
-    "dppo_recompute_binary_kl",
-    "drpo",
-    "ipo",
-    "grpo",
-    "minirl",
-    "pg_is",
-    "cispo",
-    "score_centering",
-    "trm",
-    "cppo",
-    "gspo",
-    "ppo_clip",
-    "ppo_decoupled",
-]
 Aggregation = Literal[
     "token_mean", "token_sum", "token_sum_norm", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
 ]
 Form = Literal["reinforce", "ratio"]
 Mismatch = Literal["none", "truncate", "mask_token", "mask_sequence", "mask_geometric"]
+TopKSummary = Literal["divergence", "rate"]
 
 
 class LossConfig(Section):
-    """The policy loss. Source of names and defaults: arXiv 2602.04879 and docs/loss.md.
+    """The policy loss: keys of every loss. Source of names and defaults: arXiv 2602.04879 and docs/loss.md.
 
-    ``name`` may be an alias (``verl/dppo_kl``), which docs/loss.md lists, or a function of the user's.
+    ``name`` may be an alias (``verl/dppo_kl``), which docs/loss.md lists, or a loss of the user's. It says which
+    further keys there are; those of another loss are unknown.
 
     Example:
         >>> sorted(LossConfig(name="dppo_topk_tv", topk=8).required_inputs)
@@ -54,60 +49,18 @@ class LossConfig(Section):
         ('dppo_binary_kl', 0.2, 3.0)
     """
 
-    name: LossName | str = "dppo_binary_tv"
-    """A built-in loss, an alias, or a function of your own: ``path/to/file.py:function`` or ``module:function``."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Only a function of your own in ``name``: what it gets by name, beside its inputs."""
+    name: str = DEFAULT_LOSS
+    """A built-in loss, an alias, or a function or class of your own: ``path/to/file.py:name`` or ``module:name``."""
     mask: str | None = None
     """A function of your own, ``path/to/file.py:function``: a bool for each token (False = dropped, beside what the
     loss drops itself) or a weight of its term."""
     mask_options: dict[str, Any] = Field(default_factory=dict)
-    """Only with ``mask``: what it gets by name, beside its inputs."""
-    divergence_threshold_low: float | None = Field(None, gt=0)
-    """Trust region for negative advantages (``ipo``: for pi < mu); None = 0.15 (TV) or 0.05 (KL), 0.3 for ``ipo``."""
-    divergence_threshold_high: float | None = Field(None, gt=0)
-    """Trust region for positive advantages (``ipo``: for pi > mu); None = 0.15 (TV) or 0.05 (KL), 0.3 for ``ipo``."""
-    ratio_cap: Annotated[float, Field(gt=0)] | Literal["off"] | None = None
-    """C in min(r, C) (``drpo``: of the whole weight); ``off`` = no cap; None = 5 for ``dppo_*`` and ``cispo``, 2 for
-    ``score_centering``, else no cap."""
-    ratio_floor: float | None = Field(None, gt=0)
-    """Only ``cispo``: r is raised to this value (the two-sided form); None = no floor."""
-    clip_ratio_low: float | None = Field(None, gt=0, lt=1)
-    """Ratio losses: tokens with negative advantage and r < 1 - low are dropped; None = 0.2, but 3e-4 for ``gspo``."""
-    clip_ratio_high: float | None = Field(None, gt=0)
-    """Ratio losses: tokens with positive advantage and r > 1 + high are dropped; None = 0.28, but 4e-4 for ``gspo``."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Only ``ppo_*``: tokens with negative advantage and r above this are dropped; None = no such limit."""
+    """Arguments of ``mask`` by name, beside its inputs."""
     topk: int = Field(20, ge=1)
-    """Only ``dppo_topk_*`` and ``score_centering``: K, the rollout's most probable tokens per position."""
-    topk_eviction: bool = False
-    """Only ``dppo_topk_*``: a sampled token outside the Top-K replaces the K-th instead of joining the set."""
-    direction: Literal["sampled", "predictive"] = "sampled"
-    """Only ``dppo_topk_*``: what tells whether an update leads outward: the sampled token's log pi - log mu, or the
-    derivative of the divergence along the update."""
-    tail: Literal["proportional", "aggregated", "uniform"] = "proportional"
-    """Only with ``direction = "predictive"``: the sum of pi^2 outside the Top-K set, exact or estimated."""
-    divergence: Literal["sampled", "binary", "topk"] | None = None
-    """Only ``trm`` (None = ``sampled``: estimates of KL(mu || pi) from the sampled token; or its Binary or Top-K form)
-    and ``cppo`` (None = ``binary``; total variation)."""
-    sequence_max: Annotated[float, Field(gt=0)] | Literal["off"] = 0.05
-    """Only ``trm``: a sequence with a token above this is dropped."""
-    sequence_mean: Annotated[float, Field(gt=0)] | Literal["off"] = 0.001
-    """Only ``trm``: a sequence whose mean over its tokens is above this is dropped."""
-    position_floor: float = Field(0.8, gt=0, le=1)
-    """Only ``cppo``: the weight of a response's last divergence; that of the first is 1."""
-    prefix_budget: float = Field(0.02, gt=0)
-    """Only ``cppo``: least mean of the weighted divergences that any prefix may have."""
-    prefix_budget_max: float | None = Field(None, gt=0)
-    """Only ``cppo``: that of a sequence is the 90th percentile of its divergences, at most this; None = twice
-    ``prefix_budget``."""
-    centering: Literal["none", "truncate", "mask"] = "truncate"
-    """Only ``score_centering``: the weight, 1, min(r, ``ratio_cap``), or r inside [``mismatch_low``, ``mismatch_high``]
-    and 0 outside."""
+    """K, the rollout's most probable tokens per position, for losses and masks that need them."""
     form: Form | None = None
     """Reported value, ``-A min(r, C) log pi`` or ``-A min(r, C)`` (no gradient above C, nor below ``ratio_floor``);
-    None = reinforce where there is a choice. ``ppo_*`` and ``gspo`` are always ``ratio``, ``drpo`` and
-    ``score_centering`` never."""
+    None = reinforce where there is a choice. Clipped surrogates have ``ratio`` alone."""
     mismatch: Mismatch = "none"
     """Weights against the mismatch of trainer and engine: truncate them, or drop the tokens or sequences outside."""
     mismatch_low: float | None = Field(None, ge=0)
@@ -119,180 +72,228 @@ class LossConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of KL(pi || anchor) from one token: log ratio, half its square, or r - 1 - log r."""
     kl_anchor: Literal["reference", "rollout"] = "reference"
-    """What the penalty pulls towards."""
+    """Policy that the penalty pulls towards."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     aggregation: Aggregation | None = None
-    """How tokens become one number; None = token_mean, but seq_mean_token_mean for ``gspo``."""
+    """Reduction of the tokens to one number; None = token_mean, but seq_mean_token_mean for ``gspo``."""
     horizon: int | None = Field(None, ge=1)
     """Tokens that the ``*_norm`` aggregations divide by, usually the longest response allowed."""
+
+    forms: ClassVar[tuple[Form, ...]] = ("reinforce", "ratio")
+    """Values that ``form`` may have, the default first; empty where the loss has no such choice."""
+    default_aggregation: ClassVar[Aggregation] = "token_mean"
+    mismatch_by_anchor: ClassVar[bool] = False
+    """``mismatch`` compares trainer and engine at the same weights (the anchor), else pi and mu."""
+    truncates_mismatch: ClassVar[bool] = False
+    """The weight has a factor anchor / mu of its own, which ``mismatch = "truncate"`` limits."""
+
+    def __new__(cls, **values: Any) -> Self:
+        """Make an object of the class that ``name`` chooses."""
+        return cast(Self, super().__new__(class_for(values) if cls is LossConfig else cls))
+
+    def __reduce__(self) -> Any:
+        return (partial(LossConfig, **{"name": self.name, **self.model_dump(exclude_unset=True)}), ())
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())  # the tables of options have no hash
 
     @property
-    def own_loss(self) -> UserFunction | None:
-        """The user's function in ``name``."""
-        return loaded(self.name, "loss.name") if is_function_name(self.name) else None
+    def needs(self) -> FunctionNeeds:
+        """Inputs that the loss itself needs beside pi, mu and the advantage of each token."""
+        return FunctionNeeds(zero_advantage=False)
 
     @property
-    def own_mask(self) -> UserFunction | None:
+    def topk_summary(self) -> TopKSummary | None:
+        """Part of the Top-K that sums over the slots give: the divergence, or also its rate; None = single slots."""
+
+    @property
+    def evicts_topk(self) -> bool:
+        """A sampled token outside the Top-K replaces the K-th."""
+        return False
+
+    @property
+    def ratio_limits(self) -> tuple[float, float]:
+        """(floor, cap) of the weight; 0 and infinity where there is none."""
+        return (0.0, float("inf"))
+
+    def idle_keys(self) -> dict[str, str]:
+        """Return the keys that do nothing beside the values of the others -> what they would need."""
+        idle = {}
+        if self.mask is None:
+            idle["mask_options"] = "mask"
+        if not self.is_topk:
+            idle["topk"] = "a loss on the Top-K, divergence = 'topk', or a function that needs(topk=True)"
+        if not self.forms:
+            idle["form"] = "a loss that has the choice"
+        if self.mismatch == "none":
+            why = "mismatch other than 'none', or centering = 'mask'"
+            idle |= {"mismatch_low": why, "mismatch_high": why}
+        if self.kl_coef == 0:
+            idle |= {"kl_estimator": "kl_coef above 0", "kl_anchor": "kl_coef above 0"}
+        return idle
+
+    def check(self) -> None:
+        """Check that the values fit each other; a loss extends it.
+
+        Raises:
+            ValueError: they do not.
+        """
+        low, high = self.mismatch_limits
+        if low > high:
+            raise ValueError(f"mismatch_low = {low} is above the upper limit {high}; no ratio fits in between")
+        if self.mismatch == "truncate" and not self.truncates_mismatch:
+            raise ValueError(
+                f"mismatch = 'truncate' has no effect on the loss {self.name!r}, whose weight pi / mu is capped by "
+                "ratio_cap; use that, or a mask_* mode, or the loss ppo_decoupled"
+            )
+        if self.form is not None and self.form not in self.forms:
+            raise ValueError(
+                f"form = {self.form!r} does not exist for {self.name!r}, which is {self.forms[0]!r} always; remove it"
+            )
+        if (self.horizon is None) == self.resolved_aggregation.endswith("_norm"):
+            raise ValueError(
+                f"horizon = {self.horizon} with aggregation = {self.resolved_aggregation!r}: the *_norm aggregations, "
+                "and only they, need horizon; the longest response allowed (rollout.max_new_tokens) is usual"
+            )
+
+    def load_functions(self) -> None:
+        """Load the user's functions.
+
+        Raises:
+            FunctionError: one cannot be loaded, or declares what it cannot have.
+        """
+        if self.mask is not None:
+            load_user_mask(self.mask, self.mask_options)
+
+    def reasons(self) -> dict[str, str]:
+        """Return each field of LossInputs that the loss needs -> the setting because of which."""
+        why = {"rollout_logprobs": "loss.name"}
+        if self.user_mask is not None:
+            why |= dict.fromkeys(self.user_mask.needs.inputs, "loss.mask")
+        why |= dict.fromkeys(self.needs.inputs, "loss.name")
+        if self.mismatch in ("mask_sequence", "mask_geometric"):
+            why["sequence_ids"] = "loss.mismatch"
+        if self.kl_coef and self.kl_anchor == "reference":
+            why["reference_logprobs"] = "loss.kl_coef"
+        if self.entropy_coef:
+            why["entropy"] = "loss.entropy_coef (with its gradient)"
+        if self.resolved_aggregation != "token_mean":
+            why["token_weights"] = "loss.aggregation" if self.aggregation else "loss.name"
+        return why
+
+    def resolved_defaults(self) -> dict[str, Any]:
+        """Return each key whose ``None`` stands for a value of the loss -> that value."""
+        return {
+            "form": self.resolved_form,
+            "mismatch_low": self.mismatch_limits[0],
+            "mismatch_high": self.mismatch_limits[1],
+            "aggregation": self.resolved_aggregation,
+        }
+
+    @property
+    def user_mask(self) -> UserFunction | None:
         """The user's function in ``mask``."""
         return None if self.mask is None else loaded(self.mask, "loss.mask")
 
     @property
-    def own_needs(self) -> list[FunctionNeeds]:
-        """Of the user's functions."""
-        return [function.needs for function in (self.own_loss, self.own_mask) if function is not None]
-
-    @property
-    def is_dppo(self) -> bool:
-        """Whether the loss is one of the DPPO variants."""
-        return self.name.startswith("dppo_") and not is_function_name(self.name)
-
-    @property
     def is_topk(self) -> bool:
         """Whether the rollout's Top-K is needed."""
-        return self.decides_on_topk or any(needs.topk for needs in self.own_needs)
+        return self.needs.topk or (self.user_mask is not None and self.user_mask.needs.topk)
 
     @property
-    def decides_on_topk(self) -> bool:
-        """Whether the built-in loss itself needs it."""
-        is_dppo = self.is_dppo and self.name.startswith("dppo_topk_")
-        return is_dppo or self.centers_score or self.resolved_divergence == "topk"
-
-    @property
-    def resolved_divergence(self) -> Literal["sampled", "binary", "topk"] | None:
-        """``divergence`` with the default of the loss filled in; None where the name says it, or nothing does."""
-        return self.divergence or {"trm": "sampled", "cppo": "binary"}.get(self.name)  # type: ignore[return-value]
-
-    @property
-    def prefix_budgets(self) -> tuple[float, float]:
-        """(least, largest) with the default filled in."""
-        largest = self.prefix_budget_max
-        return (self.prefix_budget, 2 * self.prefix_budget if largest is None else largest)
-
-    @property
-    def centers_score(self) -> bool:
-        """Whether the sampler's expected score is subtracted."""
-        return self.name == "score_centering"
+    def reads_topk_slots(self) -> bool:
+        """Whether loss or mask read single slots of the Top-K, not only sums over them."""
+        by_mask = self.user_mask is not None and self.user_mask.needs.topk
+        return by_mask or (self.needs.topk and self.topk_summary is None)
 
     @property
     def uses_anchor(self) -> bool:
         """Whether the loss compares with log-probabilities that the trainer recomputed at the rollout's weights."""
-        return self.mismatch_by_anchor or any(needs.anchor for needs in self.own_needs)
-
-    @property
-    def mismatch_by_anchor(self) -> bool:
-        """Whether ``mismatch`` compares trainer and engine at the same weights, else pi and mu."""
-        recomputes = self.is_dppo and self.name.startswith("dppo_recompute_")
-        return recomputes or self.name in ("minirl", "ppo_decoupled")
-
-    @property
-    def is_surrogate(self) -> bool:
-        """Whether a clipped token reports its clipped value (PPO's surrogate) instead of 0."""
-        return self.name in ("ppo_clip", "ppo_decoupled", "gspo")
-
-    @property
-    def thresholds(self) -> tuple[float, float]:
-        """Divergence thresholds (low, high) with the defaults of the variant filled in."""
-        default = 0.3 if self.name == "ipo" else 0.05 if self.name.endswith("_kl") else 0.15
-        low, high = self.divergence_threshold_low, self.divergence_threshold_high
-        return (default if low is None else low, default if high is None else high)
-
-    @property
-    def clip_ratios(self) -> tuple[float, float]:
-        """(low, high) of the ratio clip with the defaults of the loss filled in."""
-        defaults = (3e-4, 4e-4) if self.name == "gspo" else (0.2, 0.28)
-        low, high = self.clip_ratio_low, self.clip_ratio_high
-        return (defaults[0] if low is None else low, defaults[1] if high is None else high)
-
-    @property
-    def ratio_limits(self) -> tuple[float, float]:
-        """(floor, cap) of the weight; 0 and infinity where there is none. Only ``drpo`` has negative weights."""
-        if self.ratio_cap == "off" or (self.centers_score and self.centering != "truncate"):
-            cap = float("inf")
-        elif self.ratio_cap is None:
-            cap = 5.0 if self.is_dppo else {"cispo": 5.0, "score_centering": 2.0}.get(self.name, float("inf"))
-        else:
-            cap = self.ratio_cap
-        floor = float("-inf") if self.name == "drpo" else self.ratio_floor or 0.0
-        return (floor, cap)
+        return self.needs.anchor or (self.user_mask is not None and self.user_mask.needs.anchor)
 
     @property
     def mismatch_limits(self) -> tuple[float, float]:
         """(low, high) of the mismatch weights with the defaults filled in."""
-        low = (0.0 if self.mismatch == "truncate" else 0.5) if self.mismatch_low is None else self.mismatch_low
-        return (low, 2.0 if self.mismatch_high is None else self.mismatch_high)
+        default_low = 0.0 if self.mismatch == "truncate" else 0.5
+        low, high = self.mismatch_low, self.mismatch_high
+        return (default_low if low is None else low, 2.0 if high is None else high)
 
     @property
     def resolved_form(self) -> Form:
         """``form`` with the default of the loss filled in."""
-        return self.form or ("ratio" if self.is_surrogate else "reinforce")
+        return self.form or (self.forms[0] if self.forms else "reinforce")
 
     @property
     def resolved_aggregation(self) -> Aggregation:
         """``aggregation`` with the default of the loss filled in."""
-        return self.aggregation or ("seq_mean_token_mean" if self.name == "gspo" else "token_mean")
+        return self.aggregation or self.default_aggregation
 
     @property
     def required_inputs(self) -> frozenset[str]:
         """Fields of LossInputs that this loss needs and that other losses may do without."""
-        return frozenset(reasons(self))
+        return frozenset(self.reasons())
 
     def reason(self, name: str) -> str:
-        """The setting because of which the loss needs the input ``name``."""
-        return reasons(self)[name]
+        """Return the setting because of which the loss needs the input ``name``."""
+        return self.reasons()[name]
+
+    @classmethod
+    def known_fields(cls) -> Mapping[str, FieldInfo]:
+        """Return the keys of all losses, those that all share first."""
+        if cls is not LossConfig:
+            return cls.model_fields
+        fields = dict(cls.model_fields)
+        for kind in (*loss_classes().values(), user_loss_class()):
+            for key, field in kind.model_fields.items():
+                fields.setdefault(key, field)
+        return fields
 
     @model_validator(mode="before")
     @classmethod
-    def _expand_alias(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(values.get("name"), str) and values["name"] in LOSS_ALIASES:
-            merged = {**LOSS_ALIASES[values["name"]], **values, "name": LOSS_ALIASES[values["name"]]["name"]}
-            if not merged.get("kl_coef"):  # taken away beside the alias, whose other keys of the penalty go with it
-                merged = {key: value for key, value in merged.items() if key in values or not key.startswith("kl_")}
-            return merged
-        return values
+    def _keys_belong_to_the_loss(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = expand_alias(values)
+        if not is_known(values.get("name", DEFAULT_LOSS)):
+            return {"name": values["name"]}  # nothing can be said of the other keys
+        return without_keys_of_other_losses(cls, values)
 
-    @field_validator("name")
+    @field_validator("name", mode="before")
     @classmethod
-    def _is_known(cls, name: str) -> str:
-        if name in get_args(LossName) or is_function_name(name):
-            return name
-        known = [*get_args(LossName), *LOSS_ALIASES]
-        close = get_close_matches(name, known, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise ValueError(
-            f"no such loss{hint} Expected one of {', '.join(get_args(LossName))}, an alias (docs/loss.md), or "
-            "'path/to/file.py:function'"
-        )
+    def _name_is_known(cls, name: Any) -> Any:
+        if isinstance(name, str) and not is_known(name):
+            raise ValueError(unknown_loss(name))
+        return name
 
     @model_validator(mode="after")
-    def _functions_load(self) -> LossConfig:
+    def _functions_load(self) -> Self:
         try:
-            if is_function_name(self.name):
-                load_user_function(self.name, "loss.name", self.options)
-            if self.mask is not None:
-                mask = load_user_function(self.mask, "loss.mask", self.mask_options).needs
-                if mask.topk_gradient or mask.entropy_gradient or not mask.zero_advantage:
-                    raise FunctionError(
-                        f"loss.mask = {self.mask!r} declares topk_gradient, entropy_gradient or zero_advantage: a mask "
-                        "has no gradient, so they would do nothing; take them out"
-                    )
+            self.load_functions()
         except FunctionError as error:
             raise ValueError(str(error)) from error
         return self
 
     @model_validator(mode="after")
-    def _keys_have_an_effect(self) -> LossConfig:
-        changed = self.changed()
-        for key, (applies, where) in APPLIES.items():
-            if key in changed and not applies(self):
+    def _keys_have_an_effect(self) -> Self:
+        changed, idle = self.changed(), self.idle_keys()
+        for key in changed:
+            if key in idle:
                 value = getattr(self, key)
-                raise ValueError(f"{key} = {value} has no effect on the loss {self.name!r}; remove it or use {where}")
+                raise ValueError(
+                    f"{key} = {value} has no effect on the loss {self.name!r}; remove it or use {idle[key]}"
+                )
+        self.check()
         return self
 
-    @model_validator(mode="after")
-    def _values_fit(self) -> LossConfig:
-        check_values(self)
-        return self
+
+def _validated(values: Any) -> Any:
+    if isinstance(values, LossConfig):
+        return values
+    if not isinstance(values, dict):
+        raise ValueError("expected a table of keys")
+    return class_for(values).model_validate(values)
+
+
+AnyLoss = Annotated[SerializeAsAny[LossConfig], PlainValidator(_validated)]
+"""The ``[loss]`` section of a configuration: an object of the class that its name chooses."""

@@ -60,3 +60,14 @@ LOSS_ALIASES: Mapping[str, Mapping[str, Any]] = {
 Read in the versions that docs/loss.md names. Explicit keys next to the alias win. The anchor is always ours, the
 rollout's own log-probabilities.
 """
+
+
+def expand_alias(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a ``[loss]`` table with those that its alias stands for; explicit keys win."""
+    name = values.get("name")
+    if not isinstance(name, str) or name not in LOSS_ALIASES:
+        return values
+    merged = {**LOSS_ALIASES[name], **values, "name": LOSS_ALIASES[name]["name"]}
+    if not merged.get("kl_coef"):  # taken away beside the alias, whose other keys of the penalty go with it
+        merged = {key: value for key, value in merged.items() if key in values or not key.startswith("kl_")}
+    return merged

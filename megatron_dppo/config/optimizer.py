@@ -63,49 +63,6 @@ class OptimizerConfig(Section):
             raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}")
         return self
 
-    def check_memory(self, name: str, dtype: str, *, distributed: bool) -> None:
-        """Whether Megatron can do with these memory settings what it takes them for.
-
-        Args:
-            name: of the section.
-            dtype: ``model.dtype``.
-            distributed: ``parallel.use_distributed_optimizer``.
-
-        Raises:
-            ValueError: it refuses them, or leaves them without effect.
-        """
-        dtypes = {key: getattr(self, key) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
-        keys = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        given = [key for key in keys if key in self.changed()]
-        if given and dtype != "fp16":
-            raise ValueError(f"{name}.{given[0]} has no effect with model.dtype = {dtype!r}; leave it out")
-        low = [f"{name}.{key} = {value!r}" for key, value in dtypes.items() if value != "fp32"]
-        if self.optimizer_cpu_offload and not self.use_precision_aware_optimizer:
-            raise ValueError(
-                f"{name}.optimizer_cpu_offload = true with use_precision_aware_optimizer = false: Megatron then keeps "
-                "the fp32 copies on the GPU as well, and cannot load a checkpoint. Set use_precision_aware_optimizer = "
-                "true; on the host it needs no Transformer Engine"
-            )
-        if self.use_precision_aware_optimizer and not (distributed and dtype == "bf16"):
-            raise ValueError(
-                f"{name}.use_precision_aware_optimizer = true with model.dtype = {dtype!r} and parallel."
-                f"use_distributed_optimizer = {str(distributed).lower()}: Megatron has it for the fp32 copies of bf16 "
-                "weights, with the distributed optimizer. Set both, or leave it out"
-            )
-        if low and (self.optimizer_cpu_offload or not self.use_precision_aware_optimizer):
-            raise ValueError(
-                f"{low[0]}: only Transformer Engine's Adam on the GPU has other dtypes than fp32. Set {name}."
-                "use_precision_aware_optimizer = true and optimizer_cpu_offload = false, or leave it out"
-            )
-        if not self.optimizer_cpu_offload and (
-            self.optimizer_offload_fraction < 1 or self.overlap_cpu_optimizer_d2h_h2d
-        ):
-            raise ValueError(
-                f"{name}.optimizer_offload_fraction = {self.optimizer_offload_fraction:g} and "
-                f"overlap_cpu_optimizer_d2h_h2d = {str(self.overlap_cpu_optimizer_d2h_h2d).lower()} have no effect "
-                "without optimizer_cpu_offload = true"
-            )
-
 
 class WarmupOptimizerConfig(OptimizerConfig):
     """The same keys with the defaults of the embedded task; each can be set alone."""

@@ -91,13 +91,6 @@ class RewardConfig(Section):
         is_exact = self.function == "math" or (self.function == "reasoning_gym" and not self.partial_credit)
         return "accuracy" if is_exact else "score"
 
-    @property
-    def described(self) -> str:
-        """What scores, for messages."""
-        if self.functions:
-            return f"[reward.functions] ({', '.join(self.functions)})"
-        return f"reward.function = {self.function!r}"
-
     @model_validator(mode="before")
     @classmethod
     def _several_stand_alone(cls, values: Any) -> Any:
@@ -148,15 +141,3 @@ class RewardConfig(Section):
                 "the number of tokens over which the punishment grows"
             )
         return self
-
-    def check_length(self, max_new_tokens: int) -> None:
-        """Refuse a punishment that would begin before the first token.
-
-        Raises:
-            ValueError: with what to change.
-        """
-        if self.overlong_buffer_tokens >= max_new_tokens:
-            raise ValueError(
-                f"reward.overlong_buffer_tokens = {self.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
-                f"{max_new_tokens}: every response would be punished. DAPO uses a fifth of it"
-            )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 DType = Literal["fp32", "bf16", "fp16"]
 
@@ -21,3 +23,8 @@ class Section(BaseModel):
         """The keys whose values are not their defaults, in the order of the section."""
         fields = type(self).model_fields.items()
         return [name for name, f in fields if getattr(self, name) != f.get_default(call_default_factory=True)]
+
+    @classmethod
+    def known_fields(cls) -> Mapping[str, FieldInfo]:
+        """Return every key that the section may have; a section with variants has those of all."""
+        return cls.model_fields

@@ -114,6 +114,11 @@ class TrainConfig(_Section):
     """Stop there too when more of the sampled tokens have no finite rollout log-probability; ``off`` = never."""
     layer_noise: LayerNoiseConfig = LayerNoiseConfig()
 
+    @property
+    def needs_engine_routing(self) -> bool:
+        """Whether the rollout engine has to report which experts it chose."""
+        return self.router_replay in FROM_ENGINE
+
     @model_validator(mode="after")
     def _advantage_is_known(self) -> TrainConfig:
         check_advantage(self.advantage, self.advantage_options)

@@ -103,6 +103,20 @@ def loaded(name: str, setting: str) -> UserFunction:
     return _LOADED.get((name, setting)) or _load(name, setting, content_hash(name))
 
 
+def reload_changed(name: str, setting: str) -> UserFunction:
+    """Return the loaded function, or load it again where its file has changed.
+
+    Raises:
+        FunctionError: see ``load_function``.
+    """
+    try:
+        content = content_hash(name)
+    except OSError:
+        content = ""
+    found = _LOADED.get((name, setting))
+    return _load(name, setting, content) if found is None or found.content_hash != content else found
+
+
 def load_user_function(
     name: str, setting: str, options: Mapping[str, Any], takes: Sequence[str] = ("inputs",), offers: Sequence[str] = ()
 ) -> UserFunction:
@@ -118,16 +132,24 @@ def load_user_function(
     Raises:
         FunctionError: it cannot be imported, cannot be called with these arguments, or declares needs of another type.
     """
-    try:
-        content = content_hash(name)
-    except OSError:
-        content = ""
-    found = _LOADED.get((name, setting))
-    if found is None or found.content_hash != content:
-        found = _load(name, setting, content)
+    found = reload_changed(name, setting)
     extra = dict.fromkeys(offer for offer in offers if has_parameter(found.function, offer))
     check_arguments(found.function, name, setting, takes, {**extra, **options})
     return found
+
+
+def load_user_mask(name: str, options: Mapping[str, Any]) -> None:
+    """Load the function in ``loss.mask``.
+
+    Raises:
+        FunctionError: see ``load_user_function``; or it declares what only a loss can need.
+    """
+    needs = load_user_function(name, "loss.mask", options).needs
+    if needs.topk_gradient or needs.entropy_gradient or not needs.zero_advantage:
+        raise FunctionError(
+            f"loss.mask = {name!r} declares topk_gradient, entropy_gradient or zero_advantage: a mask has no gradient, "
+            "so they would do nothing; take them out"
+        )
 
 
 def _load(name: str, setting: str, content: str) -> UserFunction:

@@ -183,31 +183,6 @@ def _at(values: Tensor, wrong: Tensor, shape: RoutingShape, request: str, what: 
     )
 
 
-def append_routes(before: Tensor, new: Tensor, start: int) -> Tensor:
-    """The routes of a sequence that grew: what is known of a token stays as it was.
-
-    A partial rollout or a further turn reads the whole sequence again, perhaps under newer weights; the tokens that
-    were sampled before were sampled under the old routes. Rows between the two parts that nobody reported are missing.
-
-    Args:
-        before: ``[N, L, k]`` of the first N tokens.
-        new: ``[M, L, k]`` of the M tokens from ``start`` on.
-        start: index in the whole sequence of the first row of ``new``.
-
-    Raises:
-        ValueError: parts of two models, or a negative start.
-    """
-    if before.shape[1:] != new.shape[1:] or before.dtype != new.dtype or start < 0:
-        raise ValueError(
-            f"routed experts {tuple(before.shape)} {before.dtype} cannot go on with {tuple(new.shape)} {new.dtype} "
-            f"from token {start}; expected the same layers, experts a token and dtype, and a start of 0 or more"
-        )
-    if not len(before) and not start:  # the usual case: one answer, kept as it came
-        return new
-    gap = before.new_full((max(0, start - len(before)), *before.shape[1:]), MISSING_EXPERT[before.dtype])
-    return torch.cat([before, gap, new[max(0, len(before) - start) :]])
-
-
 def with_all_routes(
     samples: Sequence[TrainingSample], shape: RoutingShape, own: RoutingShape | None = None
 ) -> list[TrainingSample]:

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import (
-    MISSING_EXPERT,
-    Completion,
-    KeptSets,
-    MicroBatch,
-    Prompt,
-    RolloutGroup,
-    TrainingSample,
-    check_kept,
-)
+from megatron_dppo.types import Completion, KeptSets, MicroBatch, Prompt, RolloutGroup, TrainingSample
+from megatron_dppo.types.token_columns import TOKEN_COLUMNS, TokenColumn, TokenRows, carried_columns
 
 
 def to_training_sample(
@@ -30,6 +23,7 @@ def to_training_sample(
     routed_experts: Tensor | None = None,
     sampled: Sequence[bool] | Tensor | None = None,
     kept: KeptSets | None = None,
+    columns: Mapping[str, TokenRows] | None = None,
 ) -> TrainingSample:
     """Align a prompt and its response to the labels.
 
@@ -45,6 +39,8 @@ def to_training_sample(
         routed_experts: ``[P + R - 1, L, k]``, one row for each token of the sequence but the last.
         sampled: [R] False on tokens that were given to the policy, such as a tool's; None = it sampled all of them.
         kept: of R tokens, the ids that the rollout's filters left; None = no filter.
+        columns: columns that a sample takes as they are (``TokenColumn.is_carried``), by name; the ones above may be
+            given here too.
 
     Raises:
         ValueError: an empty prompt or response, or a column of another length.
@@ -64,34 +60,30 @@ def to_training_sample(
         loss_mask[first:] &= own.isfinite()
         aligned = torch.zeros(length, dtype=torch.float32)
         aligned[first:] = torch.where(loss_mask[first:], own, 0.0)
-    _check_sets(topk, kept, len(response_ids))
-    if routed_experts is not None and len(routed_experts) != length:
-        raise ValueError(
-            f"routed experts of {len(routed_experts)} tokens for a sequence of {len(prompt_ids)} prompt and "
-            f"{len(response_ids)} response tokens; expected {length} rows, one for each token but the last"
-        )
+    carried: dict[str, Any] = dict(columns or {})
+    if topk is not None:
+        carried["rollout_topk_ids"], carried["rollout_topk_logprobs"] = topk
+    carried |= {name: rows for name, rows in (("kept", kept), ("routed_experts", routed_experts)) if rows is not None}
+    _check_columns(carried, len(prompt_ids), len(response_ids))
     return TrainingSample(
         tokens=sequence[:-1],
         labels=sequence[1:],
         loss_mask=loss_mask,
         advantages=torch.where(loss_mask, advantage, 0.0),
         rollout_logprobs=aligned,
-        rollout_topk_ids=topk and topk[0],
-        rollout_topk_logprobs=topk and topk[1],
-        kept=kept,
-        routed_experts=routed_experts,
+        **carried,
     )
 
 
-def _check_sets(topk: tuple[Tensor, Tensor] | None, kept: KeptSets | None, response_tokens: int) -> None:
-    if kept is not None:
-        check_kept(kept, response_tokens)
-    if topk is None:
-        return
-    ids, logprobs = topk
-    if ids.shape != logprobs.shape or ids.dim() != 2 or ids.shape[0] != response_tokens:
+def _check_columns(columns: Mapping[str, TokenRows], prompt_tokens: int, response_tokens: int) -> None:
+    for column in TOKEN_COLUMNS:
+        rows = columns.get(column.name) if column.is_carried and column.name is not None else None
+        if rows is not None:
+            column.check(rows, prompt_tokens, response_tokens)
+    ids, logprobs = columns.get("rollout_topk_ids"), columns.get("rollout_topk_logprobs")
+    if isinstance(ids, Tensor) and isinstance(logprobs, Tensor) and ids.shape != logprobs.shape:
         raise ValueError(
-            f"Top-K ids {tuple(ids.shape)} and log-probabilities {tuple(logprobs.shape)}, expected two of shape "
+            f"Top-K ids {tuple(ids.shape)} and log-probabilities {tuple(logprobs.shape)}, expected two of one shape "
             f"[{response_tokens}, K+1], one row for each response token"
         )
 
@@ -111,19 +103,14 @@ def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[flo
 
 
 def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> TrainingSample:
-    topk = None
-    if completion.topk_token_ids is not None and completion.topk_logprobs is not None:
-        topk = (completion.topk_token_ids, completion.topk_logprobs)
     first = _given_first(completion) if prompt.is_task else 0
     return to_training_sample(
         (*prompt.start, *completion.token_ids[:first].tolist()),
         completion.token_ids[first:],
         None if completion.logprobs is None else completion.logprobs[first:],
         advantage,
-        topk and (topk[0][first:], topk[1][first:]),
-        completion.routed_experts,
-        None if completion.loss_mask is None else completion.loss_mask[first:],
-        None if completion.kept is None else completion.kept[first:],
+        sampled=None if completion.loss_mask is None else completion.loss_mask[first:],
+        columns=carried_columns(completion, first),
     )
 
 
@@ -131,24 +118,6 @@ def _given_first(completion: Completion) -> int:
     """How many tokens were given before the first one was sampled: an agent's prompt."""
     assert completion.loss_mask is not None, "an agent's sequence begins with what it asks"
     return int(completion.loss_mask.int().argmax())
-
-
-_Fill = float | Mapping[torch.dtype, int]
-
-
-_FILL: Mapping[str, _Fill] = {"tokens": 0, "labels": 0, "loss_mask": False, "advantages": 0.0}
-"""What stands in the columns on padding, which is outside the loss."""
-
-
-_OPTIONAL_FILL: Mapping[str, _Fill] = {
-    "rollout_logprobs": 0.0,
-    "rollout_topk_ids": -1,
-    "rollout_topk_logprobs": 0.0,
-    "anchor_logprobs": 0.0,
-    "reference_logprobs": 0.0,
-    "routed_experts": MISSING_EXPERT,
-}
-"""The same for columns that may be None, by dtype where that makes a difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,46 +159,31 @@ def pack(
     starts = [0, *accumulate(lengths)][: len(samples)]
     lengths += [rest] if rest else []
     size, ends = sum(lengths), torch.tensor([0, *accumulate(lengths)])
-    optional = {name: [getattr(sample, name) for sample in samples or [like]] for name in _OPTIONAL_FILL}
-    for name, found in optional.items():
-        kinds = {None if value is None else (value.dtype, value.shape[1:]) for value in found}
-        if len(kinds) > 1:
-            words = "with and without" if None in kinds else "with different shapes or types of"
-            raise ValueError(f"samples {words} {name} cannot share a micro-batch")
-    if len({sample.kept is None for sample in samples}) > 1:
-        raise ValueError("samples with and without kept sets cannot share a micro-batch")
-
-    def column(name: str, fill: _Fill) -> torch.Tensor:
-        first = getattr(like, name)
-        number = fill[first.dtype] if isinstance(fill, Mapping) else fill
-        result = first.new_full((size, *first.shape[1:]), number)
-        for sample, start in zip(samples, starts, strict=True):
-            value, end = getattr(sample, name), start + sample.num_tokens
-            result[end - len(value) : end] = value
-        return result
-
+    sample_ends = [start + sample.num_tokens for sample, start in zip(samples, starts, strict=True)]
+    columns: dict[str, Any] = {}
+    for column in TOKEN_COLUMNS:
+        if column.name is None or not column.is_packed:
+            continue
+        parts = [getattr(sample, column.name) for sample in samples]
+        if column.is_optional:
+            _check_alike(column, parts)
+        if (first := getattr(like, column.name)) is not None:
+            columns[column.name] = column.pack(parts, sample_ends, size, first)
     return MicroBatch(
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         cu_seqlens=ends.to(torch.int32),
         max_seqlen=max(lengths),
         num_padding=size - sum(sample.num_tokens for sample in samples),
-        kept=None if like.kept is None else _packed_sets(samples, starts, size),
-        **{name: column(name, fill) for name, fill in _FILL.items()},
-        **{name: column(name, _OPTIONAL_FILL[name]) for name, found in optional.items() if found[0] is not None},
+        **columns,
     )
 
 
-def _packed_sets(samples: Sequence[TrainingSample], starts: Sequence[int], size: int) -> KeptSets:
-    """Those of a row of ``size`` tokens; all samples have some."""
-    row = KeptSets.none(size)
-    parts = [row.ids]
-    for sample, start in zip(samples, starts, strict=True):
-        assert sample.kept is not None
-        end = start + sample.num_tokens
-        row.counts[end - len(sample.kept) : end] = sample.kept.counts
-        parts.append(sample.kept.ids)
-    return KeptSets(torch.cat(parts), row.counts)
+def _check_alike(column: TokenColumn, parts: Sequence[Any]) -> None:
+    forms = {column.form(part) for part in parts}
+    if len(forms) > 1:
+        words = "with and without" if None in forms else "with different shapes or types of"
+        raise ValueError(f"samples {words} {column.title} cannot share a micro-batch")
 
 
 def fill_bins(samples: Sequence[TrainingSample], budget: int, shape: RowShape | None = None) -> list[list[int]]:

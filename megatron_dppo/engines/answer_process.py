@@ -25,10 +25,8 @@ from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import RoutingShape, SamplingParams
+from megatron_dppo.types.token_columns import response_to_tensors
 
-COLUMNS = ("token_ids", "logprobs", "topk_token_ids", "topk_logprobs", "routed_experts")
-"""Of a ``Generation``, besides the kept sets, which are two."""
-KEPT = ("kept_ids", "kept_counts")
 _CLIENTS: dict[str, Any] = {"sglang": SGLangServer, "vllm": VLLMServer}
 
 
@@ -81,10 +79,7 @@ class _Process:
             failure = {"kind": "RuntimeError", "text": traceback.format_exc(), "fields": {}}
             self.frames.send({"id": number, "error": failure}, {})
         else:
-            columns = {name: getattr(generation, name) for name in COLUMNS}
-            if generation.kept is not None:
-                columns |= dict(zip(KEPT, (generation.kept.ids, generation.kept.counts), strict=True))
-            self.frames.send({"id": number, **_head(generation)}, columns)
+            self.frames.send({"id": number, **_head(generation)}, response_to_tensors(generation))
 
 
 def _request(fields: dict[str, Any], token_ids: tuple[int, ...]) -> GenerateRequest:

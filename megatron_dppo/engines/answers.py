@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import errors
-from megatron_dppo.engines.answer_process import KEPT
 from megatron_dppo.engines.servers.contract import Contract
 from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.errors import AnswersLost
 from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer
-from megatron_dppo.types import FinishReason, KeptSets, VersionSpan
+from megatron_dppo.types import FinishReason, VersionSpan
+from megatron_dppo.types.token_columns import response_from_tensors
 
 _EXIT_SECONDS = 5.0
 _LATE_SECONDS = 60.0
@@ -107,10 +107,7 @@ class _Process:
             future.set_exception(_error(**failure))
             return
         reason, versions = FinishReason(message["finish_reason"]), tuple(VersionSpan(*v) for v in message["versions"])
-        columns_of: dict[str, Any] = dict(columns)
-        if KEPT[0] in columns:
-            columns_of["kept"] = KeptSets(*(columns_of.pop(name) for name in KEPT))
-        future.set_result(Generation(finish_reason=reason, versions=versions, **columns_of))
+        future.set_result(Generation(finish_reason=reason, versions=versions, **response_from_tensors(columns)))
 
     def _lost(self) -> None:
         self.has_ended = True

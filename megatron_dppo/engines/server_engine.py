@@ -18,6 +18,7 @@ from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, Prompt, SamplingParams
+from megatron_dppo.types.token_columns import asked_columns
 
 T = TypeVar("T")
 _STOP_SECONDS = 30.0
@@ -197,7 +198,7 @@ class ServerEngine:
         if params.router_weights:
             raise ValueError("SamplingParams.router_weights = True, but servers return no combine weights of routers")
         routing = self._routing if params.routed_experts else None
-        response = GrowingResponse(prompt.start, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets)
+        response = GrowingResponse(prompt.start, routing=routing, columns=asked_columns(params))
         return Sample(prompt, response, params, index, routes)
 
     async def _until(self, groups: Sequence[Sequence[Sample]], futures: Sequence[Sampled], enough: int) -> None:

@@ -11,7 +11,7 @@ logits in float32 is in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,9 @@ from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size
 from megatron_dppo.head.rows import Head, RowTotals, SlotGradient, gather_shards, merge
 from megatron_dppo.head.vocab_topk import shard_topk
 from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, TokenTargets
+
+_SHARED_COLUMNS = sorted({f.name for f in fields(LossInputs)} & {f.name for f in fields(TokenTargets)})
+"""Columns that a loss gets as the row has them."""
 
 
 def candidates(logits: Tensor, width: int, first: int) -> Tensor:
@@ -139,23 +142,17 @@ def loss_inputs(targets: TokenTargets, statistics: HeadStatistics, vocab_size: i
     topk_logprobs = None
     if statistics.id_logprobs is not None:
         topk_logprobs = torch.cat([statistics.id_logprobs, statistics.logprobs.detach()[:, None]], 1)
+    columns: dict[str, Any] = {name: getattr(targets, name) for name in _SHARED_COLUMNS}
     return LossInputs(
         logprobs=statistics.logprobs,
         entropy=statistics.entropy,
-        advantages=targets.advantages,
-        loss_mask=targets.loss_mask,
-        rollout_logprobs=targets.rollout_logprobs,
         topk_logprobs=topk_logprobs,
-        rollout_topk_logprobs=targets.rollout_topk_logprobs,
         topk_valid=None if targets.rollout_topk_ids is None else targets.rollout_topk_ids >= 0,
         topk_other_logprob=statistics.other_logprob,
         topk_other_square=statistics.other_square,
         vocab_size=vocab_size,
         kept_counts=None if targets.kept is None else targets.kept.counts,
-        anchor_logprobs=targets.anchor_logprobs,
-        reference_logprobs=targets.reference_logprobs,
-        sequence_ids=targets.sequence_ids,
-        token_weights=targets.token_weights,
+        **columns,
     )
 
 

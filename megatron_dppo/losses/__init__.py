@@ -1,39 +1,114 @@
-"""Policy losses: tensors in, sums out. Pure torch; no collectives, no input or output, no Megatron."""
+"""Policy losses: tensors in, sums out. Pure torch; no collectives, no input or output, no Megatron.
 
-from megatron_dppo.config.user_functions import needs
-from megatron_dppo.losses.advantages import advantages_by, group_relative_advantages
-from megatron_dppo.losses.counterfactuals import with_cosines
-from megatron_dppo.losses.divergence import binary_kl, binary_tv
-from megatron_dppo.losses.objective import SUPERVISED, Objective, policy_objective
-from megatron_dppo.losses.policy_loss import dppo_loss, no_policy_loss, policy_loss, supervised_loss
-from megatron_dppo.losses.predictive import divergence_rate, predictive_sums
-from megatron_dppo.losses.reduce import BatchTotals, sequence_weight, token_weights
-from megatron_dppo.losses.topk import topk_kl, topk_sums, topk_tv
-from megatron_dppo.losses.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
+Each file of this folder is one loss, or several that differ in one place; ``user_loss`` is a function of the user's.
+``parts`` has what they share, which is here by name. It is loaded when it is first used, so that the configuration of a
+loss can be read without torch.
+"""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.user_functions import needs
+    from megatron_dppo.losses.dppo import dppo_loss
+    from megatron_dppo.losses.parts.advantages import advantages_by, group_relative_advantages
+    from megatron_dppo.losses.parts.counterfactuals import with_cosines
+    from megatron_dppo.losses.parts.decision import Decision, clipped_surrogate, mismatch_log_ratio, weigh_by_ratio
+    from megatron_dppo.losses.parts.divergence import binary_kl, binary_tv
+    from megatron_dppo.losses.parts.example import show
+    from megatron_dppo.losses.parts.loss import Loss
+    from megatron_dppo.losses.parts.objective import SUPERVISED, Objective, policy_objective
+    from megatron_dppo.losses.parts.policy_loss import no_policy_loss, policy_loss, supervised_loss
+    from megatron_dppo.losses.parts.predictive import divergence_rate, predictive_sums
+    from megatron_dppo.losses.parts.reduce import BatchTotals, per_sequence, sequence_weight, token_weights
+    from megatron_dppo.losses.parts.sequences import prefix_keep_mask, sequence_keep_mask
+    from megatron_dppo.losses.parts.terms import policy_term
+    from megatron_dppo.losses.parts.tokens import Tokens
+    from megatron_dppo.losses.parts.topk import topk_kl, topk_sums, topk_tv
+    from megatron_dppo.losses.parts.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
+    from megatron_dppo.losses.parts.user_functions import call_user_loss
+
+_MODULES = {
+    "BatchTotals": "losses.parts.reduce",
+    "Decision": "losses.parts.decision",
+    "Loss": "losses.parts.loss",
+    "Objective": "losses.parts.objective",
+    "SUPERVISED": "losses.parts.objective",
+    "Tokens": "losses.parts.tokens",
+    "advantages_by": "losses.parts.advantages",
+    "binary_kl": "losses.parts.divergence",
+    "binary_tv": "losses.parts.divergence",
+    "call_user_loss": "losses.parts.user_functions",
+    "clipped_surrogate": "losses.parts.decision",
+    "divergence_keep_mask": "losses.parts.trust_region",
+    "divergence_rate": "losses.parts.predictive",
+    "dppo_loss": "losses.dppo",
+    "group_relative_advantages": "losses.parts.advantages",
+    "mismatch_keep_mask": "losses.parts.trust_region",
+    "mismatch_log_ratio": "losses.parts.decision",
+    "needs": "config.user_functions",
+    "no_policy_loss": "losses.parts.policy_loss",
+    "per_sequence": "losses.parts.reduce",
+    "policy_loss": "losses.parts.policy_loss",
+    "policy_objective": "losses.parts.objective",
+    "policy_term": "losses.parts.terms",
+    "predictive_sums": "losses.parts.predictive",
+    "prefix_keep_mask": "losses.parts.sequences",
+    "ratio_keep_mask": "losses.parts.trust_region",
+    "sequence_keep_mask": "losses.parts.sequences",
+    "sequence_weight": "losses.parts.reduce",
+    "show": "losses.parts.example",
+    "supervised_loss": "losses.parts.policy_loss",
+    "token_weights": "losses.parts.reduce",
+    "topk_kl": "losses.parts.topk",
+    "topk_sums": "losses.parts.topk",
+    "topk_tv": "losses.parts.topk",
+    "weigh_by_ratio": "losses.parts.decision",
+    "with_cosines": "losses.parts.counterfactuals",
+}
 __all__ = [
     "SUPERVISED",
     "BatchTotals",
+    "Decision",
+    "Loss",
     "Objective",
+    "Tokens",
     "advantages_by",
     "binary_kl",
     "binary_tv",
+    "call_user_loss",
+    "clipped_surrogate",
     "divergence_keep_mask",
     "divergence_rate",
     "dppo_loss",
     "group_relative_advantages",
     "mismatch_keep_mask",
+    "mismatch_log_ratio",
     "needs",
     "no_policy_loss",
+    "per_sequence",
     "policy_loss",
     "policy_objective",
+    "policy_term",
     "predictive_sums",
+    "prefix_keep_mask",
     "ratio_keep_mask",
+    "sequence_keep_mask",
     "sequence_weight",
+    "show",
     "supervised_loss",
     "token_weights",
     "topk_kl",
     "topk_sums",
     "topk_tv",
+    "weigh_by_ratio",
     "with_cosines",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"megatron_dppo.{_MODULES[name]}"), name)

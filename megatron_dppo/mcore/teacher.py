@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import ModelConfig
-from megatron_dppo.config.schema import Config
 from megatron_dppo.head.teacher import Lesson
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
@@ -45,7 +45,9 @@ class Teacher:
     """Megatron's model of ``distillation.teacher_path``.
 
     Args:
-        config: the whole configuration.
+        model: the policy, whose dtype and fields of TransformerConfig it has.
+        distillation: the divergence, and what of the weights is on the device.
+        temperature: of the rollouts.
         hf_config: the transformers config of the teacher.
         weights: its weights, full tensors by Hugging Face name.
         layout: the policy's.
@@ -56,7 +58,9 @@ class Teacher:
     def __init__(
         self,
         *,
-        config: Config,
+        model: ModelConfig,
+        distillation: DistillationConfig,
+        temperature: float,
         hf_config: Any,
         weights: WeightSource,
         layout: Layout,
@@ -66,19 +70,18 @@ class Teacher:
         shape = model_shape(hf_config)
         if not shape.num_experts:
             layout = replace(layout, ep=1, etp=layout.tp)
-        settings = as_teacher(config.model, has_experts=bool(shape.num_experts))
+        settings = as_teacher(model, has_experts=bool(shape.num_experts))
         megatron_config = transformer_config(hf_config, settings, layout, platform)
         models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         Bridge(models, shape, tied=bool(hf_config.tie_word_embeddings), groups=groups).load(weights)
         self._chunks = [chunk.eval() for chunk in in_half(megatron_config, models)]
-        for model in models:
-            model.requires_grad_(False)
+        for chunk in models:
+            chunk.requires_grad_(False)
         self._cp_group = groups.cp if layout.cp > 1 else None
-        self._head = Head(models[-1], groups.tp, hf_config.vocab_size, config.rollout.temperature)
-        chosen = config.distillation
-        self._divergence = Divergence(chosen.divergence, chosen.coef)
+        self._head = Head(models[-1], groups.tp, hf_config.vocab_size, temperature)
+        self._divergence = Divergence(distillation.divergence, distillation.coef)
         self._has_head = dist.get_rank(groups.pp) == layout.pp - 1
-        self._away = AwayModel(models, platform.device, by_layer=chosen.teacher_weights == "by_layer")
+        self._away = AwayModel(models, platform.device, by_layer=distillation.teacher_weights == "by_layer")
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probabilities ``[T]`` of the labels of each micro-batch; empty but on the last pipeline stage."""

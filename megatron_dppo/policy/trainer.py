@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.layout import Layout
+from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.schema import Config
-from megatron_dppo.config.train import LayerNoiseConfig
+from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.config.train import LayerNoiseConfig, TrainConfig
 from megatron_dppo.data.samples import RowShape
 from megatron_dppo.head.teacher import Lesson
 from megatron_dppo.hf.folder import model_shape, routing_shape
@@ -44,7 +45,12 @@ class PolicyTrainer:
     """A Megatron model with its optimizer.
 
     Args:
-        config: the whole configuration.
+        model: the policy; folder and initialization of the weights do not count.
+        lora: the adapters.
+        parallel: what Megatron overlaps, and whether its optimizer is distributed.
+        train: which routes are replayed.
+        rollout: temperature, and whether the engine samples with this model.
+        seed: of adapters and noise.
         hf_config: the transformers config of the model.
         weights: the initial weights, full tensors by Hugging Face name.
         reference: the reference policy's; kept on the host and swapped in for ``logprobs(reference=True)``. With
@@ -70,7 +76,12 @@ class PolicyTrainer:
     def __init__(
         self,
         *,
-        config: Config,
+        model: ModelConfig,
+        lora: LoraConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        rollout: RolloutConfig,
+        seed: int,
         hf_config: Any,
         weights: WeightSource,
         reference: WeightSource | None = None,
@@ -83,40 +94,39 @@ class PolicyTrainer:
     ) -> None:
         self.layout, self.groups, self.dp_rank = layout, groups, dist.get_rank(groups.dp)
         self.policy_version = 0
-        replay = config.train.router_replay
-        if config.rollout.batch_invariant:
+        replay = train.router_replay
+        if rollout.batch_invariant:
             make_batch_invariant(platform.device)
-        megatron_config = transformer_config(hf_config, config.model, layout, platform, router_replay=replay != "off")
+        megatron_config = transformer_config(hf_config, model, layout, platform, router_replay=replay != "off")
         prepare_extensions(megatron_config)
         self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         shape, tied = model_shape(hf_config), bool(hf_config.tie_word_embeddings)
         self.bridge = Bridge(self.models, shape, tied=tied, groups=groups)
-        self.lora = Lora(self.models, shape, groups, config.lora, config.run.seed) if config.lora.rank else None
+        self.lora = Lora(self.models, shape, groups, lora, seed) if lora.rank else None
         self._as_reference = None if self.lora is None else self.lora.without
         if reference is not None:
             self.bridge.load(reference)
             self._as_reference = ReferenceWeights(self.models).swapped_in
         self.bridge.load(weights)
         self._chunks = wrap_for_training(
-            self.models, megatron_config, config.parallel, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32
+            self.models, megatron_config, parallel, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32
         )
-        self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, config.parallel, total_steps)
+        self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, parallel, total_steps)
         self._noise = None
         if noise is not None and noise.std:
             adam = optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps
-            self._noise = LayerNoise(self.models, megatron_config, noise, groups, config.run.seed, adam)
+            self._noise = LayerNoise(self.models, megatron_config, noise, groups, seed, adam)
         self.device_state = DeviceState(self.models, self.optimizer)
-        temperature, fused = config.rollout.temperature, config.model.fused_head
-        self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, temperature, fused=fused)
+        self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, rollout.temperature, fused=model.fused_head)
         self.attention_length = attention_length(hf_config)
         self._cp_group = groups.cp if layout.cp > 1 else None
-        tile = TILE if config.rollout.batch_invariant else row_multiple(config.model.transformer)
+        tile = TILE if rollout.batch_invariant else row_multiple(model.transformer)
         self.row_shape = RowShape(row_multiple=layout.row_multiple * tile, sequence_multiple=layout.sequence_multiple)
         # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
         equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._packer = Packer(self.row_shape, layout.micro_batch_multiple, groups.dp, equal_rows=equal_rows)
         self._balance_losses = BalanceLosses(megatron_config)
-        self.routing_shape = routing_shape(hf_config, weights=config.train.router_replay_weights)
+        self.routing_shape = routing_shape(hf_config, weights=train.router_replay_weights)
         self._replay_mode: ReplayMode = "compare" if replay == "compare" else "replay"
         self._replay = None
         if replay != "off" and self.routing_shape is not None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.config.reward import RewardFunctionConfig
+from megatron_dppo.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_dppo.config.reward_options import BUILT_IN, CodeOptions, needs_label, read_options
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem, RewardResult, Shaping
@@ -73,6 +73,14 @@ class RewardScorer:
         scorer._members, scorer._shaping = list(members), shaping or Shaping()
         return scorer
 
+    @property
+    def described(self) -> str:
+        """The functions by their names in the configuration, for messages."""
+        names = [member.name for member in self._members]
+        if all(names):
+            return f"[reward.functions] ({', '.join(names)})"
+        return f"reward.function = {self._members[0].pool.spec.name!r}"
+
     def score(self, items: Sequence[RewardItem], *, is_batch: bool = True) -> list[RewardResult]:
         """One result an item, in order.
 
@@ -127,39 +135,50 @@ class RewardScorer:
             member.pool.close()
 
 
-def build_scorer(config: Config) -> RewardScorer:
-    """The scorer of ``[reward]``; no process starts before the first sample.
+def build_scorer(
+    reward: RewardConfig, rollout: RolloutConfig, *, label_key: str | None, is_only_source: bool
+) -> RewardScorer:
+    """Build the scorer of ``[reward]``; no process starts before the first sample.
+
+    Args:
+        reward: functions, options and shaping.
+        rollout: lengths and numbers that functions are told.
+        label_key: ``data.label_key``.
+        is_only_source: only the functions give rewards, no agent and no ``rollout.generate``.
 
     Raises:
         RewardError: a function cannot be loaded, its signature is not known, its options do not fit, or there are no
             labels for it.
     """
-    reward, rollout = config.reward, config.rollout
     shaping = Shaping(
         max_new_tokens=rollout.max_new_tokens,
         format=reward.format,
         overlong_buffer_tokens=reward.overlong_buffer_tokens,
         overlong_penalty=reward.overlong_penalty,
     )
+    facts = _facts(rollout, label_key)
+    has_labels = label_key != "" or not is_only_source
     if reward.functions:
         members = [
-            Member(name, _pool(config, f"reward.functions.{name}", each), each.weight, each.eval)
+            Member(
+                name,
+                _pool(reward, facts, f"reward.functions.{name}", each, has_labels=has_labels),
+                each.weight,
+                each.eval,
+            )
             for name, each in reward.functions.items()
         ]
         return RewardScorer.of_several(members, shaping)
     options = reward.options | ({"partial_credit": True} if reward.partial_credit else {})
     one = RewardFunctionConfig(function=reward.function, signature=reward.signature, options=options)
-    return RewardScorer.of_several([Member("", _pool(config, "reward", one))], shaping)
+    return RewardScorer.of_several([Member("", _pool(reward, facts, "reward", one, has_labels=has_labels))], shaping)
 
 
-def _asks(config: Config) -> bool:
-    """Whether nothing else than the reward function gives rewards."""
-    return config.rollout.generate is None and not config.agent.is_set
-
-
-def _pool(config: Config, table: str, one: RewardFunctionConfig) -> FunctionPool:
-    reward, name = config.reward, one.function
-    if config.data.label_key == "" and _asks(config) and needs_label(name, one.options):
+def _pool(
+    reward: RewardConfig, facts: RunFacts, table: str, one: RewardFunctionConfig, *, has_labels: bool
+) -> FunctionPool:
+    name = one.function
+    if not has_labels and needs_label(name, one.options):
         raise RewardError(
             f"{table}.function = {name!r} compares answers with labels, but data.label_key = '' says that "
             "there are none; name the column of the labels, or a reward function of your own"
@@ -172,19 +191,18 @@ def _pool(config: Config, table: str, one: RewardFunctionConfig) -> FunctionPool
             f"{timeout:g}, or a slow program would count as failed (no gradient) instead of as wrong"
         )
     return FunctionPool(
-        FunctionSpec(name, one.signature, _facts(config), one.options, table),
+        FunctionSpec(name, one.signature, facts, one.options, table),
         timeout,
         one.num_workers or reward.num_workers,
         async_concurrency=one.async_concurrency or reward.async_concurrency,
     )
 
 
-def _facts(config: Config) -> RunFacts:
-    rollout = config.rollout
+def _facts(rollout: RolloutConfig, label_key: str | None) -> RunFacts:
     slime_args: dict[str, Any] = {
         "rollout_max_response_len": rollout.max_new_tokens,
         "rollout_temperature": rollout.temperature,
         "n_samples_per_prompt": rollout.samples_per_prompt,
         "reward_key": None,
     }
-    return RunFacts(label_key=config.data.label_key or "label", slime_args=slime_args)
+    return RunFacts(label_key=label_key or "label", slime_args=slime_args)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_dppo.types import Completion, LeftOut, Metric, RolloutGroup, VersionSpan
+from megatron_dppo.types.token_columns import TOKEN_COLUMNS
 
 
 class Ages:
@@ -140,7 +142,8 @@ class Needed:
 
     def _of(self, completion: Completion) -> Completion:
         if not self.topk:
-            completion = replace(completion, topk_token_ids=None, topk_logprobs=None, kept=None)
+            unread: dict[str, Any] = {c.response: None for c in TOKEN_COLUMNS if c.is_loss_only and c.response}
+            completion = replace(completion, **unread)
         if self.layers is not None and completion.routed_experts is not None:
             completion = replace(completion, routed_experts=completion.routed_experts[:, list(self.layers)])
         return completion

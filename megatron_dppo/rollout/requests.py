@@ -6,11 +6,11 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from megatron_dppo.config.data import EvalConfig
 from megatron_dppo.config.rollout import RolloutConfig
-from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.engine import GroupRequest, RolloutEngine
 from megatron_dppo.rollout.pending import Draw, Place, Scoring
 from megatron_dppo.types import Prompt, SamplingParams
@@ -31,16 +31,16 @@ def sampling_params(
     )
 
 
-def sampling_seed(config: Config, purpose: str, step: int, dp_rank: int) -> int:
-    """A seed for a step and a data-parallel rank, a function of the configuration alone (so that resume is exact).
+def sampling_seed(seed: int, purpose: str, step: int, dp_rank: int) -> int:
+    """A seed for a step and a data-parallel rank, a function of the run's seed alone (so that resume is exact).
 
     Args:
-        config: of the run.
+        seed: ``run.seed``.
         purpose: different draws of one step have different names.
         step: the rollout step.
         dp_rank: data-parallel rank.
     """
-    return random.Random(f"{config.run.seed}/{purpose}/{step}/{dp_rank}").getrandbits(31)
+    return random.Random(f"{seed}/{purpose}/{step}/{dp_rank}").getrandbits(31)
 
 
 class Prompts(Protocol):
@@ -54,7 +54,8 @@ class Asking:
     """Asks this rank's engine for groups.
 
     Args:
-        config: the whole configuration.
+        rollout: how many, and which may be stopped or go on later.
+        params: how the run samples; the seeds of requests follow from its seed.
         prompts: of the run.
         engine: None on ranks that get their rollouts from the leader of their model-parallel group.
         scoring: of what was sampled.
@@ -65,7 +66,8 @@ class Asking:
 
     def __init__(
         self,
-        config: Config,
+        rollout: RolloutConfig,
+        params: SamplingParams,
         prompts: Prompts,
         engine: RolloutEngine | None,
         scoring: Scoring,
@@ -75,9 +77,10 @@ class Asking:
         leads: bool = True,
     ) -> None:
         self._one_by_one, self._leads = one_by_one, leads
-        self._together = config.rollout.batch_invariant
+        self._together = rollout.batch_invariant
         """whether each call of the engine is a collective of all ranks"""
-        self._config, self._prompts, self._engine = config, prompts, engine
+        self._rollout, self._params = rollout, params
+        self._prompts, self._engine = prompts, engine
         self._scoring, self._dp_rank = scoring, dp_rank
         self._keys = itertools.count(-1, -1)  # those of the stream are positions
 
@@ -115,22 +118,14 @@ class Asking:
 
     def kept(self, step: int, places: Sequence[Place]) -> set[int]:
         """Which groups go on later, when they are stopped in a step."""
-        return {place.position for place in places if step - place.since < self._config.rollout.partial_rollouts}
+        return {place.position for place in places if step - place.since < self._rollout.partial_rollouts}
 
     def _draw(self, step: int, sampled_at: int, places: Sequence[Place], enough: int, purpose: str) -> Draw:
         if self._engine is None:
             return Draw(step, sampled_at, places)
-        rollout = self._config.rollout
+        rollout = self._rollout
         prompts = [self._prompts[place.position] for place in places]
-        params = sampling_params(
-            rollout,
-            rollout.max_new_tokens,
-            sampling_seed(self._config, purpose, step, self._dp_rank),
-            kept_sets=rollout.filters,
-            topk_logprobs=self._config.loss.topk if self._config.loss.is_topk else 0,
-            routed_experts=self._config.needs_engine_routing,
-            router_weights=self._config.needs_engine_routing and self._config.train.router_replay_weights,
-        )
+        params = replace(self._params, seed=sampling_seed(self._params.seed, purpose, step, self._dp_rank))
         sampled = self._engine.submit(
             [
                 GroupRequest(place.position, prompt, rollout.samples_per_prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +11,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.routing import append_routes, missing_rows
+from megatron_dppo.data.routing import missing_rows
 from megatron_dppo.rollout.server import GenerateRequest, Generation
-from megatron_dppo.types import Completion, FinishReason, KeptSets, RoutingShape, SamplingParams, VersionSpan
+from megatron_dppo.types import (
+    Completion,
+    FinishReason,
+    ResponseColumns,
+    RoutingShape,
+    SamplingParams,
+    VersionSpan,
+)
+from megatron_dppo.types.token_columns import (
+    LOGPROBS,
+    ROUTES,
+    SAMPLED,
+    TOKEN_COLUMNS,
+    GrowingColumn,
+    append_span,
+    asked_columns,
+    cut_spans,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PartialResponse:
-    """A response that is not complete. R tokens so far, of a prompt of P."""
+class PartialResponse(ResponseColumns):
+    """A response that is not complete. R tokens so far, of a prompt of P; routes of fewer than P + R positions."""
 
     token_ids: Tensor
     """[R] int32"""
@@ -28,13 +45,6 @@ class PartialResponse:
     """[R] bool, False on tokens that were given by a tool"""
     versions: tuple[VersionSpan, ...]
     """which weights sampled which tokens"""
-    topk_token_ids: Tensor | None = None
-    """[R, K+1] int32, see ``Completion``, as for the next three"""
-    topk_logprobs: Tensor | None = None
-    """[R, K+1] float32"""
-    kept: KeptSets | None = None
-    routed_experts: Tensor | None = None
-    """[positions that were read, L, k], fewer than P + R"""
     turn_ends: tuple[tuple[int, FinishReason], ...] = ()
     """(where, why) each turn of a user's function ended; the last turn may have none yet"""
     parts: int = 0
@@ -49,18 +59,33 @@ class GrowingResponse:
         topk: K of the Top-K that is recorded; 0 = none.
         routing: the shape of the routes that are recorded; None = none.
         kept: whether kept sets are recorded.
+        columns: what else is recorded, see ``types.token_columns.asked_columns``.
     """
 
     def __init__(
-        self, prompt: Sequence[int], *, topk: int = 0, routing: RoutingShape | None = None, kept: bool = False
+        self,
+        prompt: Sequence[int],
+        *,
+        topk: int = 0,
+        routing: RoutingShape | None = None,
+        kept: bool = False,
+        columns: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        self.prompt, self._topk, self._routing = tuple(prompt), topk, routing
+        self.prompt = tuple(prompt)
+        self._routing = routing
         self.tokens = array("i")
-        self._logprobs, self._sampled = array("f"), bytearray()
         self._spans: list[VersionSpan] = []
-        self._topk_parts: list[tuple[Tensor, Tensor]] = []
-        self._kept = [KeptSets.none(0)] if kept else None
-        self._routes = None if routing is None else missing_rows(0, routing)
+        self._logprobs = GrowingColumn(LOGPROBS, LOGPROBS.empty(()), len(self.prompt))
+        self._sampled = GrowingColumn(SAMPLED, SAMPLED.empty(()), len(self.prompt))
+        asked = SamplingParams(max_new_tokens=0, topk_logprobs=topk, kept_sets=kept)
+        shapes = {**asked_columns(asked), **(columns or {})}
+        self._optional = {
+            c.response: GrowingColumn(c, c.empty(shapes[c.response]), len(self.prompt))
+            for c in TOKEN_COLUMNS
+            if c.response in shapes
+        }
+        if routing is not None:
+            self._optional["routed_experts"] = GrowingColumn(ROUTES, missing_rows(0, routing), len(self.prompt))
         self.turn_ends: list[tuple[int, FinishReason]] = []
         """see ``PartialResponse``"""
         self.parts = 0
@@ -68,75 +93,68 @@ class GrowingResponse:
 
     def fresh(self) -> GrowingResponse:
         """An empty one to the same prompt. Its requests get other seeds than those that were made."""
-        found = GrowingResponse(self.prompt, topk=self._topk, routing=self._routing, kept=self._kept is not None)
+        found = GrowingResponse(self.prompt, routing=self._routing)
+        found._optional = {name: column.fresh() for name, column in self._optional.items()}
         found.parts = self.parts
         return found
 
     def state(self) -> PartialResponse:
         """All of it, to be kept."""
-        ids, logprobs = self._topk_columns()
+        optional: dict[str, Any] = {name: column.rows for name, column in self._optional.items()}
         return PartialResponse(
-            token_ids=_tensor(self.tokens, np.int32),
-            logprobs=_tensor(self._logprobs, np.float32),
-            sampled=_tensor(self._sampled, np.bool_),
+            token_ids=self._token_ids(),
+            logprobs=self._logprobs.tensor,
+            sampled=self._sampled.tensor,
             versions=tuple(self._spans),
-            topk_token_ids=ids,
-            topk_logprobs=logprobs,
-            kept=self._kept_sets(),
-            routed_experts=self._routes,
             turn_ends=tuple(self.turn_ends),
             parts=self.parts,
+            **optional,
         )
 
     def take(self, state: PartialResponse) -> None:
         """Go on from a state of a response to the same prompt.
 
         Raises:
-            ValueError: it lacks the Top-K, the routes or the kept sets that are recorded here.
+            ValueError: it lacks a column that is recorded here, or has it in another form.
         """
-        lacks_topk = self._topk and (state.topk_token_ids is None or state.topk_token_ids.shape[1] != self._topk + 1)
-        lacks_routes = self._routing is not None and state.routed_experts is None
-        if len(state.token_ids) and (lacks_topk or lacks_routes or (self._kept is not None and state.kept is None)):
+        given = {name: getattr(state, name) for name in self._optional}
+        lacking = [column.column.title for name, column in self._optional.items() if not column.fits(given[name])]
+        if len(state.token_ids) and lacking:
             raise ValueError(
-                f"a response of {len(state.token_ids)} tokens without the Top-K, routes or kept sets of this run"
+                f"a response of {len(state.token_ids)} tokens without the Top-K, routes or kept sets of this run; it "
+                f"lacks {', '.join(lacking)}"
             )
-        self.tokens, self._logprobs = array("i"), array("f")
-        self.tokens.frombytes(state.token_ids.numpy().tobytes())
-        self._logprobs.frombytes(state.logprobs.numpy().tobytes())
-        self._sampled, self._spans = bytearray(state.sampled.numpy().tobytes()), list(state.versions)
-        if self._topk and state.topk_token_ids is not None and state.topk_logprobs is not None:
-            self._topk_parts = [(state.topk_token_ids, state.topk_logprobs)]
-        if self._routing is not None and state.routed_experts is not None:
-            self._routes = state.routed_experts
-        if self._kept is not None and state.kept is not None:
-            self._kept = [state.kept]
+        self.tokens = array("i", state.token_ids.numpy().tobytes())
+        self._spans = list(state.versions)
         self.turn_ends, self.parts = list(state.turn_ends), state.parts
+        self._logprobs.replace(state.logprobs)
+        self._sampled.replace(state.sampled)
+        for name, column in self._optional.items():
+            if column.fits(given[name]):
+                column.replace(given[name])
 
     def cut(self, length: int) -> None:
         """Forget what comes after the first ``length`` tokens."""
         if length >= len(self.tokens):
             return
-        for column in (self.tokens, self._logprobs, self._sampled):
-            del column[length:]
-        self._spans = [span._replace(end=min(span.end, length)) for span in self._spans if span.start < length]
-        ids, logprobs = self._topk_columns()
-        if ids is not None and logprobs is not None:
-            self._topk_parts = [(ids[:length], logprobs[:length])]
-        if (kept := self._kept_sets()) is not None:
-            self._kept = [kept[:length]]
-        if self._routes is not None:
-            # The last token that is left may go on differently: nobody has read it yet.
-            self._routes = self._routes[: max(0, len(self.prompt) + length - 1)]
+        del self.tokens[length:]
+        self._spans = cut_spans(self._spans, length)
+        for column in self._columns():
+            column.cut(length)
         self.turn_ends = [(end, why) for end, why in self.turn_ends if end <= length]
 
     @property
     def lacks_routes(self) -> bool:
         """Whether routes are recorded, and there are none yet."""
-        return self._routes is not None and not len(self._routes)
+        return self._routing is not None and not self._known_routes()
 
     def was_sampled(self, start: int, end: int) -> bool:
         """Whether any of these tokens was sampled."""
-        return any(self._sampled[start:end])
+        return bool(self._sampled.tensor[start:end].any())
+
+    def was_all_sampled(self, start: int, end: int) -> bool:
+        """Whether each of these tokens was sampled."""
+        return bool(self._sampled.tensor[start:end].all())
 
     def request(
         self,
@@ -157,7 +175,7 @@ class GrowingResponse:
             prompt_routes: whether the routes of the prompt's tokens are wanted, where none are known. That of its last
                 token always is: it is read anew for each response.
         """
-        known = 0 if self._routes is None else len(self._routes)
+        known = self._known_routes()
         return GenerateRequest(
             request_id=request_id,
             token_ids=(*self.prompt, *self.tokens),
@@ -179,41 +197,23 @@ class GrowingResponse:
             return
         start = len(self.tokens)
         self.tokens.frombytes(generation.token_ids.numpy().tobytes())
-        self._logprobs.frombytes(generation.logprobs.numpy().tobytes())
-        self._sampled += bytes([True]) * count
         for version, first, end in generation.versions:
-            self._append_span(VersionSpan(version, start + first, start + end))
-        if self._topk:
-            if generation.topk_token_ids is None or generation.topk_logprobs is None:
-                raise ValueError(f"a generation of {count} tokens without the Top-K that was asked for")
-            self._topk_parts.append((generation.topk_token_ids, generation.topk_logprobs))
-        if self._kept is not None:
-            if generation.kept is None:
-                raise ValueError(f"a generation of {count} tokens without the kept sets that were asked for")
-            self._kept.append(generation.kept)
-        if self._routes is not None:
-            if generation.routed_experts is None:
-                raise ValueError(f"a generation of {count} tokens without the routed experts that were asked for")
-            self._routes = append_routes(self._routes, generation.routed_experts, len(self._routes))
+            append_span(self._spans, VersionSpan(version, start + first, start + end))
+        self._logprobs.append(generation.logprobs)
+        self._sampled.append(torch.ones(count, dtype=torch.bool))
+        for name, column in self._optional.items():
+            rows = getattr(generation, name)
+            if rows is None:
+                raise ValueError(
+                    f"a generation of {count} tokens without the {column.column.title} that were asked for"
+                )
+            column.append(rows)
 
     def append_given(self, token_ids: Sequence[int]) -> None:
         """Take tokens that nobody sampled. Their routes come with the next sampled tokens: a server reads them then."""
-        count = len(token_ids)
         self.tokens.extend(token_ids)
-        self._logprobs.extend([0.0] * count)
-        self._sampled += bytes(count)
-        if self._topk:
-            slots = (count, self._topk + 1)
-            self._topk_parts.append((torch.full(slots, -1, dtype=torch.int32), torch.zeros(slots)))
-        if self._kept is not None:
-            self._kept.append(KeptSets.none(count))
-
-    def _append_span(self, span: VersionSpan) -> None:
-        last = self._spans[-1] if self._spans else None
-        if last is not None and (last.policy_version, last.end) == (span.policy_version, span.start):
-            self._spans[-1] = last._replace(end=span.end)
-        else:
-            self._spans.append(span)
+        for column in self._columns():
+            column.append_fill(len(token_ids))
 
     def completion(self, reason: FinishReason, tokenizer: Any) -> Completion:
         """The response as it is now.
@@ -223,44 +223,26 @@ class GrowingResponse:
         """
         if not self._spans:
             raise ValueError(f"a response of {len(self.tokens)} tokens, none of them sampled")
-        ids, logprobs = self._topk_columns()
+        optional: dict[str, Any] = {name: c.complete(len(self.tokens)) for name, c in self._optional.items()}
+        sampled = self._sampled.tensor
         return Completion(
-            token_ids=_tensor(self.tokens, np.int32),
-            logprobs=_tensor(self._logprobs, np.float32),
+            token_ids=self._token_ids(),
+            logprobs=self._logprobs.tensor,
             finish_reason=reason,
             policy_version=max(span.policy_version for span in self._spans),
             text=tokenizer.decode(self.tokens.tolist(), skip_special_tokens=True),
-            topk_token_ids=ids,
-            topk_logprobs=logprobs,
-            kept=self._kept_sets(),
-            routed_experts=self._all_routes(),
             policy_versions=tuple(self._spans),
-            loss_mask=None if all(self._sampled) else _tensor(self._sampled, np.bool_),
+            loss_mask=None if bool(sampled.all()) else sampled,
+            **optional,
         )
 
-    def _topk_columns(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        if not self._topk_parts:
-            return None, None
-        if len(self._topk_parts) > 1:
-            ids, logprobs = zip(*self._topk_parts, strict=True)
-            self._topk_parts = [(torch.cat(ids), torch.cat(logprobs))]
-        return self._topk_parts[0]
+    def _columns(self) -> list[GrowingColumn]:
+        return [self._logprobs, self._sampled, *self._optional.values()]
 
-    def _kept_sets(self) -> KeptSets | None:
-        if self._kept is None:
-            return None
-        if len(self._kept) > 1:
-            self._kept = [KeptSets.cat(self._kept)]
-        return self._kept[0]
+    def _token_ids(self) -> Tensor:
+        """[R] int32, a copy in host memory."""
+        return torch.from_numpy(np.frombuffer(self.tokens, dtype=np.int32).copy())
 
-    def _all_routes(self) -> Tensor | None:
-        """One row a token but the last; those of given tokens at the end, which no server read, are missing."""
-        if self._routes is None or self._routing is None:
-            return None
-        unread = len(self.prompt) + len(self.tokens) - 1 - len(self._routes)
-        return torch.cat([self._routes, missing_rows(unread, self._routing)]) if unread else self._routes
-
-
-def _tensor(column: array[Any] | bytearray, dtype: Any) -> Tensor:
-    """A copy, in host memory."""
-    return torch.from_numpy(np.frombuffer(column, dtype=dtype).copy())
+    def _known_routes(self) -> int:
+        """Positions of prompt and response whose routes are known."""
+        return len(self._optional["routed_experts"].rows) if self._routing is not None else 0

@@ -8,8 +8,11 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.data import DataConfig
+from megatron_dppo.config.reward import RewardConfig
+from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
+from megatron_dppo.config.section import Section
+from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.rollout.pending import Place
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.types import Prompt
@@ -106,25 +109,38 @@ class SavedStream:
         return SavedStream(0, step, self.ages, [[] for _ in self.waiting], [[] for _ in self.draws])
 
 
-def why_unusable(saved: SavedStream, was: Mapping[str, Any], config: Config) -> str:
+def why_unusable(
+    saved: SavedStream,
+    was: Mapping[str, Any],
+    train: TrainConfig,
+    *,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    agent: AgentConfig,
+    reward: RewardConfig,
+) -> str:
     """Why the groups of a checkpoint cannot be trained on by this run; empty when they can.
 
     Args:
         saved: the stream.
         was: the configuration of the run that wrote it, as JSON.
-        config: this run's.
+        train: staleness and routes of this run.
+        data: this run's, which has to be the same; so have the others.
+        rollout: this run's.
+        agent: this run's.
+        reward: this run's.
     """
-    if any(d.step - d.sampled_at > config.train.max_staleness for of_rank in saved.draws for d in of_rank):
-        return f"they are older than train.max_staleness = {config.train.max_staleness} allows"
-    if config.needs_engine_routing and was["train"].get("router_replay") not in ("rollout", "compare"):
+    if any(d.step - d.sampled_at > train.max_staleness for of_rank in saved.draws for d in of_rank):
+        return f"they are older than train.max_staleness = {train.max_staleness} allows"
+    if train.needs_engine_routing and was["train"].get("router_replay") not in ("rollout", "compare"):
         return "they were sampled without the experts that train.router_replay needs"
-    weights = config.train.router_replay_weights
-    if config.needs_engine_routing and was["train"].get("router_replay_weights", False) != weights:
+    weights = train.router_replay_weights
+    if train.needs_engine_routing and was["train"].get("router_replay_weights", False) != weights:
         words = "without the weights that it needs" if weights else "with weights that it does not use"
         return f"train.router_replay_weights has changed: they were sampled {words}"
-    now = config.model_dump(mode="json")
+    now: dict[str, Section] = {"data": data, "rollout": rollout, "agent": agent, "reward": reward}
     before = {"agent": AgentConfig().model_dump(mode="json"), **was}
-    changed = [name for name in ("data", "rollout", "agent", "reward") if before[name] != now[name]]
+    changed = [name for name, section in now.items() if before[name] != section.model_dump(mode="json")]
     return f"the section [{changed[0]}] has changed" if changed else ""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.rollout.handles import Handle
 from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
-from megatron_dppo.types import FinishReason, KeptSets, RoutingShape, SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, ResponseColumns, RoutingShape, SamplingParams, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,12 @@ class Echo:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Generation:
-    """What a server returned. R new tokens."""
+class Generation(ResponseColumns):
+    """What a server returned. R new tokens.
+
+    Routes are ``[P + R - 1 - routing_start, L, k]``: row i belongs to position ``routing_start + i`` of prompt and
+    response. A column is None when it is not wanted, and kept sets and routes also when no token was generated.
+    """
 
     token_ids: Tensor
     """[R] int32"""
@@ -65,15 +69,6 @@ class Generation:
     """``abort``: stopped from outside; the tokens so far are good"""
     versions: tuple[VersionSpan, ...]
     """which weights sampled which of the R tokens, without gaps; version -1 = weights that are not one of ours"""
-    topk_token_ids: Tensor | None = None
-    """[R, K+1] int32, as in ``Completion``"""
-    topk_logprobs: Tensor | None = None
-    """[R, K+1] float32"""
-    kept: KeptSets | None = None
-    """of R tokens, as in ``Completion``; None when not wanted, or when no token was generated"""
-    routed_experts: Tensor | None = None
-    """[P + R - 1 - routing_start, L, k] uint8 or int16, as in ``Completion``: row i belongs to position
-    ``routing_start + i`` of prompt and response; None when not wanted, or when no token was generated"""
     echo: Echo | None = None
     """None only from a server in this process; answers over HTTP always have one"""
 

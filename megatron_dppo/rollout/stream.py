@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import RewardError
 from megatron_dppo.parallel.objects import from_each, from_leader, parts_from_leader
 from megatron_dppo.report.clock import Clock
@@ -32,45 +32,54 @@ class Stream:
     """Draws prompts, has them sampled and scored, and hands each step its groups.
 
     Args:
-        config: the whole configuration.
+        rollout: how prompts are drawn.
+        params: see ``Asking``.
         prompts: of the run.
         groups: process groups of this rank.
         dp_rank: its data-parallel rank.
         dp: data-parallel size.
         engine: None on ranks that get their rollouts from the leader of their model-parallel group.
         scorer: of the rewards.
+        num_steps: of the run; nothing is sampled for later ones.
+        max_staleness: rollout steps that weights may be old.
         needed: what each rank of its replica needs of the rollouts.
         leads: see ``Asking``.
     """
 
     def __init__(
         self,
-        config: Config,
+        *,
+        rollout: RolloutConfig,
+        params: SamplingParams,
         prompts: Prompts,
         groups: ParallelGroups,
         dp_rank: int,
         dp: int,
         engine: RolloutEngine | None,
         scorer: RewardScorer,
+        num_steps: int,
+        max_staleness: int,
         needed: Sequence[Needed] = (Needed(),),
-        *,
         leads: bool = True,
     ) -> None:
-        self._config, self._prompts, self._groups = config, prompts, groups
+        self._rollout, self._num_steps = rollout, num_steps
+        self._prompts, self._groups = prompts, groups
         self._dp_rank, self._dp, self._engine = dp_rank, dp, engine
-        rollout, staleness = config.rollout, config.train.max_staleness
         self._needed = needed
         self._share = rollout.prompts_per_step // dp
-        self._in_flight = rollout.engine != "local" and staleness > 0
+        self._in_flight = rollout.engine != "local" and max_staleness > 0
         """whether requests go on when weights change"""
         self._one_by_one = self._in_flight and not rollout.abort_slowest
         """whether a step takes single groups, in place of all that were drawn for it"""
         self._by_completion = rollout.order == "completed"
         # A group that may be trained on one step after its turn is sampled for it one step less ahead.
-        self._lookahead = staleness - 1 if self._by_completion else staleness
-        self._ages = Ages(staleness + rollout.partial_rollouts)
+        self._lookahead = max_staleness - 1 if self._by_completion else max_staleness
+        self._ages = Ages(max_staleness + rollout.partial_rollouts)
+        self._scorer = scorer
         self._scoring = Scoring(scorer)
-        self._asking = Asking(config, prompts, engine, self._scoring, dp_rank, one_by_one=self._one_by_one, leads=leads)
+        self._asking = Asking(
+            rollout, params, prompts, engine, self._scoring, dp_rank, one_by_one=self._one_by_one, leads=leads
+        )
         self.cursor = 0
         """prompts taken from the stream, by all ranks"""
         self._next = 0
@@ -88,7 +97,8 @@ class Stream:
         under way one by one, and then by later prompts of the stream, sampled with the current weights, for at most
         ``max_refills`` rounds. A collective of all ranks.
         """
-        rollout, self._given_up = self._config.rollout, 0
+        rollout = self._rollout
+        self._given_up = 0
         self._ages.begin_step(step, policy_version)
         self._draws = [self._asking.again(draw, self._share) for draw in self._draws]
         part = "prefetch_wait" if step < self._next else "rollout"
@@ -185,14 +195,14 @@ class Stream:
 
     def _sample_ahead(self, step: int) -> None:
         """Ask for what may be sampled with the current weights. Prompts and seeds are fixed here and now."""
-        last = min(step + self._lookahead, self._config.run.num_steps - 1)
+        last = min(step + self._lookahead, self._num_steps - 1)
         for later in range(self._next, last + 1):
             self._draws += self._draw(later, step, [self._share] * self._dp, 0)
             self._next = later + 1
 
     def _draw(self, step: int, sampled_at: int, enough: Sequence[int], attempt: int) -> list[Draw]:
         """Ask for groups: of each rank what it needs, times the oversampling; first of prompts that wait."""
-        places = self._take_places(step, [oversampled(n, self._config.rollout.oversample) for n in enough])
+        places = self._take_places(step, [oversampled(n, self._rollout.oversample) for n in enough])
         return self._asking.draws(step, sampled_at, places, enough[self._dp_rank], attempt)
 
     def _take_places(self, step: int, counts: Sequence[int]) -> list[Place]:
@@ -215,7 +225,7 @@ class Stream:
             self._needed,
             lambda groups, needed: needed.of(groups),
         )
-        if self._config.rollout.abort_slowest:
+        if self._rollout.abort_slowest:
             asked = [(draw.step, place) for draw in draws for place in draw.places]
             stopped = [asked for asked, group in zip(asked, found, strict=True) if group is None]
             left = [place for step, place in stopped if self._asking.kept(step, [place])]
@@ -236,7 +246,7 @@ class Stream:
         taken = [of.pop(position) for position in positions]
         self._draws = list(of.values())
         drawn = self._finish(taken, clock, "prefetch_wait")
-        usual = oversampled(self._share, self._config.rollout.oversample)
+        usual = oversampled(self._share, self._rollout.oversample)
         with clock.part("waiting"):
             more = from_each(max(0, len(taken) - usual), self._groups.dp)
         if self._next > step + 1:
@@ -269,13 +279,13 @@ class Stream:
         """What the scorer checks where it gets all groups of a step at once."""
         failed = [rollout.reward_failed for group in groups for rollout in group.rollouts]
         if failed and all(failed):
-            raise RewardError(f"{self._config.reward.described} failed on all {len(failed)} samples of a step")
+            raise RewardError(f"{self._scorer.described} failed on all {len(failed)} samples of a step")
 
     def _counts(self, draw: Draw) -> bool:
         """Whether the group of a draw is one of those that a step needs."""
         assert draw.scored is not None
         (group,) = draw.scored.result()
-        return group is not None and (not self._config.rollout.dynamic_sampling or has_signal(group))
+        return group is not None and (not self._rollout.dynamic_sampling or has_signal(group))
 
 
 def _restored(draw: SavedDraw, contents: Mapping[int, Stored]) -> Draw:

@@ -126,7 +126,7 @@ class Turns:
         response = self.response
         known = next(((end, why) for end, why in response.turn_ends if end > start), None)
         until = len(response.tokens) if known is None else known[0]
-        if not all(response.was_sampled(i, i + 1) for i in range(start, until)) or until - start > limit:
+        if not response.was_all_sampled(start, until) or until - start > limit:
             response.cut(start)
             known, until = None, start
         if known is None:

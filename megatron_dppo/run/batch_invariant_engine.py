@@ -22,6 +22,7 @@ from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.types import Completion, KeptSets, Prompt, SamplingParams, TrainingSample
+from megatron_dppo.types.token_columns import asked_columns
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.head import Head
@@ -77,7 +78,7 @@ class OwnEngine:
         found = []
         for row, prompt in enumerate(prompts):
             assert decoded is not None
-            response = GrowingResponse(prompt.token_ids, topk=params.topk_logprobs, kept=params.kept_sets)
+            response = GrowingResponse(prompt.token_ids, columns=asked_columns(params))
             request = response.request("", params, (), params.max_new_tokens)
             generation = generation_of(decoded, row, request, self._eos, self.policy_version)
             response.append_sampled(generation)

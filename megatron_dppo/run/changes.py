@@ -119,7 +119,7 @@ def _defaults() -> dict[str, Any]:
     values: dict[str, Any] = {}
 
     def collect(model: Any, prefix: str) -> None:
-        for name, field in model.model_fields.items():
+        for name, field in model.known_fields().items():
             if hasattr(field.annotation, "model_fields"):
                 collect(field.annotation, f"{prefix}{name}.")
             elif not field.is_required():

@@ -209,7 +209,15 @@ class Checkpoints:
             self._say("         on other prompts, or in another order: from the first of them")
             self._stream.restore(saved.from_the_first(step), {})
             return
-        problem = why_unusable(saved, record["config"], self._config)
+        problem = why_unusable(
+            saved,
+            record["config"],
+            self._config.train,
+            data=self._config.data,
+            rollout=self._config.rollout,
+            agent=self._config.agent,
+            reward=self._config.reward,
+        )
         if problem and saved.num_prompts:
             self._say(f"         the rollouts that were sampled ahead are sampled again: {problem}")
         if problem:

@@ -1,4 +1,4 @@
-"""The rollout engine of a run and what keeps its weights current, by the configuration."""
+"""The rollout engine of a run, what keeps its weights current and what scores, by the configuration."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from megatron_dppo.engines.serving.command import api_key
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.parallel.objects import is_leader
-from megatron_dppo.parallel.platform import DTYPES, Platform
+from megatron_dppo.parallel.platform import DTYPES, Platform, coarser
+from megatron_dppo.rewards.scorer import RewardScorer, build_scorer
 from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.requests import sampling_params
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.run.batch_invariant_engine import OwnEngine
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.servers import served_quantization
+from megatron_dppo.types import SamplingParams
 from megatron_dppo.weights.adapter_folder import adapter_config
 from megatron_dppo.weights.sync import WeightSync
 
@@ -36,6 +39,34 @@ if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
     from megatron_dppo.weights.handles import Sharing
     from megatron_dppo.weights.publish import Publisher
+
+
+def open_scorer(config: Config) -> RewardScorer:
+    """Return the scorer of ``[reward]``; no process starts before the first sample.
+
+    Raises:
+        RewardError: a function, its signature or its options cannot be used, or there are no labels for it.
+    """
+    return build_scorer(
+        config.reward,
+        config.rollout,
+        label_key=config.data.label_key,
+        is_only_source=config.rollout.generate is None and not config.agent.is_set,
+    )
+
+
+def rollout_params(config: Config) -> SamplingParams:
+    """Return how ``[rollout]`` samples and what engines report; the seed is that of the run."""
+    routed_experts = config.train.needs_engine_routing
+    return sampling_params(
+        config.rollout,
+        config.rollout.max_new_tokens,
+        config.run.seed,
+        kept_sets=config.rollout.filters,
+        topk_logprobs=config.topk_logprobs,
+        routed_experts=routed_experts,
+        router_weights=routed_experts and config.train.router_replay_weights,
+    )
 
 
 def connect_servers(config: Config) -> list[InferenceServer]:
@@ -220,6 +251,19 @@ def build_publisher(
         return LocalPublisher(trainer, engine)
     assert engine is None or isinstance(engine, ServerEngine)
     sync = weight_sync(config, inputs.hf_config, platform.device, sharing) if dist.get_rank() == 0 else None
-    probe = Probe(trainer, config, inputs.hf_config, inputs.tokenizer, inputs.train_prompts)
-    adapters = AdapterProof(trainer, sync, config, probe) if _by_adapter(config) else None
-    return ServerPublisher(trainer, engine, sync, config, probe, sharing, adapters)
+    probe = Probe(
+        trainer,
+        rollout_params(config),
+        hf_config=inputs.hf_config,
+        tokenizer=inputs.tokenizer,
+        prompts=inputs.train_prompts,
+        dtype=coarser(config.rollout.coarseness, config.model.dtype),
+        micro_batch_tokens=config.train.micro_batch_tokens,
+    )
+    adapters = None
+    if _by_adapter(config):
+        proves_base = config.rollout.weight_sync.checksum_every > 0
+        adapters = AdapterProof(trainer, sync, probe, proves_base=proves_base)
+    return ServerPublisher(
+        trainer, engine, sync, rollout=config.rollout, probe=probe, sharing=sharing, adapters=adapters
+    )

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.model import ModelConfig
+from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.parallel.platform import coarser
 from megatron_dppo.types import Metric, RolloutGroup
@@ -51,28 +53,33 @@ class FirstUpdateGuard:
     """``train.layer_noise.std``, under which the policy's probabilities are"""
 
     @classmethod
-    def of(cls, config: Config, *, dropped: float, on_policy: bool) -> FirstUpdateGuard:
+    def of(
+        cls, train: TrainConfig, rollout: RolloutConfig, model: ModelConfig, *, dropped: float, on_policy: bool
+    ) -> FirstUpdateGuard:
         """The guard of one step.
 
         Args:
-            config: limits, or the dtypes and engine that they follow from.
+            train: the limits.
+            rollout: the engine and its dtype, which default limits follow from.
+            model: the trainer's dtype.
             dropped: see the field.
             on_policy: whether the current weights sampled every token of the step. Tokens of older weights differ by
                 what was learned since, for which there is no limit.
         """
-        dtype = coarser(config.rollout.coarseness, config.model.dtype)
-        wanted, dropped_limit = config.train.max_first_prob_diff, config.train.max_dropped_fraction
-        usual = None if config.rollout.perturbation.is_active else _LIMITS[dtype]
-        if config.rollout.batch_invariant:
+        dtype = coarser(rollout.coarseness, model.dtype)
+        wanted = train.max_first_prob_diff
+        dropped_limit = train.max_dropped_fraction
+        usual = None if rollout.perturbation.is_active else _LIMITS[dtype]
+        if rollout.batch_invariant:
             usual = 0.0
         limit = usual if wanted == "auto" else None if wanted == "off" else wanted
         return cls(
             largest_difference=limit if on_policy else None,
             largest_dropped=None if dropped_limit == "off" else dropped_limit,
             dropped=dropped,
-            engine=config.rollout.engine,
+            engine=rollout.engine,
             dtype=dtype,
-            noise=config.train.layer_noise.std,
+            noise=train.layer_noise.std,
         )
 
     def __call__(self, metrics: Mapping[str, float]) -> None:

@@ -92,7 +92,7 @@ def read_model(config: Config, world_size: int, problems: Problems) -> FoundMode
     found = Problems()
     hf_config = found.attempt(read_hf_config, config.model.path)
     shape = None if hf_config is None else found.attempt(model_shape, hf_config)
-    layout = None if shape is None else found.attempt(resolve_layout, config, world_size, shape)
+    layout = None if shape is None else found.attempt(resolve_layout, config.parallel, config.batch, world_size, shape)
     if hf_config is not None and shape is not None:
         found.attempt(_check_model, config, hf_config, shape)
     tokenizer = found.attempt(load_tokenizer, config.model.path)

@@ -49,7 +49,7 @@ def _train(session: Session, stop: StopSignal) -> None:
         with clock.part("publish"):
             records.show_servers(gpus.for_sampling())
         collected = stream.collect(state.step, trainer.policy_version, clock)
-        samples = make_samples(collected.groups, config)
+        samples = make_samples(collected.groups, config.train)
         with clock.part("publish"):
             records.show_servers(gpus.for_training())
         record = recorder.begin(state.step + 1)

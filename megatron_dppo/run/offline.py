@@ -24,12 +24,11 @@ from megatron_dppo.files import disk_errors
 from megatron_dppo.hf.folder import FolderWeights, read_hf_config
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.report.metrics import reduce_metrics
-from megatron_dppo.rewards.scorer import build_scorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.requests import sampling_params, sampling_seed
 from megatron_dppo.rollout.server import ServerInfo
-from megatron_dppo.run.engines import connect_servers, open_function, sampling_engine, weight_sync
+from megatron_dppo.run.engines import connect_servers, open_function, open_scorer, sampling_engine, weight_sync
 from megatron_dppo.run.evaluation import eval_params, metrics_by_set
 from megatron_dppo.run.inputs import PromptReader
 from megatron_dppo.run.preflight import check_flags
@@ -185,7 +184,7 @@ def evaluate(offline: Offline, answers: Path | None = None) -> dict[str, float]:
         prompts = offline.prompts.read(source, "eval", f"eval {name}".strip())
         assert prompts is not None
         asked += [(name, prompts[i]) for i in range(len(prompts))]
-    scorer = build_scorer(config)
+    scorer = open_scorer(config)
     try:
         completions = _sampled(offline, [prompt for _, prompt in asked], n, eval_params(config))
         groups = score_completions(scorer, [prompt for _, prompt in asked], completions)
@@ -218,12 +217,12 @@ def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> 
     prompts = offline.prompts.read(source, "train", "prompts", in_order=True)
     assert prompts is not None
     config, rollout = offline.config, offline.config.rollout
-    n, scorer = rollout.samples_per_prompt, build_scorer(config) if scored else None
+    n, scorer = rollout.samples_per_prompt, open_scorer(config) if scored else None
     part = max(1, _TOGETHER // n)
     try:
         for start in range(0, len(prompts), part):
             asked = [prompts[i] for i in range(start, min(start + part, len(prompts)))]
-            seed = sampling_seed(config, "generate", start, 0)
+            seed = sampling_seed(config.run.seed, "generate", start, 0)
             params = sampling_params(rollout, rollout.max_new_tokens, seed, kept_sets=rollout.filters)
             completions = _sampled(offline, asked, n, params)
             if scorer is None:

@@ -100,7 +100,7 @@ def rollout_bytes(config: Config, inputs: Inputs) -> int:
     """What the samples of one step take on disk at most."""
     rollout, shape = config.rollout, routing_shape(inputs.hf_config, weights=config.train.router_replay_weights)
     routes = 0
-    if config.needs_engine_routing and shape is not None:
+    if config.train.needs_engine_routing and shape is not None:
         routes = shape.num_layers * shape.width * shape.dtype.itemsize
     topk = 8 * (config.loss.topk + 1) if config.loss.is_topk else 0
     samples = rollout.prompts_per_step * rollout.samples_per_prompt

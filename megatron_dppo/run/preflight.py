@@ -17,13 +17,12 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.errors import ConfigError, Problems, SeveralProblems, UserError
 from megatron_dppo.hf.folder import model_shape
-from megatron_dppo.losses.own_check import check_own_functions
+from megatron_dppo.losses.parts.user_check import check_user_functions
 from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.parallel.platform import Platform, require_devices
 from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.steps.files import require_pyarrow
-from megatron_dppo.rewards.scorer import build_scorer
-from megatron_dppo.run.engines import connect_servers, open_function
+from megatron_dppo.run.engines import connect_servers, open_function, open_scorer
 from megatron_dppo.run.folder import check_place
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs, with_num_steps
 from megatron_dppo.run.output import output_problems, space_problems
@@ -98,12 +97,12 @@ def _functions(start: Start) -> Iterable[UserError]:
 
 
 def _loss(start: Start) -> Iterable[UserError]:
-    check_own_functions(start.config.loss)
+    check_user_functions(start.config.loss)
     return ()
 
 
 def _reward(start: Start) -> Iterable[UserError]:
-    build_scorer(start.config).close()
+    open_scorer(start.config).close()
     return ()
 
 

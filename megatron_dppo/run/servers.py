@@ -63,8 +63,8 @@ def needs_of(config: Config, inputs: Inputs | None) -> Needs:
     return Needs(
         engine=config.rollout.engine,
         context=context,
-        topk=config.loss.topk if config.loss.is_topk else 0,
-        routed_experts=config.needs_engine_routing,
+        topk=config.topk_logprobs,
+        routed_experts=config.train.needs_engine_routing,
         weight_sync=config.rollout.weight_sync.method,
         adapter_rank=config.lora.rank if config.rollout.weight_sync.method == "adapter" else 0,
         quantized=config.rollout.servers.model is not None,

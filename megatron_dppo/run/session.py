@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_dppo.config.layout import describe
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.serving.command import gpus_per_server, server_options
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.hf.folder import DictWeights, FolderWeights, build_hf_model, stream_model
@@ -24,12 +25,19 @@ from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import drop_after
-from megatron_dppo.rewards.scorer import RewardScorer, build_scorer
+from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.batch import Needed
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.run.checkpoints import Checkpoints, RunState
-from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers, open_function
+from megatron_dppo.run.engines import (
+    build_engine,
+    build_publisher,
+    connect_servers,
+    open_function,
+    open_scorer,
+    rollout_params,
+)
 from megatron_dppo.run.evaluation import Evaluator
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.folder import open_folder
@@ -42,7 +50,7 @@ from megatron_dppo.run.resume import ResumePoint, find_resume_point
 from megatron_dppo.run.starts import record_start
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
 from megatron_dppo.run.teacher import build_teacher
-from megatron_dppo.run.warmup import is_warm, mark_warm, run_warmup
+from megatron_dppo.run.warmup import Warmup, is_warm, mark_warm, run_warmup
 from megatron_dppo.run.watchdog import Watchdog
 from megatron_dppo.weights.sharing import find_sharing
 
@@ -50,6 +58,7 @@ if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher import Teacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.weights.handles import Sharing
 
 
 @dataclass
@@ -134,15 +143,15 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         world = setup.host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
         config = with_num_steps(config, inputs)
-        sharing = find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
+        sharing = _find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
         function = parts.enter_context(open_function(config))
         for note in parts.enter_context(open_folder(config)):
             console.say(note)
-        servers, scorer = connect_servers(config), build_scorer(config)
+        servers, scorer = connect_servers(config), open_scorer(config)
         parts.callback(scorer.close)
         watchdog.start()
         point = find_resume_point(config, inputs)
-        console.say("\n".join([describe(inputs.layout, config), inputs.data_summary, *start.notes]))
+        console.say("\n".join([describe(inputs.layout, config.batch), inputs.data_summary, *start.notes]))
         groups = build_groups(config, inputs, platform, world)
         trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
@@ -190,6 +199,26 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         setup.shutdown_megatron()
 
 
+def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, *, tied: bool) -> Sharing | None:
+    rollout = config.rollout
+    if rollout.engine == "local" or rollout.weight_sync.method != "ipc":
+        return None
+    options = server_options(
+        rollout,
+        config.model,
+        config.lora,
+        routed_experts=config.train.needs_engine_routing,
+        topk_logprobs=config.topk_logprobs,
+    )
+    return find_sharing(
+        rollout,
+        gpus_per_server=gpus_per_server(rollout.engine, options),
+        platform=platform,
+        world=world,
+        tied=tied,
+    )
+
+
 def build_groups(config: Config, inputs: ModelInputs, platform: Platform, world: dist.ProcessGroup) -> ParallelGroups:
     """Megatron's groups of the layout, with the seed and the limits of the run; a collective."""
     from megatron_dppo.mcore.setup import initialize_megatron
@@ -221,7 +250,12 @@ def build_trainer(
         own = None if config.lora.rank else weights  # with adapters the base model is there
         reference = FolderWeights(config.model.reference_path) if config.model.reference_path else own
     return PolicyTrainer(
-        config=config,
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
         hf_config=inputs.hf_config,
         weights=weights,
         reference=reference,
@@ -243,12 +277,38 @@ def _stream(
     scorer: RewardScorer,
 ) -> Stream:
     needed = from_each(Needed(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
-    dp, leads = inputs.layout.dp, is_leader(groups.replica)
-    return Stream(config, inputs.train_prompts, groups, trainer.dp_rank, dp, engine, scorer, needed, leads=leads)
+    return Stream(
+        rollout=config.rollout,
+        params=rollout_params(config),
+        prompts=inputs.train_prompts,
+        groups=groups,
+        dp_rank=trainer.dp_rank,
+        dp=inputs.layout.dp,
+        engine=engine,
+        scorer=scorer,
+        num_steps=config.run.num_steps,
+        max_staleness=config.train.max_staleness,
+        needed=needed,
+        leads=is_leader(groups.replica),
+    )
 
 
 def _base_folder(config: Config) -> Path:
     return Path(config.run.output_dir) / "base"
+
+
+def _checkpoints(config: Config) -> Path:
+    return Path(config.run.output_dir) / "checkpoints"
+
+
+def warmup_for(config: Config) -> Warmup:
+    """Return the warm-up of a run."""
+    return Warmup(
+        model=config.model,
+        settings=config.warmup,
+        seed=config.run.seed,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+    )
 
 
 def _build_policy(
@@ -259,7 +319,8 @@ def _build_policy(
     for note in free_gpus(config, groups.world):
         console.say(f"servers  {note}")
     base = _base_folder(config)
-    if inputs.warmup_data is not None and not is_warm(base, config):
+    warmup = warmup_for(config)
+    if inputs.warmup_data is not None and not is_warm(base, warmup):
         steps = config.warmup.num_steps
         agreed(lambda: require_space(base, 4 * inputs.num_parameters, "the warmed-up model"), groups.world)
         console.say(f"warm-up  {steps} supervised steps of {config.warmup.batch_size} samples -> {base}")
@@ -271,10 +332,18 @@ def _build_policy(
                 console.say(f"warm-up step {step + 1}/{steps}  loss {loss:.3f}")
 
         trainer = build_trainer(config, inputs, groups, platform, "warmup")
-        run_warmup(trainer, inputs.warmup_data, config, report, stop)
+        run_warmup(
+            trainer,
+            inputs.warmup_data,
+            warmup,
+            checkpoints=_checkpoints(config),
+            resume=config.checkpoint,
+            report=report,
+            stop=stop,
+        )
         console.finish()
         export_hf(trainer, inputs, config, base, torch.float32)
-        agreed(lambda: _mark_warm(base, config) if dist.get_rank() == 0 else None, groups.world)
+        agreed(lambda: _mark_warm(base, warmup, _checkpoints(config)) if dist.get_rank() == 0 else None, groups.world)
         if stop.requested():
             raise Stopped(f"by {stop.name} after the warm-up; the same command goes on with the warmed-up model")
         stop.deferring = False
@@ -284,6 +353,6 @@ def _build_policy(
     return build_trainer(config, inputs, groups, platform, "rl"), teacher
 
 
-def _mark_warm(base: Path, config: Config) -> None:
+def _mark_warm(base: Path, warmup: Warmup, checkpoints: Path) -> None:
     with disk_errors(base, "the warm-up's marker"):
-        mark_warm(base, config)
+        mark_warm(base, warmup, checkpoints)

@@ -119,7 +119,9 @@ def build_teacher(
     from megatron_dppo.mcore.teacher import Teacher
 
     return Teacher(
-        config=config,
+        model=config.model,
+        distillation=config.distillation,
+        temperature=config.rollout.temperature,
         hf_config=read_hf_config(path),
         weights=FolderWeights(path),
         layout=inputs.layout,

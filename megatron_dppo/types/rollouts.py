@@ -175,18 +175,12 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Completion:
-    """What an engine returns for one prompt. R response tokens, the end-of-sequence token included."""
+class ResponseColumns:
+    """Columns of a response that engines report when they are asked to. R response tokens.
 
-    token_ids: Tensor
-    """[R] int32"""
-    logprobs: Tensor | None
-    """[R] float32, log-probability of each token under the policy that sampled it, at the sampling temperature."""
-    finish_reason: FinishReason
-    policy_version: int
-    """Version of the weights that produced the tokens; the newest one where there were several."""
-    text: str
-    """Decoded response without special tokens."""
+    ``types.token_columns`` declares them, and the columns that every response has.
+    """
+
     topk_token_ids: Tensor | None = None
     """[R, K+1] int32. Slots 0 to K-1: the most probable tokens by rank; slot K: the sampled token where it is not one
     of them, else -1. -1 marks an unused slot everywhere."""
@@ -199,6 +193,21 @@ class Completion:
     """[P + R - 1, L, k] uint8 or int16: the experts that the engine's routers chose for each token of prompt and
     response but the last, in each of the model's L layers; k = experts a token. See ``MISSING_EXPERT``. With
     ``SamplingParams.router_weights`` the rows are wider: ``RoutingShape.width``."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion(ResponseColumns):
+    """What an engine returns for one prompt. R response tokens, the end-of-sequence token included."""
+
+    token_ids: Tensor
+    """[R] int32"""
+    logprobs: Tensor | None
+    """[R] float32, log-probability of each token under the policy that sampled it, at the sampling temperature."""
+    finish_reason: FinishReason
+    policy_version: int
+    """Version of the weights that produced the tokens; the newest one where there were several."""
+    text: str
+    """Decoded response without special tokens."""
     policy_versions: tuple[VersionSpan, ...] = ()
     """Which weights sampled which tokens; empty = all of them ``policy_version``. Given tokens are in no span."""
     loss_mask: Tensor | None = None

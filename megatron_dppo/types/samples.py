@@ -94,9 +94,12 @@ class TokenTargets(TokenFields):
 
         ``on_host`` are the same on the CPU: with them kept sets are picked without waiting for a device.
         """
-        columns = ((f.name, getattr(self, f.name)) for f in fields(TokenTargets) if f.name != "kept")
-        chosen: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns}
-        return TokenTargets(**chosen, kept=self.kept and self.kept[rows if on_host is None else on_host])
+        chosen: dict[str, Any] = {}
+        for name in (f.name for f in fields(TokenTargets)):
+            column = getattr(self, name)
+            at = on_host if isinstance(column, KeptSets) and on_host is not None else rows
+            chosen[name] = None if column is None else column[at]
+        return TokenTargets(**chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +122,13 @@ class MicroBatch(TokenTargets):
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on ``device``."""
-        tensors: dict[str, Any] = {
-            k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
-        }
-        if self.kept is not None:
-            tensors["kept"] = self.kept.to(device)
-        return replace(self, **tensors)
+        columns: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                columns[name] = value.to(device, non_blocking=True)
+            elif isinstance(value, KeptSets):
+                columns[name] = value.to(device)
+        return replace(self, **columns)
 
 
 class MicroBatches(Sequence[MicroBatch]):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.folder import WeightStream, drain
 from megatron_dppo.parallel.objects import from_leader
 from megatron_dppo.weights.attempt import SyncResult
@@ -38,12 +37,13 @@ class AdapterProof:
     Args:
         trainer: with adapters.
         sync: rank 0's; None on all others.
-        config: the whole configuration.
         probe: what looks at servers after a sync.
+        proves_base: compare checksums of the base model too.
     """
 
-    def __init__(self, trainer: PolicyTrainer, sync: WeightSync | None, config: Config, probe: Probe) -> None:
-        self._trainer, self._sync, self._config, self._probe = trainer, sync, config, probe
+    def __init__(self, trainer: PolicyTrainer, sync: WeightSync | None, probe: Probe, *, proves_base: bool) -> None:
+        self._trainer, self._sync, self._probe = trainer, sync, probe
+        self._proves_base = proves_base
         self._proved: set[str] = set()
 
     def run(self, sent: SyncResult, fresh: Sequence[str]) -> tuple[SyncResult, Findings]:
@@ -63,7 +63,7 @@ class AdapterProof:
             return sent, Findings({}, {})
         lora = self._trainer.lora
         assert lora is not None
-        if self._config.rollout.weight_sync.checksum_every:
+        if self._proves_base:
             sent = _without(sent, self._prove_base(unproved))
         with lora.drawn():
             sent = _without(sent, self._send(sent, unproved))

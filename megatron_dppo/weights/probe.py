@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.routing import count_differences
 from megatron_dppo.data.samples import to_training_sample
@@ -16,8 +15,7 @@ from megatron_dppo.engines.serving.checks import UNUSED
 from megatron_dppo.errors import ContractBreach, ServerError
 from megatron_dppo.hf.folder import end_tokens
 from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
-from megatron_dppo.parallel.platform import coarser
-from megatron_dppo.types import TrainingSample
+from megatron_dppo.types import SamplingParams, TrainingSample
 from megatron_dppo.weights.attempt import ask_each
 from megatron_dppo.weights.probe_requests import (
     Expectation,
@@ -59,31 +57,41 @@ class Probe:
 
     Args:
         trainer: whose weights the servers should have.
-        config: the whole configuration.
+        params: how the run samples, and what it wants reported.
         hf_config: of the model, for its context and vocabulary.
         tokenizer: of the model.
         prompts: the first of them make the request.
+        dtype: the coarser one of engine and trainer.
+        micro_batch_tokens: token budget of one packed micro-batch.
     """
 
     def __init__(
-        self, trainer: PolicyTrainer, config: Config, hf_config: Any, tokenizer: Any, prompts: PromptDataset
+        self,
+        trainer: PolicyTrainer,
+        params: SamplingParams,
+        *,
+        hf_config: Any,
+        tokenizer: Any,
+        prompts: PromptDataset,
+        dtype: str,
+        micro_batch_tokens: int,
     ) -> None:
-        self._trainer, self._config = trainer, config
-        rollout, context = config.rollout, hf_config.max_position_embeddings
-        new_tokens = min(_NEW_TOKENS, rollout.max_new_tokens)
+        self._trainer = trainer
+        self._micro_batch_tokens = micro_batch_tokens
+        context = hf_config.max_position_embeddings
+        new_tokens = min(_NEW_TOKENS, params.max_new_tokens)
         # What the run's own requests need is all that a server is known to take.
-        most = min(_PROBE_TOKENS, context - UNUSED - new_tokens, prompts.longest + rollout.max_new_tokens - new_tokens)
+        most = min(_PROBE_TOKENS, context - UNUSED - new_tokens, prompts.longest + params.max_new_tokens - new_tokens)
         text, tokens = _long_prompt(tokenizer, prompts, most)
-        coarse = coarser(rollout.coarseness, config.model.dtype)
         self._expected: dict[str, Any] = {
             "prompt": text,
             "prompt_token_ids": tokens,
             "vocab_size": hf_config.vocab_size,
             "end_tokens": tuple(sorted(end_tokens(hf_config, tokenizer))),
-            **{name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")},
-            "dtype": coarse,
-            "topk_logprobs": config.loss.topk if config.loss.is_topk else 0,
-            "routing": trainer.routing_shape if config.needs_engine_routing else None,
+            **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+            "dtype": dtype,
+            "topk_logprobs": params.topk_logprobs,
+            "routing": trainer.routing_shape if params.routed_experts else None,
             "max_new_tokens": new_tokens,
         }
 
@@ -107,7 +115,7 @@ class Probe:
         found, answers = from_leader(lambda: (found, answers), world)
         if not answers:
             return found
-        readings = read_answers(self._trainer, answers, expected, self._config.train.micro_batch_tokens)
+        readings = read_answers(self._trainer, answers, expected, self._micro_batch_tokens)
         return from_leader(lambda: Findings(found.wrong | _problems(answers, expected, readings), found.silent), world)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import NoServerLeft, PublishError, ServerError
@@ -140,7 +140,7 @@ class ServerPublisher:
         trainer: the policy.
         engine: this rank's; None on ranks that get their rollouts from another one.
         sync: rank 0's; None on all others.
-        config: the whole configuration.
+        rollout: attempts, probes and patience.
         probe: what looks at servers after a sync.
         sharing: of the method ``ipc``, the same on all ranks; None with the other methods.
         adapters: of the method ``adapter``; None with the other methods.
@@ -151,12 +151,13 @@ class ServerPublisher:
         trainer: PolicyTrainer,
         engine: ServerEngine | None,
         sync: WeightSync | None,
-        config: Config,
+        *,
+        rollout: RolloutConfig,
         probe: Probe,
         sharing: Sharing | None = None,
         adapters: AdapterProof | None = None,
     ) -> None:
-        self._trainer, self._engine, self._sync, self._config = trainer, engine, sync, config
+        self._trainer, self._engine, self._sync, self._rollout = trainer, engine, sync, rollout
         self._probe, self._sharing, self._adapters = probe, sharing, adapters
         self._published = 0
         self._told: set[str] = set()
@@ -168,7 +169,7 @@ class ServerPublisher:
             PublishError: no server could be given the weights, or one of them answers with other weights.
             NoServerLeft: no server answers.
         """
-        settings, version = self._config.rollout.weight_sync, self._trainer.policy_version
+        settings, version = self._rollout.weight_sync, self._trainer.policy_version
         probes = self._published == 0 or (settings.probe_every and self._published % settings.probe_every == 0)
         notes: list[str] = []
         if self._engine is not None:
@@ -205,7 +206,7 @@ class ServerPublisher:
             PublishError: a server refuses.
             ConfigError: one was started without what this takes.
         """
-        world, attempts = self._trainer.groups.world, self._config.rollout.weight_sync.attempts
+        world, attempts = self._trainer.groups.world, self._rollout.weight_sync.attempts
         if self._engine is not None:
             self._engine.pause()
         from_each(None, world)  # until no rank has a request under way
@@ -217,7 +218,7 @@ class ServerPublisher:
 
     def _wait_for_one(self, urls: Iterable[str]) -> None:
         """Until one of the servers answers, as long as the patience lasts; rank 0 asks, the others wait."""
-        patience = self._config.rollout.servers.patience_seconds
+        patience = self._rollout.servers.patience_seconds
 
         def ask() -> None:
             assert self._sync is not None

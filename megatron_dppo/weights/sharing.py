@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.serving.command import gpus_of_one
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.parallel.platform import DTYPES, Platform
@@ -29,15 +28,23 @@ class Place:
     """URLs of servers that are on its machine"""
 
 
-def find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup | None, *, tied: bool) -> Sharing | None:
-    """Which rank shares its memory with which server; None with the other methods. A collective of all ranks.
+def find_sharing(
+    rollout: RolloutConfig, *, gpus_per_server: int, platform: Platform, world: dist.ProcessGroup | None, tied: bool
+) -> Sharing:
+    """Find which rank shares its memory with which server; a collective of all ranks.
+
+    Args:
+        rollout: with servers and the weight sync method ``ipc``.
+        gpus_per_server: GPUs of each server.
+        platform: device of this process.
+        world: all ranks.
+        tied: the model's output layer is its embedding.
 
     Raises:
         ConfigError: a server is not on the trainer's machines, or not on its GPUs.
     """
-    settings, servers = config.rollout.weight_sync, config.rollout.servers
-    if config.rollout.engine == "local" or settings.method != "ipc":
-        return None
+    settings = rollout.weight_sync
+    servers = rollout.servers
     if platform.is_cuda and not servers.colocated:
         raise ConfigError(
             "rollout.weight_sync.method = 'ipc' with rollout.servers.colocated = false: a server opens memory of its "
@@ -48,9 +55,9 @@ def find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup | 
     place = Place(machine.node(), int(os.environ.get("LOCAL_RANK", "0")), here)
     places = from_each(place, world)
     return Sharing(
-        owners=owners_of(urls, gpus_of_one(config), places, on_gpus=platform.is_cuda),
+        owners=owners_of(urls, gpus_per_server, places, on_gpus=platform.is_cuda),
         bucket_bytes=settings.bucket_megabytes * 2**20,
-        dtype=DTYPES[config.rollout.dtype],
+        dtype=DTYPES[rollout.dtype],
         tied=tied,
         group=world,
     )

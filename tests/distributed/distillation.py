@@ -170,7 +170,9 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
     trainer = build_trainer(lecture.case, model_of(lecture.case), platform, "fp32", **sections)
     config, model = config_for(lecture.case, **sections), teacher_model(lecture.dense_teacher)
     teacher = Teacher(
-        config=config,
+        model=config.model,
+        distillation=config.distillation,
+        temperature=config.rollout.temperature,
         hf_config=model.config,
         weights=DictWeights(stream_model(model)),
         layout=trainer.layout,

@@ -189,9 +189,14 @@ def build_trainer(
     from megatron_dppo.policy.trainer import PolicyTrainer
 
     config = config_for(case, dtype, **sections)
-    layout = resolve_layout(config, dist.get_world_size(), model_shape(model.config))
+    layout = resolve_layout(config.parallel, config.batch, dist.get_world_size(), model_shape(model.config))
     return PolicyTrainer(
-        config=config,
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
         hf_config=model.config,
         weights=DictWeights(stream_model(model)),
         layout=layout,

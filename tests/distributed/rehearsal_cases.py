@@ -29,7 +29,7 @@ def inputs(case: Case, world_size: int, dtype: str = "fp32") -> tuple[Config, An
     has_experts = model_shape(model).num_experts is not None
     replay = {"train": {"router_replay": "rollout", "router_replay_weights": with_weights}} if has_experts else {}
     config = config_for(case, dtype, **replay)
-    return config, model, resolve_layout(config, world_size, model_shape(model))
+    return config, model, resolve_layout(config.parallel, config.batch, world_size, model_shape(model))
 
 
 def real(case: Case, world_size: int, folder: Path, dtype: str = "fp32") -> list[Any]:

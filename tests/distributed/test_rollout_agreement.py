@@ -41,9 +41,14 @@ def _largest_difference(rank: int, world_size: int) -> None:
     config = config_for(Case({"expert_model_parallel_size": 2}))
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": TEMPERATURE})})
     hf_config, tokenizer = read_hf_config(MODEL), load_tokenizer(MODEL)
-    layout = resolve_layout(config, world_size, model_shape(hf_config))
+    layout = resolve_layout(config.parallel, config.batch, world_size, model_shape(hf_config))
     trainer = PolicyTrainer(
-        config=config,
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
         hf_config=hf_config,
         weights=DictWeights(stream_model(build_hf_model(hf_config, torch.float32, seed=3))),
         layout=layout,

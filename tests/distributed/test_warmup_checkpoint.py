@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.run.session import warmup_for
 from tests.distributed.parity import Case, config_for, samples
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_checkpoints import damages, make_trainer, put
@@ -35,11 +36,19 @@ def warm_up(trainer: Any, folder: Path, stop_after: int) -> list[int]:
     from megatron_dppo.run.stop_signal import Stopped
     from megatron_dppo.run.warmup import run_warmup
 
-    config = config_for(Case(), run={"output_dir": str(folder)}, warmup={"num_steps": STEPS, "batch_size": 4})
+    config = config_for(Case(), warmup={"num_steps": STEPS, "batch_size": 4})
     done: list[int] = []
     stop: Any = StopAfter(stop_after)
     try:
-        run_warmup(trainer, samples(), config, lambda step, loss: done.append(step), stop)  # type: ignore[arg-type]
+        run_warmup(
+            trainer,
+            samples(),  # type: ignore[arg-type]
+            warmup_for(config),
+            checkpoints=folder / "checkpoints",
+            resume=config.checkpoint,
+            report=lambda step, loss: done.append(step),
+            stop=stop,
+        )
     except Stopped:
         assert len(done) == stop_after
     return done

@@ -27,10 +27,15 @@ def compare(rank: int, world_size: int, run: str, reference: str) -> None:
 
     config = load_config(Path(run) / "config.toml")
     hf_config = read_hf_config(config.model.path)
-    layout = resolve_layout(config, world_size, model_shape(hf_config))
+    layout = resolve_layout(config.parallel, config.batch, world_size, model_shape(hf_config))
     groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
     trainer = PolicyTrainer(
-        config=config,
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
         hf_config=hf_config,
         weights=FolderWeights(Path(run) / "base"),
         layout=layout,

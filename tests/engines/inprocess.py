@@ -51,9 +51,14 @@ def trainer_of(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
         }
     )
     hf_config = read_hf_config(folder)
-    layout = resolve_layout(config, 1, model_shape(hf_config))
+    layout = resolve_layout(config.parallel, config.batch, 1, model_shape(hf_config))
     return PolicyTrainer(
-        config=config,
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
         hf_config=hf_config,
         weights=weights_of(folder),
         layout=layout,

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dppo.config.io import load_config
 from megatron_dppo.engines.serving.checks import Needs, server_problems
-from megatron_dppo.engines.serving.command import plan_servers
 from tests.e2e.runs import CONFIG, flags, step_records, train
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.proxy import Before, Exchange, Proxy
 from tests.engines.runs import arguments
 from tests.engines.servers import TOOLS, Engine, free_port, start_engine, stop_engine, wait_ready
 from tests.engines.tiny import SPECIAL, byte_tokenizer, make_tiny
+from tests.unit.configs import server_plans
 
 VERSIONS = {"sglang": "0.5.23", "vllm": "0.32.0"}
 ATTENTION = '["q_proj", "k_proj", "v_proj", "o_proj"]'
@@ -55,7 +55,7 @@ def served(engine: str, model: Path, folder: Path) -> Iterator[Engine]:
     port = free_port()
     more = {"rollout__servers__command": json.dumps(command), "rollout__servers__port": port}
     config = load_config(CONFIG, flags(**settings(engine, model, run__output_dir=folder, **more)))
-    plan = plan_servers(config, {})[0]
+    plan = server_plans(config, {})[0]
     sizes = ("--context-length", "2048") if engine == "sglang" else ("--max-model-len", "2048", "--max-num-seqs", "32")
     backend = ("--lora-backend", "torch_native", "--nccl-port", str(free_port())) if engine == "sglang" else ()
     env = {key: value for key, value in plan.env.items() if key != "PYTHONPATH"}  # the script has its own

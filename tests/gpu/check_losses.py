@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.config.loss import LossConfig, LossName
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss_files import loss_names
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.types import LossInputs, LossOutput
 from tests.gpu.checks import Result
@@ -59,14 +59,14 @@ def gradient(inputs: LossInputs, config: LossConfig) -> tuple[LossOutput, Tensor
     output = policy_loss(inputs, config)
     assert inputs.topk_logprobs is not None
     leaves = (inputs.logprobs, inputs.topk_logprobs)
-    found = torch.autograd.grad(output.loss_sum, leaves, allow_unused=not config.centers_score)
+    found = torch.autograd.grad(output.loss_sum, leaves, allow_unused=not config.needs.topk_gradient)
     return output, torch.cat([grad.flatten() for grad in found if grad is not None])
 
 
 def check(device: torch.device) -> Iterator[Result]:
     """All losses."""
     inputs = random_inputs()
-    configs = {name: LossConfig(name=name) for name in get_args(LossName)}
+    configs = {name: LossConfig(name=name) for name in loss_names()}
     configs["trm"] = LossConfig(name="trm", sequence_max=1.0, sequence_mean=0.13)  # the defaults would keep nothing
     predictive = [LossConfig(name=name, direction="predictive") for name in ("dppo_topk_tv", "dppo_topk_kl")]
     for name, config in (configs | {f"{c.name} predictive": c for c in predictive}).items():

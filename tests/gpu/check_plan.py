@@ -69,7 +69,7 @@ def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> 
     case = Case(micro_batch_tokens=TOKENS, transformer=transformer)
     sizes = {"data": {"train": "unused", "max_prompt_tokens": TOKENS // 2}, "train": {"router_replay": "rollout"}}
     config = config_for(case, "bf16", **sizes, rollout={"max_new_tokens": TOKENS // 2})
-    layout = resolve_layout(config, 1, model_shape(model))
+    layout = resolve_layout(config.parallel, config.batch, 1, model_shape(model))
     role = Role(rank=0, micro_batches=MICRO_BATCHES, as_gpu=platform.is_cuda)
     question = Question(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])
     (plan,) = rehearsals.ask([question])

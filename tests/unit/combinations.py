@@ -18,10 +18,10 @@ from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.pending import Draw
 from megatron_dppo.rollout.saved import SavedStream, load_contents, save_contents
-from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt, RolloutGroup, SamplingParams
 from tests.unit.configs import config
+from tests.unit.streams import stream_of
 
 STEPS, PROMPTS, SIBLINGS, TOPK = 4, 2, 2, 3
 DRAWING: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ class Loop:
         )
         groups: Any = SimpleNamespace(replica=None, dp=None)
         scorer: Any = _Scorer()
-        self.stream = Stream(self.config, _Prompts(self.prompt_at), groups, 0, 1, self.engine, scorer)
+        self.stream = stream_of(self.config, _Prompts(self.prompt_at), groups, 0, 1, self.engine, scorer)
         self.evaluation: Draw | None = None
 
     def steps(self, until: int) -> Iterator[Collected]:

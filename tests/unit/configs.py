@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.serving.command import ServerPlan, plan_servers, server_options
 
 
 def minimal() -> dict[str, Any]:
@@ -25,3 +27,17 @@ def config(**sections: dict[str, Any]) -> Config:
     for name, section in sections.items():
         values[name] = values.get(name, {}) | section
     return validate(values, "test")
+
+
+def server_plans(
+    config: Config, environ: Mapping[str, str], gpus: Sequence[str] = (), skip_gpus: int = 0
+) -> list[ServerPlan]:
+    """How ``megatron-dppo serve`` starts the servers of a configuration."""
+    options = server_options(
+        config.rollout,
+        config.model,
+        config.lora,
+        routed_experts=config.train.needs_engine_routing,
+        topk_logprobs=config.topk_logprobs,
+    )
+    return plan_servers(config.rollout, options, environ, gpus, skip_gpus)

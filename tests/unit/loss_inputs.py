@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.config.loss import LossConfig, LossName
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss_files import loss_names
 from megatron_dppo.types import LossInputs, LossOutput
 
-NAMES: tuple[LossName, ...] = get_args(LossName)
+NAMES: tuple[str, ...] = loss_names()
 TOPK = 2
 """K of the Top-K losses here."""
 

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_dppo.config.schema import Config
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
+from megatron_dppo.rollout.saved import SavedStream, why_unusable
 from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.run.engines import rollout_params
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.unit.columns import ids, logs
 from tests.unit.configs import config
@@ -77,6 +80,8 @@ class FakeEngine:
 class FakeScorer:
     """Groups of the prompts for which ``has_signal`` says so get two different rewards."""
 
+    described = "reward.function = 'math'"
+
     def __init__(self, has_signal: Callable[[int], bool] = lambda i: True) -> None:
         self._has_signal = has_signal
 
@@ -123,7 +128,36 @@ def make(
         run={"output_dir": "out", "num_steps": 6}, train={"max_staleness": staleness}, rollout=sizes | dict(rollout)
     )
     groups: Any = SimpleNamespace(replica=None, dp=None)
-    return Run(found, engine, Stream(found, Numbers(), groups, rank, dp, engine, scorer))
+    return Run(found, engine, stream_of(found, Numbers(), groups, rank, dp, engine, scorer))
+
+
+def stream_of(config: Config, prompts: Any, groups: Any, rank: int, dp: int, engine: Any, scorer: Any) -> Stream:
+    """The stream of a configuration."""
+    return Stream(
+        rollout=config.rollout,
+        params=rollout_params(config),
+        prompts=prompts,
+        groups=groups,
+        dp_rank=rank,
+        dp=dp,
+        engine=engine,
+        scorer=scorer,
+        num_steps=config.run.num_steps,
+        max_staleness=config.train.max_staleness,
+    )
+
+
+def unusable(saved: SavedStream, was: Mapping[str, Any], config: Config) -> str:
+    """``why_unusable`` for a configuration."""
+    return why_unusable(
+        saved,
+        was,
+        config.train,
+        data=config.data,
+        rollout=config.rollout,
+        agent=config.agent,
+        reward=config.reward,
+    )
 
 
 def versions(collected: Collected) -> list[int]:

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.layout import ModelShape, resolve_layout
-from megatron_dppo.engines.serving.command import plan_servers
 from megatron_dppo.rewards import RewardItem
-from megatron_dppo.rewards.scorer import build_scorer
+from megatron_dppo.run.engines import open_scorer
 from tests.engines.tiny import SPECIAL, byte_tokenizer
+from tests.unit.configs import server_plans
 from tests.unit.http_stub import Call, running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,19 +48,19 @@ def test_the_engine_examples_are_the_embedded_task(engine: str) -> None:
         local = local.model_copy(update={"model": model})
     for section in ("model", "parallel", "data", "reward", "loss", "optimizer", "warmup", "eval"):
         assert getattr(served, section) == getattr(local, section), section
-    assert served.needs_engine_routing == (engine == "sglang")
+    assert served.train.needs_engine_routing == (engine == "sglang")
 
 
 def test_the_30b_example_fits_its_nodes() -> None:
     config = load_config(EXAMPLES / "qwen3_30b_a3b/dppo.toml")
-    layout = resolve_layout(config, 32, QWEN3_30B_A3B)
+    layout = resolve_layout(config.parallel, config.batch, 32, QWEN3_30B_A3B)
     assert (layout.tp, layout.ep, layout.etp, layout.dp, layout.expert_dp) == (2, 8, 1, 16, 4)
     rollout, train = config.rollout, config.train
     assert rollout.prompts_per_step * rollout.samples_per_prompt == 4096
     assert rollout.prompts_per_step // train.mini_batches == 32
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     assert train.micro_batch_tokens >= longest and rollout.sglang["context-length"] >= longest
-    plans = plan_servers(config, {}, [str(i) for i in range(8)])
+    plans = server_plans(config, {}, [str(i) for i in range(8)])
     assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["0,1", "2,3", "4,5", "6,7"]
     assert all("--enable-return-routed-experts" in plan.argv for plan in plans)
 
@@ -83,7 +83,7 @@ def test_the_rlhf_example_scores_by_a_reward_model_without_labels(tmp_path: Path
             "preference": preference.model_copy(update={"options": options | {"url": stub.url}})
         }
         reward = config.reward.model_copy(update={"functions": functions})
-        scorer = build_scorer(config.model_copy(update={"reward": reward}))
+        scorer = open_scorer(config.model_copy(update={"reward": reward}))
         items = [
             RewardItem(prompt="Q", completion=text, label="", metadata={"finish_reason": reason})
             for text, reason in (("abc", "stop"), ("abcde", "length"))

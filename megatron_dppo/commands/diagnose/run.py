@@ -30,7 +30,7 @@ from megatron_dppo.hf.folder import read_hf_config, routing_shape
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.saved import SavedStream
-from megatron_dppo.run.session import Session, open_session
+from megatron_dppo.run.session import Session, open_session, warmup_for
 from megatron_dppo.run.starts import load_run_config, read_starts
 from megatron_dppo.run.step import make_samples, update_policy
 from megatron_dppo.run.stop_signal import StopSignal
@@ -55,7 +55,7 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = ()) -> Ledger:
         snapshots = Snapshots(session.trainer)
         for _ in range(config.train.max_staleness):
             collected = _collect(session, snapshots)
-            samples = make_samples(collected.groups, config)
+            samples = make_samples(collected.groups, config.train)
             scorer = _scorer(session, before, snapshots)
             if before.train.router_replay == "rollout" and not before.train.router_replay_weights:
                 samples = [scorer.without_weights(sample) for sample in samples]
@@ -83,7 +83,7 @@ def run_config(folder: Path, overrides: Sequence[str]) -> Config:
             f"{there} -m megatron_dppo.commands.main diagnose {folder} (or override the layout, where a resume could)"
         )
     base = folder / "base"
-    if config.warmup.num_steps and not any(folder.glob("checkpoints/step_*")) and not is_warm(base, config):
+    if config.warmup.num_steps and not any(folder.glob("checkpoints/step_*")) and not is_warm(base, warmup_for(config)):
         raise ConfigError(
             f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model: no weights to ask"
         )
@@ -172,7 +172,7 @@ def _ledger(session: Session, before: Config, snapshots: Snapshots, collected: C
         exact = LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=torch.float32, device=device)
         scorer = replace(scorer, exact=exact)
     try:
-        samples = make_samples(collected.groups, session.config)
+        samples = make_samples(collected.groups, session.config.train)
         trained, chain = scorer.chain(collected.groups, samples)
         scorings = scorer.scorings(chain, samples)
         absent = _absent(before, scorer, {cause for cause, _ in chain})

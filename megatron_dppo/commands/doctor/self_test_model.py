@@ -70,7 +70,9 @@ def hf_config() -> Any:
 
 def model(platform: Platform) -> Iterator[Check]:
     """In fp32; on CUDA in bf16 too, which is what a run uses."""
-    layout = resolve_layout(_config("fp32", dist.get_world_size()), dist.get_world_size(), model_shape(hf_config()))
+    world_size = dist.get_world_size()
+    config = _config("fp32", world_size)
+    layout = resolve_layout(config.parallel, config.batch, world_size, model_shape(hf_config()))
     groups = setup.initialize_megatron(layout, platform, seed=1, timeout_minutes=1)
     for dtype in ("fp32", "bf16") if platform.is_cuda else ("fp32",):
         yield from _model(platform, dtype, layout, groups)
@@ -96,7 +98,12 @@ def _config(dtype: str, world: int) -> Config:
 def _model(platform: Platform, dtype: str, layout: Layout, groups: ParallelGroups) -> Iterator[Check]:
     model_config, config = hf_config(), _config(dtype, dist.get_world_size())
     trainer = PolicyTrainer(
-        config=config,
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
         hf_config=model_config,
         weights=DictWeights(stream_model(build_hf_model(model_config, torch.float32, seed=0))),
         layout=layout,

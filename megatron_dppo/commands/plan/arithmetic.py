@@ -272,7 +272,7 @@ def kept_ids(config: Config, vocab_size: int) -> int:
 def columns_of(config: Config, hf_config: Any, layout: Layout) -> Columns:
     """Of a configuration: the engine's answer with everything that the run asks it for."""
     kept = kept_ids(config, hf_config.vocab_size)
-    shape = routing_shape(hf_config) if config.needs_engine_routing else None
+    shape = routing_shape(hf_config) if config.train.needs_engine_routing else None
     experts = 0 if shape is None else shape.num_layers * shape.topk
     found = Columns(
         sampled=8,

@@ -34,7 +34,12 @@ def trainer_builder(
     """Joins the process groups of a layout, and gives what builds the trainer in them."""
     groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
     return lambda: PolicyTrainer(
-        config=config,
+        model=config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        train=config.train,
+        rollout=config.rollout,
+        seed=config.run.seed,
         hf_config=hf_config,
         weights=weights,
         layout=layout,

@@ -148,7 +148,7 @@ def make_plan(
         UserError: the configuration cannot run on so many processes, or a rank cannot be rehearsed.
     """
     model = model or Model.of(config)
-    layout = resolve_layout(config, world_size, model.shape)
+    layout = resolve_layout(config.parallel, config.batch, world_size, model.shape)
     batch = batch_of(config, layout)
     moved = transfers(config, model.parameters, model.trained, layout, machine)
     teacher = model.teacher.hf_config if model.teacher is not None and config.distillation.is_exact else None

@@ -137,7 +137,7 @@ class Search:
 
     def _candidate(self, flags: Flags) -> Candidate:
         config, world_size = self._load(flags), self._world_size
-        layout = resolve_layout(config, world_size, self._model.shape)
+        layout = resolve_layout(config.parallel, config.batch, world_size, self._model.shape)
         kinds = roles(layout, self._model.shape.num_experts is not None)
         # The rank with busy experts needs all that the others of its stage need; stages in the middle need less.
         needed = [kind for kind in kinds if kind == "last" or ("hot" in kinds) == (kind == "hot")]
@@ -161,7 +161,7 @@ class Search:
             flags = tuple(itertools.chain.from_iterable(map(_flags, axes, values)))
             try:
                 config = self._load(flags)
-                layout = resolve_layout(config, self._world_size, self._model.shape)
+                layout = resolve_layout(config.parallel, config.batch, self._world_size, self._model.shape)
             except ConfigError as error:
                 refused = str(error)
                 continue

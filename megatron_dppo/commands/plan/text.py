@@ -23,7 +23,7 @@ _PARTS = ("head", "row", "replay")
 def as_text(plan: Plan) -> str:
     """The whole plan."""
     note = [] if plan.model.note is None else [plan.model.note]
-    parts = [*note, describe(plan.layout, plan.config), _batch(plan), "", _memory(plan), "", _collectives(plan)]
+    parts = [*note, describe(plan.layout, plan.config.batch), _batch(plan), "", _memory(plan), "", _collectives(plan)]
     parts += ["", _time(plan), "", _rollouts(plan), _columns(plan), *_colocated(plan), *_teacher(plan)]
     parts += [_transfers(plan)]
     parts += ["", _verdict(plan)]

@@ -85,7 +85,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Outco
         groups, ages = groups_of(rows)
         collected = Collected(groups, ages, {}, dict(Counter(ages)))
         record = StepRecord(run.trainer.policy_version)
-        samples = make_samples(groups, config)
+        samples = make_samples(groups, config.train)
         results = update_policy(run.trainer, config, run.teacher, run.step, collected, samples, Clock(), record, parts)
         last = results[-1]
         metrics = over_updates([result.metrics for result in results]) | {
@@ -235,7 +235,7 @@ def _mine(
     def parts(epoch: int) -> list[list[int]]:
         together: list[list[int]] = [[] for _ in range(run.config.train.mini_batches)]
         for rank, start in starts.items():
-            seed = sampling_seed(run.config, "order", run.step, rank)
+            seed = sampling_seed(run.config.run.seed, "order", run.step, rank)
             own = mini_batches(counts[rank], run.config.train.mini_batches, seed, epoch)
             for place, part in enumerate(own):
                 together[place] += [start + i for i in part]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_dppo.engines.local.sampler import KeptRecord, RouteRecorder, Sampler
 from megatron_dppo.types import KeptSets
+from megatron_dppo.types.token_columns import LOGPROBS, TOPK_IDS, TOPK_LOGPROBS
 
 _KEEP_WHILE = 0.9
 """Finished rows leave the batch when the others are less than this share: leaving copies the whole cache."""
@@ -44,11 +45,22 @@ class Decoded:
             moved["kept"] = [kept.to(torch.device("cpu")) for kept in self.kept]
         return replace(self, **moved)
 
-    def routes(self, row: int, length: int) -> Tensor | None:
-        """The routes ``[P + length - 1, L, k]`` of a row whose response has ``length`` tokens."""
-        if self.prompt_routes is None or self.step_routes is None:
-            return None
-        return torch.cat([self.prompt_routes[row], self.step_routes[row, : length - 1]])
+    def response(self, row: int, length: int, routing_start: int) -> dict[str, Any]:
+        """Columns of a row whose response has ``length`` tokens, as a ``Generation`` holds them; routes of the
+        positions from ``routing_start``."""
+        columns: dict[str, Any] = {
+            "token_ids": self.tokens[row, :length].int(),
+            "logprobs": self.logprobs[row, :length].clone(),
+        }
+        if self.topk_ids is not None and self.topk_logprobs is not None:
+            columns["topk_token_ids"] = self.topk_ids[row, :length].clone()
+            columns["topk_logprobs"] = self.topk_logprobs[row, :length].clone()
+        if self.kept is not None:
+            columns["kept"] = self.kept[row][:length]
+        if self.prompt_routes is not None and self.step_routes is not None:
+            routes = torch.cat([self.prompt_routes[row], self.step_routes[row, : length - 1]])
+            columns["routed_experts"] = routes[routing_start:]
+        return columns
 
 
 class Record:
@@ -68,9 +80,9 @@ class Record:
         if prompt_routes is not None:
             self._step_routes = prompt_routes[0].new_zeros(batch, steps - 1, *prompt_routes[0].shape[1:])
         self.tokens = torch.zeros(batch, steps, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(batch, steps, device=device)
-        self.topk_ids = torch.full((batch, steps, topk + 1), -1, dtype=torch.int32, device=device)
-        self.topk_logprobs = torch.zeros(batch, steps, topk + 1, device=device)
+        self.logprobs = LOGPROBS.new(batch, steps, device=device)
+        self.topk_ids = TOPK_IDS.new(batch, steps, topk + 1, device=device)
+        self.topk_logprobs = TOPK_LOGPROBS.new(batch, steps, topk + 1, device=device)
 
     def add(self, step: int, rows: Tensor, chosen: Tensor, distribution: Tensor) -> None:
         """One token ``[b]`` of each of ``rows`` with the log-probabilities ``[b, V]`` of all."""

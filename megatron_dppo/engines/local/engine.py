@@ -24,6 +24,7 @@ from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams, TrainingSample, VersionSpan
+from megatron_dppo.types.token_columns import asked_columns
 
 
 class LocalEngine:
@@ -165,9 +166,7 @@ class LocalEngine:
         routing = None
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
-        response = GrowingResponse(
-            prompt.start, topk=params.topk_logprobs, routing=routing, kept=params.kept_sets or self._reveals
-        )
+        response = GrowingResponse(prompt.start, routing=routing, kept=self._reveals, columns=asked_columns(params))
         return Sample(prompt, response)
 
     def _continued(self, request: GroupRequest, params: SamplingParams) -> list[Sample]:
@@ -263,17 +262,11 @@ def generation_of(
     tokens = decoded.tokens[row, :limit].tolist()
     end = next((i for i, token in enumerate(tokens) if token in ends), None)
     length = len(tokens) if end is None else end + 1
-    ids, logprobs, routes = decoded.topk_ids, decoded.topk_logprobs, decoded.routes(row, length)
     unended = FinishReason.LENGTH if length == limit else FinishReason.ABORT
     return Generation(
-        token_ids=decoded.tokens[row, :length].int(),
-        logprobs=decoded.logprobs[row, :length].clone(),
         finish_reason=unended if end is None else FinishReason.STOP,
         versions=(VersionSpan(version, 0, length),),
-        topk_token_ids=None if ids is None else ids[row, :length].clone(),
-        topk_logprobs=None if logprobs is None else logprobs[row, :length].clone(),
-        kept=None if decoded.kept is None else decoded.kept[row][:length],
-        routed_experts=None if routes is None else routes[request.routing_start :],
+        **decoded.response(row, length, request.routing_start),
     )
 
 

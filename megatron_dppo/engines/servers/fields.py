@@ -118,15 +118,15 @@ class Fields:
     def floats(self, values: Any, field: str) -> NDArray[np.float32]:
         """``numbers`` as an array; what is too large for a float32 becomes infinite."""
         with np.errstate(over="ignore"):
-            return np.array(self.numbers(values, field), dtype=np.float64).astype(np.float32)
+            return np.array(self.numbers(values, field), dtype=np.float32)
 
-    def columns(self, rows: Any, width: int, field: str) -> list[tuple[Any, ...]]:
+    def columns(self, rows: Any, width: int, field: str) -> list[list[Any]]:
         """The first ``width`` columns of an array of arrays."""
         rows = self.rows(rows, field)
         if not set(map(type, rows)) <= {list} or not all(len(row) >= width for row in rows):
             place = next(i for i, row in enumerate(rows) if type(row) is not list or len(row) < width)
             self.refuse(f"{field}[{place}]", f"is {shown(rows[place])}, expected an array of {width} or more")
-        return list(zip(*(row[:width] for row in rows), strict=True)) if rows else [()] * width
+        return [[row[i] for row in rows] for i in range(width)]
 
     def decoded(self, value: Any, field: str) -> bytes:
         """What base64 stands for."""

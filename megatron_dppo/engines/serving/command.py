@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.model import LoraConfig
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.model import LoraConfig, ModelConfig
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import ConfigError
 
 _MODULES = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
@@ -61,40 +61,50 @@ class ServerPlan:
 
 
 def plan_servers(
-    config: Config, environ: Mapping[str, str], gpus: Sequence[str] = (), skip_gpus: int = 0
+    rollout: RolloutConfig,
+    options: dict[str, Any],
+    environ: Mapping[str, str],
+    gpus: Sequence[str] = (),
+    skip_gpus: int = 0,
 ) -> list[ServerPlan]:
     """One plan for each of ``rollout.servers.count`` servers on this machine.
 
     Args:
-        config: a run with ``rollout.engine`` ``sglang`` or ``vllm``.
+        rollout: with the engine ``sglang`` or ``vllm``.
+        options: ``server_options`` of the run.
         environ: where the API keys are.
         gpus: devices that this process may use, as in CUDA_VISIBLE_DEVICES; empty = a machine without.
         skip_gpus: the first ones are left to the trainer; colocated servers get the first ones, too.
 
     Raises:
-        ConfigError: ``engine = "local"``, an argument that belongs elsewhere, a missing key, too few GPUs.
+        ConfigError: a missing key, too few GPUs.
     """
-    check_engine(config)
-    servers = config.rollout.servers
-    options = _options(config)
+    servers = rollout.servers
     if servers.colocated and gpus:  # without GPUs nothing can be released, and the flags are refused
-        options = _RELEASING[config.rollout.engine] | options
-    shares = _split_gpus(config, options, gpus, 0 if servers.colocated else skip_gpus)
-    env, config_file, secrets = _keys(config, environ)
+        options = _RELEASING[rollout.engine] | options
+    shares = _split_gpus(rollout, options, gpus, 0 if servers.colocated else skip_gpus)
+    env, config_file, secrets = _keys(rollout, environ)
     if config_file and "config" in options:
         raise ConfigError(
             "[rollout.sglang] config: the API key is handed over by --config, and SGLang takes only one such file; "
             "write its content into [rollout.sglang], or leave rollout.servers.api_key_env out"
         )
-    if config.rollout.engine == "vllm":
+    if rollout.engine == "vllm":
         env |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _with_vllm_extension(environ)}
-        if config.rollout.weight_sync.method == "adapter":
+        if rollout.weight_sync.method == "adapter":
             env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    command = servers.command or [sys.executable, "-m", _MODULES[config.rollout.engine]]
+    command = servers.command or [sys.executable, "-m", _MODULES[rollout.engine]]
     return [
         ServerPlan(
             url=url,
-            argv=(*command, "--host", servers.host, "--port", str(servers.port + i), *_arguments(config, options)),
+            argv=(
+                *command,
+                "--host",
+                servers.host,
+                "--port",
+                str(servers.port + i),
+                *_arguments(rollout.engine, options),
+            ),
             env=env | ({"CUDA_VISIBLE_DEVICES": ",".join(shares[i])} if shares else {}),
             config_file=config_file,
             secrets=secrets,
@@ -103,13 +113,13 @@ def plan_servers(
     ]
 
 
-def check_engine(config: Config) -> None:
+def check_engine(engine: str) -> None:
     """Refuse a run without servers.
 
     Raises:
         ConfigError: ``engine = "local"``.
     """
-    if config.rollout.engine == "local":
+    if engine == "local":
         raise ConfigError(
             "rollout.engine = 'local' samples inside the trainer and has no servers; set rollout.engine to 'sglang' or "
             "'vllm', or start only the trainer"
@@ -129,26 +139,40 @@ def api_key(name: str | None, environ: Mapping[str, str], setting: str) -> str |
     return environ[name]
 
 
-def _options(config: Config) -> dict[str, Any]:
-    """What the engine is started with besides address and keys; the user's own values win."""
-    engine, model = config.rollout.engine, config.model
-    own = {key.replace("_", "-"): value for key, value in getattr(config.rollout, engine).items()}
+def server_options(
+    rollout: RolloutConfig, model: ModelConfig, lora: LoraConfig, *, routed_experts: bool, topk_logprobs: int
+) -> dict[str, Any]:
+    """Return the options that the engine is started with besides address and keys; the user's own values win.
+
+    Args:
+        rollout: with the engine ``sglang`` or ``vllm``.
+        model: the policy.
+        lora: adapters of the weight sync method ``adapter``.
+        routed_experts: servers report which experts they chose.
+        topk_logprobs: number of most probable tokens that they report; 0 = none.
+
+    Raises:
+        ConfigError: ``engine = "local"``, an argument that belongs elsewhere, a rank that vLLM has no adapters of.
+    """
+    engine = rollout.engine
+    check_engine(engine)
+    own = {key.replace("_", "-"): value for key, value in getattr(rollout, engine).items()}
     for key in own:
         if key in _ELSEWHERE:
             raise ConfigError(f"[rollout.{engine}] {key}: {_ELSEWHERE[key]}")
     options: dict[str, Any] = {
-        "model-path" if engine == "sglang" else "model": config.rollout.servers.model or model.path,
-        "dtype": _DTYPES[config.rollout.dtype],
+        "model-path" if engine == "sglang" else "model": rollout.servers.model or model.path,
+        "dtype": _DTYPES[rollout.dtype],
     }
-    if model.random_init and config.rollout.servers.model is None:
+    if model.random_init and rollout.servers.model is None:
         # There are no weights to read; the first sync brings them.
         options["load-format"] = "dummy"
-    if config.needs_engine_routing:
+    if routed_experts:
         options["enable-return-routed-experts"] = True
-    if config.rollout.dtype != "fp32":
+    if rollout.dtype != "fp32":
         options |= _fp32_head(engine, own)
-    if config.rollout.weight_sync.method == "adapter":
-        options |= _adapters(engine, config.lora)
+    if rollout.weight_sync.method == "adapter":
+        options |= _adapters(engine, lora)
     if engine == "vllm":
         options |= {
             "logprobs-mode": "processed_logprobs",
@@ -157,11 +181,11 @@ def _options(config: Config) -> dict[str, Any]:
             "worker-extension-cls": "megatron_dppo_vllm.WorkerExtension",
             "weight-transfer-config": {"backend": "megatron_dppo"},
         }
-        if config.rollout.filters:
+        if rollout.filters:
             options["return-sampling-mask"] = True
-        if config.loss.is_topk:
+        if topk_logprobs:
             # 20 is vLLM's own limit, and it counts the sampled token as one of them.
-            options["max-logprobs"] = max(20, config.loss.topk + 1)
+            options["max-logprobs"] = max(20, topk_logprobs + 1)
     return options | own
 
 
@@ -190,8 +214,8 @@ def _adapters(engine: str, lora: LoraConfig) -> dict[str, Any]:
     return options | {"max-lora-rank": sizes[0], "max-loras": 1}
 
 
-def _arguments(config: Config, options: Mapping[str, Any]) -> list[str]:
-    return [part for key, value in options.items() for part in _argument(config.rollout.engine, key, value)]
+def _arguments(engine: str, options: Mapping[str, Any]) -> list[str]:
+    return [part for key, value in options.items() for part in _argument(engine, key, value)]
 
 
 def _argument(engine: str, key: str, value: Any) -> list[str]:
@@ -213,14 +237,14 @@ def _argument(engine: str, key: str, value: Any) -> list[str]:
     )
 
 
-def _keys(config: Config, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
+def _keys(rollout: RolloutConfig, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
     """The API keys: environment, lines of a configuration file, and the plain values. Never arguments: anyone on the
     machine can read those."""
-    servers = config.rollout.servers
+    servers = rollout.servers
     key = api_key(servers.api_key_env, environ, "rollout.servers.api_key_env")
     admin = api_key(servers.admin_api_key_env, environ, "rollout.servers.admin_api_key_env")
     secrets = tuple(secret for secret in (key, admin) if secret)
-    if config.rollout.engine == "vllm":
+    if rollout.engine == "vllm":
         if admin is not None:
             raise ConfigError(
                 f"rollout.servers.admin_api_key_env = {servers.admin_api_key_env!r}: vLLM has one key for all calls; "
@@ -236,11 +260,12 @@ def _with_vllm_extension(environ: Mapping[str, str]) -> str:
     return os.pathsep.join(part for part in (str(_VLLM_EXTENSION), environ.get("PYTHONPATH")) if part)
 
 
-def _split_gpus(config: Config, options: Mapping[str, Any], gpus: Sequence[str], skip: int) -> list[list[str]]:
+def _split_gpus(rollout: RolloutConfig, options: Mapping[str, Any], gpus: Sequence[str], skip: int) -> list[list[str]]:
     """The GPUs of each server; an empty list on a machine without."""
     if not gpus:
         return []
-    each, count = _product(config.rollout.engine, options), config.rollout.servers.count
+    each = gpus_per_server(rollout.engine, options)
+    count = rollout.servers.count
     if len(gpus) < skip + each * count:
         trainer = f" + {skip} for the trainer" if skip else ""
         raise ConfigError(
@@ -250,16 +275,12 @@ def _split_gpus(config: Config, options: Mapping[str, Any], gpus: Sequence[str],
     return [list(gpus[skip + i * each : skip + (i + 1) * each]) for i in range(count)]
 
 
-def gpus_of_one(config: Config) -> int:
-    """GPUs of one server.
+def gpus_per_server(engine: str, options: Mapping[str, Any]) -> int:
+    """Return the number of GPUs of one server that is started with ``options``.
 
     Raises:
-        ConfigError: a size that is none.
+        ConfigError: a size that is not a whole number above 0.
     """
-    return _product(config.rollout.engine, _options(config))
-
-
-def _product(engine: str, options: Mapping[str, Any]) -> int:
     sizes = []
     for names in _WORLD:
         value = next((options[name] for name in names if name in options), 1)

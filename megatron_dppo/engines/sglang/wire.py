@@ -193,9 +193,9 @@ class _Reader(Fields):
         """[R], of the sampled tokens."""
         name = "meta_info.output_token_logprobs"
         values, ids = self.columns(self._field("output_token_logprobs"), 2, name)
-        if list(ids) != tokens.tolist():
+        if ids != tokens.tolist():
             self.refuse(name, "belongs to other tokens than output_ids")
-        return never_below(self.floats(list(values), name), _NEVER)
+        return never_below(self.floats(values, name), _NEVER)
 
     def kept_sets(self, length: int) -> KeptSets:
         """Of R tokens, the ids that the filters left."""
@@ -226,8 +226,8 @@ class _Reader(Fields):
             if any(not isinstance(row, list) or len(row) != k for row in rows):
                 self.refuse(name, f"has a row that is not an array of {k} tokens")
             pairs = self.columns([entry for row in rows for entry in row], 2, name)
-            ids = self.ids(list(pairs[1]), name).reshape(-1, k)
-            values = self.floats(list(pairs[0]), name).reshape(-1, k)
+            ids = self.ids(pairs[1], name).reshape(-1, k)
+            values = self.floats(pairs[0], name).reshape(-1, k)
         if ids.shape != (length, k) or values.shape != ids.shape:
             self.refuse(name, f"has shape {list(ids.shape)}, expected [{length}, {k}]")
         return ids, never_below(values, _NEVER)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.files import disk_errors, fsync, require_space
 from megatron_dppo.report.steps.rows import RankPart, columns
+from megatron_dppo.types.token_columns import record_types
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"step_(\d{6,})\.parquet")
@@ -158,9 +159,12 @@ def _schema(arrow: Any) -> Any:
     part = arrow.struct([("name", text), ("value", arrow.float64())])
     numbers = {name: arrow.int32() for name in ("step", "sample", "group", "dp_rank", "age", "policy_version")}
     texts = ("prompt_id", "prompt", "label", "response", "finish_reason", "failure", "prompt_metadata")
+    tokens: dict[str, list[str]] = {}
+    for name, kind in record_types().items():
+        tokens.setdefault(kind, []).append(name)
     fields = {
         **numbers,
-        **dict.fromkeys((*texts, "prompt_messages", "routes_dtype"), text),
+        **dict.fromkeys((*texts, "prompt_messages", *tokens["text"]), text),
         "reward": arrow.float64(),
         "eval_score": arrow.float64(),
         "reward_failed": arrow.bool_(),
@@ -168,9 +172,10 @@ def _schema(arrow: Any) -> Any:
         "reward_parts": arrow.list_(part),
         "policy_versions": arrow.list_(span),
         "update": arrow.int32(),
-        **dict.fromkeys(("prompt_ids", "response_ids", "topk_ids", "kept_ids", "kept_counts", "routes_shape"), ids),
-        **dict.fromkeys(("rollout_logprobs", "logprobs", "advantages", "topk_logprobs"), floats),
-        **dict.fromkeys(("loss_mask", "keep", "sampled"), flags),
-        "routes": arrow.binary(),
+        **dict.fromkeys(("prompt_ids", *tokens["int32s"]), ids),
+        # In the order of the files that are there: this one stands before those of the update.
+        **dict.fromkeys(("rollout_logprobs", "logprobs", "advantages", *tokens["float32s"]), floats),
+        **dict.fromkeys(("loss_mask", "keep", *tokens["bools"]), flags),
+        **dict.fromkeys(tokens["bytes"], arrow.binary()),
     }
     return arrow.schema(list(fields.items()))

@@ -11,18 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_dppo.types import (
     Completion,
     FinishReason,
-    KeptSets,
     Prompt,
     Rollout,
     RolloutGroup,
     VersionSpan,
 )
+from megatron_dppo.types.token_columns import response_from_record, response_to_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,6 @@ def columns(step: int, parts: Iterable[RankPart]) -> dict[str, list[Any]]:
 
 def _row(rollout: Rollout) -> dict[str, Any]:
     prompt, done = rollout.prompt, rollout.completion
-    routes = done.routed_experts
     return {
         "prompt_id": prompt.prompt_id,
         "prompt": prompt.text,
@@ -86,16 +84,7 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         "policy_version": done.policy_version,
         "policy_versions": [span._asdict() for span in done.policy_versions],
         "prompt_ids": list(prompt.token_ids),
-        "response_ids": done.token_ids.numpy(),
-        "sampled": None if done.loss_mask is None else done.loss_mask.numpy(),
-        "rollout_logprobs": None if done.logprobs is None else done.logprobs.numpy(),
-        "topk_ids": _flat(done.topk_token_ids),
-        "topk_logprobs": _flat(done.topk_logprobs),
-        "kept_ids": None if done.kept is None else done.kept.ids.numpy(),
-        "kept_counts": None if done.kept is None else done.kept.counts.numpy(),
-        "routes": None if routes is None else routes.contiguous().numpy().tobytes(),
-        "routes_shape": None if routes is None else list(routes.shape),
-        "routes_dtype": None if routes is None else str(routes.dtype).removeprefix("torch."),
+        **response_to_record(done),
         "prompt_metadata": json.dumps(dict(prompt.metadata), default=repr),
         "prompt_messages": None if prompt.messages is None else json.dumps(prompt.messages, default=repr),
         "is_task": prompt.is_task,
@@ -110,10 +99,6 @@ def _trained(tokens: TrainedTokens) -> dict[str, Any]:
         "logprobs": None if tokens.logprobs is None else tokens.logprobs.numpy(),
         "keep": None if tokens.keep is None else tokens.keep.numpy(),
     }
-
-
-def _flat(values: Tensor | None) -> Any:
-    return None if values is None else values.flatten().numpy()
 
 
 def groups_of(rows: Sequence[dict[str, Any]]) -> tuple[list[RolloutGroup], list[int]]:
@@ -151,28 +136,11 @@ def _rollout(row: dict[str, Any]) -> Rollout:
 
 
 def _completion(row: dict[str, Any]) -> Completion:
-    count, kept, routes = len(row["response_ids"]), None, None
-    if row["kept_counts"] is not None:
-        kept = KeptSets(_tensor(row["kept_ids"], torch.int32), _tensor(row["kept_counts"], torch.int32))
-    if row["routes"] is not None:
-        flat = torch.frombuffer(bytearray(row["routes"]), dtype=getattr(torch, row["routes_dtype"]))
-        routes = flat.view(row["routes_shape"])
-    has_topk = row["topk_ids"] is not None
     return Completion(
-        token_ids=_tensor(row["response_ids"], torch.int32),
-        logprobs=None if row["rollout_logprobs"] is None else _tensor(row["rollout_logprobs"], torch.float32),
+        **response_from_record(row, len(row["response_ids"])),
         finish_reason=FinishReason(row["finish_reason"]),
         policy_version=row["policy_version"],
         text=row["response"],
-        topk_token_ids=_tensor(row["topk_ids"], torch.int32).view(count, -1) if has_topk else None,
-        topk_logprobs=_tensor(row["topk_logprobs"], torch.float32).view(count, -1) if has_topk else None,
-        kept=kept,
-        routed_experts=routes,
         policy_versions=tuple(VersionSpan(**span) for span in row["policy_versions"]),
-        loss_mask=None if row["sampled"] is None else _tensor(row["sampled"], torch.bool),
         failure=row["failure"],
     )
-
-
-def _tensor(values: Any, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype)

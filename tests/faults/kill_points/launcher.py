@@ -31,7 +31,14 @@ Change = Callable[[], None]
 """What is done to the program in each of its processes, before it begins."""
 
 
-_USED = ("cli.main", "data.supervised", "mcore.checkpoint", "policy.trainer", "run.loop", "weights.publish")
+_USED = (
+    "commands.main",
+    "data.supervised",
+    "mcore.checkpoint.save_load",
+    "policy.trainer",
+    "run.loop",
+    "weights.publish",
+)
 """What a run imports of ours, and more through these."""
 
 

@@ -24,7 +24,7 @@ class Mutation:
 
 def _no_fsync() -> None:
     """Whatever we write stays in memory; Megatron's own shards are synced."""
-    for name in ("files.atomic", "report.metrics", "mcore.manifest"):
+    for name in ("files", "report.metrics", "mcore.checkpoint.manifest"):
         module = sys.modules[f"megatron_dppo.{name}"]
         module.os = types.SimpleNamespace(**{**vars(os), "fsync": lambda file: None})  # type: ignore[attr-defined]
 
@@ -105,7 +105,7 @@ def _warm_too_early() -> None:
     def wrong(trainer: Any, inputs: Any, config: Any, target: Path, dtype: Any) -> None:
         if target.name == "base":
             target.mkdir()
-            mark(target, config)
+            mark(target, session.warmup_for(config), target.parent / "checkpoints")
         export(trainer, inputs, config, target, dtype)
 
     session.export_hf = wrong

@@ -39,6 +39,7 @@ from tests.faults.simulation.trainer import (
     configure,
     fresh_weights,
 )
+from tests.unit.streams import stream_of
 
 _LONGEST = 48 * 3600.0
 """Virtual seconds of a run. Each call has a deadline of at most an hour, and is made a few times at most."""
@@ -191,7 +192,7 @@ class _Run:
         publisher = build_publisher(config, _INPUTS, trainer, engine, _PLATFORM)
         publisher._sync._buckets._transport = self.broadcasts
         publisher._probe._expected["enough_tokens"] = 1  # one answer says enough where all numbers are exact
-        stream = Stream(config, _INPUTS.train_prompts, SimTrainer.groups, 0, 1, engine, Scorer())
+        stream = stream_of(config, _INPUTS.train_prompts, SimTrainer.groups, 0, 1, engine, Scorer())
         if saved.stream is not None:
             stream.restore(saved.stream, saved.contents)
         gpus = gpus_of(config, trainer, publisher)
@@ -241,7 +242,8 @@ class _Run:
         dropped = dropped_tokens(collected.groups)
         share = float(dropped.numerator) / max(float(dropped.denominator), 1.0)
         on_policy = max(collected.token_ages, default=0) == 0
-        guard = FirstUpdateGuard.of(self.config, dropped=share, on_policy=on_policy)
+        config = self.config
+        guard = FirstUpdateGuard.of(config.train, config.rollout, config.model, dropped=share, on_policy=on_policy)
         difference = trainer.difference(collected.groups)
         try:
             guard({"abs_prob_diff": difference})

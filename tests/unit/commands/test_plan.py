@@ -38,7 +38,7 @@ def big(*overrides: str) -> Any:
 
 
 def layout_of(config: Any, world_size: int) -> Any:
-    return resolve_layout(config, world_size, model_shape(model_config(config.model.path)[0]))
+    return resolve_layout(config.parallel, config.batch, world_size, model_shape(model_config(config.model.path)[0]))
 
 
 @pytest.fixture(scope="module")

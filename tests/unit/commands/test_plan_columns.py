@@ -66,7 +66,7 @@ def test_the_noise_of_the_layers_is_in_the_memory_of_the_forward_pass(rehearsals
 def columns(*overrides: str) -> Columns:
     config = load_config(EXAMPLES / "qwen3_30b_a3b/dppo.toml", overrides)
     model: Any = model_config(config.model.path)[0]
-    return columns_of(config, model, resolve_layout(config, 32, model_shape(model)))
+    return columns_of(config, model, resolve_layout(config.parallel, config.batch, 32, model_shape(model)))
 
 
 def test_the_bytes_of_a_token_of_the_30b_example() -> None:

@@ -88,7 +88,7 @@ def test_offloading_is_something_to_search() -> None:
         axes_of(["offload=all"])
     model = Model.of(big())
     config = big(*OFFLOAD["optimizer"])
-    layout = resolve_layout(config, 8, model.shape)
+    layout = resolve_layout(config.parallel, config.batch, 8, model.shape)
     dense = PARAMETERS - model.expert_parameters
     assert least_bytes(config, model, layout) == pytest.approx(6 * (dense / 2 + model.expert_parameters / 8), abs=100)
     with Rehearsals(1) as rehearsals:

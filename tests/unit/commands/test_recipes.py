@@ -126,7 +126,7 @@ def test_every_example_fits_what_it_says(file: Path, rehearsals: Rehearsals) -> 
     number, name = hardware(file)
     config = load_config(file)
     shape = model_shape(model_config(config.model.path)[0])
-    busiest = ["hot" if resolve_layout(config, number, shape).ep > 1 else "all"]
+    busiest = ["hot" if resolve_layout(config.parallel, config.batch, number, shape).ep > 1 else "all"]
     few = shape.num_layers > 3
     plan = make_plan(config, number, machine_named(name), rehearsals, kinds=busiest, few_layers=few)
     assert f"Fits {number} x {name}." in as_text(plan) and not plan.is_tight

@@ -4,14 +4,15 @@ import math
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import tomli_w
 
 from megatron_dppo.config.describe import explain
 from megatron_dppo.config.io import dump_toml, load_config, validate
-from megatron_dppo.config.loss import LossConfig, LossName
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss_files import loss_names
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.inputs import with_num_steps
@@ -290,7 +291,7 @@ def test_clip_ratios_default_by_the_loss(loss: dict[str, Any], expected: tuple[f
 
 def test_dppo_and_two_other_losses_cap_the_ratio_by_default() -> None:
     caps = {"cispo": 5.0, "score_centering": 2.0}
-    for name in get_args(LossName):
+    for name in loss_names():
         floor, cap = -math.inf if name == "drpo" else 0.0, 5.0 if name.startswith("dppo_") else caps.get(name, math.inf)
         assert LossConfig(name=name).ratio_limits == (floor, cap)
         if name not in ("gspo", "ppo_clip", "ppo_decoupled"):

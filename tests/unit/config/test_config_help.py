@@ -101,7 +101,7 @@ def test_a_dry_run_says_what_the_rules_give(monkeypatch: pytest.MonkeyPatch, cap
 def test_what_is_set_or_has_no_effect_is_not_resolved() -> None:
     flags = ["--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "1", "--loss.name", "gspo"]
     config = load_config(CHAIN_SUM, [*flags, "--loss.clip_ratio_low", "0.001"])
-    found = resolved_defaults(config, resolve_layout(config, 4, QWEN3_30B_A3B))
+    found = resolved_defaults(config, resolve_layout(config.parallel, config.batch, 4, QWEN3_30B_A3B))
     assert found["loss.clip_ratio_high"] == 4e-4 and "loss.clip_ratio_low" not in found
     assert "loss.divergence_threshold_low" not in found
     assert found["loss.aggregation"] == "seq_mean_token_mean"

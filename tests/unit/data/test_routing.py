@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.data.routing import (
-    append_routes,
     check_routes,
     compact_routes,
     is_missing,
@@ -21,6 +20,7 @@ from megatron_dppo.data.routing import (
 from megatron_dppo.data.samples import RowShape, pack, to_training_sample
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, RoutingShape
+from megatron_dppo.types.token_columns import ROUTES, GrowingColumn
 from tests.unit.columns import ids, logs
 
 SHAPE = RoutingShape(num_layers=3, num_experts=8, topk=2)
@@ -121,30 +121,32 @@ def test_a_dense_layer_with_a_choice_is_refused_in_compact_routes() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(turns=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4), resend=st.booleans())
-def test_a_sequence_that_grows_keeps_what_was_known_of_each_token(turns: list[tuple[int, int]], resend: bool) -> None:
+@given(turns=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4))
+def test_a_sequence_that_grows_keeps_what_was_known_of_each_token(turns: list[tuple[int, int]]) -> None:
     """Each turn adds (tool or prompt tokens, sampled tokens); a request reads all that is there but its last token."""
-    found = compact(routes(0))
+    found = GrowingColumn(ROUTES, compact(routes(0)), turns[0][0])
     expected: list[list[list[int]]] = []
     total = 0
     for version, (given_tokens, sampled) in enumerate(turns):
         total += given_tokens + sampled
         whole = compact(routes(total - 1, seed=version))
-        start = 0 if resend else len(found)
         expected += whole[len(expected) :].tolist()
-        found = append_routes(found, whole[start:], start)
-    assert found.tolist() == expected and len(found) == total - 1
+        found.append(whole[len(found.rows) :])
+    assert found.tensor.tolist() == expected and len(found.rows) == total - 1
 
 
 def test_tokens_that_nobody_reported_are_missing_and_other_models_are_refused() -> None:
     first, second = compact(routes(2)), compact(routes(3, seed=1))
-    found = append_routes(first, second, 4)
-    assert is_missing(found).all(1).tolist() == [False, False, True, True, False, False, False]
-    assert torch.equal(found[4:], second)
+    found = GrowingColumn(ROUTES, first[:0], 4)
+    found.append(first)
+    found.append_fill(2)  # tokens of a tool: read with the next ones
+    found.append(second)
+    assert torch.equal(found.tensor, torch.cat([first, second]))
+    whole = found.complete(4)
+    assert isinstance(whole, torch.Tensor) and torch.equal(whole[:5], found.tensor)
+    assert is_missing(whole).all(1).tolist() == [False] * 5 + [True] * 2
     with pytest.raises(ValueError, match="cannot go on"):
-        append_routes(first, compact(routes(1), WIDE), 2)
-    with pytest.raises(ValueError, match="from token -1"):
-        append_routes(first, second, -1)
+        found.append(compact(routes(1), WIDE))
 
 
 def test_row_t_belongs_to_input_token_t() -> None:

@@ -11,12 +11,11 @@ import pytest
 from megatron_dppo.commands.main import main
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.servers.updates import CACHE_RELEASED, RELEASED
-from megatron_dppo.engines.serving.command import plan_servers
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.errors import ConfigError, PublishError, ServerError
 from megatron_dppo.weights.publish import release_all
-from tests.unit.configs import config
+from tests.unit.configs import config, server_plans
 from tests.unit.http_stub import Call, Stub, with_stub
 from tests.unit.weight_server import FakeServer, make, weights
 
@@ -48,10 +47,10 @@ def test_what_needs_the_gpus_twice_is_refused() -> None:
 @pytest.mark.parametrize(("engine", "flag"), [("sglang", "--enable-memory-saver"), ("vllm", "--enable-sleep-mode")])
 def test_they_are_started_on_the_trainers_gpus_with_what_releases_memory(engine: str, flag: str) -> None:
     found = colocated(rollout={"engine": engine}, servers={"count": 2})
-    plans = plan_servers(found, {}, ["4", "5", "6"], skip_gpus=3)
+    plans = server_plans(found, {}, ["4", "5", "6"], skip_gpus=3)
     assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["4", "5"]
     assert all(flag in plan.argv for plan in plans)
-    assert flag not in plan_servers(found, {})[0].argv  # without a GPU the engines refuse it
+    assert flag not in server_plans(found, {})[0].argv  # without a GPU the engines refuse it
 
 
 def test_scripts_are_told_who_has_which_gpus(capsys: pytest.CaptureFixture[str]) -> None:

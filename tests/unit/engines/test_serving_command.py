@@ -12,10 +12,10 @@ import pytest
 
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.serving.command import ServerPlan, plan_servers
+from megatron_dppo.engines.serving.command import ServerPlan
 from megatron_dppo.engines.serving.processes import visible_gpus
 from megatron_dppo.errors import ConfigError
-from tests.unit.configs import config
+from tests.unit.configs import config, server_plans
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,7 +27,7 @@ def config_of(engine: str = "sglang", **sections: dict[str, Any]) -> Config:
 
 
 def plans(config: Config, gpus: Sequence[str] = (), skip: int = 0, **environ: str) -> list[ServerPlan]:
-    return plan_servers(config, environ, gpus, skip)
+    return server_plans(config, environ, gpus, skip)
 
 
 def test_sglang_gets_model_address_dtype_and_nothing_that_is_not_needed() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.config.loss import LOSS_ALIASES, LossConfig
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss_aliases import LOSS_ALIASES
 from tests.unit.losses.test_loss_cases import CASES, run_case
 
 ALIASES = sorted(LOSS_ALIASES)

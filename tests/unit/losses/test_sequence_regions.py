@@ -7,7 +7,7 @@ import torch
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses import policy_loss
-from megatron_dppo.losses.sequences import _percentile, prefix_keep_mask, sequence_keep_mask
+from megatron_dppo.losses.parts.sequences import _percentile, prefix_keep_mask, sequence_keep_mask
 from megatron_dppo.types import LossInputs
 
 INF, NAN = float("inf"), float("nan")
@@ -123,7 +123,7 @@ def test_trm_takes_the_two_estimates_of_the_divergence(config: LossConfig, kept:
     ("keys", "message"),
     [
         ({"name": "trm", "sequence_max": "off", "sequence_mean": "off"}, "trm would drop nothing"),
-        ({"name": "cppo", "divergence": "sampled"}, "cppo compares total variations"),
+        ({"name": "cppo", "divergence": "sampled"}, "Input should be 'binary' or 'topk'"),
         ({"name": "cppo", "prefix_budget_max": 0.01}, "is above prefix_budget_max"),
         ({"name": "grpo", "divergence": "topk"}, "divergence = topk has no effect"),
         ({"name": "grpo", "prefix_budget": 0.1}, "prefix_budget = 0.1 has no effect"),

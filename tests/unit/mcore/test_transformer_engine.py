@@ -60,7 +60,7 @@ def test_shims_on_cuda_depend_on_what_can_be_imported_and_a_broken_package_stops
 import sys, torch
 sys.path.insert(0, {str(tmp_path)!r})
 from megatron_dppo.errors import UserError
-from megatron_dppo.mcore import compat
+from megatron_dppo.mcore.compat import shims as compat
 from megatron_dppo.parallel.platform import Platform
 applied = []
 compat.SHIMS = tuple(
@@ -78,7 +78,7 @@ print(*applied)
         return done.stdout.splitlines()
 
     package(tmp_path, "")
-    assert run() == ["_load_optimizer _offload_once"]
+    assert run() == ["_load_optimizer _offload_once replace_load_inline"]
     (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise ImportError")
     assert run() == ["refused", ""]
 

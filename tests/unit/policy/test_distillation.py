@@ -102,15 +102,15 @@ def test_the_advantages_of_the_sampled_form_by_hand() -> None:
         sample([False, True, True, True], [0.0, -1.0, -0.5, -0.1], [-9.0, -0.25, -2.0, -90.0]),
         sample([True], [-1.0], None),  # of a pipeline stage that computes no log-probabilities
     ]
-    both, stage = taught_advantages(given, config(distillation=TEACHER | {"coef": 2.0}))
+    both, stage = taught_advantages(given, config(distillation=TEACHER | {"coef": 2.0}).distillation)
     assert both.advantages.tolist() == [0.0, 0.5 + 1.5, 0.5 - 3.0, 0.5 - 40.0]
     assert both.teacher_logprobs is None and stage.advantages.tolist() == [0.5]
-    alone, _ = taught_advantages(given, config(distillation=TEACHER | {"task_reward": False}))
+    alone, _ = taught_advantages(given, config(distillation=TEACHER | {"task_reward": False}).distillation)
     assert alone.advantages.tolist() == [0.0, 0.75, -1.5, -20.0]
     exact = TEACHER | {"task_reward": False, "divergence": "reverse_kl"}
     untaught = [sample([False, True], [0.0, -1.0], None)]
-    assert taught_advantages(untaught, config(distillation=exact))[0].advantages.tolist() == [0.0, 0.0]
-    kept = taught_advantages(untaught, config(distillation=exact | {"task_reward": True}))
+    assert taught_advantages(untaught, config(distillation=exact).distillation)[0].advantages.tolist() == [0.0, 0.0]
+    kept = taught_advantages(untaught, config(distillation=exact | {"task_reward": True}).distillation)
     assert kept[0].advantages.tolist() == [0.0, 0.5]
 
 
@@ -125,7 +125,7 @@ def test_its_mean_gradient_is_that_of_the_reverse_kl() -> None:
     expected, logits.grad = logits.grad.clone(), None
     mu = logits.detach().log_softmax(0)
     drawn = sample([True] * 9, mu.tolist(), log_q.tolist())
-    (taught,) = taught_advantages([drawn], config(distillation=TEACHER | {"task_reward": False}))
+    (taught,) = taught_advantages([drawn], config(distillation=TEACHER | {"task_reward": False}).distillation)
     inputs = LossInputs(
         logprobs=logits.log_softmax(0),
         advantages=taught.advantages,
@@ -149,7 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def problems(path: Path, world_size: int = 1, **parallel: int) -> str:
     hf_config = read_hf_config(MODEL)
     chosen = config(distillation={"teacher_path": str(path)}, parallel=parallel)
-    layout = resolve_layout(chosen, world_size, model_shape(hf_config))
+    layout = resolve_layout(chosen.parallel, chosen.batch, world_size, model_shape(hf_config))
     policy = ModelInputs(hf_config=hf_config, num_parameters=1, tokenizer=load_tokenizer(MODEL), layout=layout)
     return "\n".join(str(error) for error in teacher_problems(chosen, policy))
 

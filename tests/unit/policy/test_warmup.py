@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.run.session import warmup_for
 from megatron_dppo.run.warmup import MARKER, is_warm, mark_warm
 from tests.unit import configs
 
 
 def test_weights_count_for_exactly_the_warm_up_that_made_them(tmp_path: Path) -> None:
-    config = configs.config(run={"output_dir": str(tmp_path)})
-    assert not is_warm(tmp_path, config)
-    mark_warm(tmp_path, config)
-    assert is_warm(tmp_path, config)
-    assert not is_warm(tmp_path, configs.config(run={"output_dir": str(tmp_path), "seed": 5}))
+    interrupted = tmp_path / "checkpoints/warmup"
+    interrupted.mkdir(parents=True)
+    warmup = warmup_for(configs.config())
+    assert not is_warm(tmp_path, warmup)
+    mark_warm(tmp_path, warmup, tmp_path / "checkpoints")
+    assert is_warm(tmp_path, warmup) and not interrupted.exists()
+    assert not is_warm(tmp_path, warmup_for(configs.config(run={"seed": 5})))
+
+
+def test_what_names_a_warm_up_stays_so_that_finished_ones_stay_valid() -> None:
+    identity = json.loads(warmup_for(configs.config(run={"seed": 5}, train={"micro_batch_tokens": 64})).identity)
+    assert list(identity) == ["micro_batch_tokens", "model", "seed", "warmup"]
+    assert (identity["seed"], identity["micro_batch_tokens"], identity["model"]["path"]) == (5, 64, "model")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"other": 1}', b"3", b"\xff\xfe"])
 def test_a_damaged_marker_is_an_error_and_no_fresh_warm_up(content: bytes, tmp_path: Path) -> None:
     (tmp_path / MARKER).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{MARKER} cannot be read .*delete {tmp_path} to warm up again"):
-        is_warm(tmp_path, configs.config(run={"output_dir": str(tmp_path)}))
+        is_warm(tmp_path, warmup_for(configs.config()))

@@ -29,7 +29,7 @@ from megatron_dppo.rewards.code_tests import read_tests, same_output, same_value
 from megatron_dppo.rewards.sandbox import Ended, Limits, Run, Sandbox, interpreter, probe
 from megatron_dppo.rewards.sandboxed import harness
 from megatron_dppo.rewards.sandboxed.harness import decode, encode, names_of_the_solution
-from megatron_dppo.rewards.scorer import build_scorer
+from megatron_dppo.run.engines import open_scorer
 from tests.unit.configs import config
 
 
@@ -399,8 +399,8 @@ def test_a_machine_without_namespaces_is_refused_unless_the_network_is_allowed(m
 
 def test_its_limits_and_labels_are_checked_at_the_start() -> None:
     with pytest.raises(RewardError, match=r"total_seconds = 9 must stay 2 s below timeout_seconds = 10"):
-        build_scorer(config(reward={"function": "code", "options": {"total_seconds": 9.0}}))
+        open_scorer(config(reward={"function": "code", "options": {"total_seconds": 9.0}}))
     with pytest.raises(RewardError, match="compares answers with labels"):
-        build_scorer(config(data={"label_key": ""}, reward={"function": "code"}))
+        open_scorer(config(data={"label_key": ""}, reward={"function": "code"}))
     settings = {"function": "code", "options": {"tests_key": "tests"}}
-    build_scorer(config(data={"label_key": ""}, reward=settings)).close()
+    open_scorer(config(data={"label_key": ""}, reward=settings)).close()

@@ -16,7 +16,7 @@ from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardResult, Reward
 from megatron_dppo.rewards.functions import load
 from megatron_dppo.rewards.judge import Judge
 from megatron_dppo.rewards.reward_model import RewardModel
-from megatron_dppo.rewards.scorer import build_scorer
+from megatron_dppo.run.engines import open_scorer
 from tests.unit.configs import config
 from tests.unit.http_stub import Call, running
 
@@ -286,13 +286,13 @@ def test_files_keys_and_labels_are_checked_at_the_start(tmp_path: Path, monkeypa
     ]:
         given = {key: value for key, value in options.items() if value is not None}
         with pytest.raises(RewardError, match=message):
-            build_scorer(config(reward={"function": name, "options": given}))
-    build_scorer(config(data={"label_key": ""}, reward={"function": "reward_model", "options": MODEL})).close()
+            open_scorer(config(reward={"function": name, "options": given}))
+    open_scorer(config(data={"label_key": ""}, reward={"function": "reward_model", "options": MODEL})).close()
     with pytest.raises(RewardError, match="compares answers with labels"):
-        build_scorer(config(data={"label_key": ""}, reward={"function": "judge", "options": JUDGE}))
+        open_scorer(config(data={"label_key": ""}, reward={"function": "judge", "options": JUDGE}))
     (tmp_path / "judge.txt").write_text("{completion} {label}")
     in_file = {key: value for key, value in JUDGE.items() if key != "prompt"} | {"prompt_file": f"{tmp_path}/judge.txt"}
     with pytest.raises(RewardError, match="compares answers with labels"):
-        build_scorer(config(data={"label_key": ""}, reward={"function": "judge", "options": in_file}))
+        open_scorer(config(data={"label_key": ""}, reward={"function": "judge", "options": in_file}))
     without = JUDGE | {"prompt": "{completion}"}
-    build_scorer(config(data={"label_key": ""}, reward={"function": "judge", "options": without})).close()
+    open_scorer(config(data={"label_key": ""}, reward={"function": "judge", "options": without})).close()

@@ -15,9 +15,9 @@ from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer
-from megatron_dppo.rewards.scorer import build_scorer
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run.changes import class_of
+from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.run.evaluation import eval_metrics
 from megatron_dppo.run.records import rollout_metrics
 from megatron_dppo.types import Completion, Prompt
@@ -93,7 +93,7 @@ def test_unknown_and_missing_options_are_refused_at_the_start(
     name: str, options: dict[str, Any], parts: list[str], file: str
 ) -> None:
     with pytest.raises(RewardError) as error:
-        build_scorer(config(reward={"function": f"{file}:{name}", "options": options}))
+        open_scorer(config(reward={"function": f"{file}:{name}", "options": options}))
     assert all(part in str(error.value) for part in [f"several.py:{name}", *parts]), error.value
 
 
@@ -112,7 +112,7 @@ def several(file: str, **functions: dict[str, Any]) -> Config:
 
 
 def scored(settings: Config, *texts: str) -> Any:
-    scorer = build_scorer(settings)
+    scorer = open_scorer(settings)
     prompt = Prompt(prompt_id="0", text="q", token_ids=(1,), label="12")
     completions = [
         Completion(token_ids=ids([1]), logprobs=None, finish_reason="stop", policy_version=0, text=text)
@@ -187,11 +187,12 @@ def test_functions_run_at_the_same_time_each_with_its_own_limit(file: str) -> No
         b={"function": "also_slow"},
         c={"function": "also_slow", "timeout_seconds": 0.2, "weight": 3.0},
     )
-    scorer = build_scorer(settings)
+    scorer = open_scorer(settings)
+    assert scorer.described == "[reward.functions] (a, b, c)"
     with pytest.raises(RewardError, match=r"reward\.functions\.c\.function = .*also_slow' failed on all 2 samples"):
         scorer.score(items("x", "y"))
     scorer.close()
-    without = build_scorer(several(file, a={"function": "slow"}, b={"function": "also_slow"}))
+    without = open_scorer(several(file, a={"function": "slow"}, b={"function": "also_slow"}))
     without.score(items("start the processes"), is_batch=False)
     started = time.monotonic()
     assert not without.score(items("x"), is_batch=False)[0].failed
@@ -201,7 +202,7 @@ def test_functions_run_at_the_same_time_each_with_its_own_limit(file: str) -> No
 
 
 def test_one_function_that_never_works_stops_the_run_by_its_name(file: str) -> None:
-    scorer = build_scorer(several(file, good={"function": "right"}, bad={"function": "broken"}))
+    scorer = open_scorer(several(file, good={"function": "right"}, bad={"function": "broken"}))
     with pytest.raises(RewardError, match=r"reward\.functions\.bad\.function = .* all 2 samples; .*nothing works"):
         scorer.score(items("12", "13"))
     scorer.close()
@@ -212,9 +213,9 @@ def test_without_labels_only_functions_that_need_none_are_taken(file: str) -> No
     values["data"]["label_key"] = ""
     values["reward"] = {"functions": {"a": {"function": f"{file}:slow"}, "b": {"function": "math"}}}
     with pytest.raises(RewardError, match=r"reward\.functions\.b\.function = 'math' compares answers with labels"):
-        build_scorer(validate(values, "test"))
+        open_scorer(validate(values, "test"))
     del values["reward"]["functions"]["b"]
-    build_scorer(validate(values, "test")).close()
+    open_scorer(validate(values, "test")).close()
 
 
 MATH = {"function": "math"}
@@ -258,7 +259,7 @@ def test_a_file_of_functions_survives_being_written_and_is_looked_up_beside_its_
     assert read.reward.functions["a"].function == str(tmp_path / "mine.py:f")
     assert read.reward.functions["a"].weight == 0.25 and read.reward.function == ""
     assert validate(tomllib.loads(dump_toml(read)), "again") == read
-    build_scorer(read).close()
+    open_scorer(read).close()
 
 
 def test_a_resume_knows_which_of_their_keys_change_results() -> None:

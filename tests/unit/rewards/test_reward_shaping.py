@@ -13,9 +13,9 @@ from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rewards import RewardItem, RewardScorer, Shaping
 from megatron_dppo.rewards.item import overlong_punishment
 from megatron_dppo.rewards.math import is_well_formed
-from megatron_dppo.rewards.scorer import build_scorer
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run import evaluation
+from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.run.records import rollout_metrics
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 from tests.unit.columns import ids
@@ -136,7 +136,7 @@ def test_completions_reach_the_scorer_with_their_length_and_come_back_with_their
     settings = config(
         rollout={"max_new_tokens": 8}, reward={"overlong_buffer_tokens": 4, "overlong_penalty": 0.5, "format": 0.1}
     )
-    scorer = build_scorer(settings)
+    scorer = open_scorer(settings)
     prompt = Prompt(prompt_id="0", text="q", token_ids=(1,), label="12")
     completions = [
         Completion(token_ids=ids([1] * n), logprobs=None, finish_reason="stop", policy_version=0, text=r"\boxed{12}")

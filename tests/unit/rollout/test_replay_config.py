@@ -8,8 +8,9 @@ import pytest
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.router_replay import refuse_what_ignores_replay
-from megatron_dppo.rollout.saved import SavedStream, why_unusable
+from megatron_dppo.rollout.saved import SavedStream
 from tests.unit.configs import config
+from tests.unit.streams import unusable
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from tests.unit.configs import config
 )
 def test_names_of_other_frameworks_and_what_is_asked_of_the_engine(given: str, name: str, asks: bool) -> None:
     found = config(train={"router_replay": given, "epochs": 2})
-    assert found.train.router_replay == name and found.needs_engine_routing == asks
+    assert found.train.router_replay == name and found.train.needs_engine_routing == asks
 
 
 @pytest.mark.parametrize("value", ["R4", True, 3])
@@ -75,6 +76,6 @@ def test_rollouts_sampled_ahead_without_experts_are_sampled_again() -> None:
     stream = SavedStream(0, 0, {}, [[]], [[]])
     off, replay = config(), config(train={"router_replay": "rollout"})
     was = off.model_dump(mode="json")
-    assert "without the experts" in why_unusable(stream, was, replay)
-    assert not why_unusable(stream, replay.model_dump(mode="json"), replay)
-    assert not why_unusable(stream, replay.model_dump(mode="json"), off)
+    assert "without the experts" in unusable(stream, was, replay)
+    assert not unusable(stream, replay.model_dump(mode="json"), replay)
+    assert not unusable(stream, replay.model_dump(mode="json"), off)

@@ -13,18 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.routing import append_routes, is_missing, missing_rows, with_all_routes
+from megatron_dppo.data.routing import is_missing, missing_rows, with_all_routes
 from megatron_dppo.data.samples import RowShape, pack, to_training_sample
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.contract import check_generation
 from megatron_dppo.errors import ConfigError, ContractBreach
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
-from megatron_dppo.rollout.saved import SavedStream, why_unusable
+from megatron_dppo.rollout.saved import SavedStream
 from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, experts_of, weights_of, with_weights
+from megatron_dppo.types.token_columns import ROUTES, GrowingColumn
 from tests.unit.configs import config
 from tests.unit.data.test_routing import compact, routes
 from tests.unit.engines.test_local_routes import MODEL, generate, router_logits
 from tests.unit.honest_answers import CONTRACT, SHAPE, honest
+from tests.unit.streams import unusable
 
 NARROW = replace(SHAPE, weights=True)
 WIDE = replace(NARROW, num_experts=300)
@@ -59,7 +61,10 @@ def test_a_row_holds_k_experts_and_the_bytes_of_k_weights(shape: RoutingShape, w
 def test_weights_travel_to_the_bit_with_the_experts(shape: RoutingShape) -> None:
     first, experts, weights = weighted(4, shape, 1)
     later, more, others = weighted(3, shape, 2)
-    grown = append_routes(first[:3], later, 2)
+    column = GrowingColumn(ROUTES, missing_rows(0, shape), 3)
+    column.append(first[:3])
+    column.append(later[1:])
+    grown = column.tensor
     expected = torch.cat([weights[:3], others[1:]])
     assert torch.equal(weights_of(grown, shape), expected), "what was known of a token stays"
     samples = [
@@ -191,12 +196,12 @@ def test_servers_are_not_asked_for_weights() -> None:
 def test_rollouts_sampled_ahead_go_with_one_value_of_the_key(then: bool, now: bool, words: str) -> None:
     stream = SavedStream(0, 0, {}, [[]], [[]])
     was, of_now = (config(train={"router_replay": "rollout", "router_replay_weights": key}) for key in (then, now))
-    assert words in why_unusable(stream, was.model_dump(mode="json"), of_now)
-    assert not why_unusable(stream, of_now.model_dump(mode="json"), of_now)
+    assert words in unusable(stream, was.model_dump(mode="json"), of_now)
+    assert not unusable(stream, of_now.model_dump(mode="json"), of_now)
     # Runs from before the key had no weights.
     before = was.model_dump(mode="json")
     del before["train"]["router_replay_weights"]
-    assert bool(why_unusable(stream, before, of_now)) == now
+    assert bool(unusable(stream, before, of_now)) == now
 
 
 def test_a_folder_of_rollouts_keeps_them(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from megatron_dppo.rollout.batch import choose
 from megatron_dppo.rollout.pending import Place
 from megatron_dppo.rollout.requests import oversampled
 from megatron_dppo.rollout.response import PartialResponse
-from megatron_dppo.rollout.saved import SavedDraw, SavedStream, load_contents, save_contents, why_unusable
+from megatron_dppo.rollout.saved import SavedDraw, SavedStream, load_contents, save_contents
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.types import Completion, FinishReason, Rollout, RolloutGroup, VersionSpan
 from tests.unit.columns import ids, logs, mask, same
 from tests.unit.configs import config
-from tests.unit.streams import FakeEngine, FakeScorer, Numbers, Run, make, positions, values, versions
+from tests.unit.streams import FakeEngine, FakeScorer, Numbers, Run, make, positions, unusable, values, versions
 
 
 def run_of(staleness: int, has_signal: Callable[[int], bool] = lambda i: True, **rollout: Any) -> Run:
@@ -140,10 +140,10 @@ DRAWN = SavedStream(
 def test_saved_rollouts_are_unusable_after_a_change_that_concerns_them() -> None:
     was = config(train={"max_staleness": 1})
     plain = was.model_dump(mode="json")
-    assert why_unusable(DRAWN, plain, was) == ""
-    assert "max_staleness = 0" in why_unusable(DRAWN, plain, config())
+    assert unusable(DRAWN, plain, was) == ""
+    assert "max_staleness = 0" in unusable(DRAWN, plain, config())
     hotter = config(train={"max_staleness": 1}, rollout={"temperature": 0.9})
-    assert "[rollout]" in why_unusable(DRAWN, plain, hotter)
+    assert "[rollout]" in unusable(DRAWN, plain, hotter)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])

@@ -19,7 +19,8 @@ from tests.unit.configs import config
 
 
 def guard(dropped: float = 0.0, *, on_policy: bool = True, **sections: dict[str, Any]) -> FirstUpdateGuard:
-    return FirstUpdateGuard.of(config(**sections), dropped=dropped, on_policy=on_policy)
+    made = config(**sections)
+    return FirstUpdateGuard.of(made.train, made.rollout, made.model, dropped=dropped, on_policy=on_policy)
 
 
 FP32 = {"model": {"dtype": "fp32"}, "rollout": {"dtype": "fp32"}}

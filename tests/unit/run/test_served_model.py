@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.io import load_config
-from megatron_dppo.engines.serving.command import plan_servers
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.run import engines
@@ -22,6 +21,7 @@ from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import Quantization, quantized
 from megatron_dppo.weights.sync import WeightSync
 from tests.unit.configs import config as config_of
+from tests.unit.configs import server_plans
 from tests.unit.run.test_preflight_servers import problems_of, servers, sglang, vllm  # noqa: F401
 from tests.unit.weight_server import FakeServer, make
 from tests.unit.weights.test_quantization import qwen3_moe
@@ -109,10 +109,11 @@ def test_servers_start_with_the_folder_and_are_bounded_as_in_bf16(folder: Path) 
     settings = config(
         folder, "fp8", model={"path": str(folder / "model"), "random_init": True}, warmup={"num_steps": 1}
     )
-    (plan,) = plan_servers(settings, {})
+    (plan,) = server_plans(settings, {})
     assert plan.argv[plan.argv.index("--model-path") + 1] == str(folder / "fp8") and "dummy" not in plan.argv
     fp16 = config(folder, "fp8", model={"path": "m", "dtype": "fp16"}, rollout={"dtype": "fp16"})
-    assert FirstUpdateGuard.of(fp16, dropped=0.0, on_policy=True).dtype == "bf16"
+    guard = FirstUpdateGuard.of(fp16.train, fp16.rollout, fp16.model, dropped=0.0, on_policy=True)
+    assert guard.dtype == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,14 @@ class _Run:
     def __init__(self, servers: list[FakeServer], folder: Path, **keys: Any) -> None:
         self.servers, self.trainer, self.probed = servers, _Trainer(), list[tuple[bool, list[str]]]()
         settings = WeightSyncConfig(method="adapter", attempts=2, **keys)
-        config: Any = SimpleNamespace(rollout=SimpleNamespace(weight_sync=settings, servers=ServersConfig()))
+        rollout: Any = SimpleNamespace(weight_sync=settings, servers=ServersConfig())
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         sync = make(servers, folder, adapter={"r": 4}, method="adapter", **keys)
         trainer: Any = self.trainer
         probe: Any = SimpleNamespace(run=self._probe)
-        proof = AdapterProof(trainer, sync, config, probe)
-        self.publisher = ServerPublisher(trainer, None, sync, config, probe, None, proof)
+        proof = AdapterProof(trainer, sync, probe, proves_base=settings.checksum_every > 0)
+        self.publisher = ServerPublisher(trainer, None, sync, rollout=rollout, probe=probe, adapters=proof)
 
     def _probe(self, sync: object, urls: Sequence[str], version: int) -> Findings:
         """As the real one: what a server adds has to be what the trainer has."""

@@ -40,8 +40,8 @@ def publisher(
 ) -> tuple[_Trainer, ServerPublisher]:
     probe = SimpleNamespace(run=lambda *_: Findings({}, {}))
     rollout = SimpleNamespace(weight_sync=WeightSyncConfig(attempts=2), servers=ServersConfig(patience_seconds=3.5))
-    trainer, config = _Trainer(), SimpleNamespace(rollout=rollout)
-    return trainer, ServerPublisher(trainer, None, make(servers, folder), config, probe)  # type: ignore[arg-type]
+    trainer = _Trainer()
+    return trainer, ServerPublisher(trainer, None, make(servers, folder), rollout=rollout, probe=probe)  # type: ignore[arg-type]
 
 
 def test_a_run_whose_server_goes_on_lying_ends_with_its_tensors_and_one_that_stops_lying_goes_on(

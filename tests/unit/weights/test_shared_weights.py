@@ -254,18 +254,21 @@ def test_each_server_reads_the_memory_of_the_ranks_on_its_gpus() -> None:
         owners_of([*urls, "http://n2:1"], 1, two, on_gpus=True)
 
 
+def sharing_of(config: Any, platform: Any, *, tied: bool) -> Sharing:
+    return find_sharing(config.rollout, gpus_per_server=1, platform=platform, world=None, tied=tied)
+
+
 def test_what_cannot_be_shared_is_refused_before_any_work() -> None:
     assert is_here("http://127.0.0.1:1") and is_here("http://localhost") and not is_here("http://192.0.2.1:30000")
     rollout = {"engine": "sglang", "weight_sync": {"method": "ipc"}}
     config, on_gpu = config_of(rollout=rollout), SimpleNamespace(is_cuda=True)
     with pytest.raises(ConfigError, match=r"method = 'ipc' with rollout.servers.colocated = false"):
-        find_sharing(config, on_gpu, None, tied=False)  # type: ignore[arg-type]
+        sharing_of(config, on_gpu, tied=False)
     far = config_of(rollout=rollout | {"servers": {"urls": ["http://192.0.2.1:30000"]}})
     with pytest.raises(ConfigError, match=r"http://192.0.2.1:30000 is on none of the trainer's machines"):
-        find_sharing(far, SimpleNamespace(is_cuda=False), None, tied=False)  # type: ignore[arg-type]
+        sharing_of(far, SimpleNamespace(is_cuda=False), tied=False)
     both = config_of(rollout=rollout | {"servers": {"count": 2, "colocated": True}})
     with pytest.raises(ConfigError, match=r"up to http://127.0.0.1:30001 the servers on .* have 2 GPUs, the trainer 1"):
-        find_sharing(both, on_gpu, None, tied=False)  # type: ignore[arg-type]
-    found = find_sharing(both, SimpleNamespace(is_cuda=False), None, tied=True)  # type: ignore[arg-type]
-    assert found is not None and found.tied and found.owners == {f"http://127.0.0.1:3000{i}": [0] for i in (0, 1)}
-    assert find_sharing(config_of(), on_gpu, None, tied=False) is None  # type: ignore[arg-type]
+        sharing_of(both, on_gpu, tied=False)
+    found = sharing_of(both, SimpleNamespace(is_cuda=False), tied=True)
+    assert found.tied and found.owners == {f"http://127.0.0.1:3000{i}": [0] for i in (0, 1)}

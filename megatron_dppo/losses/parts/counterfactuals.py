@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.config.loss import LossConfig, LossName
-from megatron_dppo.losses.rules import Decision, decide
-from megatron_dppo.losses.tokens import Tokens
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.losses.parts.decision import Decision, decide
+from megatron_dppo.losses.parts.loss import Loss, as_loss
+from megatron_dppo.losses.parts.tokens import Tokens
 from megatron_dppo.types import Metric
 
-_OTHERS: tuple[LossName, ...] = ("dppo_binary_tv", "dppo_binary_kl", "drpo", "ipo", "grpo", "cispo", "pg_is")
-_ON_TOPK: tuple[LossName, ...] = ("dppo_topk_tv", "dppo_topk_kl")
+_COMPARED: tuple[str, ...] = ("dppo_binary_tv", "dppo_binary_kl", "drpo", "ipo", "grpo", "cispo", "pg_is")
+_ON_TOPK: tuple[str, ...] = ("dppo_topk_tv", "dppo_topk_kl")
 _PREFIX = "counterfactual"
 
 
@@ -50,17 +52,17 @@ def counterfactual_metrics(
     acts = tokens.mask & (tokens.advantages != 0)
     moves = acts & (tokens.logprobs.detach() != -torch.inf)
     if coefficient is None:
-        own = _coefficient(decision, keep & moves, config, scale)
-        own = own if factor is None else own * factor.double()
+        gradient = _coefficient(decision, keep & moves, config, scale)
+        gradient = gradient if factor is None else gradient * factor.double()
     else:
-        own = coefficient.double() * aggregation
-    metrics, energy = {}, own.square().sum()
-    for name in (*_OTHERS, *(_ON_TOPK if config.is_topk else ())):
-        other = _defaults(name, config.topk, config.topk_eviction)
-        of_other = decide(tokens, other)
-        coefficient = _coefficient(of_other, of_other.keep & moves, other, scale)
-        metrics[f"{_PREFIX}/{name}/mask_fraction"] = Metric((acts & ~of_other.keep).sum(), acts.sum())
-        metrics[f"{_PREFIX}/{name}/projection"] = Metric((own * coefficient).sum(), energy)
+        gradient = coefficient.double() * aggregation
+    metrics, energy = {}, gradient.square().sum()
+    for name in (*_COMPARED, *(_ON_TOPK if config.is_topk else ())):
+        other = _defaults(name, config.topk, config.evicts_topk)
+        alternative = decide(tokens, other)
+        coefficient = _coefficient(alternative, alternative.keep & moves, other, scale)
+        metrics[f"{_PREFIX}/{name}/mask_fraction"] = Metric((acts & ~alternative.keep).sum(), acts.sum())
+        metrics[f"{_PREFIX}/{name}/projection"] = Metric((gradient * coefficient).sum(), energy)
         metrics[f"{_PREFIX}/{name}/energy"] = Metric(coefficient.square().sum(), energy)
     return metrics
 
@@ -84,5 +86,6 @@ def _coefficient(decision: Decision, acts: Tensor, config: LossConfig, scale: Te
 
 
 @cache
-def _defaults(name: LossName, topk: int, eviction: bool) -> LossConfig:
-    return LossConfig(name=name, topk=topk, topk_eviction=eviction) if name in _ON_TOPK else LossConfig(name=name)
+def _defaults(name: str, topk: int, eviction: bool) -> Loss:
+    keys: dict[str, Any] = {"topk": topk, "topk_eviction": eviction} if name in _ON_TOPK else {}
+    return as_loss(LossConfig(name=name, **keys))

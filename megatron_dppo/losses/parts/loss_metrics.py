@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_dppo.losses.reduce import masked_max, masked_sum
-from megatron_dppo.losses.rules import Decision
-from megatron_dppo.losses.tokens import Tokens
+from megatron_dppo.losses.parts.decision import Decision
+from megatron_dppo.losses.parts.reduce import masked_max, masked_sum
+from megatron_dppo.losses.parts.tokens import Tokens
 from megatron_dppo.types import LossInputs, Metric
 
 

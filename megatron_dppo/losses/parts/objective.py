@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.losses.policy_loss import policy_loss, supervised_loss
-from megatron_dppo.losses.predictive import predictive_sums
-from megatron_dppo.losses.topk import topk_sums
+from megatron_dppo.losses.parts.policy_loss import policy_loss, supervised_loss
+from megatron_dppo.losses.parts.predictive import predictive_sums
+from megatron_dppo.losses.parts.topk import topk_sums
 from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, SlotSums
 
 
@@ -29,28 +29,24 @@ class Objective:
 def policy_objective(config: LossConfig, *, counterfactuals: bool = False) -> Objective:
     """``policy_loss`` of this configuration, if asked with the metrics of ``losses.counterfactuals``."""
     by_token = "sequence_ids" not in config.required_inputs
-    own, own_needs = config.own_loss, config.own_needs
-    acts_without_advantage = config.kl_coef > 0 or config.entropy_coef > 0
-    if own is not None:
-        acts_without_advantage = acts_without_advantage or own.needs.zero_advantage
+    acts_without_advantage = config.kl_coef > 0 or config.entropy_coef > 0 or config.needs.zero_advantage
     return Objective(
         loss=partial(policy_loss, config=config, counterfactuals=counterfactuals),
         by_token=by_token,
         skips_zero_advantage=by_token and not acts_without_advantage,
         needs=LossNeeds(
-            entropy_gradient=config.entropy_coef > 0 or any(needs.entropy_gradient for needs in own_needs),
+            entropy_gradient=config.entropy_coef > 0 or config.needs.entropy_gradient,
             other_square="topk_other_square" in config.required_inputs,
-            slot_gradient=config.centers_score or any(needs.topk_gradient for needs in own_needs),
+            slot_gradient=config.needs.topk_gradient,
             topk_sums=_sums(config),
         ),
     )
 
 
 def _sums(config: LossConfig) -> SlotSums | None:
-    needs_slots = config.topk_eviction or config.centers_score or any(needs.topk for needs in config.own_needs)
-    if not config.is_topk or needs_slots:
+    if not config.is_topk or config.reads_topk_slots:
         return None
-    return predictive_sums if config.direction == "predictive" else topk_sums
+    return predictive_sums if config.topk_summary == "rate" else topk_sums
 
 
 SUPERVISED = Objective(supervised_loss, by_token=True, skips_zero_advantage=False)

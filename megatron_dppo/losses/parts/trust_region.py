@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron_dppo.losses.reduce import per_sequence
+from megatron_dppo.losses.parts.reduce import per_sequence
 
 
 def divergence_keep_mask(

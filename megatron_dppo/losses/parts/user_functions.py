@@ -1,4 +1,4 @@
-"""A user's own loss and mask: called with the inputs of every loss, and what comes back is checked.
+"""A user's loss and mask as functions: called with the inputs of every loss, and what comes back is checked.
 
 The contract, of which docs/loss.md tells the user:
 
@@ -18,27 +18,26 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.user_functions import UserFunction
 from megatron_dppo.errors import FunctionError, UserError
-from megatron_dppo.losses.tokens import Tokens
+from megatron_dppo.losses.parts.tokens import Tokens
 from megatron_dppo.types import LossInputs
 
 _TOPK = ("topk_logprobs", "rollout_topk_logprobs", "topk_valid", "topk_other_logprob")
 
 
-def own_loss(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """The term of each token, 0 outside the mask, and which tokens the user's loss says to keep; ``[T]`` each.
+def call_user_loss(
+    function: UserFunction, options: dict[str, Any], inputs: LossInputs, tokens: Tokens
+) -> tuple[Tensor, Tensor]:
+    """Return the term of each token, 0 outside the mask, and which tokens the user's loss says to keep; ``[T]`` each.
 
     Raises:
         FunctionError: it raised, or returned something else than finite numbers with a gradient.
     """
-    function = config.own_loss
-    assert function is not None
     everything = torch.ones_like(tokens.mask)
     if not tokens.mask.numel():
         return tokens.logprobs * 0, everything
-    found = _call(function, _inputs(function, inputs, tokens), config.options)
+    found = _call(function, _inputs(function, inputs, tokens), options)
     values, keep = found if isinstance(found, tuple) and len(found) == 2 else (found, everything)
     _check_tensor(function, values, tokens, "a term for each token")
     if not values.is_floating_point():
@@ -56,17 +55,15 @@ def own_loss(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> tuple[Te
 
 
 @torch.no_grad()
-def own_mask(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> Tensor:
-    """The weight of each token's term by the user's mask, ``[T]``, without gradient; a bool gives 1 and 0.
+def call_user_mask(function: UserFunction, options: dict[str, Any], inputs: LossInputs, tokens: Tokens) -> Tensor:
+    """Return the weight of each token's term by the user's mask, ``[T]``, without gradient; a bool gives 1 and 0.
 
     Raises:
         FunctionError: it raised, or returned something else than bools or finite numbers.
     """
-    function = config.own_mask
-    assert function is not None
     if not tokens.mask.numel():
         return torch.ones_like(tokens.advantages)
-    found = _call(function, _inputs(function, inputs, tokens), config.mask_options)
+    found = _call(function, _inputs(function, inputs, tokens), options)
     _check_tensor(function, found, tokens, "a bool or a weight for each token")
     if found.dtype != torch.bool and not found.is_floating_point():
         raise _wrong(function, f"returned {found.dtype}, expected a bool (True = kept) or a float for each token")
@@ -129,9 +126,9 @@ def _call(function: UserFunction, inputs: LossInputs, options: dict[str, Any]) -
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        own = [frame for frame in frames if frame.filename.endswith(function.name.rpartition(":")[0])]
-        place = own or frames
-        where = f" ({place[-1].filename}, line {place[-1].lineno})" if place else ""
+        by_user = [frame for frame in frames if frame.filename.endswith(function.name.rpartition(":")[0])]
+        shown = by_user or frames
+        where = f" ({shown[-1].filename}, line {shown[-1].lineno})" if shown else ""
         raise _wrong(function, f"raised {type(error).__name__}: {error}{where}") from error
     if changed := [name for name, value in given.items() if value._version != versions[name]]:
         raise _wrong(

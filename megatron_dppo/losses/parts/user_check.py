@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.config.user_functions import UserFunction
-from megatron_dppo.errors import FunctionError
-from megatron_dppo.losses.policy_loss import policy_loss
+from megatron_dppo.config.user_functions import FunctionNeeds
+from megatron_dppo.errors import FunctionError, UserError
+from megatron_dppo.functions import is_function_name
+from megatron_dppo.losses.parts.policy_loss import policy_loss
 from megatron_dppo.types import LossInputs
 
 _LENGTHS = (5, 7, 4)
@@ -24,43 +25,50 @@ _LEAVES = ("logprobs", "entropy", "topk_logprobs")
 _TOLERANCE = 1e-5
 
 
-def check_own_functions(config: LossConfig) -> None:
+def check_user_functions(config: LossConfig) -> None:
     """Call the loss on a few tokens, whole and in parts.
 
     Raises:
         FunctionError: a user's function raises, returns something unusable, depends on other tokens than it declares,
             or has a gradient where it declares none.
     """
-    for function in (config.own_loss, config.own_mask):
-        if function is not None:
-            _check(function, config)
+    if is_function_name(config.name):
+        try:
+            _check("loss.name", config.name, config.needs, config)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # of a class; what a function raises is told with its line
+            raise FunctionError(f"loss.name = {config.name!r} raised {type(error).__name__}: {error}") from error
+    if config.user_mask is not None:
+        _check("loss.mask", config.user_mask.name, config.user_mask.needs, config)
 
 
-def _check(function: UserFunction, config: LossConfig) -> None:
+def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) -> None:
     inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
     whole = _gradients(inputs, config)
-    for name, gradient in whole.items():
+    for leaf, gradient in whole.items():
         if not bool(gradient.isfinite().all()):
             raise FunctionError(
-                f"{function.setting} = {function.name!r} gives a gradient by {name} that is not finite "
+                f"{setting} = {name!r} gives a gradient by {leaf} that is not finite "
                 f"({int((~gradient.isfinite()).sum())} of {gradient.numel()} numbers), from finite inputs; look for a "
                 "root, a division or a logarithm of 0 behind a torch.where"
             )
     for part in _parts(inputs.loss_mask.numel(), in_sequences="sequence_ids" in config.required_inputs):
         alone = _gradients(_select(inputs, part), config)
-        for name, mine in whole.items():
-            if not torch.allclose(alone[name], mine[part], rtol=_TOLERANCE, atol=_TOLERANCE):
-                others = "sequences" if function.needs.sequences else "tokens"
-                fix = "" if function.needs.sequences else "; if it is one over sequences, declare needs(sequences=True)"
+        for leaf, mine in whole.items():
+            if not torch.allclose(alone[leaf], mine[part], rtol=_TOLERANCE, atol=_TOLERANCE):
+                others = "sequences" if needs.sequences else "tokens"
+                fix = "" if needs.sequences else "; if it is one over sequences, declare needs(sequences=True)"
                 raise FunctionError(
-                    f"{function.setting} = {function.name!r} gives tokens another gradient when other {others} are in "
+                    f"{setting} = {name!r} gives tokens another gradient when other {others} are in "
                     f"the same call (or at each call); a term may depend on its own {others[:-1]} only{fix}"
                 )
-    if function.setting == "loss.name" and not function.needs.zero_advantage:
+    penalized = config.kl_coef > 0 or config.entropy_coef > 0
+    if setting == "loss.name" and not needs.zero_advantage and not penalized:
         idle = inputs.advantages == 0
         if any(bool((mine[idle] != 0).any()) for mine in whole.values()):
             raise FunctionError(
-                f"{function.setting} = {function.name!r} declares zero_advantage = False, but has a gradient where the "
+                f"{setting} = {name!r} declares zero_advantage = False, but has a gradient where the "
                 "advantage is 0; take the declaration out"
             )
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_dppo.losses.reduce import statistics_dtype
+from megatron_dppo.losses.parts.reduce import statistics_dtype
 
 
 def binary_tv(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:

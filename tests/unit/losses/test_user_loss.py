@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import FunctionError
 from megatron_dppo.losses import advantages_by, policy_loss, policy_objective, with_cosines
-from megatron_dppo.losses.own_check import check_own_functions, made_up_inputs
+from megatron_dppo.losses.parts.user_check import check_user_functions, made_up_inputs
+from megatron_dppo.losses.user_loss import UserLoss
 
 EXAMPLES = Path(__file__).parents[3] / "examples/losses"
 OWN = Path(__file__).parents[2] / "distributed/own_functions.py"
@@ -24,6 +26,10 @@ THRESHOLD = {"divergence_threshold_low": 0.05, "divergence_threshold_high": 0.05
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "binary": (
         {"name": f"{EXAMPLES}/dppo.py:binary_tv", "options": {"threshold": 0.05}},
+        {"name": "dppo_binary_tv"} | THRESHOLD,
+    ),
+    "class": (
+        {"name": f"{EXAMPLES}/dppo.py:BinaryTV", "threshold": 0.05},
         {"name": "dppo_binary_tv"} | THRESHOLD,
     ),
     "topk": (
@@ -73,7 +79,7 @@ def test_a_users_loss_equals_the_built_in_one_that_it_writes_once_more(
         assert cosines[0][name] == pytest.approx(cosines[1][name], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["binary", "topk", "centered", "penalised"])
+@pytest.mark.parametrize("name", ["binary", "class", "topk", "centered", "penalised"])
 @pytest.mark.parametrize("chunk", [3, None])
 def test_in_the_fused_head_the_gradient_is_that_of_the_built_in_one(name: str, chunk: int | None) -> None:
     """Per token in chunks, hidden states to weight; bit for bit but for the order of the rows."""
@@ -136,6 +142,43 @@ def write(folder: Path, body: str, name: str = "own.py") -> Path:
     return file
 
 
+CLASS = """
+from megatron_dppo import losses
+class Mine(losses.Loss):
+    width: float = 0.5
+    def decide(self, tokens):
+        BODY
+"""
+
+
+def test_the_keys_of_a_class_are_checked_as_those_of_a_built_in_loss(tmp_path: Path) -> None:
+    name = f"{write(tmp_path, CLASS.replace('BODY', 'return losses.weigh_by_ratio(tokens, tokens.log_ratio)'))}:Mine"
+    config = LossConfig(name=name, width=0.25, kl_coef=0.1, kl_anchor="rollout")
+    assert config.width == 0.25 and LossConfig(**config.model_dump()) == config  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(config)) == config
+    check_user_functions(config)
+    with pytest.raises(ValueError, match="wdth"):
+        LossConfig(name=name, wdth=0.25)
+    with pytest.raises(ValueError, match=r"clip_ratio_low = 0\.1 has no effect"):
+        LossConfig(name=name, clip_ratio_low=0.1)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return tokens.nothing", "raised AttributeError: .*nothing"),
+        (
+            "return losses.weigh_by_ratio(tokens, tokens.log_ratio, tokens.log_ratio > tokens.log_ratio.mean())",
+            "another",
+        ),
+    ],
+)
+def test_a_class_that_cannot_be_right_is_refused(body: str, message: str, tmp_path: Path) -> None:
+    config = LossConfig(name=f"{write(tmp_path, CLASS.replace('BODY', body))}:Mine")
+    with pytest.raises(FunctionError, match=message):
+        check_user_functions(config)
+
+
 BAD_LOSSES = {
     "def f(x): return term(x).sum()": r"returned a tensor \[\], expected \[16\]: a term for each token, not their sum",
     "def f(x): return 0.5": r"returned float, expected a tensor \[16\]",
@@ -164,7 +207,7 @@ BAD_LOSSES = {
 def test_what_is_wrong_with_a_users_loss_is_told_before_the_run(body: str, message: str, tmp_path: Path) -> None:
     name = f"{write(tmp_path, body)}:f"
     with pytest.raises(FunctionError, match=f"(?s)loss.name = '{name}'.*{message}"):
-        check_own_functions(LossConfig(name=name))
+        check_user_functions(LossConfig(name=name))
 
 
 BAD_MASKS = {
@@ -182,12 +225,12 @@ BAD_MASKS = {
 def test_what_is_wrong_with_a_users_mask_is_told_before_the_run(body: str, message: str, tmp_path: Path) -> None:
     name = f"{write(tmp_path, body)}:f"
     with pytest.raises(FunctionError, match=f"(?s)loss.mask = '{name}'.*{message}"):
-        check_own_functions(LossConfig(name="pg_is", mask=name))
+        check_user_functions(LossConfig(name="pg_is", mask=name))
 
 
 @pytest.mark.parametrize("own", [pair[0] for pair in PAIRS.values()], ids=PAIRS.keys())
 def test_good_functions_pass(own: dict[str, Any]) -> None:
-    check_own_functions(LossConfig(**own))
+    check_user_functions(LossConfig(**own))
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
@@ -285,8 +328,8 @@ def test_everything_that_a_function_declares_is_there_and_the_rest_is_not(tmp_pa
         name = f"{file}:{function}"
         config = LossConfig(name=name, topk=TOPK) if fields else LossConfig(name=name)
         gradients(config)
-        assert config.own_loss is not None
-        got: LossInputs = config.own_loss.function.__globals__["seen"][-1]
+        assert isinstance(config, UserLoss)
+        got: LossInputs = config.user_loss.function.__globals__["seen"][-1]
         for field in ("topk_valid", "topk_other_square", "anchor_logprobs", "reference_logprobs"):
             assert (getattr(got, field) is not None) == fields
         assert got.sequence_ids is None and bool(got.logprobs[~got.loss_mask].eq(0).all())

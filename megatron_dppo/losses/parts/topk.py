@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_dppo.losses.reduce import statistics_dtype
+from megatron_dppo.losses.parts.reduce import statistics_dtype
 
 _OTHER_FLOOR = 1e-12
 """Least mass of ``other`` in the KL, for both policies. mu's comes from a subtraction and is noise below this."""

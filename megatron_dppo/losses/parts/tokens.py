@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.losses.predictive import Tail, divergence_rate, predictive_sums, tail_square
-from megatron_dppo.losses.reduce import statistics_dtype
-from megatron_dppo.losses.topk import divergence_from_sums, evict, other_masses, topk_kl, topk_tv, valid_slots
+from megatron_dppo.losses.parts.predictive import Tail, divergence_rate, predictive_sums, tail_square
+from megatron_dppo.losses.parts.reduce import statistics_dtype
+from megatron_dppo.losses.parts.topk import divergence_from_sums, evict, other_masses, topk_kl, topk_tv, valid_slots
 from megatron_dppo.types import LossInputs
 
 _MAX_LOG_RATIO = 80.0
@@ -54,7 +54,7 @@ class TopK:
     """how many ids pi may have, or ``[T]`` of each token; for a uniform tail"""
 
     def divergence(self, kind: Literal["tv", "kl"]) -> Tensor:
-        """``[T]`` total variation or KL on the set."""
+        """Return the total variation or KL on the set, ``[T]`` float64 or float32."""
         if self.logprobs is not None:
             return (topk_tv if kind == "tv" else topk_kl)(
                 self.logprobs, self.rollout_logprobs, self.valid, self.other_logprob
@@ -96,6 +96,25 @@ class Tokens:
     anchor_logprobs: Tensor | None
     sequence_ids: Tensor | None
     topk: TopK | None
+
+    @property
+    def ratio(self) -> Tensor:
+        """pi / mu, clamped."""
+        return self.log_ratio.exp()
+
+    @property
+    def sequences(self) -> Tensor:
+        """Sequence ids, where the loss has checked that they are there."""
+        if self.sequence_ids is None:
+            raise ValueError("sequence_ids is None")
+        return self.sequence_ids
+
+    @property
+    def topk_set(self) -> TopK:
+        """Top-K set, where the loss has checked that it is there."""
+        if self.topk is None:
+            raise ValueError("the Top-K fields are None")
+        return self.topk
 
     @property
     def anchor(self) -> Tensor:
@@ -158,19 +177,18 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
     valid = inputs.topk_valid & mask[:, None]
     other = inputs.topk_other_logprob
     rollout_logprobs = inputs.rollout_topk_logprobs.detach()
-    square, support = inputs.topk_other_square, _support(inputs) if config.tail == "uniform" else None
+    square, support = inputs.topk_other_square, _support(inputs) if "vocab_size" in config.required_inputs else None
     if inputs.topk_logprobs is None:
-        own = any(needs.topk for needs in config.own_needs)
-        if config.topk_eviction or config.centers_score or own or other is None:
+        if config.reads_topk_slots or other is None:
             raise ValueError(
                 "topk_sums without topk_logprobs needs topk_other_logprob, and cannot serve topk_eviction = true, "
                 "which takes a single slot out again, nor score_centering, nor a function of the user's that needs the "
                 "Top-K; give topk_logprobs"
             )
-        if config.direction == "predictive" and inputs.topk_sums is not None and inputs.topk_sums.shape[-1] != 6:
+        if config.topk_summary == "rate" and inputs.topk_sums is not None and inputs.topk_sums.shape[-1] != 6:
             raise ValueError("direction = 'predictive' needs [T, 6] losses.predictive_sums as topk_sums, got [T, 2]")
         return TopK(None, inputs.topk_sums, rollout_logprobs, valid, other, square, support)
-    if config.topk_eviction:
+    if config.evicts_topk:
         valid, other, square = evict(inputs.topk_logprobs, valid, other, square)
     return TopK(inputs.topk_logprobs, None, rollout_logprobs, valid, other, square, support)
 

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_dppo.losses.topk import topk_sums, valid_slots
+from megatron_dppo.losses.parts.topk import topk_sums, valid_slots
 
 Tail = Literal["proportional", "aggregated", "uniform"]
 """Q: the sum itself; pi_rest^2, as if the rest were one token; pi_rest^2 / (V - number of slots), as if it were flat"""

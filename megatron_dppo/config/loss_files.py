@@ -1,0 +1,125 @@
+"""The built-in losses: every file of ``megatron_dppo/losses`` is one, and is found by being there.
+
+This package never imports torch, so neither do those files when they are loaded: what they compute with is
+``megatron_dppo.losses``, whose functions load torch when the first of them is called.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, get_args
+
+from megatron_dppo.config.loss_aliases import LOSS_ALIASES
+from megatron_dppo.config.user_functions import reload_changed
+from megatron_dppo.errors import FunctionError
+from megatron_dppo.functions import is_function_name
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.loss import LossConfig
+
+DEFAULT_LOSS = "dppo_binary_tv"
+_PACKAGE = "megatron_dppo.losses"
+
+
+@cache
+def loss_classes() -> Mapping[str, type[LossConfig]]:
+    """Return ``loss.name`` -> the class that has its keys and its rule, DPPO first."""
+    found = {name: kind for kind in _classes() for name in get_args(kind.model_fields["name"].annotation)}
+    return dict(sorted(found.items(), key=lambda item: not item[0].startswith("dppo_")))
+
+
+def loss_names() -> tuple[str, ...]:
+    """Return the names of all built-in losses."""
+    return tuple(loss_classes())
+
+
+def losses_with(key: str) -> list[str]:
+    """Return the names of the losses that have a key of their own."""
+    return [name for name, kind in loss_classes().items() if key in kind.model_fields]
+
+
+@cache
+def user_loss_class() -> type[LossConfig]:
+    """Return the class of a loss that is a plain function of the user's."""
+    kind: type[LossConfig] = import_module(f"{_PACKAGE}.user_loss").UserLoss
+    return kind
+
+
+def is_known(name: Any) -> bool:
+    """Whether a loss may be called so: a built-in one, or one of the user's."""
+    return isinstance(name, str) and (name in loss_classes() or is_function_name(name))
+
+
+def unknown_loss(name: str) -> str:
+    """Return the message about a name that no loss has."""
+    close = get_close_matches(name, [*loss_names(), *LOSS_ALIASES], 1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return (
+        f"no such loss{hint} Expected one of {', '.join(loss_names())}, an alias (docs/loss.md), or "
+        "'path/to/file.py:function'"
+    )
+
+
+def class_for(values: Mapping[str, Any]) -> type[LossConfig]:
+    """Return the class of the loss that ``name`` says; of an unknown one the default's, which then refuses it."""
+    name = values.get("name", DEFAULT_LOSS)
+    name = LOSS_ALIASES[name]["name"] if isinstance(name, str) and name in LOSS_ALIASES else name
+    if not is_known(name):
+        return loss_classes()[DEFAULT_LOSS]
+    if not is_function_name(name):
+        return loss_classes()[name]
+    try:
+        value: Any = reload_changed(name, "loss.name").function
+    except FunctionError:
+        return user_loss_class()  # which says so
+    return value if isinstance(value, type) and hasattr(value, "required_inputs") else user_loss_class()
+
+
+def without_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys without those of other losses that have their default.
+
+    Configurations of when all keys were in one table, resolved ones above all, have every key of every loss.
+
+    Raises:
+        ValueError: a key of another loss has a value of its own; with the losses that have the key.
+    """
+    return {key: value for key, value in values.items() if not _is_left_out(kind, key, value, values)}
+
+
+def _is_left_out(kind: type[LossConfig], key: str, value: Any, values: Mapping[str, Any]) -> bool:
+    owners = losses_with(key)
+    if key in user_loss_class().model_fields and not owners:
+        owners = ["a function of your own in name"]
+    if key in kind.model_fields or not owners:
+        return False  # its own, or one that the section does not have: pydantic says so
+    owner = loss_classes().get(owners[0], user_loss_class())
+    if value is None or value == owner.model_fields[key].get_default(call_default_factory=True):
+        return True
+    name = values.get("name", DEFAULT_LOSS)
+    raise ValueError(f"{key} = {value} has no effect on the loss {name!r}; remove it or use {_listed(owners)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) > 6:  # a list of nearly all says nothing
+        return f"{', '.join(names[:6])} or another loss that has it (docs/losses/README.md)"
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _classes() -> Iterator[type[LossConfig]]:
+    """Yield the classes whose ``name`` says which losses they are: ``name: Literal["grpo"]``."""
+    spec = find_spec(_PACKAGE)
+    assert spec is not None
+    for file in pkgutil.iter_modules(spec.submodule_search_locations):
+        if not file.ispkg:
+            module = import_module(f"{_PACKAGE}.{file.name}")
+            yield from (value for value in vars(module).values() if _is_loss(value, module.__name__))
+
+
+def _is_loss(value: Any, module: str) -> bool:
+    is_here = isinstance(value, type) and value.__module__ == module
+    return is_here and hasattr(value, "model_fields") and bool(get_args(value.model_fields["name"].annotation))

@@ -1,0 +1,62 @@
+"""GSPO: PPO's surrogate on one ratio a sequence, the geometric mean of its tokens' ratios.
+
+    loss = mean over sequences of mean over tokens of  max(-A s, -A clip(s, 1 - low, 1 + high))
+    s = exp(mean over the sequence of log pi - log mu),  with the gradient of each token's own log pi
+
+Differentiated: the sequence's ratio, through log pi of each token
+Weight: geometric mean of pi / mu over the sequence
+Mask: that mean, by sequence; outward updates
+Source: arXiv 2507.18071
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from megatron_dppo import losses
+from megatron_dppo.config.loss import Aggregation, Form
+from megatron_dppo.config.loss_groups import RatioClipping
+from megatron_dppo.config.user_functions import FunctionNeeds
+from megatron_dppo.losses.parts.loss import Loss
+
+if TYPE_CHECKING:
+    from megatron_dppo.losses import Decision, Tokens
+
+
+class GSPO(RatioClipping, Loss):
+    """GSPO. Its aggregation is ``seq_mean_token_mean``; its limits are tight, as the mean moves little.
+
+    Example:
+        The ratios 1.25 and 0.8 have the geometric mean 1. The example leaves the mean over the two tokens out.
+
+        >>> losses.show(GSPO(), pi=[0.5, 0.4], mu=[0.4, 0.5], advantages=[1.0, 1.0])
+        kept      True  True
+        gradient -1.00 -1.00
+    """
+
+    name: Literal["gspo"] = "gspo"
+
+    default_clip_ratios: ClassVar[tuple[float, float]] = (3e-4, 4e-4)
+    forms: ClassVar[tuple[Form, ...]] = ("ratio",)
+    default_aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    @property
+    def needs(self) -> FunctionNeeds:
+        """Whole sequences."""
+        return FunctionNeeds(sequences=True, zero_advantage=False)
+
+    def check(self) -> None:
+        """Check that the aggregation is the one that defines GSPO.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        if self.resolved_aggregation != "seq_mean_token_mean":
+            raise ValueError(f"aggregation = {self.aggregation!r}: gspo is defined by seq_mean_token_mean; remove it")
+        super().check()
+
+    def decide(self, tokens: Tokens) -> Decision:
+        """Clip the ratio of the sequence."""
+        log_ratio = losses.per_sequence(tokens.log_ratio, tokens.mask, tokens.sequences, "mean")
+        divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)
+        return losses.clipped_surrogate(tokens, log_ratio, divergence, self.clip_ratios)

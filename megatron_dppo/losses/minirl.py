@@ -1,0 +1,48 @@
+"""MiniRL: GRPO's mask measured on the trainer's own probabilities, with the weight corrected to the engine's.
+
+    grad = - sum over t of  A_t r_t keep_t grad log pi(a_t | s_t),        r_t = pi / mu
+    keep_t = not (A_t > 0 and pi / pi' > 1 + high, or A_t < 0 and pi / pi' < 1 - low)
+
+Differentiated: log pi of the sampled token
+Weight: pi / mu
+Mask: ratio of pi to the anchor pi' (recomputed by the trainer), by token; outward updates
+Source: arXiv 2512.01374
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from megatron_dppo import losses
+from megatron_dppo.config.loss_groups import RatioCap, RatioClipping
+from megatron_dppo.config.user_functions import FunctionNeeds
+from megatron_dppo.losses.parts.loss import Loss
+
+if TYPE_CHECKING:
+    from megatron_dppo.losses import Decision, Tokens
+
+
+class MiniRL(RatioClipping, RatioCap, Loss):
+    """MiniRL; ``ratio_cap`` makes it MiniRL-TIS.
+
+    Example:
+        The first token is 1.25 times its anchor, the second 1.67 times; both are 1.25 times mu.
+
+        >>> losses.show(MiniRL(), pi=[0.5, 0.5], mu=[0.4, 0.4], anchor=[0.4, 0.3], advantages=[1.0, 1.0])
+        kept      True False
+        gradient -1.25  0.00
+    """
+
+    name: Literal["minirl"] = "minirl"
+
+    mismatch_by_anchor: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> FunctionNeeds:
+        """The anchor."""
+        return FunctionNeeds(anchor=True, zero_advantage=False)
+
+    def decide(self, tokens: Tokens) -> Decision:
+        """Drop what is beyond the ratio of its side to the anchor."""
+        keep = losses.ratio_keep_mask(tokens.anchor_log_ratio, tokens.advantages, *self.clip_ratios)
+        return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs), keep)

@@ -1,0 +1,84 @@
+"""What a loss decides for each token, and the forms of decision that several losses share. True = keep."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.losses.parts.loss import Loss
+from megatron_dppo.losses.parts.tokens import Tokens
+from megatron_dppo.losses.parts.trust_region import mismatch_keep_mask, ratio_keep_mask
+
+
+class Decision(NamedTuple):
+    """Mask and weight of each token; all ``[T]``, without gradient."""
+
+    keep: Tensor
+    """bool; may also be True outside the loss mask"""
+    weight: Tensor
+    """Factor of the advantage, before ratio_cap and ratio_floor."""
+    clipped_weight: Tensor
+    """Value that a dropped token reports in its place: 0, or the clipped ratio of a surrogate."""
+    divergence: Tensor
+    """Distance of pi from mu, for the metrics."""
+
+
+def decide(tokens: Tokens, loss: Loss) -> Decision:
+    """Return mask and weight of every token under ``loss``, the mismatch mask included."""
+    decision = loss.decide(tokens)
+    if loss.mismatch in ("none", "truncate"):
+        return decision
+    inside = mismatch_keep_mask(
+        mismatch_log_ratio(tokens, loss),
+        tokens.mask,
+        cast(Literal["token", "sequence", "geometric"], loss.mismatch.removeprefix("mask_")),
+        loss.mismatch_limits,
+        tokens.sequence_ids,
+    )
+    return drop(decision, inside)
+
+
+def drop(decision: Decision, inside: Tensor) -> Decision:
+    """Drop the tokens that are not ``inside`` (``[T]`` bool); they report 0."""
+    clipped = torch.where(inside, decision.clipped_weight, 0.0)
+    return decision._replace(keep=decision.keep & inside, clipped_weight=clipped)
+
+
+def mismatch_log_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
+    """Return the log ratio of trainer to engine at the same weights where the loss has the anchor, else pi to mu."""
+    return tokens.anchor - tokens.rollout_logprobs if config.mismatch_by_anchor else tokens.log_ratio
+
+
+def weigh_by_ratio(tokens: Tokens, divergence: Tensor, keep: Tensor | None = None) -> Decision:
+    """Return the decision with the weight pi / mu for what is kept, 0 for the rest; ``keep`` None = everything."""
+    weight = tokens.log_ratio.exp()
+    keep = torch.ones_like(tokens.mask) if keep is None else keep
+    return Decision(keep, weight, torch.zeros_like(weight), divergence)
+
+
+def clipped_surrogate(
+    tokens: Tokens,
+    log_ratio: Tensor,
+    divergence: Tensor,
+    clip_ratios: tuple[float, float],
+    dual_clip: float | None = None,
+) -> Decision:
+    """Return PPO's ``max(-A r, -A clip(r))``, at most ``-A c`` for A < 0 with dual clip (arXiv 1707.06347, 1912.09729).
+
+    Args:
+        tokens: the prepared inputs.
+        log_ratio: ``[T]`` log r.
+        divergence: ``[T]`` for the metrics.
+        clip_ratios: how far r may be (below 1, above 1).
+        dual_clip: c; None = none.
+    """
+    low, high = clip_ratios
+    ratio, advantages = log_ratio.exp(), tokens.advantages
+    keep, clipped = ratio_keep_mask(log_ratio, advantages, low, high), ratio.clamp(1 - low, 1 + high)
+    if dual_clip is not None:
+        beyond = (advantages < 0) & (ratio > dual_clip)
+        keep, clipped = keep & ~beyond, torch.where(beyond, dual_clip, clipped)
+    return Decision(keep, ratio, clipped, divergence)

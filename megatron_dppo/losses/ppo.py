@@ -1,0 +1,84 @@
+"""PPO: the clipped surrogate, optionally with dual clip; decoupled into a trust region and a correction to the engine.
+
+    loss = sum over t of  max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)),    at most -A_t c for A_t < 0 (dual clip)
+    ppo_clip: r_t = pi / mu.    ppo_decoupled: r_t = pi / pi', and the loss of a token times pi' / mu
+
+Differentiated: the ratio r
+Weight: pi / mu, the decoupled form as pi / pi' times pi' / mu (which may be truncated)
+Mask: ratio to mu, or to the anchor pi' (recomputed by the trainer), by token; outward updates
+Source: arXiv 1707.06347, dual clip 1912.09729, decoupled 2110.00641
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from megatron_dppo import losses
+from megatron_dppo.config.loss import Form
+from megatron_dppo.config.loss_groups import RatioClipping
+from megatron_dppo.config.user_functions import FunctionNeeds
+from megatron_dppo.losses.parts.loss import Loss
+
+if TYPE_CHECKING:
+    from megatron_dppo.losses import Decision, Tokens
+
+
+class PPO(RatioClipping, Loss):
+    """PPO on the ratio to the rollout.
+
+    Example:
+        Ratios 1.25 and 1.8 against 1.28.
+
+        >>> losses.show(PPO(), pi=[0.5, 0.9], mu=[0.4, 0.5], advantages=[1.0, 1.0])
+        kept      True False
+        gradient -1.25  0.00
+    """
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+    dual_clip: float | None = Field(None, gt=1)
+    """Tokens with negative advantage and r above this are dropped; None = no such limit."""
+
+    forms: ClassVar[tuple[Form, ...]] = ("ratio",)
+
+    def decide(self, tokens: Tokens) -> Decision:
+        """Clip the ratio."""
+        divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)
+        return losses.clipped_surrogate(tokens, tokens.log_ratio, divergence, self.clip_ratios, self.dual_clip)
+
+
+class DecoupledPPO(RatioClipping, Loss):
+    """PPO on the ratio to the anchor, times anchor / mu, which ``mismatch`` limits.
+
+    Example:
+        The first token is 1.25 times its anchor, which is mu; the second has the ratio 1.67 to its anchor.
+
+        >>> losses.show(DecoupledPPO(), pi=[0.5, 0.5], mu=[0.4, 0.4], anchor=[0.4, 0.3], advantages=[1.0, 1.0])
+        kept      True False
+        gradient -1.25  0.00
+    """
+
+    name: Literal["ppo_decoupled"] = "ppo_decoupled"
+    dual_clip: float | None = Field(None, gt=1)
+    """Tokens with negative advantage and r above this are dropped; None = no such limit."""
+
+    forms: ClassVar[tuple[Form, ...]] = ("ratio",)
+    mismatch_by_anchor: ClassVar[bool] = True
+    truncates_mismatch: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> FunctionNeeds:
+        """The anchor."""
+        return FunctionNeeds(anchor=True, zero_advantage=False)
+
+    def decide(self, tokens: Tokens) -> Decision:
+        """Clip the ratio to the anchor, and correct for what the anchor differs from the engine."""
+        mismatch = losses.mismatch_log_ratio(tokens, self).exp()
+        if self.mismatch == "truncate":
+            mismatch = mismatch.clamp(*self.mismatch_limits)
+        divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)
+        clipped = losses.clipped_surrogate(
+            tokens, tokens.anchor_log_ratio, divergence, self.clip_ratios, self.dual_clip
+        )
+        return clipped._replace(weight=clipped.weight * mismatch, clipped_weight=clipped.clipped_weight * mismatch)

@@ -1,0 +1,514 @@
+"""Every field with one row per token, declared once.
+
+``TOKEN_COLUMNS`` is the table: each column with its names, dtype, alignment and fill. ``TokenColumn``
+says what an entry means, and how a column is cut, joined, packed, sent and recorded. Code that does so loops over the
+table, so a new column is one entry here and one field in the records that hold it. What its declaration cannot know
+stays with the engines (how it is read) and with the loss (what it is for); docs/extending.md lists the files.
+
+A checkpoint of unfinished groups holds the response's fields as they are (``rollout.store``). Which weights sampled
+which tokens is not a column: its spans cover runs of tokens, see ``cut_spans`` and ``append_span``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.types.rollouts import KeptSets, SamplingParams, VersionSpan, check_kept
+from megatron_dppo.types.routes import MISSING_EXPERT
+
+TokenRows = Tensor | KeptSets
+"""Values of a column, one row per token. ``len``, slices and ``to`` work on both forms."""
+
+
+class Alignment(StrEnum):
+    """Which tokens the rows of a column belong to. P prompt tokens, R response tokens."""
+
+    RESPONSE = "response"
+    """[R] the response's tokens. A training sample holds them as they are; ``pack`` puts them at the sample's end."""
+    INPUTS = "inputs"
+    """[P + R - 1] the tokens that the model read: all of the sequence but the last."""
+    LABELS = "labels"
+    """[P + R - 1] the labels of a training sample. A response holds [R] of them, which ``data.samples`` shifts."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenColumn:
+    """Declaration of one column whose rows are numbers, or arrays of equal shape.
+
+    It takes three names, because the records that hold it had them before:
+
+    - ``response``: in ``Generation``, ``PartialResponse`` and ``Completion``, one row per response token;
+    - ``name``: in ``TrainingSample``, ``MicroBatch`` and ``TokenTargets``, aligned to the labels;
+    - ``record``: in the Parquet file of a recorded step.
+    """
+
+    response: str | None = None
+    """Field of a response. None: the trainer makes the column."""
+    name: str | None = None
+    """Field of a training sample and of packed rows. None: training does not read the column."""
+    record: str | None = None
+    """Column of a recorded step. None: not recorded."""
+    dtype: torch.dtype | None
+    """None: that of the model's ``RoutingShape``."""
+    row: tuple[str, ...] = ()
+    """Dimensions of one token's row, for error messages; a plain number has none."""
+    alignment: Alignment
+    fill: float | Mapping[torch.dtype, int]
+    """Value on padding and on tokens that were given, not sampled; by dtype where that matters."""
+    asked: Callable[[SamplingParams], tuple[int, ...] | None] | None = None
+    """Shape of a row where these parameters ask for the column, else None. Without a function it is always there, or,
+    as routes are, asked for by other means."""
+    is_optional: bool = True
+    """False: every training sample has it."""
+    is_packed: bool = True
+    """False: used before samples are packed."""
+    is_loss_only: bool = False
+    """Only the rank that computes the loss reads it: the other pipeline stages are not sent it."""
+
+    @property
+    def title(self) -> str:
+        """Name in error messages."""
+        return self.name or self.response or ""
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether a training sample holds the response's rows as they are, without a shift or a mask."""
+        return self.response is not None and self.name is not None and self.alignment != Alignment.LABELS
+
+    # One response
+
+    def new(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor of ``shape`` that holds the fill value."""
+        dtype = dtype or self.dtype
+        assert dtype is not None, f"{self.title} has the dtype of its model: pass dtype="
+        return torch.full(shape, self.fill_of(dtype), dtype=dtype, device=device)
+
+    def fill_of(self, dtype: torch.dtype) -> float:
+        """Return the fill value for a dtype."""
+        return self.fill[dtype] if isinstance(self.fill, Mapping) else self.fill
+
+    def empty(self, row_shape: tuple[int, ...]) -> TokenRows:
+        """Return no rows, of ``row_shape`` each."""
+        return self.new(0, *row_shape)
+
+    def filled(self, count: int, like: TokenRows) -> TokenRows:
+        """Return ``count`` rows of fill, of the shape and dtype of ``like``."""
+        assert isinstance(like, Tensor)
+        return self.new(count, *like.shape[1:], dtype=like.dtype)
+
+    def join(self, parts: Sequence[TokenRows]) -> TokenRows:
+        """Return the rows of all parts, one after the other; a single part is not copied."""
+        return parts[0] if len(parts) == 1 else torch.cat([part for part in parts if isinstance(part, Tensor)])
+
+    def num_rows(self, prompt_tokens: int, response_tokens: int) -> int:
+        """Return how many rows a response has, or the last ones of a training sample."""
+        if self.alignment == Alignment.INPUTS:
+            return max(0, prompt_tokens + response_tokens - 1)
+        return response_tokens
+
+    def check(self, rows: TokenRows, prompt_tokens: int, response_tokens: int) -> None:
+        """Check the number of rows and their dimensions.
+
+        Raises:
+            ValueError: ``rows`` do not have the declared form, or are those of another number of tokens.
+        """
+        assert isinstance(rows, Tensor)
+        count = self.num_rows(prompt_tokens, response_tokens)
+        if self.alignment == Alignment.INPUTS and len(rows) != count:
+            raise ValueError(
+                f"{self.title} of {len(rows)} tokens for a sequence of {prompt_tokens} prompt and {response_tokens} "
+                f"response tokens; expected {count} rows, one for each token but the last"
+            )
+        if rows.dim() != 1 + len(self.row) or len(rows) != count:
+            expected = ", ".join([str(count), *self.row])
+            raise ValueError(
+                f"{self.title} of shape {list(rows.shape)}; expected [{expected}], one row for each response token"
+            )
+
+    # Packed rows
+
+    def form(self, rows: TokenRows | None) -> Any:
+        """Return what has to be equal for the samples of one packed row. None: the column is missing."""
+        return (rows.dtype, rows.shape[1:]) if isinstance(rows, Tensor) else None
+
+    def pack(self, parts: Sequence[TokenRows], ends: Sequence[int], size: int, like: TokenRows) -> TokenRows:
+        """Return ``size`` rows in which each part ends before the position of ``ends``, with fill everywhere else.
+
+        ``like`` has the dtype and the row's shape, for a packed row without samples.
+        """
+        assert isinstance(like, Tensor)
+        packed = like.new_full((size, *like.shape[1:]), self.fill_of(like.dtype))
+        for part, end in zip(parts, ends, strict=True):
+            assert isinstance(part, Tensor)
+            packed[end - len(part) : end] = part
+        return packed
+
+    # Between processes
+
+    def to_tensors(self, rows: TokenRows) -> dict[str, Tensor]:
+        """Return the tensors that are sent in place of the column, by name."""
+        assert isinstance(rows, Tensor) and self.response is not None
+        return {self.response: rows}
+
+    def from_tensors(self, tensors: Mapping[str, Tensor]) -> TokenRows | None:
+        """Return the column of ``to_tensors``; None if it was not sent."""
+        return None if self.response is None else tensors.get(self.response)
+
+    # Recorded steps
+
+    def record_types(self) -> dict[str, str]:
+        """Return the Parquet columns and their types: ``bytes``, ``text``, or a list's, such as ``int32s``."""
+        assert self.record is not None
+        kinds = {torch.int32: "int32s", torch.float32: "float32s", torch.bool: "bools"}
+        return {self.record: kinds[self.new(0).dtype]}
+
+    def to_record(self, rows: TokenRows | None) -> dict[str, Any]:
+        """Return the values of one sample by Parquet column; lists are flat arrays."""
+        assert self.record is not None
+        return {self.record: rows.flatten().numpy() if isinstance(rows, Tensor) else None}
+
+    def from_record(self, row: Mapping[str, Any], response_tokens: int) -> TokenRows | None:
+        """Return the column of ``to_record``. None: the sample has none, or the file is older than the column."""
+        assert self.record is not None
+        values = row.get(self.record)
+        if values is None:
+            return None
+        flat = torch.tensor(values, dtype=self.dtype)
+        return flat.view(response_tokens, -1) if self.row else flat
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptSetsColumn(TokenColumn):
+    """A column of ``KeptSets``: as many ids a token as its sampling filter left."""
+
+    @property
+    def title(self) -> str:
+        """Name in error messages."""
+        return "kept sets"
+
+    @property
+    def _parts(self) -> tuple[str, str]:
+        return f"{self.response}_ids", f"{self.response}_counts"
+
+    def empty(self, row_shape: tuple[int, ...]) -> TokenRows:
+        """Return no sets."""
+        return KeptSets.none(0)
+
+    def filled(self, count: int, like: TokenRows) -> TokenRows:
+        """Return ``count`` tokens without a set."""
+        return KeptSets.none(count)
+
+    def join(self, parts: Sequence[TokenRows]) -> TokenRows:
+        """Return the sets of all parts, one after the other."""
+        return parts[0] if len(parts) == 1 else KeptSets.cat([part for part in parts if isinstance(part, KeptSets)])
+
+    def check(self, rows: TokenRows, prompt_tokens: int, response_tokens: int) -> None:
+        """See ``types.check_kept``."""
+        assert isinstance(rows, KeptSets)
+        check_kept(rows, response_tokens)
+
+    def form(self, rows: TokenRows | None) -> Any:
+        """Return what has to be equal for the samples of one packed row."""
+        return None if rows is None else KeptSets
+
+    def pack(self, parts: Sequence[TokenRows], ends: Sequence[int], size: int, like: TokenRows) -> TokenRows:
+        """Return the sets of ``size`` tokens; those between the parts have none."""
+        packed = KeptSets.none(size)
+        ids = [packed.ids]
+        for part, end in zip(parts, ends, strict=True):
+            assert isinstance(part, KeptSets)
+            packed.counts[end - len(part) : end] = part.counts
+            ids.append(part.ids)
+        return KeptSets(torch.cat(ids), packed.counts)
+
+    def to_tensors(self, rows: TokenRows) -> dict[str, Tensor]:
+        """Return ids and counts."""
+        assert isinstance(rows, KeptSets)
+        return dict(zip(self._parts, (rows.ids, rows.counts), strict=True))
+
+    def from_tensors(self, tensors: Mapping[str, Tensor]) -> TokenRows | None:
+        """Return the sets of ids and counts; None if they were not sent."""
+        ids, counts = map(tensors.get, self._parts)
+        return None if ids is None or counts is None else KeptSets(ids, counts)
+
+    def record_types(self) -> dict[str, str]:
+        """Return the Parquet columns of ids and counts."""
+        return dict.fromkeys(self._parts, "int32s")
+
+    def to_record(self, rows: TokenRows | None) -> dict[str, Any]:
+        """Return ids and counts of one sample."""
+        if rows is None:
+            return dict.fromkeys(self._parts)
+        return {name: tensor.numpy() for name, tensor in self.to_tensors(rows).items()}
+
+    def from_record(self, row: Mapping[str, Any], response_tokens: int) -> TokenRows | None:
+        """Return the sets of ``to_record``."""
+        values = {name: row.get(name) for name in self._parts}
+        return self.from_tensors(
+            {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items() if v is not None}
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutesColumn(TokenColumn):
+    """The experts of each token and layer; recorded as bytes, since no list type of Parquet is as small."""
+
+    @property
+    def _parts(self) -> tuple[str, str, str]:
+        return f"{self.record}", f"{self.record}_shape", f"{self.record}_dtype"
+
+    def record_types(self) -> dict[str, str]:
+        """Return the Parquet columns of bytes, shape and dtype."""
+        return dict(zip(self._parts, ("bytes", "int32s", "text"), strict=True))
+
+    def to_record(self, rows: TokenRows | None) -> dict[str, Any]:
+        """Return bytes, shape and dtype of one sample."""
+        if not isinstance(rows, Tensor):
+            return dict.fromkeys(self._parts)
+        values = (rows.contiguous().numpy().tobytes(), list(rows.shape), str(rows.dtype).removeprefix("torch."))
+        return dict(zip(self._parts, values, strict=True))
+
+    def from_record(self, row: Mapping[str, Any], response_tokens: int) -> TokenRows | None:
+        """Return the routes of ``to_record``."""
+        content, shape, dtype = (row.get(name) for name in self._parts)
+        if content is None or shape is None or dtype is None:
+            return None
+        return torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(*shape)
+
+
+TOKEN_IDS = TokenColumn(
+    response="token_ids",
+    record="response_ids",
+    dtype=torch.int32,
+    alignment=Alignment.RESPONSE,
+    fill=0,
+)
+LOGPROBS = TokenColumn(
+    response="logprobs",
+    name="rollout_logprobs",
+    record="rollout_logprobs",
+    dtype=torch.float32,
+    alignment=Alignment.LABELS,
+    fill=0.0,
+)
+SAMPLED = TokenColumn(
+    response="loss_mask",
+    name="loss_mask",
+    record="sampled",
+    dtype=torch.bool,
+    alignment=Alignment.LABELS,
+    fill=False,
+    is_optional=False,
+)
+
+
+def _slots(params: SamplingParams) -> tuple[int, ...] | None:
+    return (params.topk_logprobs + 1,) if params.topk_logprobs else None
+
+
+TOPK_IDS = TokenColumn(
+    response="topk_token_ids",
+    name="rollout_topk_ids",
+    record="topk_ids",
+    dtype=torch.int32,
+    row=("K+1",),
+    alignment=Alignment.RESPONSE,
+    fill=-1,
+    asked=_slots,
+    is_loss_only=True,
+)
+TOPK_LOGPROBS = TokenColumn(
+    response="topk_logprobs",
+    name="rollout_topk_logprobs",
+    record="topk_logprobs",
+    dtype=torch.float32,
+    row=("K+1",),
+    alignment=Alignment.RESPONSE,
+    fill=0.0,
+    asked=_slots,
+    is_loss_only=True,
+)
+KEPT = KeptSetsColumn(
+    response="kept",
+    name="kept",
+    record="kept",
+    dtype=torch.int32,
+    alignment=Alignment.RESPONSE,
+    fill=0,
+    asked=lambda params: () if params.kept_sets else None,
+    is_loss_only=True,
+)
+ROUTES = RoutesColumn(
+    response="routed_experts",
+    name="routed_experts",
+    record="routes",
+    dtype=None,
+    row=("L", "k"),
+    alignment=Alignment.INPUTS,
+    fill=MISSING_EXPERT,
+)
+
+TOKEN_COLUMNS: list[TokenColumn] = [
+    TOKEN_IDS,
+    LOGPROBS,
+    SAMPLED,
+    TOPK_IDS,
+    TOPK_LOGPROBS,
+    KEPT,
+    ROUTES,
+    # The trainer makes the others.
+    TokenColumn(name="tokens", dtype=torch.int64, alignment=Alignment.LABELS, fill=0, is_optional=False),
+    TokenColumn(name="labels", dtype=torch.int64, alignment=Alignment.LABELS, fill=0, is_optional=False),
+    TokenColumn(name="advantages", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_optional=False),
+    TokenColumn(name="anchor_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
+    TokenColumn(name="reference_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
+    TokenColumn(name="teacher_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_packed=False),
+]
+"""All of them, in the order of the Parquet files."""
+
+
+def asked_columns(params: SamplingParams) -> dict[str, tuple[int, ...]]:
+    """Return the shape of a row of each column that ``params`` ask for, by the response's name."""
+    shapes = {c.response: c.asked(params) for c in TOKEN_COLUMNS if c.asked is not None and c.response is not None}
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def carried_columns(response: Any, start: int = 0) -> dict[str, TokenRows]:
+    """Return the columns of a response that a training sample takes as they are, by their name there.
+
+    ``start`` is the first token that counts as response; the model reads the ones before it all the same.
+    """
+    columns = [(c, getattr(response, c.response)) for c in TOKEN_COLUMNS if c.is_carried and c.response is not None]
+    return {
+        str(column.name): rows if column.alignment == Alignment.INPUTS else rows[start:]
+        for column, rows in columns
+        if rows is not None
+    }
+
+
+def response_to_tensors(record: Any) -> dict[str, Tensor]:
+    """Return all tensors of a generation's columns by name, to be sent to another process."""
+    columns = [(c, getattr(record, c.response, None)) for c in TOKEN_COLUMNS if c.response is not None]
+    return {
+        name: tensor for column, rows in columns if rows is not None for name, tensor in column.to_tensors(rows).items()
+    }
+
+
+def response_from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the columns of ``response_to_tensors`` by their field of a generation."""
+    columns = {c.response: c.from_tensors(tensors) for c in TOKEN_COLUMNS if c.response is not None}
+    return {name: rows for name, rows in columns.items() if rows is not None}
+
+
+def response_to_record(completion: Any) -> dict[str, Any]:
+    """Return the values of a completion's columns by the columns of a recorded step."""
+    values: dict[str, Any] = {}
+    for column in _recorded():
+        values |= column.to_record(getattr(completion, str(column.response)))
+    return values
+
+
+def response_from_record(row: Mapping[str, Any], response_tokens: int) -> dict[str, Any]:
+    """Return the columns of ``response_to_record`` by their field of a completion."""
+    return {str(column.response): column.from_record(row, response_tokens) for column in _recorded()}
+
+
+def record_types() -> dict[str, str]:
+    """Return the Parquet columns of all token columns and their types, see ``TokenColumn.record_types``."""
+    return {name: kind for column in _recorded() for name, kind in column.record_types().items()}
+
+
+def _recorded() -> list[TokenColumn]:
+    return [c for c in TOKEN_COLUMNS if c.record is not None and c.response is not None]
+
+
+class GrowingColumn:
+    """One column of a response that grows by parts. Parts are joined when they are read; none is ever changed.
+
+    Args:
+        column: its declaration.
+        empty: no rows, with dtype and row shape of what will come.
+        prompt_tokens: P, for columns that begin with the prompt.
+    """
+
+    def __init__(self, column: TokenColumn, empty: TokenRows, prompt_tokens: int) -> None:
+        self.column = column
+        self._empty = empty
+        self._prompt_tokens = prompt_tokens
+        self._parts: list[TokenRows] = []
+
+    @property
+    def rows(self) -> TokenRows:
+        """All rows so far."""
+        if not self._parts:
+            return self._empty
+        self._parts = [self.column.join(self._parts)]
+        return self._parts[0]
+
+    def fits(self, rows: TokenRows | None) -> bool:
+        """Whether ``rows`` can be appended."""
+        return rows is not None and self.column.form(rows) == self.column.form(self._empty)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The rows of a column of numbers."""
+        rows = self.rows
+        assert isinstance(rows, Tensor)
+        return rows
+
+    def fresh(self) -> GrowingColumn:
+        """Return an empty one of the same form."""
+        return GrowingColumn(self.column, self._empty, self._prompt_tokens)
+
+    def append(self, rows: TokenRows) -> None:
+        """Append the rows of new tokens.
+
+        Raises:
+            ValueError: another dtype or shape of a row.
+        """
+        if not self.fits(rows):
+            found, expected = self.column.form(rows), self.column.form(self._empty)
+            raise ValueError(f"{self.column.title} of {expected} cannot go on with {found}")
+        self._parts.append(rows)
+
+    def replace(self, rows: TokenRows) -> None:
+        """Take ``rows`` in place of all that there is."""
+        self._parts = []
+        self.append(rows)
+
+    def append_fill(self, count: int) -> None:
+        """Append tokens that nobody sampled. What the model reads of them comes with the next sampled tokens."""
+        if self.column.alignment != Alignment.INPUTS:
+            self._parts.append(self.column.filled(count, self._empty))
+
+    def cut(self, response_tokens: int) -> None:
+        """Forget what comes after the first tokens of the response."""
+        # The last token that is left may go on differently: nobody has read it yet.
+        self._parts = [self.rows[: self.column.num_rows(self._prompt_tokens, response_tokens)]]
+
+    def complete(self, response_tokens: int) -> TokenRows:
+        """Return the rows of a finished response; those of unread tokens at its end are fill."""
+        missing = self.column.num_rows(self._prompt_tokens, response_tokens) - len(self.rows)
+        if missing <= 0:
+            return self.rows
+        return self.column.join([self.rows, self.column.filled(missing, self._empty)])
+
+
+def cut_spans(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:
+    """Return the spans of the first ``length`` tokens."""
+    return [span._replace(end=min(span.end, length)) for span in spans if span.start < length]
+
+
+def append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span; one that goes on with the last version extends that span."""
+    last = spans[-1] if spans else None
+    if last is not None and (last.policy_version, last.end) == (span.policy_version, span.start):
+        spans[-1] = last._replace(end=span.end)
+    else:
+        spans.append(span)

@@ -1,0 +1,166 @@
+"""What holds for the file of every loss: examples, axes, needs, no torch, pickles; and the 20 lines of DPPO."""
+
+from __future__ import annotations
+
+import doctest
+import math
+import pickle
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_dppo as md
+from megatron_dppo.config.io import dump_toml, validate
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss_files import loss_classes, loss_names
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses.dppo import dppo_reference
+from megatron_dppo.types import LossInputs
+from tests.unit.loss_inputs import loss_config, make_inputs
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted(path.stem for path in (ROOT / "megatron_dppo/losses").glob("*.py") if path.stem != "__init__")
+INF = math.inf
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_worked_examples_of_a_file_are_true(file: str) -> None:
+    module = import_module(f"megatron_dppo.losses.{file}")
+    names = {"torch": torch, "LossInputs": md.LossInputs, "LossConfig": md.LossConfig}
+    result = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+    classes = [kind for kind in set(loss_classes().values()) if kind.__module__ == module.__name__]
+    assert result.attempted >= len(classes)
+
+
+@pytest.mark.parametrize("name", loss_names())
+def test_the_first_lines_of_a_file_say_formula_axes_and_source(name: str) -> None:
+    text = import_module(loss_classes()[name].__module__).__doc__ or ""
+    for axis in ("Differentiated", "Weight", "Mask", "Source"):
+        assert len(re.findall(rf"^{axis}: \S", text, re.MULTILINE)) == 1
+    assert re.search(r"^    (grad|loss) = ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", loss_names())
+def test_a_loss_works_with_what_it_declares_and_no_more(name: str) -> None:
+    config = loss_config(name)
+    inputs, _ = make_inputs([0.3, 0.5, 0.6], [0.4, 0.4, 0.4], [1.0, -1.0, 0.5])
+    expected = policy_loss(inputs, config).loss_sum
+    optional = {
+        "anchor_logprobs",
+        "sequence_ids",
+        "token_weights",
+        "topk_logprobs",
+        "rollout_topk_logprobs",
+        "topk_valid",
+        "topk_other_logprob",
+        "topk_other_square",
+        "vocab_size",
+    }
+    declared = config.required_inputs | ({"topk_other_logprob"} if config.is_topk else set())
+    fields = {key: value for key, value in vars(inputs).items() if key not in optional - declared}
+    assert torch.equal(policy_loss(LossInputs(**fields), config).loss_sum, expected)
+
+
+def test_configurations_are_read_without_torch() -> None:
+    program = (
+        "import sys\nfrom megatron_dppo.config.loss import LossConfig\n"
+        "from megatron_dppo.config.loss_files import loss_names\n"
+        "for name in loss_names():\n    LossConfig(name=name).required_inputs\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("name", loss_names())
+def test_a_loss_is_pickled_dumped_and_hashed(name: str) -> None:
+    config = loss_config(name)
+    again = pickle.loads(pickle.dumps(config))
+    assert type(again) is type(config) and again == config and hash(again) == hash(config)
+    assert LossConfig(**config.model_dump()) == config
+
+
+def section(**loss: object) -> dict[str, object]:
+    return {
+        "run": {"output_dir": "out", "num_steps": 1},
+        "model": {"path": "model"},
+        "data": {"train": "task:chain_sum"},
+        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 1},
+        "optimizer": {"lr": 1.0},
+        "loss": loss,
+    }
+
+
+def test_a_resolved_configuration_of_when_all_keys_were_in_one_table_still_loads() -> None:
+    flat = {
+        "name": "grpo",
+        "options": {},
+        "mask_options": {},
+        "topk": 20,
+        "topk_eviction": False,
+        "direction": "sampled",
+        "tail": "proportional",
+        "sequence_max": 0.05,
+        "sequence_mean": 0.001,
+        "position_floor": 0.8,
+        "prefix_budget": 0.02,
+        "centering": "truncate",
+    }
+    config = validate(section(**flat), "a test")
+    assert config.loss == LossConfig(name="grpo")
+    assert "sequence_max" not in dump_toml(config)
+
+
+def test_a_key_of_another_loss_is_refused_with_the_losses_that_have_it() -> None:
+    with pytest.raises(ConfigError, match=r"sequence_max = 0.1 has no effect on the loss 'grpo'; remove it or use trm"):
+        validate(section(name="grpo", sequence_max=0.1), "a test")
+    with pytest.raises(ConfigError, match=r"loss.sequence_maxx = 0.1: unknown key; did you mean 'sequence_max'"):
+        validate(section(name="trm", sequence_maxx=0.1), "a test")
+
+
+EDGES = {
+    "impossible now": ([-INF, -0.5], [-0.7, -0.7], [1.0, 1.0]),
+    "impossible in the rollout": ([-0.5, -0.5], [-INF, -0.7], [1.0, 1.0]),
+    "unknown in the rollout": ([-0.5, -0.5], [math.nan, -0.7], [1.0, -1.0]),
+    "no advantage": ([-0.1, -0.1], [-2.0, -0.2], [0.0, 0.0]),
+    "far above the cap": ([-0.01, -90.0], [-8.0, -95.0], [-1.0, 1.0]),
+    "beyond what exp can": ([-1.0], [-120.0], [-1.0]),
+    "certain": ([0.0, 0.0], [0.0, -1e-9], [1.0, -1.0]),
+    "on the threshold": ([math.log(0.65)], [math.log(0.5)], [1.0]),
+}
+
+
+def compare(logprobs: torch.Tensor, mu: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, **keys) -> None:
+    leaves = [logprobs.clone().requires_grad_() for _ in range(2)]
+    inputs = LossInputs(logprobs=leaves[0], rollout_logprobs=mu, advantages=advantages, loss_mask=mask)
+    thresholds = dict.fromkeys(("divergence_threshold_low", "divergence_threshold_high"), keys["threshold"])
+    output = policy_loss(inputs, LossConfig(ratio_cap=keys["ratio_cap"], **thresholds)).loss_sum
+    reference = dppo_reference(leaves[1], mu, advantages, mask, **keys)
+    torch.testing.assert_close(output, reference, rtol=1e-12, atol=1e-14)
+    output.backward()
+    reference.backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("edge", EDGES.values(), ids=list(EDGES))
+def test_the_reference_is_the_loss_at_the_edges(edge: tuple[list[float], ...], mask: bool) -> None:
+    columns = [torch.tensor(column, dtype=torch.float64) for column in edge]
+    compare(*columns, torch.full((len(edge[0]),), mask), threshold=0.15, ratio_cap=5.0)
+
+
+@pytest.mark.parametrize("ratio_cap", [0.5, 5.0, 1e9])
+@pytest.mark.parametrize("threshold", [1e-3, 0.15, 1.0])
+def test_the_reference_is_the_loss_on_random_tokens(threshold: float, ratio_cap: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs, mu = (torch.rand(500, generator=generator, dtype=torch.float64).log() for _ in range(2))
+    advantages = torch.randn(500, generator=generator, dtype=torch.float64)
+    advantages[::5] = 0
+    mask = torch.rand(500, generator=generator) < 0.8
+    compare(logprobs, mu, advantages, mask, threshold=threshold, ratio_cap=ratio_cap)
