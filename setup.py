@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SHIPPED = {"examples": "*", "launch": "*.sh", "tools": "c*_*.py"}
+SHIPPED = {"examples": "*", "launch": "*.sh"}
 """Folders beside the package -> which of their entries a wheel has, in megatron_dppo/shipped."""
 
 

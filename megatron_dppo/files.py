@@ -190,7 +190,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def shipped_folder(name: str, package: Path = Path(__file__).parent) -> Path:
-    """Return the folder ``examples``, ``launch`` or ``tools``.
+    """Return the folder ``examples`` or ``launch``.
 
     A checkout has it beside the package; in a wheel it is in ``megatron_dppo/shipped`` (setup.py).
 

@@ -1,41 +1,84 @@
-"""What the conversion tools share: arguments and error reports."""
+"""``megatron-dppo convert NAME``: weights between Hugging Face and Megatron; also under torchrun, for large models."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_dppo.commands.main import report_error
 from megatron_dppo.config.model import ParallelConfig
-from megatron_dppo.errors import CheckpointError, ConfigError, UserError
-from megatron_dppo.weights.quantization import FORMATS, Format
+from megatron_dppo.errors import CheckpointError, ConfigError
 
+if TYPE_CHECKING:
+    from megatron_dppo.weights.quantization import Format
+
+_TORCHRUN = "torchrun --nproc-per-node {} -m megatron_dppo.commands.main convert"
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+_LOGPROB_BOUNDS = {"fp32": 1e-4, "bf16": 0.25}
 
 
-def conversion_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the layout, in Megatron's words, and the dtype of the weights."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+@dataclass(frozen=True)
+class _Conversion:
+    """One conversion."""
+
+    description: str
+    """First line: what it does. Then an example and details."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Returns the exit code."""
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the conversions with their arguments."""
+    conversions = parser.add_subparsers(dest="conversion", required=True, help="NAME --help has its arguments")
+    for name, conversion in CONVERSIONS.items():
+        conversion.add_arguments(
+            conversions.add_parser(
+                name,
+                description=conversion.description,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                allow_abbrev=False,
+            )
+        )
+
+
+def run_convert(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run one conversion; only rank 0 prints.
+
+    Returns:
+        The exit code: 0, or 1 where ``check`` finds a difference.
+
+    Raises:
+        UserError: arguments or files cannot be used.
+    """
+    if overrides:
+        raise ConfigError(
+            f"unexpected argument {overrides[0]!r}; see megatron-dppo convert {options.conversion} --help"
+        )
+    is_first = os.environ.get("RANK", "0") == "0"
+    with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
+        return CONVERSIONS[options.conversion].run(options)
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    """Add the layout, in Megatron's words, and the dtype of the weights."""
     for name in _SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
-    return parser
 
 
-def parallel_of(options: argparse.Namespace) -> ParallelConfig:
-    """The layout that the arguments say.
+def _layout(options: argparse.Namespace) -> ParallelConfig:
+    """Return the layout that the arguments name.
 
     Raises:
         ConfigError: a size below 1.
@@ -47,8 +90,8 @@ def parallel_of(options: argparse.Namespace) -> ParallelConfig:
     return ParallelConfig(**sizes)
 
 
-def new_folder(path: str) -> Path:
-    """The folder that a tool writes.
+def _new_folder(path: str) -> Path:
+    """Return the folder that a conversion writes.
 
     Raises:
         CheckpointError: something of that name is there already.
@@ -64,6 +107,8 @@ def quantized_format(text: str) -> Format:
     Raises:
         argparse.ArgumentTypeError: another one; with what to use for one that was removed.
     """
+    from megatron_dppo.weights.quantization import FORMATS
+
     if text in FORMATS:
         return text
     if text == "int4_awq":
@@ -74,16 +119,189 @@ def quantized_format(text: str) -> Format:
     raise argparse.ArgumentTypeError(f"expected {' or '.join(FORMATS)}, got {text!r}")
 
 
-def reporting_errors(main: Callable[[], int]) -> Callable[[], int]:
-    """Print on rank 0 only, and turn a UserError into its message and exit code."""
+def _add_hf_to_megatron(parser: argparse.ArgumentParser) -> None:
+    _add_layout(parser)
+    parser.add_argument("hf_folder")
+    parser.add_argument("out_folder")
 
-    @functools.wraps(main)
-    def wrapper() -> int:
-        is_first = os.environ.get("RANK", "0") == "0"
-        try:
-            with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
-                return main()
-        except UserError as error:
-            return report_error(error)
 
-    return wrapper
+def _hf_to_megatron(options: argparse.Namespace) -> int:
+    from megatron_dppo.weights.conversion import open_converter
+
+    with open_converter(options.hf_folder, _layout(options), options.dtype) as converter:
+        converter.load_hf()
+        converter.save_megatron(Path(options.out_folder))
+        print(f"wrote {options.out_folder} ({converter.layout})")
+    return 0
+
+
+def _add_megatron_to_hf(parser: argparse.ArgumentParser) -> None:
+    _add_layout(parser)
+    parser.add_argument("checkpoint")
+    parser.add_argument("hf_folder")
+    parser.add_argument("out_folder")
+    parser.add_argument(
+        "--quantize",
+        type=quantized_format,
+        metavar="{fp8,int4}",
+        help="of the weights after they were rounded to --dtype",
+    )
+
+
+def _megatron_to_hf(options: argparse.Namespace) -> int:
+    from megatron_dppo.parallel.platform import DTYPES
+    from megatron_dppo.weights.conversion import open_converter
+    from megatron_dppo.weights.quantization import Quantization
+
+    target = _new_folder(options.out_folder)
+    quantization = Quantization(options.quantize) if options.quantize else None
+    with open_converter(options.hf_folder, _layout(options), options.dtype) as converter:
+        converter.load_megatron(Path(options.checkpoint))
+        converter.save_hf(target, DTYPES[options.dtype], quantization)
+    print(f"wrote {options.out_folder}")
+    return 0
+
+
+def _add_adapter(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", type=Path)
+    parser.add_argument("out", type=Path)
+
+
+def _adapter(options: argparse.Namespace) -> int:
+    from megatron_dppo.weights.adapter_folder import fuse_adapter
+
+    fuse_adapter(options.adapter, _new_folder(options.out))
+    print(f"wrote {options.out}")
+    return 0
+
+
+def _add_upcycle(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dense", type=Path, help="folder of a llama, mistral, qwen2 or qwen3 model")
+    parser.add_argument("out", type=Path, help="new folder")
+    parser.add_argument("--experts", type=int, required=True, help="experts of every layer, at least 2")
+    parser.add_argument("--top-k", type=int, required=True, help="experts that each token passes through")
+    parser.add_argument(
+        "--noise", type=float, required=True, help="noise on every expert, in standard deviations of each weight"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of noise and routers (0)")
+
+
+def _upcycle(options: argparse.Namespace) -> int:
+    from megatron_dppo.weights.upcycled_config import Upcycling
+    from megatron_dppo.weights.upcycling import upcycle_folder
+
+    settings = Upcycling(num_experts=options.experts, top_k=options.top_k, noise=options.noise, seed=options.seed)
+    model = upcycle_folder(options.dense, options.out, settings)
+    print(f"parameters: {model.parameters_before:,} before, {model.parameters_after:,} after")
+    print(f"wrote {options.out} ({model.model_type}, {settings.num_experts} experts, top-k {settings.top_k})")
+    if settings.top_k == 1:
+        print("note: with top-k 1 the weight of an expert is always 1: routers learn nothing, and Megatron refuses it")
+    return 0
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("in_folder")
+    parser.add_argument("out_folder")
+    parser.add_argument("--format", type=quantized_format, metavar="{fp8,int4}", required=True)
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16"), default="bf16", help="of what is not quantised; rollout.dtype of a run"
+    )
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from megatron_dppo.parallel.platform import DTYPES
+    from megatron_dppo.weights.quantized_folder import quantize_folder
+
+    target = _new_folder(options.out_folder)
+    count = quantize_folder(Path(options.in_folder), target, options.format, DTYPES[options.dtype])
+    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    print(f"wrote {target}: {count} of its weights in {options.format}, {size / 1e9:.3g} GB in all")
+    return 0
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    _add_layout(parser)
+    parser.add_argument("hf_folder")
+    parser.add_argument("--checkpoint")
+
+
+def _check(options: argparse.Namespace) -> int:
+    from megatron_dppo.weights.conversion import open_converter
+
+    with open_converter(options.hf_folder, _layout(options), options.dtype) as converter:
+        if options.checkpoint is None:
+            converter.load_hf()
+        else:
+            converter.load_megatron(Path(options.checkpoint))
+        problems = converter.problems()
+        error = converter.logprob_error()
+    bound = _LOGPROB_BOUNDS[options.dtype]
+    if error > bound:
+        problems.append(f"log-probabilities differ from transformers by {error:.1e}, more than {bound:.0e}")
+    print("\n".join(problems) or f"the same: every weight bit for bit, log-probabilities within {error:.1e}")
+    return 1 if problems else 0
+
+
+CONVERSIONS: Mapping[str, _Conversion] = {
+    "hf-to-megatron": _Conversion(
+        f"""A Hugging Face folder to a Megatron torch_dist checkpoint (weights only).
+
+{_TORCHRUN.format(8)} hf-to-megatron HF_FOLDER OUT_FOLDER \\
+    --expert-model-parallel-size 8
+""",
+        _add_hf_to_megatron,
+        _hf_to_megatron,
+    ),
+    "megatron-to-hf": _Conversion(
+        f"""A Megatron torch_dist checkpoint of any layout, converted or from training, to a Hugging Face folder.
+
+{_TORCHRUN.format(8)} megatron-to-hf CHECKPOINT HF_FOLDER OUT_FOLDER \\
+    --expert-model-parallel-size 8 [--quantize fp8]
+
+HF_FOLDER gives config.json and the tokenizer; its weights are read for a checkpoint of adapters alone (docs/lora.md).
+docs/precision.md says what the quantised formats are.
+""",
+        _add_megatron_to_hf,
+        _megatron_to_hf,
+    ),
+    "adapter": _Conversion(
+        """A run's adapters (RUN/hf-adapter) in the layout of PEFT 0.18 with transformers 5; see docs/lora.md.
+
+megatron-dppo convert adapter RUN/hf-adapter OUT
+""",
+        _add_adapter,
+        _adapter,
+    ),
+    "upcycle": _Conversion(
+        """A dense Hugging Face folder upcycled to a mixture of experts; see docs/checkpoints.md.
+
+megatron-dppo convert upcycle DENSE OUT --experts 4 --top-k 2 --noise 0.02
+""",
+        _add_upcycle,
+        _upcycle,
+    ),
+    "quantize": _Conversion(
+        """A Hugging Face folder in FP8, or its experts in INT4, for servers (rollout.servers.model).
+
+megatron-dppo convert quantize IN_FOLDER OUT_FOLDER --format fp8
+
+docs/precision.md says what the formats are. It is one pass over the weights on the CPU, at most one file of 5 GB in
+memory.
+""",
+        _add_quantize,
+        _quantize,
+    ),
+    "check": _Conversion(
+        f"""Check that a Hugging Face folder and Megatron's model of it are the same: names, shapes, bits, log-probs.
+
+{_TORCHRUN.format(2)} check HF_FOLDER [--checkpoint CHECKPOINT] \\
+    --expert-model-parallel-size 2
+
+Without --checkpoint the folder goes into Megatron and out again; with it, the checkpoint is compared with the folder.
+Exit code 0 = the same, 1 = not.
+""",
+        _add_check,
+        _check,
+    ),
+}
+"""Name on the command line -> conversion."""

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megatron_dppo import __version__
 from megatron_dppo.commands.answers import add_eval_arguments, add_generate_arguments, run_eval, run_generate
+from megatron_dppo.commands.convert import add_convert_arguments, run_convert
 from megatron_dppo.commands.diagnose.command import add_diagnose_arguments, run_diagnose
 from megatron_dppo.commands.doctor.command import add_doctor_arguments, run_doctor
 from megatron_dppo.commands.experiments.command import add_experiment_arguments, run_experiment
@@ -28,7 +29,7 @@ from megatron_dppo.commands.replay.command import add_replay_arguments, run_repl
 from megatron_dppo.commands.report import add_report_arguments, run_report
 from megatron_dppo.commands.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.commands.serve import add_serve_arguments, run_serve
-from megatron_dppo.commands.shipped import add_convert_arguments, add_examples_arguments, run_convert, run_examples
+from megatron_dppo.commands.shipped import add_examples_arguments, run_examples
 from megatron_dppo.errors import ConfigError, UserError
 
 
@@ -183,7 +184,7 @@ _COMMANDS = {
         _reported(run_examples),
     ),
     "convert": _Command(
-        "convert weights between Hugging Face and Megatron",
+        "convert weights: Hugging Face, Megatron, adapters, mixtures of experts, FP8",
         add_convert_arguments,
         _reported(run_convert),
         has_overrides=False,

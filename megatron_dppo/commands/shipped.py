@@ -1,13 +1,11 @@
-"""``megatron-dppo examples`` and ``megatron-dppo convert``: what comes with the package beside its code."""
+"""``megatron-dppo examples``: examples and launch scripts, which come with the package beside its code."""
 
 from __future__ import annotations
 
 import argparse
-import runpy
 import shutil
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo.commands.example_run import RUNNABLE, run_example
@@ -15,14 +13,6 @@ from megatron_dppo.config.run import MAX_SEED
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import disk_errors, shipped_folder
 
-TOOLS: Mapping[str, str] = {
-    "hf-to-megatron": "convert_hf_to_megatron.py",
-    "megatron-to-hf": "convert_megatron_to_hf.py",
-    "adapter": "convert_adapter.py",
-    "upcycle": "convert_upcycle.py",
-    "check": "check_conversion.py",
-}
-"""Name of a conversion -> its script in ``tools/``."""
 LAUNCH = "launch"
 _NOT_COPIED = shutil.ignore_patterns("__pycache__")
 
@@ -102,21 +92,3 @@ def _copy(source: Path, target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
             shutil.copytree(source, Path(folder) / target.name, ignore=_NOT_COPIED)
             (Path(folder) / target.name).rename(target)
-
-
-def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``convert``; all after the first are the conversion's own."""
-    parser.add_argument("conversion", choices=list(TOOLS), help="NAME --help has its arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the conversion")
-
-
-def run_convert(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run one of the conversion tools as it is; also under torchrun, for large models.
-
-    Raises:
-        SystemExit: with the tool's exit code.
-    """
-    script = shipped_folder("tools") / TOOLS[options.conversion]
-    sys.argv = [str(script), *options.arguments, *overrides]
-    runpy.run_path(str(script), run_name="__main__")
-    return 0

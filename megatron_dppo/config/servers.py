@@ -17,9 +17,9 @@ class ServersConfig(Section):
     urls: list[str] = Field(default_factory=list)
     """``http://HOST:PORT`` of each running server; empty = those that ``megatron-dppo serve`` starts by this file."""
     model: str | None = None
-    """A quantised copy of model.path, as ``tools/quantize_hf.py`` writes one, that the servers start with; each version
-    is quantised as that folder's config.json says (``weight_sync.method = "disk"``, ``docs/precision.md``). None =
-    model.path."""
+    """A quantised copy of model.path, as ``megatron-dppo convert quantize`` writes one, that the servers start with;
+    each version is quantised as that folder's config.json says (``weight_sync.method = "disk"``,
+    ``docs/precision.md``). None = model.path."""
     host: str = "127.0.0.1"
     """Where ``megatron-dppo serve`` starts servers."""
     port: int = Field(30000, gt=0, lt=65536)

@@ -75,7 +75,7 @@ def needs_of(config: Config, inputs: Inputs | None) -> Needs:
 
 _TAKEN = (
     f"taken are 'fp8' in blocks of {BLOCK} x {BLOCK} and 'compressed-tensors' INT4 in groups of {GROUP} "
-    "(pack-quantized), whose scales follow from the weights alone; tools/quantize_hf.py writes both"
+    "(pack-quantized), whose scales follow from the weights alone; megatron-dppo convert quantize writes both"
 )
 
 
@@ -118,7 +118,7 @@ def served_quantization(config: Config) -> Quantization | None:
     if not isinstance(settings, dict):
         raise ConfigError(
             f"{what} is not quantised: its config.json has no quantization_config. Remove it (servers then start with "
-            "model.path), or make a quantised folder with tools/quantize_hf.py"
+            "model.path), or make a quantised folder with megatron-dppo convert quantize"
         )
     form = _form(settings, what)
     names = quantized_names(_names(folder, what), form)
@@ -143,7 +143,8 @@ def check_served_model(config: Config) -> None:
         told = ", ".join(f"{name} {getattr(mine, name, None)!r}, {getattr(served, name, None)!r}" for name in differing)
         raise ConfigError(
             f"rollout.servers.model = {path!r} is another model than model.path = {config.model.path!r} "
-            f"({told or 'their layers or experts differ'}); make a quantised copy of it with tools/quantize_hf.py"
+            f"({told or 'their layers or experts differ'}); make a quantised copy of it with "
+            "megatron-dppo convert quantize"
         )
 
 

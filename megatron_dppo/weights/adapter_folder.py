@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import disk_errors, fsync
 from megatron_dppo.hf.folder import WeightStream, drain
 from megatron_dppo.parallel.objects import agreed, is_leader
@@ -93,6 +94,24 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[s
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         fsync(target.parent)
+
+
+def fuse_adapter(source: Path, target: Path) -> None:
+    """Write the adapters of a run in the layout of ``fused_experts``.
+
+    Args:
+        source: hf-adapter/ of a run.
+        target: new folder.
+
+    Raises:
+        CheckpointError: ``source`` has no adapters.
+        DiskError: the folder cannot be written.
+    """
+    weights = source / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise CheckpointError(f"{source} has no adapter_model.safetensors; name the hf-adapter/ of a run")
+    config = json.loads((source / "adapter_config.json").read_text())
+    write_adapter(target, *fused_experts(load_file(weights), config))
 
 
 def fused_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.commands.shipped import TOOLS
+from megatron_dppo.commands.convert import CONVERSIONS
 from tests.e2e.runs import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -88,5 +88,7 @@ def test_the_wheel_has_the_examples_the_launch_scripts_and_the_conversions(progr
     assert "chain_sum" in done([str(program), *example], tmp_path, PYTHONWARNINGS="ignore")
     assert os.access(tmp_path / "mine/launch/torchrun.sh", os.X_OK)
     done(["bash", "launch/torchrun.sh", "--help"], tmp_path / "mine", PYTHON=str(program.with_name("python")))
-    for conversion, script in TOOLS.items():
-        assert f"usage: {script}" in done([str(program), "convert", conversion, "--help"], tmp_path)
+    for conversion in CONVERSIONS:
+        assert f"usage: megatron-dppo convert {conversion}" in done(
+            [str(program), "convert", conversion, "--help"], tmp_path
+        )

@@ -1,15 +1,16 @@
-"""``megatron-dppo examples`` and ``convert`` from a checkout; from a wheel: tests/e2e/test_demo.py."""
+"""``megatron-dppo examples`` and ``convert``, from a checkout; from a wheel: tests/e2e/test_demo.py."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_dppo.commands.convert import CONVERSIONS
 from megatron_dppo.commands.main import main
-from megatron_dppo.commands.shipped import TOOLS
 from megatron_dppo.errors import UserError
 from megatron_dppo.files import shipped_folder
 
@@ -34,20 +35,35 @@ def test_examples_are_copied_and_nothing_is_overwritten(tmp_path: Path, capsys: 
     assert copied.read_text() == "mine" and not (tmp_path / "examples/losses").exists()
 
 
-@pytest.mark.parametrize("name", TOOLS)
-def test_a_conversion_is_the_tool_with_all_arguments(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "megatron_dppo"
-    tools = package / "shipped/tools"
-    tools.mkdir(parents=True)
-    (tools / TOOLS[name]).write_text("import sys\nassert __name__ == '__main__'\nsys.exit(len(sys.argv) * 10)\n")
-    monkeypatch.setattr("megatron_dppo.commands.shipped.shipped_folder", lambda folder: shipped_folder(folder, package))
-    monkeypatch.setattr(sys, "argv", ["before"])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_each_conversion_says_what_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["convert", name, "--help", "FROM", "--dtype", "fp32"])
-    assert ended.value.code == 50 and sys.argv[1:] == ["--help", "FROM", "--dtype", "fp32"]
-    assert (ROOT / "tools" / TOOLS[name]).is_file()
+        main(["convert", name, "--help"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and f"usage: megatron-dppo convert {name} " in printed
+    assert CONVERSIONS[name].description.splitlines()[0][:60] in printed
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("convert_hf_to_megatron", "hf-to-megatron"),
+        ("convert_megatron_to_hf", "megatron-to-hf"),
+        ("convert_adapter", "adapter"),
+        ("convert_upcycle", "upcycle"),
+        ("quantize_hf", "quantize"),
+        ("check_conversion", "check"),
+    ],
+)
+def test_the_scripts_of_earlier_versions_are_the_commands(
+    script: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr("megatron_dppo.commands.main.main", lambda arguments: calls.append(arguments) or 7)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "FROM", "--dtype", "fp32"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / f"{script}.py"), run_name="__main__")
+    assert ended.value.code == 7 and calls == [["convert", name, "FROM", "--dtype", "fp32"]]
 
 
 def test_a_folder_beside_an_installed_package_is_somebody_elses(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.commands import main as program
-from megatron_dppo.commands.convert import conversion_parser, parallel_of
 from megatron_dppo.commands.doctor.command import _Scrubber
 from megatron_dppo.commands.port.command import run_port
 from megatron_dppo.commands.replay.command import run_replay
@@ -156,10 +155,17 @@ def test_an_interrupt_and_a_reader_that_leaves_end_a_command_in_one_line(
     assert (process.stderr.read(), process.wait(60)) == (b"", 141)
 
 
-def test_messages_name_what_the_user_wrote(tmp_path: Path) -> None:
-    parser = conversion_parser(None)
-    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 0: expected a number of ranks, at least 1"):
-        parallel_of(parser.parse_args(["--tensor-model-parallel-size", "0"]))
+def test_messages_name_what_the_user_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conversion = ["convert", "hf-to-megatron", str(tmp_path), "OUT"]
+    for more, message in (
+        (
+            ["--tensor-model-parallel-size", "0"],
+            "--tensor-model-parallel-size 0: expected a number of ranks, at least 1",
+        ),
+        (["--experts", "4"], "unexpected argument '--experts'; see megatron-dppo convert hf-to-megatron --help"),
+    ):
+        assert program.main([*conversion, *more]) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"--servers http://\[::1: .*expected URLs as http://host:port"):
         _Scrubber({}, ["http://[::1"])
     model = json.loads((EXAMPLE / "model/config.json").read_text())

@@ -134,7 +134,7 @@ def test_settings_that_cannot_work_with_a_quantised_folder_are_refused(
 @pytest.mark.parametrize(
     ("form", "change", "problem"),
     [
-        (None, None, "is not quantised.*tools/quantize_hf.py"),
+        (None, None, "is not quantised.*megatron-dppo convert quantize"),
         ("fp8", {"weight_block_size": None}, "weight_block_size = None"),
         ("fp8", {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\]"),
         ("fp8", {"activation_scheme": "static"}, "activation_scheme = 'static'"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from megatron_dppo.commands.main import main
 from megatron_dppo.errors import CheckpointError, ConfigError, DiskError
 from megatron_dppo.hf.families import family_of
 from megatron_dppo.hf.folder import FolderWeights, build_hf_model, model_shape, read_hf_config
@@ -329,16 +328,12 @@ def test_a_failure_on_the_way_leaves_no_folder(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_tool_prints_parameters_and_the_folder(
-    originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_parameters_and_the_folder(
+    originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = str(ROOT / "tools/convert_upcycle.py")
     arguments = [str(originals / "qwen3"), str(tmp_path / "out"), "--experts", "4", "--noise", "0.02"]
     for top_k, code in (("5", 2), ("1", 0)):
-        monkeypatch.setattr(sys, "argv", [script, *arguments, "--top-k", top_k])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(script, run_name="__main__")
-        assert ended.value.code == code
+        assert main(["convert", "upcycle", *arguments, "--top-k", top_k]) == code
     printed = capsys.readouterr()
     assert "Expected --top-k from 1 to --experts (4), got 5" in printed.err
     before = sum(w.numel() for w in stored(originals / "qwen3").values())
