@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_what_a_rule_masks_is_counted_by_probability_and_by_word(benchmark: Any,
     assert found["grpo"]["share"] == pytest.approx(4 / 5)
     assert found["dppo_binary_tv"]["share"] == pytest.approx(2 / 5)
     edges = benchmark.EDGES
-    index = {(low, high): i for i, (low, high) in enumerate(itertools.pairwise(edges))}
+    index = {(low, high): i for i, (low, high) in enumerate(pairwise(edges))}
     rare, middle, sure = index[1e-3, 1e-2], index[0.3, 0.6], index[0.9, 0.99]
     assert [found[r]["bins"][rare] for r in ("grpo", "dppo_binary_tv")] == [1.0, 0.0]
     assert [found[r]["bins"][middle] for r in ("grpo", "dppo_binary_tv")] == [0.5, 0.5]
