@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,31 @@ from megatron_dppo.types import LossInputs
 
 CLIP = (0.2, 0.28)
 MISMATCH = (0.5, 2.0)
+KEYS_OF_SOME = {
+    "divergence": None,
+    "topk_eviction": False,
+    "direction": "sampled",
+    "ratio_cap": None,
+    "dual_clip": None,
+}
+"""Keys that not every loss has -> what the formulas read where a loss has none."""
 
 
-def plain_loss(x: LossInputs, c: LossConfig) -> tuple[Tensor, float]:
+class Keys:
+    """The keys of a loss."""
+
+    def __init__(self, config: LossConfig) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name in KEYS_OF_SOME:
+            return getattr(self._config, name, KEYS_OF_SOME[name])
+        return getattr(self._config, name)
+
+
+def plain_loss(x: LossInputs, config: LossConfig) -> tuple[Tensor, float]:
     """The aggregated loss, and the share of tokens with a signal that it drops."""
+    c = Keys(config)
     kept: list[bool] = []
     total = torch.zeros((), dtype=torch.float64)
     weights = token_weights(x, c)
@@ -40,13 +62,13 @@ def plain_loss(x: LossInputs, c: LossConfig) -> tuple[Tensor, float]:
     return total, kept.count(False) / len(kept)
 
 
-def _cap(c: LossConfig) -> float:
+def _cap(c: Keys) -> float:
     if isinstance(c.ratio_cap, float):
         return c.ratio_cap
     return 5.0 if c.ratio_cap is None and c.name.startswith("dppo_") else math.inf
 
 
-def token_weights(x: LossInputs, c: LossConfig) -> list[float]:
+def token_weights(x: LossInputs, c: Keys) -> list[float]:
     """1 / N, 1 / H, 1 / (S L) or 1 / (S H) for each token (docs/loss.md, "Aggregation")."""
     assert x.sequence_ids is not None
     ids = x.sequence_ids.tolist()
@@ -71,7 +93,7 @@ def probabilities(x: LossInputs, t: int) -> tuple[float, float, float]:
     return pi, mu, anchor
 
 
-def divergence(x: LossInputs, c: LossConfig, t: int) -> float:
+def divergence(x: LossInputs, c: Keys, t: int) -> float:
     """D of the token: binary or on the Top-K set, total variation or KL with mu first."""
     pi, mu, anchor = probabilities(x, t)
     kind = {"cppo": "tv", "trm": "kl"}.get(c.name, c.name[-2:])
@@ -88,7 +110,7 @@ def divergence(x: LossInputs, c: LossConfig, t: int) -> float:
     return sum(m * math.log(m / p) for p, m in pairs if m > 0)
 
 
-def used_slots(x: LossInputs, c: LossConfig, t: int) -> list[int]:
+def used_slots(x: LossInputs, c: Keys, t: int) -> list[int]:
     """The slots of the set, after eviction."""
     assert x.topk_valid is not None
     used = [slot for slot, valid in enumerate(x.topk_valid[t].tolist()) if valid]
@@ -103,7 +125,7 @@ def slot_pairs(x: LossInputs, t: int, used: list[int]) -> list[tuple[float, floa
     return [(math.exp(float(x.topk_logprobs[t, s])), math.exp(float(x.rollout_topk_logprobs[t, s]))) for s in used]
 
 
-def divergence_slope(x: LossInputs, c: LossConfig, t: int) -> float:
+def divergence_slope(x: LossInputs, c: Keys, t: int) -> float:
     """The derivative of the divergence of the buckets along e_k - pi, bucket by bucket."""
     assert x.topk_valid is not None and x.topk_other_square is not None and x.topk_other_logprob is not None
     used = used_slots(x, c, t)
@@ -124,14 +146,14 @@ def divergence_slope(x: LossInputs, c: LossConfig, t: int) -> float:
     return -sum(m / p * move for (p, m), move in zip(pairs, moves, strict=True) if m > 0)
 
 
-def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
+def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
     """``-A sg(min(r, C)) M log pi``, or with ``form = "ratio"`` ``-A min(r, C) M``."""
     pi, mu, anchor = probabilities(x, t)
     old = anchor if "recompute" in c.name or c.name == "minirl" else mu
     if c.name in ("grpo", "minirl"):
         low, high = c.clip_ratio_low or CLIP[0], c.clip_ratio_high or CLIP[1]
         outside = pi / old > 1 + high if advantage > 0 else pi / old < 1 - low
-    elif c.name in ("pg_is", "cispo", "drpo"):
+    elif c.name in ("pg_is", "cispo", "drpo", "sapo"):
         outside = False
     elif c.name == "trm":
         outside = not whole_sequence(x, c, t)
@@ -156,6 +178,10 @@ def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple
         assert x.rollout_logprobs is not None
         return True, -advantage * (x.logprobs[t] - x.rollout_logprobs[t].double()).exp().clamp(max=cap)
     weight = pi / mu
+    if c.name == "sapo":
+        steepness = c.gate_temperature_high if advantage > 0 else c.gate_temperature_low
+        gate = 1 / (1 + math.exp(-steepness * (weight - 1)))
+        weight *= 4 * gate * (1 - gate)
     if c.name == "drpo" and advantage:
         limit = c.divergence_threshold_high if advantage > 0 else c.divergence_threshold_low
         assert limit is not None
@@ -163,7 +189,7 @@ def masked_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple
     return True, -advantage * min(weight, cap) * x.logprobs[t]
 
 
-def centered_term(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
+def centered_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
     """``-A (f(r) log pi - sum over the head of residual_i log pi_i)`` for f = 1 or min(r, 2)."""
     assert x.topk_logprobs is not None and x.topk_valid is not None
     if c.mismatch == "mask_sequence" and not MISMATCH[0] <= math.exp(sum(sequence_log_ratios(x, t))) <= MISMATCH[1]:
@@ -198,7 +224,7 @@ def sequence_places(x: LossInputs, t: int) -> list[int]:
     return ((x.sequence_ids == x.sequence_ids[t]) & x.loss_mask).nonzero()[:, 0].tolist()
 
 
-def whole_sequence(x: LossInputs, c: LossConfig, t: int) -> bool:
+def whole_sequence(x: LossInputs, c: Keys, t: int) -> bool:
     """TRM: max and mean of KL(mu || pi), or of (log r)^2 / 2 and r - 1 - log r."""
     if c.divergence is None:
         ratios = sequence_log_ratios(x, t)
@@ -209,7 +235,7 @@ def whole_sequence(x: LossInputs, c: LossConfig, t: int) -> bool:
     return max(peaks) <= largest and sum(terms) / len(terms) <= mean
 
 
-def within_budget(x: LossInputs, c: LossConfig, t: int, advantage: float) -> bool:
+def within_budget(x: LossInputs, c: Keys, t: int, advantage: float) -> bool:
     """Algorithm 1 of arXiv 2606.10968, with the budget of its equation 22."""
     places = sequence_places(x, t)
     found = [divergence(x, c, place) for place in places]
@@ -229,7 +255,7 @@ def within_budget(x: LossInputs, c: LossConfig, t: int, advantage: float) -> boo
     raise AssertionError("t is not among its sequence's tokens")
 
 
-def surrogate(ratio: Tensor, c: LossConfig, advantage: float) -> tuple[bool, Tensor]:
+def surrogate(ratio: Tensor, c: Keys, advantage: float) -> tuple[bool, Tensor]:
     """PPO's pessimistic bound, and the dual clip below it."""
     low, high = c.clip_ratio_low or CLIP[0], c.clip_ratio_high or CLIP[1]
     r = float(ratio.detach())
@@ -240,13 +266,13 @@ def surrogate(ratio: Tensor, c: LossConfig, advantage: float) -> tuple[bool, Ten
     return keep, term
 
 
-def ppo_clip(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
+def ppo_clip(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
     """Ratio pi / mu."""
     assert x.rollout_logprobs is not None
     return surrogate((x.logprobs[t] - x.rollout_logprobs[t].double()).exp(), c, advantage)
 
 
-def ppo_decoupled(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
+def ppo_decoupled(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
     """Ratio pi / anchor, times anchor / mu limited to [0, 2]."""
     assert x.anchor_logprobs is not None
     _, mu, anchor = probabilities(x, t)
@@ -254,14 +280,14 @@ def ppo_decoupled(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tup
     return keep, min(anchor / mu, MISMATCH[1]) * term
 
 
-def gspo(x: LossInputs, c: LossConfig, t: int, advantage: float) -> tuple[bool, Tensor]:
+def gspo(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
     """Geometric mean of the ratios of the sequence, with the gradient of this token."""
     ratios = sequence_log_ratios(x, t)
     own = x.logprobs[t] - x.logprobs[t].detach()
     return surrogate((own + sum(ratios) / len(ratios)).exp(), c, advantage)
 
 
-TERMS: Mapping[str, Callable[[LossInputs, LossConfig, int, float], tuple[bool, Tensor]]] = {
+TERMS: Mapping[str, Callable[[LossInputs, Keys, int, float], tuple[bool, Tensor]]] = {
     "ppo_clip": ppo_clip,
     "ppo_decoupled": ppo_decoupled,
     "gspo": gspo,

@@ -34,6 +34,6 @@ def test_the_variants_do_drop_tokens(references: Path) -> None:
 
     dropped = read_reference(references, Case()).dropped
     kept_all = {name for name, share in dropped.items() if not share}
-    everything = {"pg_is", "cispo", "drpo", "score_centering", "own/centered", "own/penalised"}
+    everything = {"pg_is", "sapo", "cispo", "drpo", "score_centering", "own/centered", "own/penalised"}
     assert kept_all == everything, "a mask that drops nothing tests nothing"
     assert dropped["dppo_topk_tv/predictive"] != dropped["dppo_topk_tv"], "a direction that changes nothing"
