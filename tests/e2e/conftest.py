@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.shims  # noqa: F401
 from tests.e2e.runs import flags, from_base, train
 
 

@@ -1,0 +1,3 @@
+"""Settings of the tests with several processes."""
+
+import tests.shims  # noqa: F401
