@@ -18,7 +18,7 @@ from megatron_dppo.errors import ExtensionError
 from megatron_dppo.mcore.compat import extensions
 from megatron_dppo.mcore.compat.extensions import load_extension, missing_build_tools
 
-PACKAGE = Path(extensions.__file__).parents[1]
+PACKAGE = Path(extensions.__file__).parents[2]
 ANSWER = r"""
 #include <Python.h>
 static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(42); }

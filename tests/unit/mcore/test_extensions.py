@@ -14,7 +14,7 @@ from megatron_dppo.mcore.compat.extensions import load_extension, needs_extensio
 from megatron_dppo.mcore.compat.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 
-PACKAGE = Path(extensions.__file__).parents[1]
+PACKAGE = Path(extensions.__file__).parents[2]
 
 
 @pytest.mark.parametrize(
