@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, TASKS
-from megatron_dppo.commands.experiments.grid import PLACES, Run, merged, run_settings
+from megatron_dppo.commands.experiments.grid import PLACES, GridRun, merged, run_settings
 from megatron_dppo.commands.experiments.row import read_handed
 from megatron_dppo.commands.experiments.runner import make_base_at
 from megatron_dppo.commands.experiments.statistics import Row, band
@@ -200,10 +200,10 @@ class Figure:
     trains: bool = False
     """Whether the policy trains before it is compared."""
 
-    def run(self, mismatch: str, seed: int) -> Run:
+    def run(self, mismatch: str, seed: int) -> GridRun:
         """Return the run that a measurement belongs to."""
         base = merged(TASKS[TASK], self.settings)
-        return Run(TASK, LOSS, mismatch, seed, run_settings(base, LOSSES[LOSS], MISMATCHES[mismatch], seed))
+        return GridRun(TASK, LOSS, mismatch, seed, run_settings(base, LOSSES[LOSS], MISMATCHES[mismatch], seed))
 
 
 FIGURES: Mapping[str, Figure] = {
@@ -221,7 +221,7 @@ FIGURES: Mapping[str, Figure] = {
 }
 
 
-def measure(figure: Figure, run: Run, store: Store) -> dict[str, Any]:
+def measure(figure: Figure, run: GridRun, store: Store) -> dict[str, Any]:
     """Make the base model of the seed, train if the figure asks for it, and measure."""
     if run.weights != "none":
         require_modelopt(run.weights)
@@ -245,7 +245,7 @@ def measure(figure: Figure, run: Run, store: Store) -> dict[str, Any]:
     return {"bins": bins(scored), **masked_tokens(scored, lambda token: str(tokenizer.convert_ids_to_tokens(token)))}
 
 
-def known(rows: Sequence[Row], run: Run) -> dict[str, Any] | None:
+def known(rows: Sequence[Row], run: GridRun) -> dict[str, Any] | None:
     """Return the measurement of a run among rows, None if it is not there."""
     return next((row["tokens"] for row in rows if row.get("tokens") and row["settings"] == run.settings), None)
 

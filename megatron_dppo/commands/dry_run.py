@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megatron_dppo.config.describe import resolved_defaults
-from megatron_dppo.config.io import Read, dump_toml, unusable
+from megatron_dppo.config.io import LoadedConfig, dump_toml, unusable
 from megatron_dppo.config.layout import describe
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problems
@@ -15,7 +15,7 @@ from megatron_dppo.run.preflight import Start, find_problems
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
 
 
-def dry_run(path: str | Path, found: Read, world_size: int | None) -> int:
+def dry_run(path: str | Path, found: LoadedConfig, world_size: int | None) -> int:
     """Print the resolved configuration and what was checked; nothing is created.
 
     Args:

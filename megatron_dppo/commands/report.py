@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_dppo.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from megatron_dppo.report.page.build import Run
+    from megatron_dppo.report.page.build import ReportedRun
     from megatron_dppo.report.steps.tokens import Decode
 
 
@@ -73,12 +73,12 @@ def _is_finished(folder: Path) -> bool:
     return summary.stat().st_mtime_ns >= records.stat().st_mtime_ns
 
 
-def _opened(folder: Path) -> Run:
-    from megatron_dppo.report.page.build import Run
+def _opened(folder: Path) -> ReportedRun:
+    from megatron_dppo.report.page.build import ReportedRun
 
     if not folder.is_dir():
         raise ConfigError(f"{str(folder)!r} is no folder; expected the folder of a run (run.output_dir)")
-    return Run(folder, _decoder(folder))
+    return ReportedRun(folder, _decoder(folder))
 
 
 def _decoder(folder: Path) -> Decode | None:

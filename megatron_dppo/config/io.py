@@ -32,7 +32,7 @@ _ALIASES: dict[str, tuple[str, str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Read:
+class LoadedConfig:
     """A configuration file with overrides, and what is wrong with them."""
 
     config: Config | None
@@ -68,7 +68,7 @@ def unusable(path: str | Path, problems: Sequence[str]) -> ConfigError:
     return ConfigError(f"{path} cannot be used:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to: Path | None = None) -> Read:
+def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to: Path | None = None) -> LoadedConfig:
     """``load_config`` without giving up at what is wrong, for a report on everything else as well.
 
     Raises:
@@ -84,19 +84,19 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
     return _read_values(values, problems)
 
 
-def _read_values(values: dict[str, Any], problems: list[str]) -> Read:
+def _read_values(values: dict[str, Any], problems: list[str]) -> LoadedConfig:
     """Validate; put something else for what is wrong, and validate again, until nothing is wrong or nothing helps."""
     unsure: set[str] = set()
     while True:
         try:
-            return Read(Config.model_validate(values), problems, frozenset(unsure))
+            return LoadedConfig(Config.model_validate(values), problems, frozenset(unsure))
         except ValidationError as error:
             details = error.errors()
         # What is wrong with a section in which something else stands may be wrong because of that.
         told = [d for d in details if not unsure or (d["loc"] and d["loc"][0] not in unsure)]
         problems += [text for text in map(_explain, told) if text not in problems]
         if not any([_replace(values, detail["loc"]) for detail in details]):
-            return Read(None, problems, frozenset(unsure))
+            return LoadedConfig(None, problems, frozenset(unsure))
         unsure |= {str(d["loc"][0]) for d in details if d["loc"] and d["type"] != "extra_forbidden"}
 
 

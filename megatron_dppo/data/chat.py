@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.data.rows import Messages, Row
+from megatron_dppo.data.rows import DataRow, Messages
 from megatron_dppo.errors import CheckpointError, DataError
 
 _OURS = ("messages", "add_generation_prompt", "tokenize", "return_dict", "return_tensors")
@@ -41,7 +41,7 @@ class ChatOptions:
                     "spelling, or remove it"
                 )
 
-    def render(self, row: Row, tokenizer: Any) -> tuple[str, bool]:
+    def render(self, row: DataRow, tokenizer: Any) -> tuple[str, bool]:
         """The text of a row, and whether the template made it (it then holds its special tokens already).
 
         Raises:
@@ -62,12 +62,12 @@ class ChatOptions:
             )
         return row.prompt, False
 
-    def _wants_template(self, row: Row, tokenizer: Any) -> bool:
+    def _wants_template(self, row: DataRow, tokenizer: Any) -> bool:
         if self.apply is not None:
             return self.apply
         return isinstance(row.prompt, list) or (row.is_problem and bool(tokenizer.chat_template))
 
-    def _through_template(self, row: Row, tokenizer: Any) -> str:
+    def _through_template(self, row: DataRow, tokenizer: Any) -> str:
         if not tokenizer.chat_template:
             reason = "the prompt is a list of messages" if self.apply is None else "data.apply_chat_template = true"
             raise DataError(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.data import tasks as chain_sum
 from megatron_dppo.data.chat import ChatOptions
-from megatron_dppo.data.rows import Row, drop_duplicates, iter_rows
+from megatron_dppo.data.rows import DataRow, drop_duplicates, iter_rows
 from megatron_dppo.data.sources import HUB
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Prompt
@@ -72,7 +72,7 @@ Overlong = Literal["error", "drop", "truncate_left"]
 class LoadedRows:
     """The rows of one or several sources, duplicates removed, and how many there were before."""
 
-    rows: list[Row]
+    rows: list[DataRow]
     num_read: int
 
 
@@ -124,7 +124,7 @@ class PromptDataset:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[DataRow],
         tokenizer: Any,
         *,
         max_prompt_tokens: int,
@@ -213,12 +213,12 @@ def _too_long(prompt: Prompt, name: str, limit: int, key: str, max_new_tokens: i
     )
 
 
-def _as_task(prompt: Prompt, row: Row) -> Prompt:
+def _as_task(prompt: Prompt, row: DataRow) -> Prompt:
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     return replace(prompt, messages=tuple(messages), is_task=True)
 
 
-def _to_prompt(row: Row, tokenizer: Any, chat: ChatOptions) -> Prompt:
+def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions) -> Prompt:
     text, is_templated = chat.render(row, tokenizer)
     ids = tokenizer(text, add_special_tokens=not is_templated).input_ids
     if not ids:

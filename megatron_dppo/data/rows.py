@@ -37,7 +37,7 @@ Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One data row."""
 
     place: str
@@ -64,7 +64,7 @@ class RowLayout:
 
 def iter_rows(
     source: str, split: chain_sum.Split, prompt_key: str | None = None, label_key: str | None = None
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """The rows of one source, each checked.
 
     Args:
@@ -79,10 +79,10 @@ def iter_rows(
     """
     if source in TASKS:
         for i, (prompt, label) in enumerate(TASKS[source].rows(split)):
-            yield Row(f"{source.removeprefix(PREFIX)}/{split}:{i}", prompt, label)
+            yield DataRow(f"{source.removeprefix(PREFIX)}/{split}:{i}", prompt, label)
         return
     if source.startswith(reasoning_gym.PREFIX):
-        yield from (Row(*problem) for problem in reasoning_gym.problems(source, split))
+        yield from (DataRow(*problem) for problem in reasoning_gym.problems(source, split))
         return
     first: tuple[str, RowLayout] | None = None
     for place, record in read_records(source):
@@ -150,13 +150,13 @@ def _answer(text: str) -> str:
     return text.rpartition(_LAST_LINE)[2]
 
 
-def _parse_row(place: str, record: Mapping[str, Any], layout: RowLayout) -> Row:
+def _parse_row(place: str, record: Mapping[str, Any], layout: RowLayout) -> DataRow:
     label = require(place, record, layout.label_key) if layout.label_key else ""
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise DataError(f"{place}: field {layout.label_key!r} must be a string or a number, got {label!r}")
     text = label if isinstance(label, str) else text_of_number(place, layout.label_key, label)
     used = (layout.prompt_key, layout.label_key)
-    return Row(
+    return DataRow(
         place,
         require(place, record, layout.prompt_key),
         _answer(text) if layout.label_key in _ANSWER_COLUMNS else text,
@@ -169,7 +169,7 @@ _Key = tuple[Any, ...]
 """What the key is, where it counts if not everywhere, and its value."""
 
 
-def drop_duplicates(rows: Iterable[Row], mode: str) -> tuple[list[Row], int]:
+def drop_duplicates(rows: Iterable[DataRow], mode: str) -> tuple[list[DataRow], int]:
     """The first row of each problem, in order, and how many rows there were.
 
     Args:
@@ -180,8 +180,8 @@ def drop_duplicates(rows: Iterable[Row], mode: str) -> tuple[list[Row], int]:
     Raises:
         DataError: two rows of one problem with different labels, or a row without the column.
     """
-    kept: list[Row] = []
-    seen: dict[_Key, Row] = {}
+    kept: list[DataRow] = []
+    seen: dict[_Key, DataRow] = {}
     count = 0
     for row in rows:
         count += 1
@@ -197,7 +197,7 @@ def drop_duplicates(rows: Iterable[Row], mode: str) -> tuple[list[Row], int]:
     return kept, count
 
 
-def _contradiction(row: Row, earlier: Row, key: _Key) -> str:
+def _contradiction(row: DataRow, earlier: DataRow, key: _Key) -> str:
     what = "the same prompt" if key[0] == "prompt" else f"{key[0]} = {key[-1]}"
     return (
         f"{row.place}: the label {row.label!r} contradicts {earlier.place}, a row of the same problem ({what}) "
@@ -206,7 +206,7 @@ def _contradiction(row: Row, earlier: Row, key: _Key) -> str:
     )
 
 
-def _keys(row: Row, mode: str) -> list[_Key]:
+def _keys(row: DataRow, mode: str) -> list[_Key]:
     """What identifies the problem; rows that share one of these are duplicates."""
     if mode == "off":
         return []

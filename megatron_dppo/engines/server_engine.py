@@ -11,7 +11,7 @@ from megatron_dppo.engines.answers import AnswerProcesses
 from megatron_dppo.engines.servers import responder as prompt_routes
 from megatron_dppo.engines.servers.contract import Contract, checked
 from megatron_dppo.engines.servers.pool import PoolCounts, ServerPool
-from megatron_dppo.engines.servers.responder import LoopThread, PromptRoutes, Responder, Sample
+from megatron_dppo.engines.servers.responder import InFlightResponse, LoopThread, PromptRoutes, Responder
 from megatron_dppo.hf.folder import end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
@@ -76,7 +76,7 @@ class ServerEngine:
         )
         self._responder = Responder(self._pool, tokenizer, self._end, function)
         self._held: dict[int, GroupState] = {}
-        self._under_way: dict[int, list[Sample]] = {}
+        self._under_way: dict[int, list[InFlightResponse]] = {}
         self._paused = False
         self._thread = LoopThread("rollout")
 
@@ -192,16 +192,20 @@ class ServerEngine:
             return None
         return PromptRoutes(self._pool, group.prompt, params, self._routing, self._end)
 
-    def _sample(self, prompt: Prompt, params: SamplingParams, index: int, routes: PromptRoutes | None = None) -> Sample:
+    def _sample(
+        self, prompt: Prompt, params: SamplingParams, index: int, routes: PromptRoutes | None = None
+    ) -> InFlightResponse:
         if params.routed_experts and self._routing is None:
             raise ValueError("SamplingParams.routed_experts = True, but the model of the servers has no experts")
         if params.router_weights:
             raise ValueError("SamplingParams.router_weights = True, but servers return no combine weights of routers")
         routing = self._routing if params.routed_experts else None
         response = GrowingResponse(prompt.start, routing=routing, columns=asked_columns(params))
-        return Sample(prompt, response, params, index, routes)
+        return InFlightResponse(prompt, response, params, index, routes)
 
-    async def _until(self, groups: Sequence[Sequence[Sample]], futures: Sequence[Sampled], enough: int) -> None:
+    async def _until(
+        self, groups: Sequence[Sequence[InFlightResponse]], futures: Sequence[Sampled], enough: int
+    ) -> None:
         """Run until ``enough`` groups are complete, and stop the others; a future is set when its group is complete."""
         running = {s: asyncio.create_task(self._responder.complete(s)) for group in groups for s in group}
         waiting = {asyncio.gather(*(running[s] for s in groups[i])): i for i in range(len(groups))}
@@ -225,7 +229,7 @@ class ServerEngine:
         for group, future in zip(groups, futures, strict=True):
             _settle(group, future)
 
-    async def _stop(self, running: Mapping[Sample, asyncio.Task[None]]) -> None:
+    async def _stop(self, running: Mapping[InFlightResponse, asyncio.Task[None]]) -> None:
         for sample, task in running.items():
             sample.stopping = True
             if not self._pool.was_sent(sample.request_id):
@@ -245,14 +249,14 @@ class ServerEngine:
             self._pool.proceed()
 
 
-def _take(sample: Sample, state: Completion | PartialResponse) -> None:
+def _take(sample: InFlightResponse, state: Completion | PartialResponse) -> None:
     if isinstance(state, Completion):
         sample.completion = state
     else:
         sample.response.take(state)
 
 
-def _settle(group: Sequence[Sample], future: Sampled) -> None:
+def _settle(group: Sequence[InFlightResponse], future: Sampled) -> None:
     completions = [sample.completion for sample in group if sample.completion is not None]
     if len(completions) == len(group) and not future.done():
         future.set_result(completions)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatron_dppo.head.checks import check_sets, check_slots
 from megatron_dppo.head.row_plan import RowPlan
-from megatron_dppo.head.rows import Head
+from megatron_dppo.head.rows import VocabShard
 from megatron_dppo.types import TokenTargets
 
 
-class Columns(NamedTuple):
+class RowColumns(NamedTuple):
     """Of some rows, by token."""
 
     targets: TokenTargets
@@ -25,7 +25,7 @@ class Columns(NamedTuple):
     """[n, K] index in this shard, -1 = not of this shard or an unused slot"""
 
     @classmethod
-    def of(cls, head: Head, targets: TokenTargets, plan: RowPlan | None, vocab_size: int) -> Columns:
+    def of(cls, head: VocabShard, targets: TokenTargets, plan: RowPlan | None, vocab_size: int) -> RowColumns:
         """Of all rows of the plan.
 
         Raises:
@@ -38,10 +38,10 @@ class Columns(NamedTuple):
         ids, valid = looked_up_ids(targets)
         return cls(targets, head.local(targets.labels), ids, valid, None if ids is None else head.local(ids, valid))
 
-    def select(self, rows: Tensor | slice) -> Columns:
+    def select(self, rows: Tensor | slice) -> RowColumns:
         """Some of the rows."""
         ids, valid, local_ids = (None if column is None else column[rows] for column in self[2:])
-        return Columns(self.targets.select(rows), self.labels[rows], ids, valid, local_ids)
+        return RowColumns(self.targets.select(rows), self.labels[rows], ids, valid, local_ids)
 
 
 def looked_up_ids(targets: TokenTargets) -> tuple[Tensor | None, Tensor | None]:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_dppo.head.mixed_gemm import WeightGradient, is_half
 from megatron_dppo.head.row_plan import Rows, gradient_rows
-from megatron_dppo.head.rows import Head
+from megatron_dppo.head.rows import VocabShard
 
 
 class HeadGradient:
@@ -33,7 +33,7 @@ class HeadGradient:
 
     def __init__(
         self,
-        head: Head,
+        head: VocabShard,
         rows: Rows,
         hidden: Tensor,
         needed: tuple[bool, bool, bool],

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.checks import check_ids
-from megatron_dppo.head.columns import Columns, looked_up_ids
+from megatron_dppo.head.columns import RowColumns, looked_up_ids
 from megatron_dppo.head.gradient import HeadGradient, attach_gradient, check_rest, checked_main_grad
-from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size, chunks_in_flight
-from megatron_dppo.head.rows import Head, RowTotals, SlotGradient, gather_shards, merge
+from megatron_dppo.head.row_plan import RowChunk, RowPlan, Rows, chunk_size, chunks_in_flight
+from megatron_dppo.head.rows import RowTotals, SlotGradient, VocabShard, gather_shards, merge
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs
 from megatron_dppo.head.sums import joined, merge_narrow, narrow, reduce_slots
 from megatron_dppo.head.teacher import COLUMNS, Lesson, Teaching, add_, with_lesson
@@ -81,9 +81,9 @@ def dppo_head_loss(
             does not fit. After them: the loss has a gradient in a row without one in the plan. In backward: a second.
     """
     _check_needs(needs)
-    head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
+    head = VocabShard.of(hidden, weight, bias, group, vocab_size, temperature)
     check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
-    columns, rows = Columns.of(head, targets, plan, vocab_size), Rows.of(hidden, plan)
+    columns, rows = RowColumns.of(head, targets, plan, vocab_size), Rows.of(hidden, plan)
     teaching = None if lesson is None else Teaching(lesson, head, rows, vocab_size, targets)
     main_grad, models = checked_main_grad(weight, accumulate_main_grad), 1 if teaching is None else 2
     gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad, grad_scale, models)
@@ -98,7 +98,7 @@ def _check_needs(needs: LossNeeds) -> None:
 
 
 def _gradient(
-    head: Head,
+    head: VocabShard,
     rows: Rows,
     hidden: Tensor,
     weight: Tensor,
@@ -124,10 +124,10 @@ def _needed(tensor: Tensor | None) -> bool:
 class _Run:
     """One call."""
 
-    head: Head
+    head: VocabShard
     rows: Rows
     hidden: Tensor
-    columns: Columns
+    columns: RowColumns
     """of the rows of the plan"""
     loss: LossFunction
     needs: LossNeeds
@@ -158,8 +158,8 @@ class _Run:
 class _Pending:
     """A chunk whose statistics are under way."""
 
-    chunk: Chunk
-    columns: Columns
+    chunk: RowChunk
+    columns: RowColumns
     logits: Tensor
     mine: Tensor
     """this shard's row statistics; exponentials may have replaced the logits"""
@@ -173,7 +173,7 @@ class _Pending:
 def _pending(run: _Run) -> Iterator[_Pending]:
     """The chunks in order, each after the GEMM of the next one was started if two are in flight; an empty one if there
     are no rows."""
-    chunks = list(run.rows.chunks(run.gradient.chunk)) or [Chunk(0, 0, 0)]
+    chunks = list(run.rows.chunks(run.gradient.chunk)) or [RowChunk(0, 0, 0)]
     number = min(run.in_flight, len(chunks))
     rows, taught = min(run.gradient.chunk, run.rows.count), run.teaching
     buffers = [(run.head.new_logits(rows), None if taught is None else taught.new_logits(rows)) for _ in range(number)]
@@ -185,7 +185,7 @@ def _pending(run: _Run) -> Iterator[_Pending]:
     yield from started
 
 
-def _start(run: _Run, chunk: Chunk, buffer: Tensor, teacher_buffer: Tensor | None) -> _Pending:
+def _start(run: _Run, chunk: RowChunk, buffer: Tensor, teacher_buffer: Tensor | None) -> _Pending:
     head = run.head
     hidden = run.rows.take(run.hidden, chunk.start, chunk.stop)
     columns = run.columns.select(slice(chunk.start, chunk.stop))
@@ -242,7 +242,7 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
     return output
 
 
-def _slots(columns: Columns, of_ids: Tensor | None, part: slice) -> SlotGradient | None:
+def _slots(columns: RowColumns, of_ids: Tensor | None, part: slice) -> SlotGradient | None:
     if of_ids is None or columns.local_ids is None:
         return None
     return SlotGradient(columns.local_ids[part], of_ids[part])

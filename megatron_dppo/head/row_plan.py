@@ -64,7 +64,7 @@ class RowPlan:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """Some rows of the plan, one after the other."""
 
     start: int
@@ -127,12 +127,12 @@ class Rows:
             return whole
         return whole.index_copy_(0, self.plan.rows[: len(values)], values)
 
-    def chunks(self, size: int, stop: int | None = None) -> Iterator[Chunk]:
+    def chunks(self, size: int, stop: int | None = None) -> Iterator[RowChunk]:
         """The rows up to ``stop`` (None = all) in chunks of ``size``, the last one shorter."""
         end = self.count if stop is None else stop
         for start in range(0, end, size):
             last = min(start + size, end)
-            yield Chunk(start, last, min(max(self.num_gradient - start, 0), last - start))
+            yield RowChunk(start, last, min(max(self.num_gradient - start, 0), last - start))
 
 
 def chunk_size(given: int | None, rows: Rows, weight: Tensor, in_flight: int = 1, ranks: int = 1) -> int:

@@ -93,7 +93,7 @@ class RowTotals(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Head:
+class VocabShard:
     """This rank's shard of the output layer, and where it lies in the vocabulary."""
 
     weight: Tensor
@@ -115,7 +115,7 @@ class Head:
         group: ProcessGroup | None,
         vocab_size: int,
         temperature: float,
-    ) -> Head:
+    ) -> VocabShard:
         """Check the arguments, the same on every rank.
 
         Raises:

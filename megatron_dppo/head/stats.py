@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.checks import check_ids, check_sets
 from megatron_dppo.head.gradient import HeadGradient, checked_main_grad, mark_added
-from megatron_dppo.head.row_plan import Chunk, RowPlan, Rows, chunk_size
-from megatron_dppo.head.rows import Head, RowTotals, SlotGradient, gather_shards, merge
+from megatron_dppo.head.row_plan import RowChunk, RowPlan, Rows, chunk_size
+from megatron_dppo.head.rows import RowTotals, SlotGradient, VocabShard, gather_shards, merge
 from megatron_dppo.head.vocab_topk import shard_topk
 from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, TokenTargets
 
@@ -120,7 +120,7 @@ def vocab_parallel_head_stats(
             assertion, as for the next), a valid id stands twice in its row, there are more ids than the vocabulary
             has, a label is outside its kept set, or ``main_grad`` does not fit.
     """
-    head = Head.of(hidden, weight, bias, group, vocab_size, temperature)
+    head = VocabShard.of(hidden, weight, bias, group, vocab_size, temperature)
     rows = Rows.of(hidden, plan)
     check_ids(len(hidden), labels, ids, ids_valid, vocab_size, None if plan is None else plan.rows)
     if not 0 <= topk <= vocab_size:
@@ -160,7 +160,7 @@ def loss_inputs(targets: TokenTargets, statistics: HeadStatistics, vocab_size: i
 class _Call:
     """What both directions need besides the tensors."""
 
-    head: Head
+    head: VocabShard
     rows: Rows
     weight: Tensor
     """the parameter itself, for its attributes"""
@@ -172,10 +172,10 @@ class _Call:
     chunk: int
 
     def statistics_columns(self, ids: Tensor | None) -> int:
-        """Numbers of a row that ``Head.statistics`` gives for ``ids [n, K]``."""
+        """Numbers of a row that ``VocabShard.statistics`` gives for ``ids [n, K]``."""
         return 4 + self.needs.other_square + (0 if ids is None else ids.shape[1])
 
-    def logits(self, hidden: Tensor, chunk: Chunk, out: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, chunk: RowChunk, out: Tensor) -> Tensor:
         """``[n, W]`` of a chunk of the rows of ``hidden [T, H]``."""
         kept = None if self.kept is None else self.kept[chunk.start : chunk.stop]
         return self.head.logits(self.rows.take(hidden, chunk.start, chunk.stop), out, kept)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.head.row_plan import Chunk, Rows
-from megatron_dppo.head.rows import Head, RowTotals
+from megatron_dppo.head.row_plan import RowChunk, Rows
+from megatron_dppo.head.rows import RowTotals, VocabShard
 from megatron_dppo.types import Divergence, LossOutput, Metric, TokenTargets
 
 _LOG_ZERO = -1e4
@@ -182,9 +182,9 @@ class Teaching:
         ValueError: the two do not fit each other, or a row that is computed has no gradient by the plan.
     """
 
-    def __init__(self, lesson: Lesson, student: Head, rows: Rows, vocab_size: int, targets: TokenTargets) -> None:
+    def __init__(self, lesson: Lesson, student: VocabShard, rows: Rows, vocab_size: int, targets: TokenTargets) -> None:
         hidden, weight, self._divergence = lesson
-        self._head = Head.of(hidden, weight, None, student.group, vocab_size, student.temperature)
+        self._head = VocabShard.of(hidden, weight, None, student.group, vocab_size, student.temperature)
         if len(hidden) != rows.length or len(weight) != len(student.weight) or self._head.dtype != student.dtype:
             raise ValueError(
                 f"the teacher has {len(hidden)} rows and {len(weight)} entries of the vocabulary in "
@@ -201,7 +201,7 @@ class Teaching:
         """Memory for the teacher's logits of ``rows`` rows."""
         return self._head.new_logits(rows)
 
-    def start(self, chunk: Chunk, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    def start(self, chunk: RowChunk, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """The teacher's logits ``[n, W]`` of a chunk, and the ``[n, COLUMNS]`` that are gathered."""
         logits = self._head.logits(self._rows.take(self._hidden, chunk.start, chunk.stop), buffer)
         return logits, shard_totals(logits, self._head.own, self._head.temperature)

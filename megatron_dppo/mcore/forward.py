@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.teacher import Lesson
 from megatron_dppo.losses import Objective
-from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, Head, hidden_states_only
+from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, OutputHead, hidden_states_only
 from megatron_dppo.mcore.layer_noise import NoiseOf
-from megatron_dppo.mcore.row import Row, SeenRow, seen_row
+from megatron_dppo.mcore.row import MicroBatchRow, SeenRow, seen_row
 from megatron_dppo.types import Metric, MicroBatch
 
 _R = TypeVar("_R")
@@ -28,7 +28,7 @@ _R = TypeVar("_R")
 def forward_backward(
     chunks: Sequence[Any],
     batches: Sequence[MicroBatch],
-    head: Head,
+    head: OutputHead,
     objective: Objective,
     cp_group: ProcessGroup | None = None,
     lessons: Sequence[Lesson] = (),
@@ -47,7 +47,7 @@ def forward_backward(
         The metrics of each micro-batch; empty on all but the last pipeline stage.
     """
 
-    def loss_function(row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Metric]]:
+    def loss_function(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Metric]]:
         output = head.loss(hidden, row, objective)
         if seen is not None:
             seen.append(seen_row(output, row))
@@ -59,7 +59,7 @@ def forward_backward(
 
 @torch.no_grad()
 def forward_logprobs(
-    chunks: Sequence[Any], batches: Sequence[MicroBatch], head: Head, cp_group: ProcessGroup | None = None
+    chunks: Sequence[Any], batches: Sequence[MicroBatch], head: OutputHead, cp_group: ProcessGroup | None = None
 ) -> list[Tensor]:
     """Log-probabilities ``[T]`` of the labels of each micro-batch, 0 where it has no loss.
 
@@ -72,7 +72,7 @@ def forward_logprobs(
 def forward_readings(
     chunks: Sequence[Any],
     batches: Sequence[MicroBatch],
-    read: Callable[[Row, Tensor], _R],
+    read: Callable[[MicroBatchRow, Tensor], _R],
     cp_group: ProcessGroup | None = None,
 ) -> list[_R]:
     """What ``read`` makes of each micro-batch's row and hidden states; empty on all but the last pipeline stage."""
@@ -83,9 +83,9 @@ def _read(
     chunks: Sequence[Any],
     batches: Sequence[MicroBatch],
     cp_group: ProcessGroup | None,
-    read: Callable[[Row, Tensor], Any],
+    read: Callable[[MicroBatchRow, Tensor], Any],
 ) -> list[Any]:
-    def collect(row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def collect(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
         count = torch.tensor(0, dtype=torch.int, device=hidden.device)
         return hidden.new_zeros(()), count, read(row, hidden)
 
@@ -95,17 +95,17 @@ def _read(
 
 def _rows(
     chunks: Sequence[Any], cp_group: ProcessGroup | None, skips_zero_advantage: bool, noise: NoiseOf | None = None
-) -> Callable[[MicroBatch, Lesson | None], Row]:
+) -> Callable[[MicroBatch, Lesson | None], MicroBatchRow]:
     device = next(chunks[0].parameters()).device
 
-    def make(batch: MicroBatch, lesson: Lesson | None) -> Row:
-        row = Row.of(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage, noise=noise)
+    def make(batch: MicroBatch, lesson: Lesson | None) -> MicroBatchRow:
+        row = MicroBatchRow.of(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage, noise=noise)
         return row if lesson is None else replace(row, lesson=lesson)
 
     return make
 
 
-def _forward_step(loss_function: Callable[..., Any], data: Iterator[Row], model: Any) -> tuple[Tensor, Any]:
+def _forward_step(loss_function: Callable[..., Any], data: Iterator[MicroBatchRow], model: Any) -> tuple[Tensor, Any]:
     row = next(data)
     extra: dict[str, Any] = {"output_processor": hidden_states_only} if HAS_OUTPUT_PROCESSOR else {}
     if any(isinstance(each, Float16Module) for each in (model, getattr(model, "module", None))):
@@ -123,7 +123,7 @@ def _forward_step(loss_function: Callable[..., Any], data: Iterator[Row], model:
 def _run_schedule(
     chunks: Sequence[Any],
     batches: Sequence[MicroBatch],
-    make: Callable[[MicroBatch, Lesson | None], Row],
+    make: Callable[[MicroBatch, Lesson | None], MicroBatchRow],
     loss_function: Callable[..., Any],
     *,
     forward_only: bool,

@@ -28,7 +28,7 @@ from megatron_dppo.head.teacher import Lesson, with_lesson
 from megatron_dppo.head.vocab_logprobs import shard_range
 from megatron_dppo.head.vocab_topk import keep_only, vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.losses import SUPERVISED, Objective, no_policy_loss
-from megatron_dppo.mcore.row import Row
+from megatron_dppo.mcore.row import MicroBatchRow
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, LossOutput, Metric, TokenTargets
 
@@ -71,7 +71,7 @@ class TokenReadings(NamedTuple):
     """[T, K] of the policy's own Top-K by rank; None without"""
 
 
-class Head:
+class OutputHead:
     """Hidden states of a micro-batch to per-token statistics or to the loss, over the vocabulary-parallel group.
 
     Args:
@@ -89,12 +89,12 @@ class Head:
         self._group = tp_group
         self._common: dict[str, Any] = {"group": tp_group, "vocab_size": vocab_size, "temperature": temperature}
 
-    def at_temperature(self, temperature: float) -> Head:
+    def at_temperature(self, temperature: float) -> OutputHead:
         """The same output layer at another temperature."""
         vocab_size = self._common["vocab_size"]
-        return Head(self._model, self._group, vocab_size, temperature, fused=self._fused)
+        return OutputHead(self._model, self._group, vocab_size, temperature, fused=self._fused)
 
-    def loss(self, hidden: Tensor, row: Row, objective: Objective) -> LossOutput:
+    def loss(self, hidden: Tensor, row: MicroBatchRow, objective: Objective) -> LossOutput:
         """The loss of this rank's ``hidden [1, T, H]``.
 
         Context-parallel ranks either take the loss of their own tokens, or, where it needs whole sequences, all compute
@@ -112,7 +112,7 @@ class Head:
         taught = self._in_one_pass(hidden, row, no_policy_loss, NO_NEEDS)
         return with_lesson(output, taught.loss_sum, taught.metrics)
 
-    def _in_one_pass(self, hidden: Tensor, row: Row, loss: LossFunction, needs: LossNeeds) -> LossOutput:
+    def _in_one_pass(self, hidden: Tensor, row: MicroBatchRow, loss: LossFunction, needs: LossNeeds) -> LossOutput:
         """A loss of single tokens, and the divergence from the teacher where there is one."""
         return dppo_head_loss(
             self._whole(hidden),
@@ -136,7 +136,7 @@ class Head:
             hidden = parts
         return lesson._replace(hidden=hidden)
 
-    def statistics(self, hidden: Tensor, row: Row, objective: Objective = SUPERVISED) -> LossInputs:
+    def statistics(self, hidden: Tensor, row: MicroBatchRow, objective: Objective = SUPERVISED) -> LossInputs:
         """The inputs of a loss over the whole row, with the gradients that it needs; 0 where the row has no loss."""
         check_slots(row.batch, None)
         found = self._fused_statistics(hidden, row, objective) if self._fused else self._plain(hidden, row)
@@ -148,7 +148,7 @@ class Head:
             found = _gather_row(found, row.shard)
         return loss_inputs(row.batch, found, self._common["vocab_size"])
 
-    def readings(self, hidden: Tensor, row: Row) -> TokenReadings:
+    def readings(self, hidden: Tensor, row: MicroBatchRow) -> TokenReadings:
         """What engines are compared with, over the whole row."""
         found, raw = self.statistics(hidden, row), self.at_temperature(1.0).statistics(hidden, row)
         if found.topk_logprobs is None or raw.topk_logprobs is None:
@@ -173,7 +173,7 @@ class Head:
         options: dict[str, Any] = {"ids": ids, "ids_valid": valid, "kept": kept, **self._common}
         return vocab_parallel_head_stats(rows, self.weight(), labels, **options)
 
-    def _best(self, hidden: Tensor, row: Row, k: int) -> Tensor:
+    def _best(self, hidden: Tensor, row: MicroBatchRow, k: int) -> Tensor:
         """``[T, k]`` log-probabilities of the policy's own Top-K."""
         if self._fused:
             whole, weight = self._whole(hidden), self.weight()
@@ -195,7 +195,7 @@ class Head:
         first, width = shard_range(logits, **self._common)
         return keep_only(logits, own.kept.ids, own.kept.counts, first, width)
 
-    def _fused_statistics(self, hidden: Tensor, row: Row, objective: Objective) -> HeadStatistics:
+    def _fused_statistics(self, hidden: Tensor, row: MicroBatchRow, objective: Objective) -> HeadStatistics:
         ids = _topk_ids(row.own)
         return vocab_parallel_head_stats(
             self._whole(hidden),
@@ -210,7 +210,7 @@ class Head:
             **self._common,
         )
 
-    def _plain(self, hidden: Tensor, row: Row) -> HeadStatistics:
+    def _plain(self, hidden: Tensor, row: MicroBatchRow) -> HeadStatistics:
         ids = None if row.own.rollout_topk_ids is None else row.own.rollout_topk_ids.long()
         found = vocab_parallel_statistics(
             self._logits(hidden, row.own),

@@ -21,7 +21,7 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.bridge import ADAPTERS, StageTensors, all_gather, global_names
-from megatron_dppo.mcore.lora_layer import PARTS, LinearAdapter, Part, Place
+from megatron_dppo.mcore.lora_layer import PARTS, AdaptedWeight, LinearAdapter, Part
 from megatron_dppo.parallel.groups import ParallelGroups
 
 _DRAWN = 0.25
@@ -186,7 +186,7 @@ class Lora:
                     yield from self._whole(place, projection, part, value)
 
     def _whole(
-        self, place: Place, projection: str, part: Part, value: Callable[[Tensor], Tensor]
+        self, place: AdaptedWeight, projection: str, part: Part, value: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         whole = self._stages.fetch(place.key(projection, part), value)
         if place.is_split(part):
@@ -199,15 +199,15 @@ class Lora:
             yield _peft_name(place, projection, part, expert), own
 
 
-def _places(shape: ModelShape, targets: frozenset[str]) -> Iterator[Place]:
+def _places(shape: ModelShape, targets: frozenset[str]) -> Iterator[AdaptedWeight]:
     """Every weight with adapters of the whole model, in the order of the network; all experts' of a layer are one."""
     for rule, layer, expert in mapping.parameters(shape, tied=True):
-        place = Place(rule, layer, targets, shape)
+        place = AdaptedWeight(rule, layer, targets, shape)
         if expert == 0 and place.hf_names():
             yield place
 
 
-def _peft_name(place: Place, projection: str, part: Part, expert: int = 0) -> str:
+def _peft_name(place: AdaptedWeight, projection: str, part: Part, expert: int = 0) -> str:
     return f"{PEFT_PREFIX}{place.hf_names(expert)[projection]}.lora_{part}.weight"
 
 

@@ -41,7 +41,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True)
-class Place:
+class AdaptedWeight:
     """One Megatron weight that has adapters, or all experts' of a layer."""
 
     rule: Rule
@@ -87,7 +87,7 @@ class LinearAdapter(Module):
 
     def __init__(
         self,
-        place: Place,
+        place: AdaptedWeight,
         weight: Tensor,
         experts: range,
         config: LoraConfig,

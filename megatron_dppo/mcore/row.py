@@ -18,7 +18,7 @@ from megatron_dppo.types import LossOutput, MicroBatch, TokenTargets
 
 
 @dataclass(frozen=True)
-class Row:
+class MicroBatchRow:
     """One micro-batch, and the share of it that this context-parallel rank computes."""
 
     batch: MicroBatch
@@ -41,7 +41,7 @@ class Row:
         *,
         skips_zero_advantage: bool,
         noise: NoiseOf | None = None,
-    ) -> Row:
+    ) -> MicroBatchRow:
         """Move to ``device``; share and plan are found before that, on the host."""
         shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
         index = None if shard is None else shard.index
@@ -68,7 +68,7 @@ class SeenRow(NamedTuple):
 
 
 @torch.no_grad()
-def seen_row(output: LossOutput, row: Row) -> SeenRow:
+def seen_row(output: LossOutput, row: MicroBatchRow) -> SeenRow:
     """Of the whole row, on every context-parallel rank; a collective of them.
 
     Raises:

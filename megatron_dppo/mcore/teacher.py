@@ -20,12 +20,12 @@ from megatron_dppo.head.teacher import Lesson
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.forward import forward_logprobs, forward_readings
-from megatron_dppo.mcore.head import Head
+from megatron_dppo.mcore.head import OutputHead
 from megatron_dppo.mcore.host_memory import AwayModel, to_host
 from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.optim import in_half
 from megatron_dppo.mcore.router_replay import without_routes
-from megatron_dppo.mcore.row import Row
+from megatron_dppo.mcore.row import MicroBatchRow
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import Divergence, MicroBatch
@@ -78,7 +78,7 @@ class Teacher:
         for chunk in models:
             chunk.requires_grad_(False)
         self._cp_group = groups.cp if layout.cp > 1 else None
-        self._head = Head(models[-1], groups.tp, hf_config.vocab_size, temperature)
+        self._head = OutputHead(models[-1], groups.tp, hf_config.vocab_size, temperature)
         self._divergence = Divergence(distillation.divergence, distillation.coef)
         self._has_head = dist.get_rank(groups.pp) == layout.pp - 1
         self._away = AwayModel(models, platform.device, by_layer=distillation.teacher_weights == "by_layer")
@@ -106,6 +106,6 @@ def as_teacher(model: ModelConfig, *, has_experts: bool) -> ModelConfig:
     return model.model_copy(update={"transformer": fields})
 
 
-def _own_hidden(_: Row, hidden: Tensor) -> Tensor:
+def _own_hidden(_: MicroBatchRow, hidden: Tensor) -> Tensor:
     """``[t, H]`` of this rank's rows, in host memory."""
     return to_host(hidden.squeeze(0))

@@ -25,7 +25,7 @@ from megatron_dppo.mcore.checkpoint.save_load import Save, load_checkpoint, read
 from megatron_dppo.mcore.compat.extensions import prepare_extensions
 from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
 from megatron_dppo.mcore.fusions import row_multiple
-from megatron_dppo.mcore.head import Head
+from megatron_dppo.mcore.head import OutputHead
 from megatron_dppo.mcore.host_memory import DeviceState, ReferenceWeights
 from megatron_dppo.mcore.invariant import TILE, make_batch_invariant
 from megatron_dppo.mcore.layer_noise import LayerNoise
@@ -33,7 +33,7 @@ from megatron_dppo.mcore.lora import Lora
 from megatron_dppo.mcore.model import BalanceLosses, build_model, transformer_config
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
 from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, without_routes
-from megatron_dppo.mcore.row import Row, SeenRow
+from megatron_dppo.mcore.row import MicroBatchRow, SeenRow
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.packed import Packed, Packer, attention_length
@@ -117,7 +117,9 @@ class PolicyTrainer:
             adam = optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps
             self._noise = LayerNoise(self.models, megatron_config, noise, groups, seed, adam)
         self.device_state = DeviceState(self.models, self.optimizer)
-        self._head = Head(self.models[-1], groups.tp, hf_config.vocab_size, rollout.temperature, fused=model.fused_head)
+        self._head = OutputHead(
+            self.models[-1], groups.tp, hf_config.vocab_size, rollout.temperature, fused=model.fused_head
+        )
         self.attention_length = attention_length(hf_config)
         self._cp_group = groups.cp if layout.cp > 1 else None
         tile = TILE if rollout.batch_invariant else row_multiple(model.transformer)
@@ -223,7 +225,7 @@ class PolicyTrainer:
         self,
         batches: Sequence[MicroBatch],
         mode: Literal["record", "replay"] | None = None,
-        read: Callable[[Head, Tensor, Row], Any] = Head.readings,
+        read: Callable[[OutputHead, Tensor, MicroBatchRow], Any] = OutputHead.readings,
     ) -> tuple[list[Any], list[Tensor]]:
         """What an engine's answers are compared with, and the routes ``[T, L, k]``, both for each micro-batch.
 

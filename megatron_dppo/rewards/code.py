@@ -12,10 +12,10 @@ from pathlib import Path
 
 from megatron_dppo.config.reward_options import CodeOptions
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.code_tests import Assertions, Call, Lines, Test, read_tests, same_output, same_value
+from megatron_dppo.rewards.code_tests import Assertions, FunctionCall, Lines, Test, read_tests, same_output, same_value
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.math import after_thinking
-from megatron_dppo.rewards.sandbox import Limits, Run, Sandbox, SandboxError, interpreter, probe
+from megatron_dppo.rewards.sandbox import Limits, RunningProgram, Sandbox, SandboxError, interpreter, probe
 from megatron_dppo.rewards.sandboxed import harness
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -70,10 +70,10 @@ class Code:
     def _passes(self, code: str, test: Test, seconds: float) -> bool:
         sandbox = replace(self._sandbox, limits=replace(self._sandbox.limits, seconds=seconds))
         if isinstance(test, Lines):
-            ended = Run(sandbox, {"main.py": code}, stdin=test.stdin).finish()
+            ended = RunningProgram(sandbox, {"main.py": code}, stdin=test.stdin).finish()
             return ended.code == 0 and same_output(ended.output, test.expected)
         files = {"harness.py": _HARNESS, "solution.py": code, "preamble.py": self._options.preamble}
-        if isinstance(test, Call):
+        if isinstance(test, FunctionCall):
             return _calls(sandbox, files, test)
         return _asserts(sandbox, files, test)
 
@@ -85,12 +85,12 @@ def last_block(completion: str) -> str | None:
     return fitting[-1] if fitting else None
 
 
-def _calls(sandbox: Sandbox, files: Mapping[str, str], test: Call) -> bool:
+def _calls(sandbox: Sandbox, files: Mapping[str, str], test: FunctionCall) -> bool:
     """The result is compared here: nothing in the sandbox knows what is expected."""
     name = test.function
     function = f"{name} if '{name}' in globals() else Solution().{name}" if name.isidentifier() else name
     question = {"function": function, "args": harness.encode(list(test.args)), "kwargs": {"dict": []}}
-    ended = Run(sandbox, files, ["solution"], stdin=json.dumps(question) + "\n").finish()
+    ended = RunningProgram(sandbox, files, ["solution"], stdin=json.dumps(question) + "\n").finish()
     try:
         answer = json.loads(ended.output.splitlines()[0])
         return same_value(harness.decode(answer["value"]), test.expected)
@@ -104,9 +104,9 @@ def _asserts(sandbox: Sandbox, files: Mapping[str, str], test: Assertions) -> bo
     answers_in, answers_out = os.pipe()
     runs = []
     try:
-        runs.append(Run(sandbox, files, ["solution"], questions_in, answers_out))
+        runs.append(RunningProgram(sandbox, files, ["solution"], questions_in, answers_out))
         own = {"harness.py": _HARNESS, "tests.py": test.source, "entry_point": test.entry_point}
-        runs.append(Run(sandbox, own, ["tests"], answers_in, questions_out))
+        runs.append(RunningProgram(sandbox, own, ["tests"], answers_in, questions_out))
         for descriptor in (questions_in, questions_out, answers_in, answers_out):
             os.close(descriptor)  # so that each of the two sees the end of the other
         passed = runs[1].finish().code == harness.PASSED

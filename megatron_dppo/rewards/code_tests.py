@@ -19,7 +19,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call of a function with plain data."""
 
     function: str
@@ -36,7 +36,7 @@ class Assertions:
     """what ``candidate`` is; empty = there is none"""
 
 
-Test = Lines | Call | Assertions
+Test = Lines | FunctionCall | Assertions
 
 
 def read_tests(value: Any, metadata: Mapping[str, Any]) -> list[Test]:
@@ -110,7 +110,7 @@ def _pair(function: str, given: Any, expected: Any) -> Test:
     if isinstance(expected, str):
         with suppress(ValueError):  # a function that returns text
             expected = json.loads(expected)
-    return Call(function, given if isinstance(given, list) else [given], expected)
+    return FunctionCall(function, given if isinstance(given, list) else [given], expected)
 
 
 def _as_text(value: Any) -> str:

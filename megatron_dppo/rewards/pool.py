@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from megatron_dppo.rewards.functions import FunctionSpec, load
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.math import quick_math_reward
-from megatron_dppo.rewards.scoring import Outcome
+from megatron_dppo.rewards.scoring import ScoringOutcome
 from megatron_dppo.rewards.task_rewards import words_reward
 from megatron_dppo.rewards.worker import Worker
 
@@ -39,7 +39,7 @@ class FunctionPool:
         self._workers = [Worker(spec, timeout_seconds, concurrent=concurrent) for _ in range(num_workers)]
         self._items: Sequence[RewardItem] = ()
         self._queue, self._idle, self.busy = deque[list[int]](), list[Worker](), list[Worker]()
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, ScoringOutcome] = {}
         """by place, of the samples that ``begin`` got"""
 
     def begin(self, items: Sequence[RewardItem]) -> None:
@@ -69,17 +69,17 @@ class FunctionPool:
             self.outcomes |= chunk.outcomes
             left = chunk.unscored
             if len(left) == 1:
-                self.outcomes[left[0]] = Outcome(0.0, {}, chunk.error)
+                self.outcomes[left[0]] = ScoringOutcome(0.0, {}, chunk.error)
             elif left:
                 self._queue.extendleft([left[len(left) // 2 :], left[: len(left) // 2]])
 
-    def _quick(self, item: RewardItem) -> Outcome | None:
+    def _quick(self, item: RewardItem) -> ScoringOutcome | None:
         if self.spec.name == "words" and item.label.split():
-            return Outcome(words_reward(prompt="", completion=item.completion, label=item.label, metadata={}))
+            return ScoringOutcome(words_reward(prompt="", completion=item.completion, label=item.label, metadata={}))
         if self.spec.name != "math":
             return None
         verdict = quick_math_reward(item.completion, item.label, item.metadata)
-        return None if verdict is None else Outcome(verdict)
+        return None if verdict is None else ScoringOutcome(verdict)
 
     def _chunks(self, places: list[int]) -> Iterator[list[int]]:
         share = -(-len(places) // len(self._workers))
@@ -92,7 +92,7 @@ class FunctionPool:
             worker.close()
 
 
-def score_at_once(pools: Sequence[FunctionPool], items: Sequence[RewardItem]) -> list[dict[int, Outcome]]:
+def score_at_once(pools: Sequence[FunctionPool], items: Sequence[RewardItem]) -> list[dict[int, ScoringOutcome]]:
     """Score all items by all functions, at the same time; the outcomes of each pool by place."""
     for pool in pools:
         pool.begin(items)

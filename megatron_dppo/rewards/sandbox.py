@@ -57,7 +57,7 @@ class Sandbox:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramExit:
     """A run that is over."""
 
     code: int | None
@@ -68,7 +68,7 @@ class Ended:
     """why it was ended"""
 
 
-class Run:
+class RunningProgram:
     """A program that was started.
 
     Args:
@@ -76,7 +76,7 @@ class Run:
         files: text by name, in the folder that the program starts in; the first is the program.
         arguments: of the program.
         stdin: its input, text or a file descriptor.
-        stdout: where its output goes; None = into ``Ended.output``.
+        stdout: where its output goes; None = into ``ProgramExit.output``.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Run:
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(json.dumps(job).encode())
 
-    def finish(self) -> Ended:
+    def finish(self) -> ProgramExit:
         """Wait for the program, or for its limits; nothing of it is left then.
 
         Raises:
@@ -153,7 +153,7 @@ class Run:
             self._status = -1
         self._folder.cleanup()
 
-    def _finish(self) -> Ended:
+    def _finish(self) -> ProgramExit:
         assert self._process.stdout is not None and self._process.stderr is not None
         output, state, errors = bytearray(), bytearray(), bytearray()
         kept = {self._process.stdout.fileno(): output, self._status: state, self._process.stderr.fileno(): errors}
@@ -165,7 +165,7 @@ class Run:
                 found = selector.select(max(0.0, end - time.monotonic()))
                 if not found:
                     if started:
-                        return Ended(None, _text(output), f"ran for more than {self._limits.seconds:g} s")
+                        return ProgramExit(None, _text(output), f"ran for more than {self._limits.seconds:g} s")
                     raise SandboxError(f"not set up after {_SETUP_SECONDS:g} s: {_text(errors)}")
                 for key, _ in found:
                     data = os.read(key.fd, 1 << 16)
@@ -173,7 +173,7 @@ class Run:
                     if not data:
                         selector.unregister(key.fd)
                 if len(output) > longest:
-                    return Ended(None, _text(output[:longest]), f"wrote more than {self._limits.output_kb} KiB")
+                    return ProgramExit(None, _text(output[:longest]), f"wrote more than {self._limits.output_kb} KiB")
                 if state and not started:
                     started, end = True, time.monotonic() + self._limits.seconds
         # The launcher has ended, so that what is in the pipe is all there is, but for what a daemon writes.
@@ -182,7 +182,7 @@ class Run:
             output += data
         if not state:
             raise SandboxError(_text(errors) or "the launcher ended early")
-        return Ended(self._process.wait(), _text(output[:longest]))
+        return ProgramExit(self._process.wait(), _text(output[:longest]))
 
 
 class _AsProcess:
@@ -228,7 +228,7 @@ def interpreter(python: str) -> tuple[str, tuple[str, ...]]:
 def probe(sandbox: Sandbox) -> str:
     """Why the sandbox cannot run a program; empty = it can."""
     try:
-        ended = Run(sandbox, {"main.py": "print(6 * 7)"}).finish()
+        ended = RunningProgram(sandbox, {"main.py": "print(6 * 7)"}).finish()
     except SandboxError as error:
         return str(error)
     return "" if (ended.code, ended.output) == (0, "42\n") else f"a program ended with {ended}"

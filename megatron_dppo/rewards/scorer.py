@@ -13,12 +13,12 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem, RewardResult, Shaping
 from megatron_dppo.rewards.pool import FunctionPool, score_at_once
-from megatron_dppo.rewards.scoring import Outcome
+from megatron_dppo.rewards.scoring import ScoringOutcome
 from megatron_dppo.rewards.signatures import RunFacts
 
 
 @dataclass(frozen=True)
-class Member:
+class RewardPart:
     """One of several functions."""
 
     name: str
@@ -59,11 +59,11 @@ class RewardScorer:
     ) -> None:
         spec = FunctionSpec(function) if isinstance(function, str) else function
         pool = FunctionPool(spec, timeout_seconds, num_workers, async_concurrency=async_concurrency)
-        self._members: Sequence[Member] = [Member("", pool)]
+        self._members: Sequence[RewardPart] = [RewardPart("", pool)]
         self._shaping = shaping or Shaping()
 
     @classmethod
-    def of_several(cls, members: Sequence[Member], shaping: Shaping | None = None) -> RewardScorer:
+    def of_several(cls, members: Sequence[RewardPart], shaping: Shaping | None = None) -> RewardScorer:
         """A scorer by the weighted sum of several functions, whose processes work at the same time.
 
         A result's parts are ``score`` (the sum without shaping), each function's score under its name, and its own
@@ -101,7 +101,7 @@ class RewardScorer:
         return final
 
     @staticmethod
-    def _require_some(member: Member, outcomes: dict[int, Outcome]) -> None:
+    def _require_some(member: RewardPart, outcomes: dict[int, ScoringOutcome]) -> None:
         if all(outcome.error for outcome in outcomes.values()):
             spec = member.pool.spec
             raise RewardError(
@@ -109,7 +109,7 @@ class RewardScorer:
                 f"{outcomes[0].error}"
             )
 
-    def _result(self, item: RewardItem, outcomes: Sequence[Outcome]) -> RewardResult:
+    def _result(self, item: RewardItem, outcomes: Sequence[ScoringOutcome]) -> RewardResult:
         pairs = list(zip(self._members, outcomes, strict=True))
         alone = next((each.score for member, each in pairs if member.is_eval and not each.error), None)
         if errors := [(member.name, each.error) for member, each in pairs if each.error]:
@@ -160,7 +160,7 @@ def build_scorer(
     has_labels = label_key != "" or not is_only_source
     if reward.functions:
         members = [
-            Member(
+            RewardPart(
                 name,
                 _pool(reward, facts, f"reward.functions.{name}", each, has_labels=has_labels),
                 each.weight,
@@ -171,7 +171,9 @@ def build_scorer(
         return RewardScorer.of_several(members, shaping)
     options = reward.options | ({"partial_credit": True} if reward.partial_credit else {})
     one = RewardFunctionConfig(function=reward.function, signature=reward.signature, options=options)
-    return RewardScorer.of_several([Member("", _pool(reward, facts, "reward", one, has_labels=has_labels))], shaping)
+    return RewardScorer.of_several(
+        [RewardPart("", _pool(reward, facts, "reward", one, has_labels=has_labels))], shaping
+    )
 
 
 def _pool(

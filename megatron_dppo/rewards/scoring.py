@@ -21,7 +21,7 @@ from megatron_dppo.rewards.signatures import call
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class Outcome(NamedTuple):
+class ScoringOutcome(NamedTuple):
     """What became of one sample."""
 
     score: float
@@ -37,7 +37,7 @@ class Reply(NamedTuple):
     """the number of the chunk; 0 = the start of the process"""
     place: int | None
     """of a sample in the chunk; None = the chunk's end, or a sign of life"""
-    outcome: Outcome
+    outcome: ScoringOutcome
     is_end: bool = False
 
 
@@ -62,7 +62,7 @@ class Channel:
         self._chunk, items = self._connection.recv()
         return items
 
-    def send(self, place: int | None, outcome: Outcome, *, is_end: bool = False) -> None:
+    def send(self, place: int | None, outcome: ScoringOutcome, *, is_end: bool = False) -> None:
         """Send one sample's outcome, or the end of the chunk."""
         self._check()
         try:
@@ -102,7 +102,7 @@ class Interruptions:
         before, value = self._count, score()
         if self._count == before:
             return value
-        channel.send(None, Outcome(0.0, {}))  # its time limit begins again
+        channel.send(None, ScoringOutcome(0.0, {}))  # its time limit begins again
         return score()
 
 
@@ -129,9 +129,9 @@ def score_chunks(spec: FunctionSpec, timeout: float, channel: Channel, interrupt
         if spec.name == "math":
             load_parser()
     except Exception as error:
-        channel.send(None, Outcome(0.0, {}, error_text(error)), is_end=True)
+        channel.send(None, ScoringOutcome(0.0, {}, error_text(error)), is_end=True)
         return
-    channel.send(None, Outcome(0.0, {}), is_end=True)
+    channel.send(None, ScoringOutcome(0.0, {}), is_end=True)
     # One event loop for all chunks, so that a function may keep a client session.
     with asyncio.Runner() as runner:
         while True:
@@ -140,7 +140,7 @@ def score_chunks(spec: FunctionSpec, timeout: float, channel: Channel, interrupt
             except (EOFError, OSError):
                 return
             end = _score_chunk(function, spec, items, timeout, runner, channel, interruptions)
-            channel.send(None, Outcome(0.0, {}, end), is_end=True)
+            channel.send(None, ScoringOutcome(0.0, {}, end), is_end=True)
 
 
 def _score_chunk(
@@ -169,25 +169,27 @@ def _score_chunk(
     return ""
 
 
-def _outcome(value: Any) -> Outcome:
+def _outcome(value: Any) -> ScoringOutcome:
     try:
-        return Outcome(*read_reward(value))
+        return ScoringOutcome(*read_reward(value))
     except BaseException as error:
-        return Outcome(0.0, {}, error_text(error))
+        return ScoringOutcome(0.0, {}, error_text(error))
 
 
-def _score_one(function: RewardFunction, spec: FunctionSpec, item: RewardItem, runner: asyncio.Runner) -> Outcome:
+def _score_one(
+    function: RewardFunction, spec: FunctionSpec, item: RewardItem, runner: asyncio.Runner
+) -> ScoringOutcome:
     try:
         value = call(function.form, function.function, [item], spec.facts, function.options)
         # A wrapper may hide that its function is async.
         return _outcome(runner.run(_awaited(value)) if inspect.isawaitable(value) else value)
     except BaseException as error:  # also SystemExit
-        return Outcome(0.0, {}, error_text(error))
+        return ScoringOutcome(0.0, {}, error_text(error))
 
 
 def _score_batch(
     function: RewardFunction, spec: FunctionSpec, items: Sequence[RewardItem], runner: asyncio.Runner
-) -> list[Outcome]:
+) -> list[ScoringOutcome]:
     values = call(function.form, function.function, items, spec.facts, function.options)
     if inspect.isawaitable(values):
         values = runner.run(_awaited(values))
@@ -209,7 +211,7 @@ async def _score_together(
             async with limit:
                 outcome = _outcome(await call(function.form, function.function, [item], spec.facts, function.options))
         except BaseException as error:
-            outcome = Outcome(0.0, {}, too_slow(timeout) if limit.expired() else error_text(error))
+            outcome = ScoringOutcome(0.0, {}, too_slow(timeout) if limit.expired() else error_text(error))
         channel.send(index, outcome)
 
     await asyncio.gather(*(score(index, item) for index, item in enumerate(items)))

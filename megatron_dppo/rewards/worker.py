@@ -15,7 +15,7 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.process_family import end_family
-from megatron_dppo.rewards.scoring import Outcome, Reply, serve, too_slow
+from megatron_dppo.rewards.scoring import Reply, ScoringOutcome, serve, too_slow
 
 _START_SECONDS = 120.0
 """Limit for starting a process and importing the function."""
@@ -26,12 +26,12 @@ _GRACE_SECONDS = 0.5
 
 
 @dataclass
-class Chunk:
+class SampleChunk:
     """Samples that were given to a worker together, by their place in the caller's list."""
 
     number: int
     places: list[int]
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, ScoringOutcome] = field(default_factory=dict)
     """by place"""
     error: str = ""
     """why the samples without an outcome have none"""
@@ -57,7 +57,7 @@ class Worker:
         self._process: Any = None
         self._connection: Connection | None = None
         self._at_exit: Any = None
-        self._chunk = Chunk(0, [])
+        self._chunk = SampleChunk(0, [])
         self._started = False
         self.deadline = 0.0
         """``time.monotonic()`` after which the process is killed"""
@@ -72,11 +72,11 @@ class Worker:
         """Start scoring a chunk; ``receive`` must follow until it gives the chunk back."""
         self.launch()
         self._await_start()
-        self._chunk = Chunk(self._chunk.number + 1, places)
+        self._chunk = SampleChunk(self._chunk.number + 1, places)
         self.connection.send((self._chunk.number, [items[place] for place in places]))
         self.deadline = time.monotonic() + self._limit
 
-    def receive(self) -> Chunk | None:
+    def receive(self) -> SampleChunk | None:
         """Take what is there; the chunk when it is done, or when the process had to be killed or died."""
         try:
             while self.connection.poll(0):

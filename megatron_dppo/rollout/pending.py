@@ -21,7 +21,7 @@ from megatron_dppo.types import (
 )
 
 
-class Place(NamedTuple):
+class PromptSlot(NamedTuple):
     """A prompt that was taken from the stream."""
 
     position: int
@@ -42,7 +42,7 @@ class Draw:
     """the rollout step that they are for"""
     sampled_at: int
     """rollout steps that were done when they were asked for"""
-    places: Sequence[Place]
+    places: Sequence[PromptSlot]
     """of this data-parallel rank"""
     sampled: Sequence[Sampled] = ()
     """in the order of the places; empty on ranks that get their rollouts from another one"""
@@ -63,7 +63,7 @@ class Draw:
             return self.scored.result()
 
 
-class Scoring:
+class GroupScoring:
     """Scores the groups of a draw, in a thread of its own, as soon as all of them are sampled.
 
     They are scored in one call: a reward function for batches gets them together, and one that fails on all of several

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megatron_dppo.config.data import EvalConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.rollout.engine import GroupRequest, RolloutEngine
-from megatron_dppo.rollout.pending import Draw, Place, Scoring
+from megatron_dppo.rollout.pending import Draw, GroupScoring, PromptSlot
 from megatron_dppo.types import Prompt, SamplingParams
 
 
@@ -70,7 +70,7 @@ class Asking:
         params: SamplingParams,
         prompts: Prompts,
         engine: RolloutEngine | None,
-        scoring: Scoring,
+        scoring: GroupScoring,
         dp_rank: int,
         *,
         one_by_one: bool,
@@ -84,7 +84,9 @@ class Asking:
         self._scoring, self._dp_rank = scoring, dp_rank
         self._keys = itertools.count(-1, -1)  # those of the stream are positions
 
-    def draws(self, step: int, sampled_at: int, places: Sequence[Place], enough: int, attempt: int = 0) -> list[Draw]:
+    def draws(
+        self, step: int, sampled_at: int, places: Sequence[PromptSlot], enough: int, attempt: int = 0
+    ) -> list[Draw]:
         """Ask for the groups of some prompts.
 
         Args:
@@ -116,11 +118,11 @@ class Asking:
         (asked,) = self.draws(draw.step, draw.sampled_at, draw.places, enough)
         return asked
 
-    def kept(self, step: int, places: Sequence[Place]) -> set[int]:
+    def kept(self, step: int, places: Sequence[PromptSlot]) -> set[int]:
         """Which groups go on later, when they are stopped in a step."""
         return {place.position for place in places if step - place.since < self._rollout.partial_rollouts}
 
-    def _draw(self, step: int, sampled_at: int, places: Sequence[Place], enough: int, purpose: str) -> Draw:
+    def _draw(self, step: int, sampled_at: int, places: Sequence[PromptSlot], enough: int, purpose: str) -> Draw:
         if self._engine is None:
             return Draw(step, sampled_at, places)
         rollout = self._rollout

@@ -13,7 +13,7 @@ from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.section import Section
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.rollout.pending import Place
+from megatron_dppo.rollout.pending import PromptSlot
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.types import Prompt
 
@@ -24,7 +24,7 @@ class SavedDraw:
 
     step: int
     sampled_at: int
-    places: list[Place]
+    places: list[PromptSlot]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SavedStream:
     next: int
     """the first step that nothing was drawn for"""
     ages: dict[str, int]
-    waiting: list[list[Place]]
+    waiting: list[list[PromptSlot]]
     """of each data-parallel rank"""
     draws: list[list[SavedDraw]]
     """of each data-parallel rank, in order"""
@@ -67,9 +67,9 @@ class SavedStream:
             cursor=plain["cursor"],
             next=plain["next"],
             ages=plain["ages"],
-            waiting=[[Place(*place) for place in of_rank] for of_rank in plain["waiting"]],
+            waiting=[[PromptSlot(*place) for place in of_rank] for of_rank in plain["waiting"]],
             draws=[
-                [SavedDraw(d["step"], d["sampled_at"], [Place(*place) for place in d["places"]]) for d in of_rank]
+                [SavedDraw(d["step"], d["sampled_at"], [PromptSlot(*place) for place in d["places"]]) for d in of_rank]
                 for of_rank in plain["draws"]
             ],
         )
@@ -171,7 +171,7 @@ def _file(checkpoint: Path, dp_rank: int) -> Path:
     return checkpoint / f"rollouts_{dp_rank:05d}.safetensors"
 
 
-def _shares(places: list[Place], dp: int) -> list[list[Place]]:
+def _shares(places: list[PromptSlot], dp: int) -> list[list[PromptSlot]]:
     """Consecutive parts whose sizes differ by one at most."""
     edges = [len(places) * rank // dp for rank in range(dp + 1)]
     return [places[start:end] for start, end in pairwise(edges)]

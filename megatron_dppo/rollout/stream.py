@@ -18,7 +18,7 @@ from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.batch import Ages, Collected, Needed, collected, has_signal
 from megatron_dppo.rollout.engine import GroupState, RolloutEngine
-from megatron_dppo.rollout.pending import Draw, Place, Scored, Scoring
+from megatron_dppo.rollout.pending import Draw, GroupScoring, PromptSlot, Scored
 from megatron_dppo.rollout.requests import Asking, Prompts, oversampled
 from megatron_dppo.rollout.saved import SavedDraw, SavedStream
 from megatron_dppo.rollout.store import Stored
@@ -76,7 +76,7 @@ class Stream:
         self._lookahead = max_staleness - 1 if self._by_completion else max_staleness
         self._ages = Ages(max_staleness + rollout.partial_rollouts)
         self._scorer = scorer
-        self._scoring = Scoring(scorer)
+        self._scoring = GroupScoring(scorer)
         self._asking = Asking(
             rollout, params, prompts, engine, self._scoring, dp_rank, one_by_one=self._one_by_one, leads=leads
         )
@@ -84,7 +84,7 @@ class Stream:
         """prompts taken from the stream, by all ranks"""
         self._next = 0
         """the first step that nothing was drawn for"""
-        self._waiting: list[list[Place]] = [[] for _ in range(dp)]
+        self._waiting: list[list[PromptSlot]] = [[] for _ in range(dp)]
         """of each data-parallel rank, prompts that were taken and are to be drawn before others"""
         self._draws: list[Draw] = []
         """of this rank, in the order of the stream"""
@@ -205,14 +205,14 @@ class Stream:
         places = self._take_places(step, [oversampled(n, self._rollout.oversample) for n in enough])
         return self._asking.draws(step, sampled_at, places, enough[self._dp_rank], attempt)
 
-    def _take_places(self, step: int, counts: Sequence[int]) -> list[Place]:
-        mine: list[Place] = []
+    def _take_places(self, step: int, counts: Sequence[int]) -> list[PromptSlot]:
+        mine: list[PromptSlot] = []
         for rank, count in enumerate(counts):
             waiting = self._waiting[rank]
             taken, self._waiting[rank] = waiting[:count], waiting[count:]
             fresh = count - len(taken)
             if rank == self._dp_rank:
-                mine = [*taken, *(Place(self.cursor + i, step) for i in range(fresh))]
+                mine = [*taken, *(PromptSlot(self.cursor + i, step) for i in range(fresh))]
             self.cursor += fresh
         return mine
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.local.decode import Decoded, Ends, Record
+from megatron_dppo.engines.local.decode import Decoded, DecodeRecord, Ends
 from megatron_dppo.engines.local.engine import generation_of
 from megatron_dppo.engines.local.sampler import Sampler
 from megatron_dppo.hf.folder import end_tokens
@@ -25,8 +25,8 @@ from megatron_dppo.types import Completion, KeptSets, Prompt, SamplingParams, Tr
 from megatron_dppo.types.token_columns import asked_columns
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.head import Head
-    from megatron_dppo.mcore.row import Row
+    from megatron_dppo.mcore.head import OutputHead
+    from megatron_dppo.mcore.row import MicroBatchRow
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 _ROWS = 32
@@ -102,7 +102,7 @@ class OwnEngine:
         generator = torch.Generator(device).manual_seed(params.seed)
         sampler = Sampler(params, generator, count)
         ends = Ends(self._eos, params.max_new_tokens, None, None, device)
-        record = Record(count, ends.longest, params.topk_logprobs, device, None, params.kept_sets)
+        record = DecodeRecord(count, ends.longest, params.topk_logprobs, device, None, params.kept_sets)
         rows = torch.arange(count, device=device)
         for step in range(ends.longest + 1):
             found = self._forward([sequences[i] for i in rows.tolist()])
@@ -120,7 +120,7 @@ class OwnEngine:
             rows = rows[alive]
         raise AssertionError("no sequence is left after the longest limit")
 
-    def _forward(self, sequences: Sequence[Sequence[int]]) -> tuple[Head, Tensor, Tensor] | None:
+    def _forward(self, sequences: Sequence[Sequence[int]]) -> tuple[OutputHead, Tensor, Tensor] | None:
         """The head, and for the last token of each sequence its hidden state ``[b, H]`` and the logits ``[b, V]`` after
         it; None when no rank has a sequence left. A collective."""
         samples = [_ending(tokens) for tokens in sequences] or [_ending([0], wanted=False)]
@@ -128,7 +128,7 @@ class OwnEngine:
         if not packed.totals.num_sequences:
             return None
 
-        def read(head: Head, hidden: Tensor, row: Row) -> tuple[Head, Tensor, Tensor]:
+        def read(head: OutputHead, hidden: Tensor, row: MicroBatchRow) -> tuple[OutputHead, Tensor, Tensor]:
             return head, *head.next_logits(hidden, row.batch.loss_mask.nonzero()[:, 0])
 
         parts, _ = self._trainer.readings(packed.batches, None, read)
@@ -139,9 +139,9 @@ class OwnEngine:
 
     def _rescore(
         self,
-        head: Head,
+        head: OutputHead,
         hidden: Tensor,
-        record: Record,
+        record: DecodeRecord,
         step: int,
         rows: Tensor,
         chosen: Tensor,

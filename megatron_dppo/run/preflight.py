@@ -55,7 +55,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Check:
+class PreflightCheck:
     """One thing to look at."""
 
     name: str
@@ -201,23 +201,23 @@ def _servers(start: Start) -> Iterable[UserError]:
     return ()
 
 
-CHECKS: Sequence[Check] = (
-    Check("model and data", frozenset({"model", "parallel", "data", "rollout", "warmup", "train"}), _inputs),
-    Check("teacher", frozenset({"distillation", "model", "parallel", "data", "rollout"}), _teacher),
-    Check("devices", frozenset(), _device),
-    Check("generate function", frozenset({"rollout"}), _functions),
-    Check("loss function", frozenset({"loss"}), _loss),
-    Check("reward function", frozenset({"reward", "rollout"}), _reward),
-    Check("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),
+CHECKS: Sequence[PreflightCheck] = (
+    PreflightCheck("model and data", frozenset({"model", "parallel", "data", "rollout", "warmup", "train"}), _inputs),
+    PreflightCheck("teacher", frozenset({"distillation", "model", "parallel", "data", "rollout"}), _teacher),
+    PreflightCheck("devices", frozenset(), _device),
+    PreflightCheck("generate function", frozenset({"rollout"}), _functions),
+    PreflightCheck("loss function", frozenset({"loss"}), _loss),
+    PreflightCheck("reward function", frozenset({"reward", "rollout"}), _reward),
+    PreflightCheck("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),
     # After Megatron, which modelopt imports where it is installed.
-    Check("perturbation", frozenset({"rollout"}), _perturbation),
-    Check("Adam", frozenset({"optimizer", "warmup"}), _adam),
-    Check("log", frozenset({"log"}), _sinks, on_rank_0=True),
-    Check("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),
-    Check("free space", frozenset({"run", "checkpoint", "model", "warmup"}), _space, on_rank_0=True),
-    Check("the servers' model", frozenset({"model", "rollout"}), _served_model, on_rank_0=True),
-    Check("servers", frozenset({"rollout", "data"}), _servers, on_rank_0=True),
-    Check("the teacher's servers", frozenset({"distillation"}), _teacher_servers, on_rank_0=True),
+    PreflightCheck("perturbation", frozenset({"rollout"}), _perturbation),
+    PreflightCheck("Adam", frozenset({"optimizer", "warmup"}), _adam),
+    PreflightCheck("log", frozenset({"log"}), _sinks, on_rank_0=True),
+    PreflightCheck("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),
+    PreflightCheck("free space", frozenset({"run", "checkpoint", "model", "warmup"}), _space, on_rank_0=True),
+    PreflightCheck("the servers' model", frozenset({"model", "rollout"}), _served_model, on_rank_0=True),
+    PreflightCheck("servers", frozenset({"rollout", "data"}), _servers, on_rank_0=True),
+    PreflightCheck("the teacher's servers", frozenset({"distillation"}), _teacher_servers, on_rank_0=True),
 )
 """In this order: what comes first is needed by what follows."""
 

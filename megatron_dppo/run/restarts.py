@@ -27,7 +27,7 @@ class TriesUsedUp(UserError):
 
 
 @dataclass(frozen=True, order=True)
-class Progress:
+class DiskProgress:
     """How far a run has come on the disk; more is larger."""
 
     step: int = 0
@@ -38,7 +38,7 @@ class Progress:
     """that a stopped warm-up has saved"""
 
     @classmethod
-    def of(cls, output_dir: Path) -> Progress:
+    def of(cls, output_dir: Path) -> DiskProgress:
         """What is in the folder of a run."""
         folder = output_dir / "checkpoints"
         return cls(_newest(folder), (output_dir / "base").is_dir(), _newest(folder / "warmup"))
@@ -57,12 +57,12 @@ def _newest(folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Record:
+class TryRecord:
     """What is known of the tries so far."""
 
     ends: int = 0
     """tries in a row that have ended at ``progress``"""
-    progress: Progress = Progress()
+    progress: DiskProgress = DiskProgress()
     """the most that any of the job's tries has ended with"""
     running: bool = False
     """whether a try has begun and not told its end"""
@@ -133,30 +133,30 @@ class Restarts:
             raise TriesUsedUp(f"the job {how}; {self._told(record)}")
         return f"the job {how}; it goes on from {record.progress}, {limit + 1 - record.ends} more tries from there"
 
-    def _told(self, record: Record) -> str:
+    def _told(self, record: TryRecord) -> str:
         return (
             f"{record.ends} tries in a row ended without anything newer than {record.progress} in {self._output_dir} "
             f"(--max-restarts {self._limit}), so it is not queued again. Submitted again, it goes on from there"
         )
 
-    def _ended(self, record: Record) -> Record:
+    def _ended(self, record: TryRecord) -> TryRecord:
         """The record after a try has ended now."""
-        progress = Progress.of(self._output_dir)
+        progress = DiskProgress.of(self._output_dir)
         ends = record.ends + 1 if progress <= record.progress else 1
-        return Record(ends, max(progress, record.progress), running=False)
+        return TryRecord(ends, max(progress, record.progress), running=False)
 
-    def _read(self) -> Record:
+    def _read(self) -> TryRecord:
         try:
             values = json.loads(self._file.read_text(encoding="utf-8"))
-            return Record(int(values["ends"]), Progress(**values["progress"]), bool(values["running"]))
+            return TryRecord(int(values["ends"]), DiskProgress(**values["progress"]), bool(values["running"]))
         except FileNotFoundError:
-            return Record()
+            return TryRecord()
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{self._file} is damaged ({error}); delete it: the count of tries begins anew"
             ) from error
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: TryRecord) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_synced(self._file, json.dumps(asdict(record)) + "\n")
 

@@ -106,12 +106,12 @@ class Converter:
     def logprob_error(self) -> float:
         """Largest difference of log-probabilities to transformers (fp32) on a made-up sequence."""
         from megatron_dppo.mcore.forward import forward_logprobs
-        from megatron_dppo.mcore.head import Head
+        from megatron_dppo.mcore.head import OutputHead
 
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.hf_config.vocab_size, (_CHECK_TOKENS + 1,), generator=generator).tolist()
         sample = to_training_sample(ids[:1], ids[1:], None, 0.0)
-        head = Head(self.models[-1], self.groups.tp, self.hf_config.vocab_size, 1.0)
+        head = OutputHead(self.models[-1], self.groups.tp, self.hf_config.vocab_size, 1.0)
         batch = pack([sample], RowShape(row_multiple=self.layout.row_multiple))
         found = forward_logprobs(self.models, [batch], head)
         error = torch.zeros(1)

@@ -19,7 +19,7 @@ from megatron_dppo.weights.handles import Sharing
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """Where a rank of the trainer is."""
 
     host: str
@@ -52,7 +52,7 @@ def find_sharing(
         )
     urls = [url.rstrip("/") for url in servers.resolved_urls]  # as the clients have them
     here = frozenset(url for url in urls if is_here(url))
-    place = Place(machine.node(), int(os.environ.get("LOCAL_RANK", "0")), here)
+    place = RankLocation(machine.node(), int(os.environ.get("LOCAL_RANK", "0")), here)
     places = from_each(place, world)
     return Sharing(
         owners=owners_of(urls, gpus_per_server, places, on_gpus=platform.is_cuda),
@@ -79,7 +79,7 @@ def is_here(url: str) -> bool:
     return False
 
 
-def owners_of(urls: Sequence[str], size: int, places: Sequence[Place], *, on_gpus: bool) -> dict[str, list[int]]:
+def owners_of(urls: Sequence[str], size: int, places: Sequence[RankLocation], *, on_gpus: bool) -> dict[str, list[int]]:
     """By URL: for each of the server's ranks the trainer's rank on its GPU.
 
     On each machine the servers have the trainer's GPUs in order, as ``megatron-dppo serve`` gives them; on a CPU all
@@ -121,5 +121,5 @@ def owners_of(urls: Sequence[str], size: int, places: Sequence[Place], *, on_gpu
     return owners
 
 
-def _hosts(places: Sequence[Place]) -> str:
+def _hosts(places: Sequence[RankLocation]) -> str:
     return ", ".join(dict.fromkeys(place.host for place in places))

@@ -18,7 +18,7 @@ from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.server import InferenceServer, transfer_group_name
 from megatron_dppo.weights.attempt import Attempt, caught
-from megatron_dppo.weights.transfer_group import Bucket, GroupTransport, described, flatten_bucket, widest_first
+from megatron_dppo.weights.transfer_group import GroupTransport, TensorBucket, described, flatten_bucket, widest_first
 
 Weights = Iterator[tuple[str, Tensor]]
 Tensors = list[tuple[str, Tensor]]
@@ -148,7 +148,7 @@ class BucketTransfer:
             # One member less: whoever is left has to meet in a new group, from the first tensor on.
             attempt.fail_all(servers, _ANOTHER)
 
-    async def _broadcast(self, bucket: Bucket, servers: Sequence[InferenceServer], attempt: Attempt) -> None:
+    async def _broadcast(self, bucket: TensorBucket, servers: Sequence[InferenceServer], attempt: Attempt) -> None:
         if self._group is None:
             return  # closed meanwhile: a server has failed
         try:

@@ -87,7 +87,7 @@ def open_transfer_group(
     return group
 
 
-class Bucket(NamedTuple):
+class TensorBucket(NamedTuple):
     """Tensors laid end to end."""
 
     names: list[str]
@@ -104,22 +104,22 @@ def widest_first(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tenso
 
 
 def described(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[str], list[str], list[list[int]]]:
-    """Names, dtypes and shapes, as in ``Bucket``."""
+    """Names, dtypes and shapes, as in ``TensorBucket``."""
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
     return [name for name, _ in tensors], dtypes, [list(tensor.shape) for _, tensor in tensors]
 
 
-def flatten_bucket(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
+def flatten_bucket(tensors: Sequence[tuple[str, Tensor]]) -> TensorBucket:
     """One buffer of all of them, the widest types first.
 
     Args:
         tensors: at least one, all on one device.
     """
     ordered = widest_first(tensors)
-    return Bucket(*described(ordered), data=torch.cat([as_bytes(tensor) for _, tensor in ordered]))
+    return TensorBucket(*described(ordered), data=torch.cat([as_bytes(tensor) for _, tensor in ordered]))
 
 
-def broadcast_bucket(bucket: Bucket, group: ProcessGroup, stream: torch.cuda.Stream | None = None) -> None:
+def broadcast_bucket(bucket: TensorBucket, group: ProcessGroup, stream: torch.cuda.Stream | None = None) -> None:
     """Send from rank 0 of the group; the servers must have been asked to receive (the call blocks until they do).
 
     Args:
@@ -164,7 +164,7 @@ class GroupTransport(Protocol):
             RuntimeError: somebody did not come in time.
         """
 
-    async def broadcast(self, bucket: Bucket, group: Any) -> None:
+    async def broadcast(self, bucket: TensorBucket, group: Any) -> None:
         """Send to all members.
 
         Raises:
@@ -200,7 +200,7 @@ class TorchTransport:
             listening=listener,
         )
 
-    async def broadcast(self, bucket: Bucket, group: ProcessGroup) -> None:
+    async def broadcast(self, bucket: TensorBucket, group: ProcessGroup) -> None:
         """See ``GroupTransport``."""
         await asyncio.to_thread(broadcast_bucket, bucket, group, sending_stream(bucket.data))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.report.page.build import Run, build, write_report
+from megatron_dppo.report.page.build import ReportedRun, build, write_report
 from tests.browser.pages import DESK, PHONE, browser, complaints, opened, shot, soon
 from tests.unit.recorded_run import HOSTILE, decode, write_run
 
@@ -25,7 +25,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(folder / name, 12, every=3, seed=seed)
         (folder / name / "config.toml").write_text(f"[run]\nseed = {seed}\n")
     for names in (("first",), ("first", "second")):
-        runs = [Run(folder / name, decode) for name in names]
+        runs = [ReportedRun(folder / name, decode) for name in names]
         write_report(folder / f"{len(names)}.html", build(runs))
     return folder
 
@@ -107,12 +107,12 @@ def test_two_runs_share_the_curves_and_each_has_its_rollouts(page: Path) -> None
 def test_a_page_of_a_run_that_goes_on_loads_itself_again_and_stays_at_its_step(page: Path) -> None:
     target = page / "watched.html"
     with browser() as driver:
-        write_report(target, build([Run(page / "first", decode)], refresh=5))
+        write_report(target, build([ReportedRun(page / "first", decode)], refresh=5))
         opened(driver, target)
         driver.find_element("id", "before").click()
         assert driver.find_element("id", "which").text.startswith("step 9:")
         driver.execute_script("window.old = true")
-        write_report(target, build([Run(page / "first", decode)]))  # the last one
+        write_report(target, build([ReportedRun(page / "first", decode)]))  # the last one
         loaded = "return window.old === undefined && document.documentElement.dataset.ready === 'yes'"
         soon(driver, lambda: driver.execute_script(loaded), "the page loads itself again")
         assert driver.find_element("id", "which").text.startswith("step 9:") and complaints(driver) == []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.weight_sync import OneAfterAnother
 from megatron_dppo.weights import transfer
-from megatron_dppo.weights.transfer_group import Bucket, flatten_bucket
+from megatron_dppo.weights.transfer_group import TensorBucket, flatten_bucket
 from tests.faults.simulation.clock import VirtualLoop
 from tests.unit.weight_server import FakeServer, make
 
@@ -53,7 +53,7 @@ class Link:
     async def open(self, listener: int, **_: object) -> int:
         return listener
 
-    async def broadcast(self, bucket: Bucket, group: int) -> None:
+    async def broadcast(self, bucket: TensorBucket, group: int) -> None:
         number, self.buckets = self.buckets, self.buckets + 1
         data, names, shapes = bucket.data.clone(), bucket.names, bucket.shapes
         for member in self.members:
@@ -149,7 +149,7 @@ def one_sync(
         def __init__(self, stream: Iterator[tuple[str, Tensor]], limit: int) -> None:
             super().__init__(((name, held.add(tensor)) for name, tensor in stream), limit)
 
-    def flatten(tensors: Any) -> Bucket:
+    def flatten(tensors: Any) -> TensorBucket:
         bucket = flatten_bucket(tensors)
         held.add(bucket.data)
         return bucket

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dppo.commands.experiments.grid import Run
+from megatron_dppo.commands.experiments.grid import GridRun
 from megatron_dppo.commands.experiments.store import Store
 
 
-def row_of(run: Run, store: Store, **values: Any) -> dict[str, Any]:
+def row_of(run: GridRun, store: Store, **values: Any) -> dict[str, Any]:
     steps = run.settings["run"]["num_steps"]
     return {
         "key": run.key,

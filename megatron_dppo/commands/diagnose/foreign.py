@@ -25,8 +25,8 @@ from megatron_dppo.commands.diagnose.ledger import (
     SAMPLER,
     STALENESS,
     UNEXPLAINED,
+    CauseScoring,
     Ledger,
-    Scoring,
     make_ledger,
 )
 from megatron_dppo.data.routing import compact_routes
@@ -93,25 +93,25 @@ class _Foreign:
         # Sets that are in the dump are those that its trainer uses.
         declared = samples if self._has_sets else [replace(sample, kept=None) for sample in samples]
         live = self._score(declared, said.temperature, routes=False)
-        chain: list[Scoring] = []
+        chain: list[CauseScoring] = []
         trained = live
         if all(each.trained is not None for each in self._dumped):
             trained = self._column([_given(each.trained) for each in self._dumped])
-            chain.append(Scoring(OTHER_TRAINER, live))
+            chain.append(CauseScoring(OTHER_TRAINER, live))
         name, read, temperature = self._read_as(declared)
         if name:
-            chain.append(Scoring(SAMPLER, self._score(read, temperature, routes=False)))
+            chain.append(CauseScoring(SAMPLER, self._score(read, temperature, routes=False)))
             notes.append(
                 f"sampler: the reported numbers are {name}, which fits them more than {_TWICE:g} times as well"
             )
         else:
             absent[SAMPLER] = "the reported numbers are those of the declared distribution"
         if self._has_routes:
-            chain.append(Scoring(ROUTER_IDS, self._score(read, temperature, routes=True)))
+            chain.append(CauseScoring(ROUTER_IDS, self._score(read, temperature, routes=True)))
         else:
             dense = "a dense model has none"
             absent[ROUTER_IDS] = dense if self._shape is None else "not separable: the dump has no routed experts"
-        chain.append(Scoring(NOT_SEPARATED, self._reported))
+        chain.append(CauseScoring(NOT_SEPARATED, self._reported))
         weights = "a dense model has none" if self._shape is None else f"not separable: see {NOT_SEPARATED!r}"
         absent |= {ROUTER_WEIGHTS: weights}
         absent |= dict.fromkeys((STALENESS, HEAD, ENGINE, UNEXPLAINED), f"not separable: see {NOT_SEPARATED!r}")

@@ -47,7 +47,7 @@ ROUNDING = 2e-5
 
 
 @dataclass(frozen=True)
-class Scoring:
+class CauseScoring:
     """Log-probabilities of the same N tokens, nearer to the engine by one cause than the scoring before."""
 
     cause: str
@@ -57,7 +57,7 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class Row:
+class LedgerRow:
     """One cause; nats a token."""
 
     cause: str
@@ -82,7 +82,7 @@ class Ledger:
     signed: float
     """mean of log pi - log mu"""
     largest: float
-    rows: tuple[Row, ...]
+    rows: tuple[LedgerRow, ...]
     """every cause that was removed, in the order of ``CAUSES``, and what could not be told apart"""
     absent: Mapping[str, str] = field(default_factory=dict)
     """causes without a row, and why"""
@@ -116,7 +116,7 @@ class Ledger:
 
 
 def make_ledger(
-    trained: Tensor, chain: Sequence[Scoring], absent: Mapping[str, str] | None = None, notes: Sequence[str] = ()
+    trained: Tensor, chain: Sequence[CauseScoring], absent: Mapping[str, str] | None = None, notes: Sequence[str] = ()
 ) -> Ledger:
     """The ledger of a chain.
 
@@ -146,11 +146,11 @@ def make_ledger(
     difference = trained.double() - before
     total = difference.abs().mean().item()
 
-    def row(cause: str) -> Row:
+    def row(cause: str) -> LedgerRow:
         link = links[cause]
         part = (difference.sign() * link).mean().item()
         share = part / total if total else 0.0
-        return Row(cause, part, share, link.mean().item(), link.abs().mean().item(), link.abs().max().item())
+        return LedgerRow(cause, part, share, link.mean().item(), link.abs().mean().item(), link.abs().max().item())
 
     known = [cause for cause in CAUSES if cause in links]
     others = [cause for cause in links if cause not in CAUSES]

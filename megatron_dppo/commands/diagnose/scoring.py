@@ -20,7 +20,7 @@ from megatron_dppo.commands.diagnose.ledger import (
     STALENESS,
     TRAINER,
     UNEXPLAINED,
-    Scoring,
+    CauseScoring,
 )
 from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.engines.local.engine import LocalEngine
@@ -200,9 +200,9 @@ class RunScorer:
             own = torch.cat([row[s.loss_mask] for row, s in zip(values, samples, strict=True)])
         return torch.cat([part for part in from_each(own, self.trainer.groups.world) if part is not None])
 
-    def scorings(self, chain: Chain, samples: Sequence[TrainingSample]) -> list[Scoring]:
+    def scorings(self, chain: Chain, samples: Sequence[TrainingSample]) -> list[CauseScoring]:
         """The chain over the tokens of all ranks."""
-        return [Scoring(cause, self.gathered(values, samples)) for cause, values in chain]
+        return [CauseScoring(cause, self.gathered(values, samples)) for cause, values in chain]
 
 
 Chain = list[tuple[str, _Scores]]

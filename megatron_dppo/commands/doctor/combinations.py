@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_dppo.commands.doctor.machine import Machine
+from megatron_dppo.commands.doctor.machine import MachineFacts
 from megatron_dppo.mcore.compat.extensions import INSTALL_TOOLS, MODULES
 
 
@@ -14,7 +14,7 @@ from megatron_dppo.mcore.compat.extensions import INSTALL_TOOLS, MODULES
 class Combination:
     """One row of the table."""
 
-    found: Callable[[Machine], str | None]
+    found: Callable[[MachineFacts], str | None]
     """what of it is here, in words; None = it is not"""
     why: str
     fix: str
@@ -24,7 +24,7 @@ class Combination:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CombinationMatch:
     """A row that holds here."""
 
     here: str
@@ -35,11 +35,11 @@ class Finding:
         return f"{kind}  {self.here}: {self.row.why}. {self.row.fix} ({self.row.source})"
 
 
-def known_bad(machine: Machine) -> Iterator[Finding]:
+def known_bad(machine: MachineFacts) -> Iterator[CombinationMatch]:
     """The rows of ``TABLE`` that hold for this machine."""
     for row in TABLE:
         if (here := row.found(machine)) is not None:
-            yield Finding(here, row)
+            yield CombinationMatch(here, row)
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -48,50 +48,50 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def _older(name: str, than: tuple[int, ...]) -> Callable[[Machine], str | None]:
-    def found(machine: Machine) -> str | None:
+def _older(name: str, than: tuple[int, ...]) -> Callable[[MachineFacts], str | None]:
+    def found(machine: MachineFacts) -> str | None:
         version = machine.packages.get(name)
         return f"{name} {version}" if version is not None and numbers(version) < than else None
 
     return found
 
 
-def _missing(name: str) -> Callable[[Machine], str | None]:
+def _missing(name: str) -> Callable[[MachineFacts], str | None]:
     return lambda machine: None if name in machine.packages else f"no {name}"
 
 
-def _megatron(machine: Machine) -> str | None:
+def _megatron(machine: MachineFacts) -> str | None:
     version = machine.packages.get("megatron-core")
     if version is None:
         return "no megatron-core"
     return None if (0, 16, 1) <= numbers(version) < (0, 20) else f"megatron-core {version}"
 
 
-def _python(machine: Machine) -> str | None:
+def _python(machine: MachineFacts) -> str | None:
     version = machine.packages.get("megatron-core", "0")
     if numbers(version) >= (0, 17) and machine.python < (3, 12):
         return f"megatron-core {version} with Python {'.'.join(map(str, machine.python))}"
     return None
 
 
-def _cpu_build(machine: Machine) -> str | None:
+def _cpu_build(machine: MachineFacts) -> str | None:
     if machine.driver is None or machine.torch_cuda is not None:
         return None
     return f"NVIDIA driver {machine.driver} with torch {machine.packages.get('torch')} for the CPU"
 
 
-def _no_device(machine: Machine) -> str | None:
+def _no_device(machine: MachineFacts) -> str | None:
     if machine.driver is None or machine.torch_cuda is None or machine.gpus:
         return None
     return f"NVIDIA driver {machine.driver}, torch for CUDA {machine.torch_cuda}, and no device"
 
 
-def _engine_broken(machine: Machine) -> str | None:
+def _engine_broken(machine: MachineFacts) -> str | None:
     usual = machine.engine == "works" or machine.engine.startswith(("not installed", "not looked at"))
     return None if usual else machine.engine
 
 
-def _engine_cuda(machine: Machine) -> str | None:
+def _engine_cuda(machine: MachineFacts) -> str | None:
     if machine.torch_cuda is None:
         return None
     for major in ("12", "13"):
@@ -100,11 +100,11 @@ def _engine_cuda(machine: Machine) -> str | None:
     return None
 
 
-def _no_engine(machine: Machine) -> str | None:
+def _no_engine(machine: MachineFacts) -> str | None:
     return "no Transformer Engine" if machine.gpus and machine.engine == "not installed" else None
 
 
-def _attention_switch(machine: Machine) -> str | None:
+def _attention_switch(machine: MachineFacts) -> str | None:
     if machine.engine != "works":
         return None
     names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
@@ -112,39 +112,39 @@ def _attention_switch(machine: Machine) -> str | None:
     return ", ".join(wrong) or None
 
 
-def _connections(machine: Machine) -> str | None:
+def _connections(machine: MachineFacts) -> str | None:
     value = machine.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if value == "1" or not machine.gpus or all(gpu.capability >= (10, 0) for gpu in machine.gpus):
         return None
     return f"CUDA_DEVICE_MAX_CONNECTIONS={'(not set)' if value is None else value}"
 
 
-def _blocking(machine: Machine) -> str | None:
+def _blocking(machine: MachineFacts) -> str | None:
     value = machine.variables.get("CUDA_LAUNCH_BLOCKING", "0")
     return f"CUDA_LAUNCH_BLOCKING={value}" if machine.gpus and value != "0" else None
 
 
-def _old_gpu(machine: Machine) -> str | None:
+def _old_gpu(machine: MachineFacts) -> str | None:
     old = [gpu for gpu in machine.gpus if gpu.capability < (8, 0)]
     return f"{old[0].name}, compute capability {'.'.join(map(str, old[0].capability))}" if old else None
 
 
-def _no_triton(machine: Machine) -> str | None:
+def _no_triton(machine: MachineFacts) -> str | None:
     return "no triton" if machine.gpus and "triton" not in machine.packages else None
 
 
-def _apex_without_kernels(machine: Machine) -> str | None:
+def _apex_without_kernels(machine: MachineFacts) -> str | None:
     if not machine.gpus or machine.apex or "apex" not in machine.packages:
         return None
     return f"apex {machine.packages['apex']} without compiled kernels"
 
 
-def _no_c_compiler(machine: Machine) -> str | None:
+def _no_c_compiler(machine: MachineFacts) -> str | None:
     needs_one = bool(machine.gpus) and "triton" in machine.packages
     return "no C compiler" if needs_one and machine.c_compiler is None else None
 
 
-def _no_build_tools(machine: Machine) -> str | None:
+def _no_build_tools(machine: MachineFacts) -> str | None:
     version = machine.packages.get("megatron-core", "0")
     if numbers(version) < (0, 17) or not machine.missing_build_tools:
         return None

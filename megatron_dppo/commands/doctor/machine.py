@@ -59,7 +59,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineFacts:
     """What the table of known-bad combinations looks at."""
 
     python: tuple[int, int, int] = (3, 12, 0)
@@ -89,7 +89,7 @@ APEX_KERNELS = {"fused_weight_gradient_mlp_cuda": "gradient accumulation", "amp_
 its own linear layers, the second where Transformer Engine is not there."""
 
 
-def look() -> Machine:
+def look() -> MachineFacts:
     """This machine."""
     import torch
 
@@ -100,7 +100,7 @@ def look() -> Machine:
         found = torch.cuda.get_device_properties(i)
         gpus.append(Gpu(name=found.name, capability=(found.major, found.minor), gib=found.total_memory / 2**30))
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    return Machine(
+    return MachineFacts(
         python=sys.version_info[:3],
         system=f"{platform.system()} {platform.machine()}",
         packages=_versions(),
@@ -155,7 +155,7 @@ def _transformer_engine(*, looked_at: bool) -> str:
         return str(error)
 
 
-def in_words(machine: Machine) -> list[str]:
+def in_words(machine: MachineFacts) -> list[str]:
     """One line a fact."""
     lines = [f"python {'.'.join(map(str, machine.python))}, {machine.system}"]
     lines += [f"{name} {machine.packages.get(name, '-')}" for name in PACKAGES if name in machine.packages]

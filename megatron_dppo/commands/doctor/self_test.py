@@ -19,7 +19,7 @@ CPU_PROCESSES = 2
 
 
 @dataclass(frozen=True)
-class Check:
+class SelfTestResult:
     """One number, and the largest one that is right; the worst of all processes."""
 
     name: str
@@ -46,7 +46,7 @@ class SelfTest:
 
     processes: int
     device: str
-    checks: tuple[Check, ...]
+    checks: tuple[SelfTestResult, ...]
     seconds: float
     failure: str | None
     """why it did not come to its end, with the last lines of a process that says so"""
@@ -122,6 +122,6 @@ def _last_lines(log: Path) -> str:
     return "Its last lines:\n" + "\n".join(lines) if lines else "It printed nothing"
 
 
-def _checks(file: Path) -> Iterator[Check]:
+def _checks(file: Path) -> Iterator[SelfTestResult]:
     if file.exists():
-        yield from (Check(**json.loads(line)) for line in file.read_text().splitlines())
+        yield from (SelfTestResult(**json.loads(line)) for line in file.read_text().splitlines())

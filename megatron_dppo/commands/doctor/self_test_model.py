@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.commands.doctor.self_test import Check
+from megatron_dppo.commands.doctor.self_test import SelfTestResult
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.samples import to_training_sample
@@ -68,7 +68,7 @@ def hf_config() -> Any:
     )
 
 
-def model(platform: Platform) -> Iterator[Check]:
+def model(platform: Platform) -> Iterator[SelfTestResult]:
     """In fp32; on CUDA in bf16 too, which is what a run uses."""
     world_size = dist.get_world_size()
     config = _config("fp32", world_size)
@@ -95,7 +95,7 @@ def _config(dtype: str, world: int) -> Config:
     )
 
 
-def _model(platform: Platform, dtype: str, layout: Layout, groups: ParallelGroups) -> Iterator[Check]:
+def _model(platform: Platform, dtype: str, layout: Layout, groups: ParallelGroups) -> Iterator[SelfTestResult]:
     model_config, config = hf_config(), _config(dtype, dist.get_world_size())
     trainer = PolicyTrainer(
         model=config.model,
@@ -132,7 +132,7 @@ def _sample(engine: LocalEngine) -> list[Completion]:
     return engine.generate(prompts, wanted)
 
 
-def _probed(trainer: PolicyTrainer, responses: Sequence[Completion], dtype: str, when: str) -> Iterator[Check]:
+def _probed(trainer: PolicyTrainer, responses: Sequence[Completion], dtype: str, when: str) -> Iterator[SelfTestResult]:
     """The verdict that servers get, on the embedded engine."""
     shape = hf_config()
     info = ServerInfo(
@@ -158,14 +158,14 @@ def _probed(trainer: PolicyTrainer, responses: Sequence[Completion], dtype: str,
         except ProbeError as error:
             cause = str(error)
     failed = float(result is None and is_leader(trainer.groups.replica))
-    yield Check(f"probe of the embedded engine, {when} (0 = it agrees with Megatron)", failed, 0.0, note=cause)
+    yield SelfTestResult(f"probe of the embedded engine, {when} (0 = it agrees with Megatron)", failed, 0.0, note=cause)
     if result is not None and result.replayed is not None:
         replayed, routes = result.replayed.mean, result.routes or 0.0
     else:
         replayed = routes = 0.0 if not failed else float("inf")
     fp32 = dtype == "fp32"
-    yield Check(f"router replay, {when}: mean |log p - log q|", replayed, 3e-5 if fp32 else 0.5)
-    yield Check(f"router replay, {when}: share of live routes that differ", routes, 0.02 if fp32 else 0.4)
+    yield SelfTestResult(f"router replay, {when}: mean |log p - log q|", replayed, 3e-5 if fp32 else 0.5)
+    yield SelfTestResult(f"router replay, {when}: share of live routes that differ", routes, 0.02 if fp32 else 0.4)
 
 
 def _generation(response: Completion) -> Generation:
@@ -181,7 +181,9 @@ def _generation(response: Completion) -> Generation:
     )
 
 
-def _updated(trainer: PolicyTrainer, config: Config, responses: Sequence[Completion], dtype: str) -> Iterator[Check]:
+def _updated(
+    trainer: PolicyTrainer, config: Config, responses: Sequence[Completion], dtype: str
+) -> Iterator[SelfTestResult]:
     """Forward with the engine's routes, backward, reduction, optimizer."""
     samples = [
         to_training_sample(PROMPT, r.token_ids, r.logprobs, 1.0 - 0.5 * i, None, r.routed_experts)
@@ -190,6 +192,6 @@ def _updated(trainer: PolicyTrainer, config: Config, responses: Sequence[Complet
     batches = Updater(trainer, config.train, config.loss).plan(samples)
     result = trainer.update(batches, policy_objective(config.loss))
     applied = result.grad_norm > 0 and result.grad_norm < float("inf")
-    yield Check(f"update, {dtype} (0 = its gradient is finite and not 0)", float(not applied), 0.0)
+    yield SelfTestResult(f"update, {dtype} (0 = its gradient is finite and not 0)", float(not applied), 0.0)
     missing = result.metrics["router_missing"]
-    yield Check(f"update, {dtype}: share of tokens without the engine's routes", missing, 0.0)
+    yield SelfTestResult(f"update, {dtype}: share of tokens without the engine's routes", missing, 0.0)

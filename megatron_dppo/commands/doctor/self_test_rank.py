@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.commands.doctor.self_test import Check
+from megatron_dppo.commands.doctor.self_test import SelfTestResult
 from megatron_dppo.head import row_kernels
 from megatron_dppo.head.stats import vocab_parallel_head_stats
 from megatron_dppo.parallel.platform import Platform
@@ -57,7 +57,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _all(platform: Platform) -> Iterator[Check]:
+def _all(platform: Platform) -> Iterator[SelfTestResult]:
     yield from collectives(platform)
     yield from head(platform)
     from megatron_dppo.mcore.compat.shims import apply_shims
@@ -68,7 +68,7 @@ def _all(platform: Platform) -> Iterator[Check]:
     yield from model(platform)
 
 
-def collectives(platform: Platform) -> Iterator[Check]:
+def collectives(platform: Platform) -> Iterator[SelfTestResult]:
     """Each kind that training uses, on numbers whose results are whole: what differs from them is wrong."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), platform.device
     own = torch.full((1000,), float(rank + 1), device=device)
@@ -92,10 +92,10 @@ def collectives(platform: Platform) -> Iterator[Check]:
     yield _exact("broadcast", told, torch.full((1000,), float(world)))
     yield from _neighbours(own)
     if platform.is_cuda:
-        yield Check("all-reduce of 256 MiB, GB/s of each link", _bandwidth(device), None)
+        yield SelfTestResult("all-reduce of 256 MiB, GB/s of each link", _bandwidth(device), None)
 
 
-def _neighbours(own: Tensor) -> Iterator[Check]:
+def _neighbours(own: Tensor) -> Iterator[SelfTestResult]:
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return
@@ -107,8 +107,8 @@ def _neighbours(own: Tensor) -> Iterator[Check]:
     yield _exact("send and receive", received, torch.full((1000,), float((rank - 1) % world + 1)))
 
 
-def _exact(name: str, found: Tensor, expected: Tensor) -> Check:
-    return Check(f"collective {name}, numbers that are wrong", float((found.cpu() != expected).sum()), 0.0)
+def _exact(name: str, found: Tensor, expected: Tensor) -> SelfTestResult:
+    return SelfTestResult(f"collective {name}, numbers that are wrong", float((found.cpu() != expected).sum()), 0.0)
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -124,7 +124,7 @@ def _bandwidth(device: torch.device) -> float:
     return 5 * 4 * _LARGE * 2 * (world - 1) / world / (time.perf_counter() - start) / 1e9
 
 
-def head(platform: Platform) -> Iterator[Check]:
+def head(platform: Platform) -> Iterator[SelfTestResult]:
     """The fused head over vocabulary shards of all ranks, against float64 on one."""
     triton = row_kernels._triton_kernels(torch.zeros(1, 1, device=platform.device)) is not None
     kernels = "Triton" if triton else "torch"
@@ -133,7 +133,9 @@ def head(platform: Platform) -> Iterator[Check]:
         yield from _head(platform, torch.bfloat16, f"head, bf16, {kernels} rows", 1e-5, 5e-3)
 
 
-def _head(platform: Platform, dtype: torch.dtype, name: str, bound: float, gradient_bound: float) -> Iterator[Check]:
+def _head(
+    platform: Platform, dtype: torch.dtype, name: str, bound: float, gradient_bound: float
+) -> Iterator[SelfTestResult]:
     rank, world, device = dist.get_rank(), dist.get_world_size(), platform.device
     generator = torch.Generator().manual_seed(0)
     own = -(-VOCABULARY // world)
@@ -165,7 +167,9 @@ def _head(platform: Platform, dtype: torch.dtype, name: str, bound: float, gradi
         "Top-K": (found.topk_logprobs, logp.topk(K).values),
     }
     for what, (mine, expected) in pairs.items():
-        yield Check(f"{name}: {what} against float64", float((mine.double().cpu() - expected).abs().max()), bound)
+        yield SelfTestResult(
+            f"{name}: {what} against float64", float((mine.double().cpu() - expected).abs().max()), bound
+        )
     moved = slopes.to(device)
     part, of_weight = torch.autograd.grad((moved[0] * found.logprobs + moved[1] * found.entropy).sum(), leaves)
     of_hidden = part.float()
@@ -175,7 +179,7 @@ def _head(platform: Platform, dtype: torch.dtype, name: str, bound: float, gradi
         ("weight", of_weight, wanted[1][shard]),
     ):
         error = (mine.double().cpu() - expected).norm() / expected.norm()
-        yield Check(f"{name}: gradient of {what} against float64, relative", float(error), gradient_bound)
+        yield SelfTestResult(f"{name}: gradient of {what} against float64, relative", float(error), gradient_bound)
 
 
 if __name__ == "__main__":

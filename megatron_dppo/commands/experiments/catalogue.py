@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.commands.experiments.grid import Loss, Mismatch, Settings, merged
+from megatron_dppo.commands.experiments.grid import LossSetting, Mismatch, Settings, merged
 from megatron_dppo.commands.experiments.smollm2 import GGUF_SHA256
 from megatron_dppo.files import shipped_folder
 
@@ -34,33 +34,35 @@ def _dppo(kind: str, cap: float | str = "off", **more: Any) -> Settings:
     return {"name": f"dppo_{kind}", "ratio_cap": cap, **more}
 
 
-LOSSES: Mapping[str, Loss] = {
+LOSSES: Mapping[str, LossSetting] = {
     loss.name: loss
     for loss in (
         # Weights of DPPO are not capped unless the name says so: what a mask does is to be seen without another limit.
-        Loss("dppo_binary_tv", _dppo("binary_tv"), _TV),
-        Loss("dppo_binary_tv cap 2", _dppo("binary_tv", 2.0), _TV),
-        Loss("dppo_binary_tv cap 5", _dppo("binary_tv", 5.0), _TV),
-        Loss("dppo_binary_kl", _dppo("binary_kl"), _KL),
-        Loss("dppo_topk_tv", _dppo("topk_tv"), _TV),
-        Loss("dppo_topk_kl", _dppo("topk_kl"), _KL),
-        Loss("dppo_topk_tv predictive", _dppo("topk_tv", direction="predictive"), _TV),
-        Loss("dppo_topk_kl predictive", _dppo("topk_kl", direction="predictive"), _KL),
-        Loss("score_centering", {"name": "score_centering"}, [{"loss": {"ratio_cap": cap}} for cap in (1.0, 2.0, 5.0)]),
-        Loss("drpo", {"name": "drpo"}, _TV),
-        Loss("ipo", {"name": "ipo"}, _thresholds(0.1, 0.3, 0.6)),
-        Loss("grpo", {"name": "grpo"}, _CLIPS),
-        Loss("minirl", {"name": "minirl"}, _CLIPS),
-        Loss("cispo", {"name": "cispo"}, [{"loss": {"ratio_cap": cap}} for cap in (2.0, 5.0, 10.0)]),
-        Loss("pg_is", {"name": "pg_is"}),
+        LossSetting("dppo_binary_tv", _dppo("binary_tv"), _TV),
+        LossSetting("dppo_binary_tv cap 2", _dppo("binary_tv", 2.0), _TV),
+        LossSetting("dppo_binary_tv cap 5", _dppo("binary_tv", 5.0), _TV),
+        LossSetting("dppo_binary_kl", _dppo("binary_kl"), _KL),
+        LossSetting("dppo_topk_tv", _dppo("topk_tv"), _TV),
+        LossSetting("dppo_topk_kl", _dppo("topk_kl"), _KL),
+        LossSetting("dppo_topk_tv predictive", _dppo("topk_tv", direction="predictive"), _TV),
+        LossSetting("dppo_topk_kl predictive", _dppo("topk_kl", direction="predictive"), _KL),
+        LossSetting(
+            "score_centering", {"name": "score_centering"}, [{"loss": {"ratio_cap": cap}} for cap in (1.0, 2.0, 5.0)]
+        ),
+        LossSetting("drpo", {"name": "drpo"}, _TV),
+        LossSetting("ipo", {"name": "ipo"}, _thresholds(0.1, 0.3, 0.6)),
+        LossSetting("grpo", {"name": "grpo"}, _CLIPS),
+        LossSetting("minirl", {"name": "minirl"}, _CLIPS),
+        LossSetting("cispo", {"name": "cispo"}, [{"loss": {"ratio_cap": cap}} for cap in (2.0, 5.0, 10.0)]),
+        LossSetting("pg_is", {"name": "pg_is"}),
         # Not of the wind tunnel: variants that single figures ask for. A ratio is never above 1e9.
-        Loss("grpo relaxed up", {"name": "grpo", "clip_ratio_high": 1e9}),
-        Loss("grpo relaxed down", {"name": "grpo", "clip_ratio_low": 1 - 1e-9}),
-        Loss("grpo relaxed both", {"name": "grpo", "clip_ratio_low": 1 - 1e-9, "clip_ratio_high": 1e9}),
-        Loss("dppo_binary_tv far", _dppo("binary_tv", **_FAR)),
-        Loss("dppo_binary_kl cap 5", _dppo("binary_kl", 5.0), _KL),
-        Loss("dppo_topk_tv cap 5", _dppo("topk_tv", 5.0), _TV),
-        Loss("dppo_topk_kl cap 5", _dppo("topk_kl", 5.0), _KL),
+        LossSetting("grpo relaxed up", {"name": "grpo", "clip_ratio_high": 1e9}),
+        LossSetting("grpo relaxed down", {"name": "grpo", "clip_ratio_low": 1 - 1e-9}),
+        LossSetting("grpo relaxed both", {"name": "grpo", "clip_ratio_low": 1 - 1e-9, "clip_ratio_high": 1e9}),
+        LossSetting("dppo_binary_tv far", _dppo("binary_tv", **_FAR)),
+        LossSetting("dppo_binary_kl cap 5", _dppo("binary_kl", 5.0), _KL),
+        LossSetting("dppo_topk_tv cap 5", _dppo("topk_tv", 5.0), _TV),
+        LossSetting("dppo_topk_kl cap 5", _dppo("topk_kl", 5.0), _KL),
     )
 }
 """Name -> loss with its candidates for the search; its defaults stand among them."""

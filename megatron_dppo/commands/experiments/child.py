@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.commands.experiments.catalogue import REAL_MODEL, task_files
-from megatron_dppo.commands.experiments.grid import Run, Settings, merged
+from megatron_dppo.commands.experiments.grid import GridRun, Settings, merged
 from megatron_dppo.commands.experiments.smollm2 import model_folder
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.paths import resolve_paths
@@ -72,7 +72,7 @@ def make_base(task: str, settings: Settings, target: str) -> None:
     shutil.rmtree(folder)
 
 
-def make_row(run: Run, base: str, folder: str, row: str) -> None:
+def make_row(run: GridRun, base: str, folder: str, row: str) -> None:
     """Do a run and write its row; a run that was stopped by a signal leaves none."""
     place = Path(folder)
     _begin(place)

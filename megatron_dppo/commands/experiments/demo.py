@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, TASKS
 from megatron_dppo.commands.experiments.child import read_curves
-from megatron_dppo.commands.experiments.grid import Run, merged, run_settings
+from megatron_dppo.commands.experiments.grid import GridRun, merged, run_settings
 from megatron_dppo.commands.experiments.runner import do_runs
 from megatron_dppo.commands.experiments.statistics import Row, masked, series
 from megatron_dppo.commands.experiments.store import Store
@@ -100,12 +100,12 @@ class Demo:
     """runs at a time"""
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[GridRun]:
         """The three runs, alike but for the loss."""
         short = {"run": {"num_steps": self.steps}, "eval": {"every": self.steps}}
         base = merged(TASKS[TASK], short)
         return [
-            Run(TASK, loss, MISMATCH, self.seed, run_settings(base, LOSSES[loss], MISMATCHES[MISMATCH], self.seed))
+            GridRun(TASK, loss, MISMATCH, self.seed, run_settings(base, LOSSES[loss], MISMATCHES[MISMATCH], self.seed))
             for loss in LABELS
         ]
 
@@ -201,7 +201,7 @@ def _told(row: Row) -> str:
 
 
 @contextmanager
-def _telling(store: Store, runs: Sequence[Run]) -> Iterator[None]:
+def _telling(store: Store, runs: Sequence[GridRun]) -> Iterator[None]:
     """Print how far the runs are from time to time."""
     done = threading.Event()
 
@@ -220,7 +220,7 @@ def _telling(store: Store, runs: Sequence[Run]) -> Iterator[None]:
         teller.join()
 
 
-def _state(store: Store, run: Run) -> str:
+def _state(store: Store, run: GridRun) -> str:
     """The step and the last reward of a run that is under way; empty = it is not."""
     file = store.place(run) / "run" / "metrics.jsonl"
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, TASKS
-from megatron_dppo.commands.experiments.grid import Run, Settings, merged, run_settings
+from megatron_dppo.commands.experiments.grid import GridRun, Settings, merged, run_settings
 from megatron_dppo.commands.experiments.statistics import band, whole
 
 SEARCH_SEEDS = (100, 101)
@@ -51,7 +51,7 @@ class Experiment:
     search_under: str = ""
     """the mismatch under which each loss's candidates are tried; empty = nothing is searched"""
 
-    def search(self, quick: bool) -> list[Run]:
+    def search(self, quick: bool) -> list[GridRun]:
         """The runs of the search: every candidate of every loss on the search's seeds; none with ``--quick``."""
         if not self.search_under or quick:
             return []
@@ -64,7 +64,7 @@ class Experiment:
             for seed in SEARCH_SEEDS
         ]
 
-    def report(self, quick: bool, seeds: Sequence[int] | None, rows: Iterable[Mapping[str, object]]) -> list[Run]:
+    def report(self, quick: bool, seeds: Sequence[int] | None, rows: Iterable[Mapping[str, object]]) -> list[GridRun]:
         """The runs whose results are reported, by what the search's rows say.
 
         Args:
@@ -93,10 +93,10 @@ class Experiment:
         *,
         phase: str = "report",
         candidate: int = 0,
-    ) -> Run:
+    ) -> GridRun:
         base = merged(TASKS[block.task], block.settings)
         settings = run_settings(base, LOSSES[loss], MISMATCHES[mismatch], seed, chosen)
-        return Run(block.task, loss, mismatch, seed, settings, phase=phase, candidate=candidate)
+        return GridRun(block.task, loss, mismatch, seed, settings, phase=phase, candidate=candidate)
 
 
 def choose(rows: Iterable[Mapping[str, object]]) -> dict[tuple[str, str], tuple[int, Sequence[Settings]]]:

@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.commands.experiments.grid import Run
+from megatron_dppo.commands.experiments.grid import GridRun
 from megatron_dppo.commands.experiments.statistics import SCORES, Row, band, bands, cells, masked, series
 
 _COLUMNS = 3
@@ -58,7 +58,7 @@ _MEANINGS = {
 }
 
 
-def as_table(rows: Iterable[Row], runs: Sequence[Run]) -> str:
+def as_table(rows: Iterable[Row], runs: Sequence[GridRun]) -> str:
     """One table a task and score: losses down, mismatches across; ``mean [least, largest]`` over seeds.
 
     Args:
@@ -78,7 +78,7 @@ def as_table(rows: Iterable[Row], runs: Sequence[Run]) -> str:
     return "\n\n".join([*parts, _notes(found, runs)])
 
 
-def _grid(runs: Sequence[Run], texts: dict[tuple[str, str, str], str]) -> str:
+def _grid(runs: Sequence[GridRun], texts: dict[tuple[str, str, str], str]) -> str:
     mismatches = list(dict.fromkeys(run.mismatch for run in runs))
     refused = {(run.task, run.mismatch, run.loss) for run in runs if run.refusal}
     lines = ["| loss | " + " | ".join(mismatches) + " |", "|---" * (len(mismatches) + 1) + "|"]
@@ -89,7 +89,7 @@ def _grid(runs: Sequence[Run], texts: dict[tuple[str, str, str], str]) -> str:
     return "\n".join(lines)
 
 
-def _notes(rows: Sequence[Row], runs: Sequence[Run]) -> str:
+def _notes(rows: Sequence[Row], runs: Sequence[GridRun]) -> str:
     """How much is done, what it took, what was refused and what stopped."""
     keys = {row["key"] for row in rows}
     wanted = {run.key for run in runs if not run.refusal}

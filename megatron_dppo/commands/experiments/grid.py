@@ -18,7 +18,7 @@ Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossSetting:
     """A row of the table."""
 
     name: str
@@ -43,7 +43,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Run:
+class GridRun:
     """One run of the trainer."""
 
     task: str
@@ -94,7 +94,9 @@ def merged(*tables: Settings) -> dict[str, Any]:
     return result
 
 
-def run_settings(base: Settings, loss: Loss, mismatch: Mismatch, seed: int, chosen: Settings | None = None) -> Settings:
+def run_settings(
+    base: Settings, loss: LossSetting, mismatch: Mismatch, seed: int, chosen: Settings | None = None
+) -> Settings:
     """The configuration of one run: the task's settings, the mismatch, the loss and what the search chose for it."""
     seeded = {"run": {"seed": seed}, "loss": dict(loss.table)}
     return merged(base, mismatch.settings, seeded, chosen or {})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_dppo.commands.experiments.experiment import Experiment, choose
 from megatron_dppo.commands.experiments.figures import as_table, write_page
-from megatron_dppo.commands.experiments.grid import Run
+from megatron_dppo.commands.experiments.grid import GridRun
 from megatron_dppo.commands.experiments.row import Handed, labelled, read_handed
 from megatron_dppo.commands.experiments.runner import do_runs
 from megatron_dppo.commands.experiments.store import Rows, Store
@@ -89,7 +89,7 @@ def _list(store: Store, experiment: Experiment, request: Request, handed: Sequen
             print(f"{run.key}  {run.phase:6}  {run.task}, {run.mismatch}, {run.loss}, seed {run.seed}")
 
 
-def _lacking(store: Store, runs: Sequence[Run], handed: Sequence[_Source]) -> Rows:
+def _lacking(store: Store, runs: Sequence[GridRun], handed: Sequence[_Source]) -> Rows:
     """The rows that the store takes over; each is counted with the first file that has it."""
     found = Rows()
     for source in handed:
@@ -99,11 +99,11 @@ def _lacking(store: Store, runs: Sequence[Run], handed: Sequence[_Source]) -> Ro
     return found
 
 
-def _do(store: Store, runs: Sequence[Run], request: Request, limit: int | None) -> Rows:
+def _do(store: Store, runs: Sequence[GridRun], request: Request, limit: int | None) -> Rows:
     return do_runs(store, runs, request.jobs, lambda line: print(line, flush=True), limit)
 
 
-def _write(folder: Path, experiment: Experiment, runs: Sequence[Run], found: Rows) -> None:
+def _write(folder: Path, experiment: Experiment, runs: Sequence[GridRun], found: Rows) -> None:
     rows = [labelled(found[run.key], run) for run in runs if run.key in found]
     reported = [run for run in runs if run.phase == "report"]
     chosen = "\n".join(

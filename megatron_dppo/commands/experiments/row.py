@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatron_dppo.commands.experiments.grid import Run
+from megatron_dppo.commands.experiments.grid import GridRun
 from megatron_dppo.commands.experiments.statistics import Row
 from megatron_dppo.data.values import check_values, parse_object
 from megatron_dppo.errors import DataError, UserError
@@ -69,7 +69,7 @@ class Handed:
     """file and line, for messages"""
     row: Row
 
-    def check(self, run: Run, base: str) -> None:
+    def check(self, run: GridRun, base: str) -> None:
         """See ``check_run``."""
         _check_run(self.place, self.row, run, base, _HANDED)
 
@@ -90,7 +90,7 @@ def read_handed(file: Path) -> list[Handed]:
     return [Handed(place, _parse(place, line, _HANDED)) for place, line in places]
 
 
-def read_stored(file: Path, run: Run, base: str) -> Row:
+def read_stored(file: Path, run: GridRun, base: str) -> Row:
     """The row of a run in the store.
 
     Args:
@@ -110,7 +110,7 @@ def read_stored(file: Path, run: Run, base: str) -> Row:
     return row
 
 
-def labelled(row: Row, run: Run) -> Row:
+def labelled(row: Row, run: GridRun) -> Row:
     """The row under the names that the run has here: one run may stand in a search and in a report."""
     names = {"phase": run.phase, "candidate": run.candidate, "loss": run.loss, "mismatch": run.mismatch}
     return {**row, **names}
@@ -128,7 +128,7 @@ def _parse(place: str, line: bytes, advice: str) -> Row:
     return row
 
 
-def _check_run(place: str, row: Row, run: Run, base: str, advice: str) -> None:
+def _check_run(place: str, row: Row, run: GridRun, base: str, advice: str) -> None:
     """Check that a whole row is one of this run."""
     wanted: Mapping[str, Any] = {"key": run.key, "base": base, "task": run.task, "seed": run.seed}
     for name, value in wanted.items():

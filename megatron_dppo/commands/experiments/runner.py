@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.commands.experiments.child import COSTS, log_of, make_base, make_row
-from megatron_dppo.commands.experiments.grid import Run
+from megatron_dppo.commands.experiments.grid import GridRun
 from megatron_dppo.commands.experiments.store import Rows, Store
 from megatron_dppo.engines.local.perturbation import require_modelopt
 from megatron_dppo.errors import UserError
@@ -39,7 +39,9 @@ class _Job:
         return self.needs is None or self.needs.is_dir()
 
 
-def do_runs(store: Store, runs: Sequence[Run], jobs: int, say: Callable[[str], None], limit: int | None = None) -> Rows:
+def do_runs(
+    store: Store, runs: Sequence[GridRun], jobs: int, say: Callable[[str], None], limit: int | None = None
+) -> Rows:
     """The rows of all runs that are not refused, those that are missing made now.
 
     Args:
@@ -66,7 +68,7 @@ def do_runs(store: Store, runs: Sequence[Run], jobs: int, say: Callable[[str], N
     return found | store.read(missing)
 
 
-def make_base_at(store: Store, run: Run, target: Path, say: Callable[[str], None]) -> None:
+def make_base_at(store: Store, run: GridRun, target: Path, say: Callable[[str], None]) -> None:
     """Make the base model of a run at ``target``, wherever the store or the package has one.
 
     Raises:
@@ -75,9 +77,9 @@ def make_base_at(store: Store, run: Run, target: Path, say: Callable[[str], None
     _do([_base_job(store, run, target)], 1, say)
 
 
-def _jobs(store: Store, runs: Sequence[Run]) -> list[_Job]:
+def _jobs(store: Store, runs: Sequence[GridRun]) -> list[_Job]:
     """Each base model that is missing, and then the runs that start from it."""
-    groups: dict[Path, list[Run]] = {}
+    groups: dict[Path, list[GridRun]] = {}
     for run in runs:
         groups.setdefault(store.base(run), []).append(run)
     jobs = []
@@ -87,12 +89,12 @@ def _jobs(store: Store, runs: Sequence[Run]) -> list[_Job]:
     return jobs
 
 
-def _base_job(store: Store, run: Run, target: Path) -> _Job:
+def _base_job(store: Store, run: GridRun, target: Path) -> _Job:
     name = f"base of {run.task}, seed {run.settings['run']['seed']}"
     return _Job(make_base, (run.task, store.warmup(run), str(target)), target, log_of(Path(f"{target}.partial")), name)
 
 
-def _run_job(store: Store, run: Run) -> _Job:
+def _run_job(store: Store, run: GridRun) -> _Job:
     folder, row = store.place(run), store.row(run)
     name = f"{run.task}, {run.mismatch}, {run.loss}, seed {run.seed}"
     return _Job(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.commands.experiments.catalogue import warmup_settings
-from megatron_dppo.commands.experiments.grid import Run, Settings
+from megatron_dppo.commands.experiments.grid import GridRun, Settings
 from megatron_dppo.commands.experiments.row import Handed, labelled, read_stored
 from megatron_dppo.commands.experiments.statistics import Row
 from megatron_dppo.errors import Problems, UserError
@@ -40,32 +40,32 @@ class Store:
     warmup_steps: int | None = None
     """of base models; None = as many as the task needs"""
 
-    def row(self, run: Run) -> Path:
+    def row(self, run: GridRun) -> Path:
         """The file of a run's row."""
         return self.folder / "rows" / f"{run.key}-{self._digest(run)}.json"
 
-    def has(self, run: Run) -> bool:
+    def has(self, run: GridRun) -> bool:
         """Whether there is one."""
         return os.path.exists(self.row(run))
 
-    def place(self, run: Run) -> Path:
+    def place(self, run: GridRun) -> Path:
         """Where it works."""
         return self.folder / "runs" / run.key
 
-    def base(self, run: Run) -> Path:
+    def base(self, run: GridRun) -> Path:
         """The folder of its base model: the package's, where one of these settings comes with it, else the store's."""
         name = f"{run.task}-{run.settings['run']['seed']}-{self._digest(run)}"
         shipped = SHIPPED / name
         return shipped if shipped.is_dir() else self.folder / "bases" / name
 
-    def _digest(self, run: Run) -> str:
+    def _digest(self, run: GridRun) -> str:
         return hashlib.sha256(json.dumps(self.warmup(run), sort_keys=True).encode()).hexdigest()[:8]
 
-    def warmup(self, run: Run) -> Settings:
+    def warmup(self, run: GridRun) -> Settings:
         """The configuration that makes it."""
         return warmup_settings(run.task, run.settings["run"]["seed"], self.warmup_steps)
 
-    def read(self, runs: Sequence[Run]) -> Rows:
+    def read(self, runs: Sequence[GridRun]) -> Rows:
         """The rows that there are.
 
         Raises:
@@ -79,7 +79,7 @@ class Store:
         problems.raise_if_any()
         return found
 
-    def lacking(self, handed: Sequence[Handed], runs: Sequence[Run]) -> Rows:
+    def lacking(self, handed: Sequence[Handed], runs: Sequence[GridRun]) -> Rows:
         """The rows of these runs that are not here yet.
 
         Args:
@@ -98,7 +98,7 @@ class Store:
             new.setdefault(run.key, labelled(each.row, run))
         return new
 
-    def add(self, rows: Rows, runs: Sequence[Run]) -> None:
+    def add(self, rows: Rows, runs: Sequence[GridRun]) -> None:
         """Write rows of these runs.
 
         Raises:

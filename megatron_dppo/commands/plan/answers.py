@@ -25,7 +25,7 @@ from megatron_dppo.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CallSite:
     """A function of the program."""
 
     file: str
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Read(Place):
+class ValueRead(CallSite):
     """One place that reads a value."""
 
     answer: Callable[[FrameType, Tensor], float]
@@ -57,55 +57,55 @@ def _row_shape(frame: FrameType, element: Tensor) -> float:
     return shape[int(element.storage_offset())]
 
 
-READS: Sequence[Read] = (
-    Read(
+READS: Sequence[ValueRead] = (
+    ValueRead(
         file="head/gradient.py",
         function="check_rest",
         answer=_always(False),
         reason="no row without gradient has one; on CUDA the device asserts it and nobody reads",
     ),
-    Read(
+    ValueRead(
         file="head/checks.py",
         function="_assert_distinct",
         answer=_always(False),
         reason="the ids of a row are distinct; on CUDA the device asserts it and nobody reads",
     ),
-    Read(
+    ValueRead(
         file="head/checks.py",
         function="check_slots",
         answer=_always(False),
         reason="the label has its one place; on CUDA the device asserts it and nobody reads",
     ),
-    Read(
+    ValueRead(
         file="head/gradient.py",
         function="_check_one",
         answer=_always(1.0),
         reason="Megatron's scale of the loss is 1 without fp16; on CUDA the device asserts it",
     ),
-    Read(file="head/gradient.py", function="_scaled", answer=_always(1.0), reason="the same number"),
-    Read(file="report/metrics.py", function="_to_floats", answer=_always(1.0), reason="metrics are for the eye"),
-    Read(file="mcore/router_replay.py", function="metrics", answer=_always(1), reason="counts for the eye"),
-    Read(
+    ValueRead(file="head/gradient.py", function="_scaled", answer=_always(1.0), reason="the same number"),
+    ValueRead(file="report/metrics.py", function="_to_floats", answer=_always(1.0), reason="metrics are for the eye"),
+    ValueRead(file="mcore/router_replay.py", function="metrics", answer=_always(1), reason="counts for the eye"),
+    ValueRead(
         file="optimizer/clip_grads.py",
         function="get_grad_norm_fp32",
         answer=_always(1.0),
         reason="the norm is finite: a step with another norm is skipped",
     ),
-    Read(
+    ValueRead(
         file="optimizer/optimizer.py",
         function="_unscale_main_grads_and_check_for_nan",
         answer=_always(0.0),
         reason="no gradient is infinite",
     ),
-    Read(
+    ValueRead(
         file="distributed/finalize_model_grads.py",
         function="finalize_model_grads",
         answer=_always(True),
         reason="a batch has tokens in its loss",
     ),
-    Read(file="mcore/layer_noise.py", function="call", answer=_always(1), reason="the same count"),
-    Read(file="mcore/layer_noise.py", function="settle", answer=_always(1.0), reason="metrics are for the eye"),
-    Read(
+    ValueRead(file="mcore/layer_noise.py", function="call", answer=_always(1), reason="the same count"),
+    ValueRead(file="mcore/layer_noise.py", function="settle", answer=_always(1.0), reason="metrics are for the eye"),
+    ValueRead(
         file="pipeline_parallel/p2p_communication.py",
         function="_communicate_shapes",
         answer=_row_shape,
@@ -115,7 +115,7 @@ READS: Sequence[Read] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size(Place):
+class Size(CallSite):
     """One operation whose result has as many elements as the data say."""
 
     operation: str

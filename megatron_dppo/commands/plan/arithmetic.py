@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.commands.plan.machine import Machine
+from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.families import family_of
@@ -36,7 +36,7 @@ class Rollouts:
         return None if self.tokens_in_flight is None else self.tokens_in_flight // self.longest
 
 
-def rollouts(config: Config, hf_config: Any, parameters: int, machine: Machine) -> Rollouts:
+def rollouts(config: Config, hf_config: Any, parameters: int, machine: GpuNode) -> Rollouts:
     """One server holds its weights, split over its GPUs, and fills the rest with the cache."""
     size = DTYPES[config.rollout.dtype or config.model.dtype].itemsize
     heads, numbers = _cached(hf_config)
@@ -75,7 +75,7 @@ def served_bytes(config: Config, parameters: int) -> int:
     return parameters * DTYPES[config.rollout.dtype or config.model.dtype].itemsize
 
 
-def server_bytes(config: Config, machine: Machine) -> float:
+def server_bytes(config: Config, machine: GpuNode) -> float:
     """Of one GPU for weights and cache: the server's own key (SGLang ``mem-fraction-static``, vLLM
     ``gpu-memory-utilization``), without it 0.85 of the memory."""
     options = _options(config)
@@ -126,7 +126,7 @@ _SAVE_HOST = 4
 (``benchmarks/checkpoint.py``)."""
 
 
-def transfers(config: Config, parameters: int, trained: tuple[int, int], layout: Layout, machine: Machine) -> Transfers:
+def transfers(config: Config, parameters: int, trained: tuple[int, int], layout: Layout, machine: GpuNode) -> Transfers:
     """By the number of parameters; the time is that of the link or memory alone, without gathering.
 
     ``trained``: how many of them have gradients, or are adapters; and how many of these are in routed experts.
@@ -232,7 +232,7 @@ KEPT_IDS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class TokenBytes:
     """Bytes of one token, as ``types.Completion`` holds it."""
 
     sampled: int
@@ -269,12 +269,12 @@ def kept_ids(config: Config, vocab_size: int) -> int:
     return min(bounds if rollout.top_p == 1 and rollout.min_p == 0 else [*bounds, KEPT_IDS])
 
 
-def columns_of(config: Config, hf_config: Any, layout: Layout) -> Columns:
+def columns_of(config: Config, hf_config: Any, layout: Layout) -> TokenBytes:
     """Of a configuration: the engine's answer with everything that the run asks it for."""
     kept = kept_ids(config, hf_config.vocab_size)
     shape = routing_shape(hf_config) if config.train.needs_engine_routing else None
     experts = 0 if shape is None else shape.num_layers * shape.topk
-    found = Columns(
+    found = TokenBytes(
         sampled=8,
         topk=8 * (config.loss.topk + 1) if config.loss.is_topk else 0,
         kept=4 * (kept + 1) if kept else 0,
@@ -284,4 +284,4 @@ def columns_of(config: Config, hf_config: Any, layout: Layout) -> Columns:
     )
     batch = batch_of(config, layout)
     tokens = batch.samples // layout.dp * batch.mean_tokens
-    return Columns(**{**vars(found), "step": found.token * tokens})
+    return TokenBytes(**{**vars(found), "step": found.token * tokens})

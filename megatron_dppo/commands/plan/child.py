@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import IO, Any
 
-from megatron_dppo.commands.plan.machine import Machine
+from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.commands.plan.rehearse import Role, prepare, rehearse
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
@@ -32,7 +32,7 @@ class Question:
     hf_config: Any
     layout: Layout
     role: Role
-    machine: Machine
+    machine: GpuNode
     teacher: Any = None
     """the transformers config of the teacher whose divergence is in the loss"""
 

@@ -14,7 +14,7 @@ from megatron_dppo.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class GpuNode:
     """One kind of GPU in nodes of eight."""
 
     name: str
@@ -86,10 +86,10 @@ _HOPPER = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 67e12, "float64
 67, without TF32. The H200 (nvidia.com/en-us/data-center/h200) has the same."""
 
 
-MACHINES: Mapping[str, Machine] = {
+MACHINES: Mapping[str, GpuNode] = {
     machine.name: machine
     for machine in (
-        Machine(
+        GpuNode(
             name="h100",
             memory=round(79.1 * 2**30),  # of the 80 GB version, in torch's own messages (vllm-project/vllm issue 27508)
             flops=_HOPPER,
@@ -97,7 +97,7 @@ MACHINES: Mapping[str, Machine] = {
             node_bandwidth=450e9,  # NVLink 900 GB/s, both directions together
             network_bandwidth=50e9,  # DGX H100: one ConnectX-7 of 400 Gb/s for each GPU
         ),
-        Machine(
+        GpuNode(
             name="h200",
             memory=139 * 2**30,  # what torch reports of its 141 GB
             flops=_HOPPER,
@@ -109,7 +109,7 @@ MACHINES: Mapping[str, Machine] = {
 }
 
 
-def machine_named(name: str) -> Machine:
+def machine_named(name: str) -> GpuNode:
     """A machine of the table.
 
     Raises:

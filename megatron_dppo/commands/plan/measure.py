@@ -100,8 +100,8 @@ def _kept(trainer: PolicyTrainer) -> dict[str, list[Tensor]]:
 def phases(meter: Meter) -> Iterator[None]:
     """Name the parts of an update within the block."""
     places: list[tuple[Any, str, str]] = [
-        (head.Head, "loss", "head"),
-        (vars(forward)["Row"], "of", "row"),  # a rehearsal has put another one there
+        (head.OutputHead, "loss", "head"),
+        (vars(forward)["MicroBatchRow"], "of", "row"),  # a rehearsal has put another one there
         (router_replay.ReplayDriver, "_begin", "replay"),
         (optim.Optimizer, "step", "update"),
         (dist, "all_gather_object", _OBJECTS),

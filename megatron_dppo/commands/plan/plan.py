@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_dppo.commands.plan.arithmetic import (
     Batch,
-    Columns,
     Rollouts,
+    TokenBytes,
     Transfers,
     batch_of,
     columns_of,
@@ -19,7 +19,7 @@ from megatron_dppo.commands.plan.arithmetic import (
     transfers,
 )
 from megatron_dppo.commands.plan.child import Question
-from megatron_dppo.commands.plan.machine import Machine
+from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.commands.plan.measured import Measured
 from megatron_dppo.commands.plan.models import adapter_counts, model_config, parameter_counts
 from megatron_dppo.commands.plan.rehearsals import Rehearsals
@@ -94,12 +94,12 @@ class Plan:
 
     config: Config
     layout: Layout
-    machine: Machine
+    machine: GpuNode
     model: Model
     batch: Batch
     ranks: dict[str, RankPlan]
     rollouts: Rollouts
-    columns: Columns
+    columns: TokenBytes
     transfers: Transfers
 
     @property
@@ -126,7 +126,7 @@ class Plan:
 def make_plan(
     config: Config,
     world_size: int,
-    machine: Machine,
+    machine: GpuNode,
     rehearsals: Rehearsals,
     *,
     model: Model | None = None,
@@ -193,7 +193,7 @@ def _rank_plan(
     measured: Measured,
     batch: Batch,
     layout: Layout,
-    machine: Machine,
+    machine: GpuNode,
     moved: Transfers,
     teacher: TeacherModel | None,
 ) -> RankPlan:

@@ -22,7 +22,7 @@ from megatron_dppo.mcore.compat import grouped_gemm
 from megatron_dppo.mcore.compat.torch_proxy import is_on_device
 from megatron_dppo.mcore.rehearsal import REPLACEMENTS as MEGATRON
 from megatron_dppo.mcore.rehearsal import Assumptions, Replacement
-from megatron_dppo.mcore.row import Row
+from megatron_dppo.mcore.row import MicroBatchRow
 
 
 def replace_for_rehearsal(assumed: Assumptions, *, as_gpu: bool) -> None:
@@ -37,9 +37,9 @@ def _weights(_: Assumptions) -> None:
 
 
 def _rows_on_the_host(_: Assumptions) -> None:
-    def of(*args: Any, **kwargs: Any) -> Row:
+    def of(*args: Any, **kwargs: Any) -> MicroBatchRow:
         with _disable_current_modes():
-            row = Row.of(*args, **kwargs)
+            row = MicroBatchRow.of(*args, **kwargs)
             _ = row.packing.buckets
         kept = () if row.batch.kept is None else (row.batch.kept.ids,)
         for column in (*vars(row.batch).values(), *kept):
@@ -47,7 +47,7 @@ def _rows_on_the_host(_: Assumptions) -> None:
                 column.detach()  # for the meter, which has not seen how it was made
         return row
 
-    forward.Row = SimpleNamespace(of=of)  # type: ignore[attr-defined, assignment]
+    forward.MicroBatchRow = SimpleNamespace(of=of)  # type: ignore[attr-defined, assignment]
 
 
 def _contents(_: Assumptions) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.commands.plan.arithmetic import buffers, gradient_bytes, optimizer_bytes_on_device
-from megatron_dppo.commands.plan.machine import Machine
+from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.commands.plan.plan import TIGHT, Model, Plan, make_plan
 from megatron_dppo.commands.plan.rehearsals import Rehearsals
 from megatron_dppo.commands.plan.rehearse import roles
@@ -101,7 +101,7 @@ class Search:
         rehearsals: who rehearses.
     """
 
-    def __init__(self, load: Load, world_size: int, machine: Machine, rehearsals: Rehearsals) -> None:
+    def __init__(self, load: Load, world_size: int, machine: GpuNode, rehearsals: Rehearsals) -> None:
         self._load, self._world_size, self._machine, self._rehearsals = load, world_size, machine, rehearsals
         self._as_it_is = load(())
         self._model = Model.of(self._as_it_is)

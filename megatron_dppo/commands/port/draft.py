@@ -12,7 +12,7 @@ Status = Literal["taken", "changed", "no home", "unread"]
 
 
 @dataclass(frozen=True)
-class Row:
+class PortedSetting:
     """What became of a setting."""
 
     theirs: str
@@ -38,7 +38,7 @@ class Draft:
     unread: Mapping[str, str] = field(default_factory=dict)
     """their key -> why its value is not known"""
     values: dict[str, Any] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PortedSetting] = field(default_factory=list)
     done: set[str] = field(default_factory=set)
     num_processes: int | None = None
     withheld: set[str] = field(default_factory=set)
@@ -64,7 +64,7 @@ class Draft:
             text = f"{path} = {value!r}" + (f" ({note})" if note else "")
             self.say(name, "changed" if note else "taken", text)
         if not theirs:
-            self.rows.append(Row("", "", "changed", f"{path} = {value!r} ({note})"))
+            self.rows.append(PortedSetting("", "", "changed", f"{path} = {value!r} ({note})"))
 
     def say(self, theirs: str, status: Status, text: str) -> None:
         """What became of one of theirs; the first thing said stays."""
@@ -72,7 +72,7 @@ class Draft:
             self.done.add(theirs)
             value = self.source[theirs]
             shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            self.rows.append(Row(theirs, shown, status, text))
+            self.rows.append(PortedSetting(theirs, shown, status, text))
 
     def default(self, path: str, value: Any, whose: str) -> None:
         """Set our key to what is in force there, where nothing says anything of it."""

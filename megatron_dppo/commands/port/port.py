@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from megatron_dppo.commands.port import prime_rl, slime, verl
-from megatron_dppo.commands.port.draft import Draft, Row, Rule, apply
+from megatron_dppo.commands.port.draft import Draft, PortedSetting, Rule, apply
 from megatron_dppo.commands.port.shell import Word, launch_of
 from megatron_dppo.config.io import read_config_values
 from megatron_dppo.errors import ConfigError
@@ -45,7 +45,7 @@ class Ported:
     stack: str
     """``verl``, ``slime`` or ``prime-rl``"""
     toml: str
-    rows: list[Row]
+    rows: list[PortedSetting]
     problems: list[str]
     """what a configuration of this package still lacks, or has wrong; empty = it can be started"""
     num_processes: int | None

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ReplayOutcome:
     """A step, twice.
 
     Example:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_dppo.commands.replay.outcome import Outcome
+from megatron_dppo.commands.replay.outcome import ReplayOutcome
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError, Problems
@@ -57,7 +57,7 @@ class _Run:
     teacher: Teacher | TeacherServers | None = None
 
 
-def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Outcome | None:
+def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> ReplayOutcome | None:
     """Compute a recorded step again; a collective of the processes that were started.
 
     Args:
@@ -252,7 +252,7 @@ def _outcome(
     metrics: dict[str, float],
     *,
     same_layout: bool,
-) -> Outcome:
+) -> ReplayOutcome:
     largest, decisions, tokens = 0.0, 0, 0
     for row in rows:
         count, mask = len(row["response_ids"]), torch.tensor(row["loss_mask"], dtype=torch.bool)
@@ -266,6 +266,6 @@ def _outcome(
         for name, value in metrics.items()
         if recorded.get(f"train/{name}") is not None
     }
-    return Outcome(
+    return ReplayOutcome(
         step=meta.step, tokens=tokens, largest=largest, decisions=decisions, metrics=both, same_layout=same_layout
     )

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from megatron_dppo.engines.agents.episode import Episode
 from megatron_dppo.engines.agents.replies import MODEL, chunks, whole
-from megatron_dppo.engines.agents.requests import Call, CallError, read_chat, read_completion
+from megatron_dppo.engines.agents.requests import AgentRequest, CallError, read_chat, read_completion
 from megatron_dppo.engines.servers.responder import LoopThread
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -97,7 +97,7 @@ class Endpoint:
             raise CallError("the API key is not that of a running episode", 401, "invalid_api_key")
         return found
 
-    async def _answer(self, request: web.Request, read: Callable[[Any], Call]) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, read: Callable[[Any], AgentRequest]) -> web.StreamResponse:
         episode = self._episode(request)
         call = read(await _json(request))
         answer = await _in_its_loop(episode, episode.answer(call))

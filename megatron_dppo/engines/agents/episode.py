@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.engines.agents.requests import Call, CallError, Message, identity, split_tool_calls
+from megatron_dppo.engines.agents.requests import AgentRequest, CallError, Message, identity, split_tool_calls
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rollout.turns import Strand, Turn, Turns
 from megatron_dppo.types import Completion, FinishReason
@@ -24,7 +24,7 @@ from megatron_dppo.types import Completion, FinishReason
 class Answer:
     """What an agent gets back."""
 
-    call: Call
+    call: AgentRequest
     text: str
     tool_calls: tuple[dict[str, Any], ...]
     finish_reason: str
@@ -87,7 +87,7 @@ class Episode:
         now = time.monotonic()
         return now - self._began - self._waited - (now - self._waits_since if self._tasks else 0.0)
 
-    async def answer(self, call: Call) -> Answer:
+    async def answer(self, call: AgentRequest) -> Answer:
         """The policy's answer to a call; calls at the same time get theirs one after the other.
 
         Raises:
@@ -154,7 +154,7 @@ class Episode:
         conversation.sampled = len((await turns.sample(1)).token_ids)
         self._conversations.append(conversation)
 
-    async def _answer(self, call: Call) -> Answer:
+    async def _answer(self, call: AgentRequest) -> Answer:
         if self._calls >= self._max_calls:
             self.cut_off = True
             raise CallError(f"the episode has made its {self._max_calls} calls (agent.max_calls)", 400, "max_calls")
@@ -172,7 +172,7 @@ class Episode:
             conversation.text = call.text + answer.text
         return answer
 
-    def _begin(self, call: Call) -> _Conversation:
+    def _begin(self, call: AgentRequest) -> _Conversation:
         if call.is_chat:
             tokens = self._template.opening(call.messages, call.tools)
         else:
@@ -185,7 +185,7 @@ class Episode:
         self._conversations.append(conversation)
         return conversation
 
-    def _go_on(self, call: Call) -> _Conversation | None:
+    def _go_on(self, call: AgentRequest) -> _Conversation | None:
         names, tools = identity(call.messages), _same(call)
         known = [
             each
@@ -200,7 +200,7 @@ class Episode:
                 return conversation
         return None
 
-    def _go_on_with_text(self, call: Call) -> _Conversation | None:
+    def _go_on_with_text(self, call: AgentRequest) -> _Conversation | None:
         for conversation in reversed(self._conversations):
             if conversation.is_chat:
                 continue
@@ -232,11 +232,11 @@ class Episode:
         )
 
 
-def _same(call: Call) -> str:
+def _same(call: AgentRequest) -> str:
     return json.dumps(call.tools, sort_keys=True)
 
 
-def _answer(call: Call, turn: Turn, before: int) -> Answer:
+def _answer(call: AgentRequest, turn: Turn, before: int) -> Answer:
     text, calls = split_tool_calls(turn.text) if call.reads_tool_calls else (turn.text, [])
     stopped = turn.finish_reason == FinishReason.STOP
     return Answer(

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines.agents.endpoint import Endpoint
 from megatron_dppo.engines.agents.episode import Episode
-from megatron_dppo.engines.agents.runner import Agent, AgentTask, AgentTooSlow, Ended, Function, Program, within
+from megatron_dppo.engines.agents.runner import Agent, AgentExit, AgentTask, AgentTooSlow, Function, Program, within
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.errors import FunctionError, GenerateError
 from megatron_dppo.functions import check_arguments, load_function
@@ -76,7 +76,7 @@ class AgentFunction:
             )
         return completion
 
-    async def _play(self, prompt: Prompt, episode: Episode) -> Ended:
+    async def _play(self, prompt: Prompt, episode: Episode) -> AgentExit:
         try:
             key = self._endpoint.open(episode)
         except OSError as error:
@@ -93,11 +93,11 @@ class AgentFunction:
             return await within(self._agent.play(task), episode, self._config.timeout_seconds)
         except AgentTooSlow:
             limit = f"took longer than agent.timeout_seconds = {self._config.timeout_seconds:g}"
-            return Ended(None, limit, too_slow=True)
+            return AgentExit(None, limit, too_slow=True)
         finally:
             self._endpoint.forget(key)
 
-    def _judge(self, ended: Ended, episode: Episode) -> tuple[float | None, str]:
+    def _judge(self, ended: AgentExit, episode: Episode) -> tuple[float | None, str]:
         """Reward and failure. A program that ends with an error since its budget was spent has not failed."""
         if self._config.reward == "exit":
             value = ended.value

@@ -55,7 +55,7 @@ of a tool call as an object, where they are JSON"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class AgentRequest:
     """One request for an answer."""
 
     model: str
@@ -74,7 +74,7 @@ class Call:
     """settings that have no effect"""
 
 
-def read_chat(body: Any) -> Call:
+def read_chat(body: Any) -> AgentRequest:
     """A body of ``/v1/chat/completions``.
 
     Raises:
@@ -90,7 +90,7 @@ def read_chat(body: Any) -> Call:
     forced = choice is not None and choice not in ("auto", "none")
     if body.get("functions") or body.get("function_call"):
         raise CallError("'functions' and 'function_call' are not supported; use 'tools'")
-    return Call(
+    return AgentRequest(
         messages=tuple(_read_message(message, place) for place, message in enumerate(body["messages"])),
         is_chat=True,
         tools=tuple(tools),
@@ -100,7 +100,7 @@ def read_chat(body: Any) -> Call:
     )
 
 
-def read_completion(body: Any) -> Call:
+def read_completion(body: Any) -> AgentRequest:
     """A body of ``/v1/completions``.
 
     Raises:
@@ -116,7 +116,7 @@ def read_completion(body: Any) -> Call:
         raise CallError("'prompt' is missing, empty, or not one string or one list of token ids")
     if body.get("echo"):
         raise CallError("'echo' is not supported; leave it out")
-    return Call(text=text, is_chat=False, limit=_limit(body, "max_tokens"), **common)
+    return AgentRequest(text=text, is_chat=False, limit=_limit(body, "max_tokens"), **common)
 
 
 def _read_common(body: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class AgentTask:
 
 
 @dataclass(frozen=True)
-class Ended:
+class AgentExit:
     """How an agent ended."""
 
     value: Any
@@ -55,7 +55,7 @@ class Ended:
 class Agent(Protocol):
     """Plays episodes."""
 
-    async def play(self, task: AgentTask) -> Ended:
+    async def play(self, task: AgentTask) -> AgentExit:
         """One episode; cancelled when it takes too long."""
 
 
@@ -70,7 +70,7 @@ class Program:
     def __init__(self, command: Sequence[str], hidden: Collection[str]) -> None:
         self._command, self._hidden = list(command), {*hidden, *_RANK_VARIABLES}
 
-    async def play(self, task: AgentTask) -> Ended:
+    async def play(self, task: AgentTask) -> AgentExit:
         """See ``Agent``."""
         environment = {
             name: value
@@ -81,7 +81,7 @@ class Program:
         try:
             process = await self._start(environment)
         except OSError as error:
-            return Ended(None, f"{self._command[0]} cannot be started: {error}")
+            return AgentExit(None, f"{self._command[0]} cannot be started: {error}")
         try:
             given = {name: value for name, value in asdict(task).items() if name not in ("base_url", "api_key")}
             streams = asyncio.gather(_write(process, given), _read(process, said))
@@ -95,9 +95,9 @@ class Program:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if status == 0:
-            return Ended(1.0)
+            return AgentExit(1.0)
         last = said.decode("utf-8", "replace").strip().replace(task.api_key, "***")
-        return Ended(0.0, f"{self._command[0]} ended with status {status}: {last or 'it wrote nothing'}")
+        return AgentExit(0.0, f"{self._command[0]} ended with status {status}: {last or 'it wrote nothing'}")
 
     async def _start(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
         # The trainer blocks the signals that stop it in all of its threads, and a program would keep that.
@@ -122,14 +122,14 @@ class Function:
     def __init__(self, function: Callable[[AgentTask], Any]) -> None:
         self._function = function
 
-    async def play(self, task: AgentTask) -> Ended:
+    async def play(self, task: AgentTask) -> AgentExit:
         """See ``Agent``."""
         try:
             if inspect.iscoroutinefunction(self._function):
-                return Ended(await self._function(task))
-            return Ended(await asyncio.to_thread(self._function, task))
+                return AgentExit(await self._function(task))
+            return AgentExit(await asyncio.to_thread(self._function, task))
         except (Exception, SystemExit) as error:
-            return Ended(None, f"{type(error).__name__}: {error}".replace(task.api_key, "***")[:_KEPT_OUTPUT])
+            return AgentExit(None, f"{type(error).__name__}: {error}".replace(task.api_key, "***")[:_KEPT_OUTPUT])
 
 
 async def within(work: Coroutine[Any, Any, T], episode: Episode, seconds: float) -> T:

@@ -63,7 +63,7 @@ class Decoded:
         return columns
 
 
-class Record:
+class DecodeRecord:
     """The responses while they grow; columns as those of ``Decoded``."""
 
     def __init__(
@@ -199,7 +199,7 @@ def decode(
     positions, padded = mask.sum(1), not bool(mask.all())
     rows = torch.arange(len(prompts), device=device)
     alive = rows >= 0
-    record = Record(len(prompts), ends.longest, topk, device, routes, kept_sets)
+    record = DecodeRecord(len(prompts), ends.longest, topk, device, routes, kept_sets)
     for step in range(ends.longest):
         chosen, distribution = sampler(logits, rows)
         record.add(step, rows, chosen, distribution)

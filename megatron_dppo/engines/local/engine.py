@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.engines.local.decode import Decoded, decode
 from megatron_dppo.engines.local.perturbation import Perturbation, PerturbedModel
 from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore
-from megatron_dppo.engines.local.rounds import Goal, Rounds, Sample
+from megatron_dppo.engines.local.rounds import Goal, PendingResponse, Rounds
 from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
@@ -158,7 +158,7 @@ class LocalEngine:
         self._held.clear()
         del self._model
 
-    def _sample(self, prompt: Prompt, params: SamplingParams) -> Sample:
+    def _sample(self, prompt: Prompt, params: SamplingParams) -> PendingResponse:
         if self.policy_version < 0:
             raise RuntimeError("LocalEngine is to sample before the first update_weights")
         if params.routed_experts and self._routing is None:
@@ -167,9 +167,9 @@ class LocalEngine:
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
         response = GrowingResponse(prompt.start, routing=routing, kept=self._reveals, columns=asked_columns(params))
-        return Sample(prompt, response)
+        return PendingResponse(prompt, response)
 
-    def _continued(self, request: GroupRequest, params: SamplingParams) -> list[Sample]:
+    def _continued(self, request: GroupRequest, params: SamplingParams) -> list[PendingResponse]:
         """The responses of a group, as far as they were held."""
         samples = [self._sample(request.prompt, params) for _ in range(request.siblings)]
         held = self._held.get(request.key)
@@ -182,7 +182,7 @@ class LocalEngine:
                 sample.response.take(state)
         return samples
 
-    def _complete(self, samples: Sequence[Sample], params: SamplingParams, goal: Goal | None) -> None:
+    def _complete(self, samples: Sequence[PendingResponse], params: SamplingParams, goal: Goal | None) -> None:
         """Complete the samples, or stop them when the goal is reached."""
         seed = _seed(samples, params)
         generator = torch.Generator(self._device).manual_seed(seed)
@@ -198,7 +198,7 @@ class LocalEngine:
         self._loop.run(Rounds(self._function, params, self._tokenizer, turns, goal).run(samples))
 
     def _complete_plain(
-        self, samples: Sequence[Sample], params: SamplingParams, generator: torch.Generator, goal: Goal | None
+        self, samples: Sequence[PendingResponse], params: SamplingParams, generator: torch.Generator, goal: Goal | None
     ) -> None:
         """Without a function: one turn each."""
         full = [sample for sample in samples if len(sample.response.tokens) >= params.max_new_tokens]
@@ -276,11 +276,11 @@ def _use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _watcher(goal: Goal, batch: Sequence[Sample]) -> Callable[[list[int]], bool]:
+def _watcher(goal: Goal, batch: Sequence[PendingResponse]) -> Callable[[list[int]], bool]:
     return lambda rows: goal.ended(batch[row] for row in rows)
 
 
-def _seed(samples: Sequence[Sample], params: SamplingParams) -> int:
+def _seed(samples: Sequence[PendingResponse], params: SamplingParams) -> int:
     """That of the parameters for new responses; those that go on do not draw again what they drew before."""
     had = [len(sample.response.tokens) for sample in samples]
     return random.Random(f"{params.seed}/{had}").getrandbits(62) if any(had) else params.seed

@@ -20,7 +20,7 @@ function holds one of few places of its own during all its turns."""
 
 
 @dataclass(eq=False)
-class Sample:
+class PendingResponse:
     """One response on its way."""
 
     prompt: Prompt
@@ -32,7 +32,7 @@ class Sample:
 class Goal:
     """So many complete groups are enough."""
 
-    def __init__(self, groups: Sequence[Sequence[Sample]], enough: int) -> None:
+    def __init__(self, groups: Sequence[Sequence[PendingResponse]], enough: int) -> None:
         self._open = [sum(sample.completion is None for sample in group) for group in groups]
         self._group = {sample: i for i, group in enumerate(groups) for sample in group}
         self._enough = enough
@@ -42,7 +42,7 @@ class Goal:
         """Whether the others are to stop."""
         return self._open.count(0) >= self._enough
 
-    def ended(self, samples: Iterable[Sample]) -> bool:
+    def ended(self, samples: Iterable[PendingResponse]) -> bool:
         """These have just become complete; whether that is enough."""
         for sample in samples:
             self._open[self._group[sample]] -= 1
@@ -79,7 +79,7 @@ class Rounds:
         self._changed = asyncio.Event()
         self._is_stopping = False
 
-    async def run(self, samples: Sequence[Sample]) -> None:
+    async def run(self, samples: Sequence[PendingResponse]) -> None:
         """Complete the samples, or stop them where the goal is reached before; they have grown then.
 
         Raises:
@@ -97,7 +97,7 @@ class Rounds:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _complete(self, index: int, sample: Sample) -> None:
+    async def _complete(self, index: int, sample: PendingResponse) -> None:
         was_stopped = False
 
         async def more(limit: int, stop: tuple[int, ...]) -> FinishReason | None:
@@ -117,7 +117,7 @@ class Rounds:
             if self._goal is not None:
                 self._goal.ended([sample])
 
-    async def _ask(self, index: int, sample: Sample, limit: int, stop: tuple[int, ...]) -> FinishReason | None:
+    async def _ask(self, index: int, sample: PendingResponse, limit: int, stop: tuple[int, ...]) -> FinishReason | None:
         if limit <= 0:
             return FinishReason.LENGTH
         if index in self._asked:

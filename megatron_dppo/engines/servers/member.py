@@ -24,7 +24,7 @@ BREACHES = 2
 
 
 @dataclass(eq=False)
-class Member:
+class PooledServer:
     """A server and what is known of it. Times are those of the event loop."""
 
     server: InferenceServer
@@ -141,9 +141,9 @@ class Watch:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[PooledServer],
         seconds: float,
-        lose: Callable[[Member, str], None],
+        lose: Callable[[PooledServer, str], None],
         version: Callable[[], int],
     ) -> None:
         self._members, self._seconds, self._lose, self._version = members, seconds, lose, version
@@ -177,7 +177,7 @@ class Watch:
     async def _ask_all(self) -> None:
         await asyncio.gather(*(self._take_back(member) for member in self._members if member.problem is not None))
 
-    async def _take_back(self, member: Member) -> None:
+    async def _take_back(self, member: PooledServer) -> None:
         """Use a server again, if it works and has the current weights.
 
         Those of one that the last sync left out are never current, whatever it calls them: a run that was killed may
@@ -198,7 +198,7 @@ class Watch:
         elif await member.server.health() and version == self._version() and not member.banned:
             member.problem, member.final, member.failed_checks = None, False, 0
 
-    async def _watch_answers(self, member: Member) -> None:
+    async def _watch_answers(self, member: PooledServer) -> None:
         while True:
             await asyncio.sleep(self._seconds)
             if not await member.server.alive():
@@ -208,7 +208,7 @@ class Watch:
                 if member.problem is None:
                     member.rest_until = 0.0
 
-    async def _watch_health(self, member: Member) -> None:
+    async def _watch_health(self, member: PooledServer) -> None:
         while True:
             await asyncio.sleep(self._seconds)
             if self.resting or member.problem is not None or await member.server.health() or self.resting:

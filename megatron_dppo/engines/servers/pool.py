@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_dppo.engines.servers.member import Gate, Member, Watch
+from megatron_dppo.engines.servers.member import Gate, PooledServer, Watch
 from megatron_dppo.errors import ContractBreach, NoServerLeft, ServerError
 from megatron_dppo.rollout.server import Ask, GenerateRequest, Generation, InferenceServer
 
@@ -69,13 +69,13 @@ class ServerPool:
             raise ValueError("ServerPool needs at least one server")
         self.counts = PoolCounts()
         self._ask_server, self._patience = ask, patience_seconds
-        self._members = [Member(server, (i - first) % len(servers)) for i, server in enumerate(servers)]
+        self._members = [PooledServer(server, (i - first) % len(servers)) for i, server in enumerate(servers)]
         self._slots = asyncio.Semaphore(max_in_flight)
         self._watch = Watch(self._members, health_seconds, self._lose, lambda: self.version)
         self._versions: list[int] = []
         self._gate = Gate()
-        self._home: dict[str, Member] = {}
-        self._sent: dict[str, tuple[Member, str]] = {}
+        self._home: dict[str, PooledServer] = {}
+        self._sent: dict[str, tuple[PooledServer, str]] = {}
         self._last_good = float("-inf")
 
     @property
@@ -157,14 +157,14 @@ class ServerPool:
         A request that a server has not queued yet when this arrives goes on; call again until all have returned.
         """
 
-        async def stop(member: Member, name: str) -> None:
+        async def stop(member: PooledServer, name: str) -> None:
             with contextlib.suppress(ServerError):  # what is wrong with the server shows in the request itself
                 await member.server.abort(name)
 
         await asyncio.gather(*(stop(*self._sent[name]) for name in request_ids if name in self._sent))
 
     async def _dispatch(self, request: GenerateRequest, affinity: str) -> Generation:
-        failed: set[Member] = set()
+        failed: set[PooledServer] = set()
         began: float | None = None
         attempt = 0
         while True:
@@ -190,7 +190,7 @@ class ServerPool:
                     f"request {request.request_id} failed {attempt} times; the last time: {problem}. Servers: {states}",
                 )
 
-    async def _ask(self, member: Member, request: GenerateRequest) -> Generation:
+    async def _ask(self, member: PooledServer, request: GenerateRequest) -> Generation:
         known, losses = len(self._versions) - 1, member.losses
         task = asyncio.ensure_future(self._ask_server(member.server, request))
         member.running.add(task)
@@ -216,7 +216,7 @@ class ServerPool:
         member.failures, self._last_good = 0, self._now()
         return generation
 
-    def _judge(self, member: Member, error: ServerError) -> None:
+    def _judge(self, member: PooledServer, error: ServerError) -> None:
         """What a failed request means for its server.
 
         Raises:
@@ -237,7 +237,7 @@ class ServerPool:
         else:
             raise error
 
-    async def _choose(self, affinity: str, failed: set[Member], began: float | None) -> Member:
+    async def _choose(self, affinity: str, failed: set[PooledServer], began: float | None) -> PooledServer:
         """The server for the next request: one that it has not failed on, where there is one.
 
         Args:
@@ -264,7 +264,7 @@ class ServerPool:
                 raise self._nobody()
             await asyncio.sleep(min(wait, left))
 
-    def _pick(self, affinity: str, ready: list[Member]) -> Member:
+    def _pick(self, affinity: str, ready: list[PooledServer]) -> PooledServer:
         least = min(ready, key=lambda member: (len(member.running), member.place))
         home = self._home.get(affinity, least)
         if home not in ready or len(home.running) - len(least.running) > _SLACK:
@@ -288,10 +288,10 @@ class ServerPool:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _usable(self) -> list[Member]:
+    def _usable(self) -> list[PooledServer]:
         return [member for member in self._members if member.problem is None]
 
-    def _lose(self, member: Member, problem: str, *, final: bool = False) -> None:
+    def _lose(self, member: PooledServer, problem: str, *, final: bool = False) -> None:
         member.rest(self._now(), problem)
         if member.lose(problem, final=final):
             self.counts.servers_lost += 1

@@ -128,7 +128,7 @@ _EMPTY_ANSWERS = 8
 
 
 @dataclass(eq=False)
-class Sample:
+class InFlightResponse:
     """One response on its way."""
 
     prompt: Prompt
@@ -171,7 +171,7 @@ class Responder:
         self._pool, self._tokenizer, self._end, self._function = pool, tokenizer, end, function
         self._name, self._numbers = uuid.uuid4().hex[:12], itertools.count()
 
-    async def complete(self, sample: Sample) -> None:
+    async def complete(self, sample: InFlightResponse) -> None:
         """Go on until the response is complete or ``stopping`` is set.
 
         Raises:
@@ -203,7 +203,7 @@ class Responder:
         if not was_stopped:  # a function that catches everything may finish what is not complete
             sample.completion = completion
 
-    async def _sample(self, sample: Sample, length: int, stop: tuple[int, ...]) -> FinishReason | None:
+    async def _sample(self, sample: InFlightResponse, length: int, stop: tuple[int, ...]) -> FinishReason | None:
         """Sample until the response is complete or has ``length`` tokens; None when it is to stop before."""
         empty = 0
         while (left := length - len(sample.response.tokens)) > 0:
@@ -229,7 +229,7 @@ class Responder:
                 await asyncio.sleep(0.02 * 2**empty)
         return FinishReason.LENGTH
 
-    async def _ask(self, sample: Sample, stop: tuple[int, ...], limit: int) -> Generation:
+    async def _ask(self, sample: InFlightResponse, stop: tuple[int, ...], limit: int) -> Generation:
         """One request; as if it had been stopped where weights that are gone read a prompt whose routes it lacks."""
         name, affinity = sample.request_id, f"{sample.prompt.prompt_id}/{sample.params.seed}"
         shared = sample.prompt_routes if sample.response.lacks_routes else None

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_dppo.engines.servers.fields import part, policy_version, tokens_of, whole
 from megatron_dppo.engines.servers.http import Deadlines, HttpClient
 from megatron_dppo.engines.servers.updates import ADAPTER
-from megatron_dppo.engines.sglang.weights import WeightUpdates
+from megatron_dppo.engines.sglang.weights import SGLangWeightUpdates
 from megatron_dppo.engines.sglang.wire import decode_generation, generate_body, version_parts, wire_id
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
@@ -16,7 +16,7 @@ _FLAT_TOPK = (0, 5, 22)
 """The first version that sends the Top-K of responses as base64 instead of nested lists."""
 
 
-class SGLangServer(WeightUpdates):
+class SGLangServer(SGLangWeightUpdates):
     """An ``InferenceServer`` that is SGLang.
 
     Needs 0.5.19 or later, and ``--enable-return-routed-experts`` for the routers' choices. ``url`` is the server's own

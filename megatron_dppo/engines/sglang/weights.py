@@ -32,7 +32,7 @@ _UNTOUCHED = "weights iterator"
 """Stands in SGLang's message when it could not even list the folder's weights, so that it changed none."""
 
 
-class WeightUpdates(FolderUpdates):
+class SGLangWeightUpdates(FolderUpdates):
     """The part of ``SGLangServer`` that changes weights."""
 
     _untouched = _UNTOUCHED

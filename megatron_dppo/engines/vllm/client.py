@@ -7,7 +7,7 @@ from typing import Any
 from megatron_dppo.engines.servers.fields import part, policy_version, tokens_of, whole
 from megatron_dppo.engines.servers.http import Deadlines, HttpClient
 from megatron_dppo.engines.servers.updates import ADAPTER
-from megatron_dppo.engines.vllm.weights import WeightUpdates
+from megatron_dppo.engines.vllm.weights import VLLMWeightUpdates
 from megatron_dppo.engines.vllm.wire import decode_generation, generate_body, wire_id
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
@@ -15,7 +15,7 @@ from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 _GENERATE = "/inference/v1/generate"
 
 
-class VLLMServer(WeightUpdates):
+class VLLMServer(VLLMWeightUpdates):
     """An ``InferenceServer`` that is vLLM.
 
     Needs 0.32 or later with ``VLLM_SERVER_DEV_MODE=1``, ``--enable-scale-out`` and ``--logprobs-mode

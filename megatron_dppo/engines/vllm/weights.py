@@ -30,7 +30,7 @@ _UNTOUCHED = "weights not touched"
 """Stands in the extension's message when it could not open the folder, so that it changed nothing."""
 
 
-class WeightUpdates(FolderUpdates):
+class VLLMWeightUpdates(FolderUpdates):
     """The part of ``VLLMServer`` that changes weights."""
 
     _untouched = _UNTOUCHED

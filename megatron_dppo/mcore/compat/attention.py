@@ -62,7 +62,7 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class LengthBucket:
     """Sequences that are computed together."""
 
     queries: Padded
@@ -73,7 +73,7 @@ class Bucket:
     """``[sequences, longest]`` of the queries in their whole sequence; None = a query's slot is its position"""
 
 
-def buckets(starts: Sequence[int], positions: Tensor, shard: ContextShard | None) -> list[Bucket]:
+def buckets(starts: Sequence[int], positions: Tensor, shard: ContextShard | None) -> list[LengthBucket]:
     """Groups that hold every sequence once.
 
     Args:
@@ -86,11 +86,11 @@ def buckets(starts: Sequence[int], positions: Tensor, shard: ContextShard | None
     for group in grouped([end - start for start, end in spans]):
         keys = Padded.of([spans[i] for i in group], positions.device)
         if shard is None:
-            result.append(Bucket(keys, keys, None))
+            result.append(LengthBucket(keys, keys, None))
             continue
         own = Padded.of([(spans[i][0] // size, spans[i][1] // size) for i in group], positions.device)
         # An empty slot gets position 0: it sees one key, so its softmax is defined and its result is dropped.
-        result.append(Bucket(own, keys, own.spread(shard.split(positions))))
+        result.append(LengthBucket(own, keys, own.spread(shard.split(positions))))
     return result
 
 
@@ -148,7 +148,7 @@ class PackedRow(PackedSeqParams):
         )
 
     @cached_property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[LengthBucket]:
         """The sequences in groups of similar length."""
         assert self.positions is not None
         return buckets(self.starts, self.positions, self.shard)

@@ -28,7 +28,7 @@ FILE = "report.html"
 _FORMAT = 1
 
 
-class Run(NamedTuple):
+class ReportedRun(NamedTuple):
     """What a report is made of."""
 
     folder: Path
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     """None = there is no tokenizer: tokens are shown by their ids"""
 
 
-def build(runs: Sequence[Run], *, ledger: Path | None = None, refresh: float = 0) -> str:
+def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: float = 0) -> str:
     """The page.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_dppo.rollout.server import transfer_group_name
-from megatron_dppo.weights.transfer_group import Bucket
+from megatron_dppo.weights.transfer_group import TensorBucket
 
 Reply = Callable[[int, Any], None]
 _BROKEN = (400, {"success": False, "message": "connection closed by peer"})
@@ -21,7 +21,7 @@ class Group:
         self.joining: dict[Any, Reply] = {}
         self.members: list[Any] = []
         self.broken = False
-        self.bucket: Bucket | None = None
+        self.bucket: TensorBucket | None = None
         self.sent: asyncio.Future[Any] | None = None
         self.receivers: dict[Any, Reply] = {}
 
@@ -96,7 +96,7 @@ class Broadcasts:
             raise RuntimeError("not all members came") from None
         return group
 
-    async def broadcast(self, bucket: Bucket, group: Group) -> None:
+    async def broadcast(self, bucket: TensorBucket, group: Group) -> None:
         if group.broken:
             raise RuntimeError("connection closed by peer")
         group.bucket, group.sent = bucket, self._loop.create_future()
@@ -135,7 +135,7 @@ class Broadcasts:
             self._groups, self._early = {}, {}
 
 
-def _split(bucket: Bucket) -> dict[str, bytes]:
+def _split(bucket: TensorBucket) -> dict[str, bytes]:
     tensors, start = {}, 0
     data = bucket.data.numpy().tobytes()
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):

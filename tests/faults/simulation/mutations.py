@@ -9,11 +9,11 @@ from typing import Any
 from unittest import mock
 
 from megatron_dppo.engines.servers import contract, pool
-from megatron_dppo.engines.servers.member import Member
+from megatron_dppo.engines.servers.member import PooledServer
 from megatron_dppo.engines.servers.updates import ReleasedMemory
 from megatron_dppo.engines.sglang import client
 from megatron_dppo.rollout import stream
-from megatron_dppo.rollout.pending import Place
+from megatron_dppo.rollout.pending import PromptSlot
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.types import VersionSpan
@@ -71,11 +71,11 @@ def _twice() -> AbstractContextManager[Any]:
     return mock.patch.object(GrowingResponse, "append_sampled", append_twice)
 
 
-def _of_places(change: Callable[[list[Place]], list[Place]]) -> AbstractContextManager[Any]:
+def _of_places(change: Callable[[list[PromptSlot]], list[PromptSlot]]) -> AbstractContextManager[Any]:
     """What ranks tell each other of stopped groups is changed."""
 
     def from_each(value: Any, group: Any) -> list[Any]:
-        return [change(value) if isinstance(value, list) and value and isinstance(value[0], Place) else value]
+        return [change(value) if isinstance(value, list) and value and isinstance(value[0], PromptSlot) else value]
 
     return mock.patch.object(stream, "from_each", from_each)
 
@@ -134,13 +134,13 @@ def _without_cache() -> AbstractContextManager[Any]:
 @contextmanager
 def _takes_names() -> Iterator[None]:
     """A server that a sync left out is taken back when its weights have the right name."""
-    welcome = Member.welcome
+    welcome = PooledServer.welcome
 
-    def welcome_all(self: Member, problem: str | None) -> None:
+    def welcome_all(self: PooledServer, problem: str | None) -> None:
         welcome(self, problem)
         self.synced = True
 
-    with mock.patch.object(Member, "welcome", welcome_all):
+    with mock.patch.object(PooledServer, "welcome", welcome_all):
         yield
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from megatron_dppo.commands.doctor.combinations import TABLE, known_bad
-from megatron_dppo.commands.doctor.machine import Gpu, Machine, in_words
+from megatron_dppo.commands.doctor.machine import Gpu, MachineFacts, in_words
 from megatron_dppo.commands.doctor.self_test import run_self_test
 from megatron_dppo.commands.main import main
 
 H100 = Gpu(name="NVIDIA H100 80GB HBM3", capability=(9, 0), gib=79.6)
-GOOD = Machine(
+GOOD = MachineFacts(
     python=(3, 12, 3),
     packages={
         "torch": "2.11.0+cu130",
@@ -41,16 +41,16 @@ GOOD = Machine(
 )
 
 
-def with_packages(**versions: str | None) -> Machine:
+def with_packages(**versions: str | None) -> MachineFacts:
     found = dict(GOOD.packages) | {name.replace("_", "-"): version for name, version in versions.items()}
     return replace(GOOD, packages={name: version for name, version in found.items() if version is not None})
 
 
-def with_variables(**values: str) -> Machine:
+def with_variables(**values: str) -> MachineFacts:
     return replace(GOOD, variables={**GOOD.variables, **values})
 
 
-BAD: dict[str, tuple[Machine, str, bool]] = {
+BAD: dict[str, tuple[MachineFacts, str, bool]] = {
     # name -> (machine, what is said of it, whether a run stops)
     "old megatron": (with_packages(megatron_core="0.15.3"), "megatron-core 0.15.3", True),
     "new megatron": (with_packages(megatron_core="0.20.0"), "megatron-core 0.20.0", True),
@@ -95,7 +95,7 @@ def test_every_row_is_met_by_a_case_and_none_by_machines_that_are_fine() -> None
     met = {finding.row for machine, *_ in BAD.values() for finding in known_bad(machine)}
     assert met == set(TABLE)
     blackwell = replace(GOOD, gpus=(replace(H100, capability=(10, 0)),), variables={})
-    cpu = Machine(
+    cpu = MachineFacts(
         python=(3, 11, 7),
         packages={"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.23.0", "psutil": "7"},
         engine="not looked at: no CUDA device",

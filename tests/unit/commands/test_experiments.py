@@ -14,7 +14,7 @@ from megatron_dppo.commands.experiments import runner
 from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, REAL_MODEL, TASKS, warmup_settings
 from megatron_dppo.commands.experiments.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose
 from megatron_dppo.commands.experiments.figures import as_table, write_page
-from megatron_dppo.commands.experiments.grid import PLACES, Run, merged
+from megatron_dppo.commands.experiments.grid import PLACES, GridRun, merged
 from megatron_dppo.commands.experiments.named import EXPERIMENTS
 from megatron_dppo.commands.experiments.runner import do_runs
 from megatron_dppo.commands.experiments.statistics import Band, bands, final, whole
@@ -76,7 +76,7 @@ def test_the_base_model_of_a_task_and_seed_is_a_run_of_its_own_without_the_losse
     config = validate(merged(warmup_settings(task, 7), PLACES), "base")
     assert config.warmup.num_steps >= 1000 and config.run.seed == 7 and config.warmup.data == f"task:{task}"
     runs = [
-        Run(task, loss, "none", 7, merged(TASKS[task], {"run": {"seed": 7}, "loss": {"name": loss}}))
+        GridRun(task, loss, "none", 7, merged(TASKS[task], {"run": {"seed": 7}, "loss": {"name": loss}}))
         for loss in ("grpo", "pg_is")
     ]
     store = Store(Path("x"))

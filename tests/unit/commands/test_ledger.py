@@ -13,18 +13,18 @@ from megatron_dppo.commands.diagnose.ledger import (
     NOT_SEPARATED,
     STALENESS,
     UNEXPLAINED,
-    Scoring,
+    CauseScoring,
     as_text,
     make_ledger,
 )
 
 TRAINED = torch.tensor([-1.0, -2.0, -0.5, -3.0])
 CHAIN = [
-    Scoring(STALENESS, torch.tensor([-1.2, -2.0, -0.9, -2.5])),
-    Scoring(UNEXPLAINED, torch.tensor([-1.2, -2.01, -0.9, -2.5])),
-    Scoring(ENGINE, torch.tensor([-1.1, -2.4, -0.9, -2.5])),
-    Scoring(HEAD, torch.tensor([-1.1, -2.5, -0.9, -2.5])),
-    Scoring(ENGINE, torch.tensor([-1.5, -2.5, -0.9, -2.5])),
+    CauseScoring(STALENESS, torch.tensor([-1.2, -2.0, -0.9, -2.5])),
+    CauseScoring(UNEXPLAINED, torch.tensor([-1.2, -2.01, -0.9, -2.5])),
+    CauseScoring(ENGINE, torch.tensor([-1.1, -2.4, -0.9, -2.5])),
+    CauseScoring(HEAD, torch.tensor([-1.1, -2.5, -0.9, -2.5])),
+    CauseScoring(ENGINE, torch.tensor([-1.5, -2.5, -0.9, -2.5])),
 ]
 # Differences from TRAINED to the last: .5, .5, .4, -.5. Links: staleness .2, 0, .4, -.5; unexplained 0, .01, 0, 0;
 # engine -.1 + .4, .39, 0, 0; head 0, .1, 0, 0.
@@ -47,16 +47,16 @@ def test_parts_are_the_links_in_the_direction_of_the_difference_and_add_up_to_th
 def test_it_closes_when_what_is_unexplained_is_small_against_the_total_also_where_it_cancels() -> None:
     assert make_ledger(TRAINED, CHAIN).closes
     off = torch.tensor([0.1, -0.1, 0.1, -0.1])
-    chain = [CHAIN[0], Scoring(UNEXPLAINED, CHAIN[0].logprobs + off), Scoring(ENGINE, CHAIN[0].logprobs)]
+    chain = [CHAIN[0], CauseScoring(UNEXPLAINED, CHAIN[0].logprobs + off), CauseScoring(ENGINE, CHAIN[0].logprobs)]
     ledger = make_ledger(TRAINED, chain)
     assert sum(row.signed for row in ledger.rows if row.cause == UNEXPLAINED) == pytest.approx(0, abs=1e-7)
     assert ledger.closes is False and "closes: NO" in as_text(ledger)
 
 
 def test_rounding_alone_closes_and_without_a_residual_nobody_knows() -> None:
-    tiny = make_ledger(TRAINED, [Scoring(UNEXPLAINED, TRAINED + 1e-6)])
+    tiny = make_ledger(TRAINED, [CauseScoring(UNEXPLAINED, TRAINED + 1e-6)])
     assert tiny.closes and "rounding" in as_text(tiny)
-    unknown = make_ledger(TRAINED, [Scoring(NOT_SEPARATED, TRAINED - 1)], {HEAD: "not separable"})
+    unknown = make_ledger(TRAINED, [CauseScoring(NOT_SEPARATED, TRAINED - 1)], {HEAD: "not separable"})
     assert (
         unknown.closes is None
         and "not known" in as_text(unknown)
@@ -71,6 +71,6 @@ def test_rounding_alone_closes_and_without_a_residual_nobody_knows() -> None:
 def test_other_lengths_and_numbers_that_are_not_finite_are_refused() -> None:
     for wrong in (torch.zeros(3), torch.tensor([0.0, 0.0, 0.0, -torch.inf])):
         with pytest.raises(ValueError, match="expected 4 finite"):
-            make_ledger(TRAINED, [Scoring(ENGINE, wrong)])
+            make_ledger(TRAINED, [CauseScoring(ENGINE, wrong)])
     with pytest.raises(ValueError, match="needs tokens"):
         make_ledger(TRAINED[:0], CHAIN)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_dppo.commands.main import main
 from megatron_dppo.commands.plan.answers import Answers
 from megatron_dppo.commands.plan.arithmetic import batch_of, rollouts, transfers
-from megatron_dppo.commands.plan.machine import MACHINES, Machine, machine_named
+from megatron_dppo.commands.plan.machine import MACHINES, GpuNode, machine_named
 from megatron_dppo.commands.plan.meter import Meter
 from megatron_dppo.commands.plan.models import model_config, parameter_counts
 from megatron_dppo.commands.plan.plan import Model, Plan, make_plan
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_said_with_the_nearest_settings_that_do(rehearsals:
 
 @pytest.mark.slow
 def test_a_search_without_a_combination_that_can_run_says_what_is_against_it(rehearsals: Rehearsals) -> None:
-    def search(machine: Machine = H100) -> Search:
+    def search(machine: GpuNode = H100) -> Search:
         return Search(lambda flags: big(*flags), 32, machine, rehearsals)
 
     for axis, message in (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands.plan.arithmetic import KEPT_IDS, Columns, columns_of, kept_ids
+from megatron_dppo.commands.plan.arithmetic import KEPT_IDS, TokenBytes, columns_of, kept_ids
 from megatron_dppo.commands.plan.machine import MACHINES
 from megatron_dppo.commands.plan.models import model_config
 from megatron_dppo.commands.plan.plan import Plan, make_plan
@@ -63,7 +63,7 @@ def test_the_noise_of_the_layers_is_in_the_memory_of_the_forward_pass(rehearsals
     assert 0 <= noise - part(small(rehearsals), "forward") - 2 * 4 * TOKENS * HIDDEN < 1024
 
 
-def columns(*overrides: str) -> Columns:
+def columns(*overrides: str) -> TokenBytes:
     config = load_config(EXAMPLES / "qwen3_30b_a3b/dppo.toml", overrides)
     model: Any = model_config(config.model.path)[0]
     return columns_of(config, model, resolve_layout(config.parallel, config.batch, 32, model_shape(model)))

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
 from megatron_dppo.data.prompts import PromptDataset
-from megatron_dppo.data.rows import Row
+from megatron_dppo.data.rows import DataRow
 from megatron_dppo.errors import DataError
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
@@ -19,10 +19,10 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}={% if enable_thinking is defined and not enable_thinking %}\\boxed"
     "{% endif %}{% endif %}"
 )
-TEXT = Row("a.jsonl:1", "1+1", "2")
-PROBLEM = Row("a.jsonl:2", "1+1", "2", is_problem=True)
-CHAT = Row("a.jsonl:3", [{"role": "user", "content": "1+1"}], "2")
-OWN_SYSTEM = Row("a.jsonl:4", [{"role": "system", "content": "7"}, {"role": "user", "content": "1+1"}], "2")
+TEXT = DataRow("a.jsonl:1", "1+1", "2")
+PROBLEM = DataRow("a.jsonl:2", "1+1", "2", is_problem=True)
+CHAT = DataRow("a.jsonl:3", [{"role": "user", "content": "1+1"}], "2")
+OWN_SYSTEM = DataRow("a.jsonl:4", [{"role": "system", "content": "7"}, {"role": "user", "content": "1+1"}], "2")
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,12 @@ def templated() -> Any:
     return tokenizer
 
 
-def dataset(tokenizer: Any, rows: list[Row], chat: ChatOptions | None = None, **changes: Any) -> PromptDataset:
+def dataset(tokenizer: Any, rows: list[DataRow], chat: ChatOptions | None = None, **changes: Any) -> PromptDataset:
     limits: dict[str, Any] = {"max_prompt_tokens": 40, "max_new_tokens": 40, "context_length": 256}
     return PromptDataset(rows, tokenizer, **(limits | changes), chat=chat)
 
 
-def texts(tokenizer: Any, rows: list[Row], **options: Any) -> list[str]:
+def texts(tokenizer: Any, rows: list[DataRow], **options: Any) -> list[str]:
     data = dataset(tokenizer, rows, ChatOptions(**options))
     return [data[i].text for i in range(len(data))]
 
@@ -86,7 +86,7 @@ def test_a_system_prompt_goes_first_unless_the_row_has_its_own(templated: Any) -
     ],
 )
 def test_options_that_would_do_nothing_are_refused(
-    templated: Any, options: dict[str, Any], row: Row, parts: list[str]
+    templated: Any, options: dict[str, Any], row: DataRow, parts: list[str]
 ) -> None:
     with pytest.raises(DataError) as error:
         texts(templated, [row], **options)
@@ -101,7 +101,7 @@ def test_a_tokenizer_without_a_template_is_named_with_what_asked_for_one(plain: 
 
 
 def test_prompts_that_are_too_long_are_refused_or_dropped_and_counted(plain: Any) -> None:
-    rows = [Row(f"a.jsonl:{n}", "1+" * n + "1=", str(n + 1)) for n in (1, 2, 3, 4)]  # 5, 7, 9, 11 tokens with <bos>
+    rows = [DataRow(f"a.jsonl:{n}", "1+" * n + "1=", str(n + 1)) for n in (1, 2, 3, 4)]  # 5, 7, 9, 11 tokens with <bos>
     with pytest.raises(DataError, match=r"a\.jsonl:4: .*11 tokens.*= 9\. .*data\.overlong_prompts = 'drop'"):
         dataset(plain, rows, max_prompt_tokens=9)
     kept = dataset(plain, rows, max_prompt_tokens=9, overlong="drop")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.data.rows import Row, drop_duplicates
+from megatron_dppo.data.rows import DataRow, drop_duplicates
 from megatron_dppo.errors import DataError
 
 
-def verl(place: str, text: str, label: str, index: object, source: str = "dapo") -> Row:
-    return Row(
+def verl(place: str, text: str, label: str, index: object, source: str = "dapo") -> DataRow:
+    return DataRow(
         place, [{"role": "user", "content": text}], label, {"data_source": source, "extra_info": {"index": index}}
     )
 
 
-def places(rows: list[Row], mode: str) -> list[str]:
+def places(rows: list[DataRow], mode: str) -> list[str]:
     kept, count = drop_duplicates(iter(rows), mode)
     assert count == len(rows)
     return [row.place for row in kept]
@@ -45,9 +45,9 @@ def test_an_index_counts_inside_one_file_and_one_data_source() -> None:
 
 
 def test_text_and_messages_are_different_prompts_and_an_own_column_may_decide() -> None:
-    rows = [Row("f:1", "1+1=", "2", {"uid": 7}), verl("f:2", "1+1=", "2", 0)]
+    rows = [DataRow("f:1", "1+1=", "2", {"uid": 7}), verl("f:2", "1+1=", "2", 0)]
     assert len(places(rows, "auto")) == 2
-    rows = [Row("f:1", "a", "2", {"uid": [1, 2]}), Row("f:2", "b", "2", {"uid": [1, 2]})]
+    rows = [DataRow("f:1", "a", "2", {"uid": [1, 2]}), DataRow("f:2", "b", "2", {"uid": [1, 2]})]
     assert places(rows, "uid") == ["f:1"]
     with pytest.raises(DataError, match=r"f:1: field 'id' is missing; the row has \['uid'\]"):
         drop_duplicates(rows, "id")

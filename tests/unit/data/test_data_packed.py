@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.prompts import PackedList, PromptDataset, load_rows
-from megatron_dppo.data.rows import Row
+from megatron_dppo.data.rows import DataRow
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.errors import DataError
 from megatron_dppo.parallel.objects import from_message, to_message
@@ -96,18 +96,18 @@ def exact(value: Any) -> Any:
     return kind, repr(value)
 
 
-def rows() -> list[Row]:
+def rows() -> list[DataRow]:
     """Plain and chat rows with every awkward value as metadata, and as a further key of a message."""
     made = []
     for i, metadata in enumerate(AWKWARD):
         text = f"{i}: é \U0001f600 {metadata.get('text', '')}" + "x" * (i * 7 % 5)
-        made.append(Row(f"a.jsonl:{i}", text, f"l{i} \u2028", metadata))
+        made.append(DataRow(f"a.jsonl:{i}", text, f"l{i} \u2028", metadata))
         messages = [{"role": "system", "content": ""}, {"role": "user", "content": text, "more": metadata}]
-        made.append(Row(f"b é.parquet:{i}", messages, "", {"x": metadata}))
+        made.append(DataRow(f"b é.parquet:{i}", messages, "", {"x": metadata}))
     return made
 
 
-def plain(given: list[Row], tokenizer: Any) -> list[Prompt]:
+def plain(given: list[DataRow], tokenizer: Any) -> list[Prompt]:
     """What the data set is, one object a row."""
     made = []
     for row in given:
@@ -143,14 +143,14 @@ def test_each_prompt_is_the_one_of_a_plain_list_with_the_same_types() -> None:
 
 
 def test_a_prompt_that_somebody_changes_is_unchanged_when_it_is_asked_for_again() -> None:
-    data = PromptDataset([Row("a:1", "1", "1", {"list": [1]})], TOKENIZER, **LIMITS)
+    data = PromptDataset([DataRow("a:1", "1", "1", {"list": [1]})], TOKENIZER, **LIMITS)
     data[0].metadata["list"].append(2)
     assert data[0].metadata == {"list": [1]}
 
 
 def test_the_order_and_the_digest_are_those_of_the_plain_list() -> None:
     """The digest below was written by the program that held a list of prompts: checkpoints have it."""
-    given = [Row(f"rows.jsonl:{i}", f"{i}+{i + 1}=", str(2 * i + 1), {"level": i}) for i in range(5)]
+    given = [DataRow(f"rows.jsonl:{i}", f"{i}+{i + 1}=", str(2 * i + 1), {"level": i}) for i in range(5)]
     data = PromptDataset(given, TOKENIZER, max_prompt_tokens=16, max_new_tokens=40, context_length=256, seed=3)
     order = []
     for epoch in range(3):
@@ -163,7 +163,7 @@ def test_the_order_and_the_digest_are_those_of_the_plain_list() -> None:
     assert data.fingerprint() == f"5 prompts, {hashlib.sha256(text.encode()).hexdigest()[:12]}" == DIGEST
     received = from_message(to_message(data))
     assert [received[i] for i in (14, 0, 7)] == [data[i] for i in (14, 0, 7)] and received.fingerprint() == DIGEST
-    other = PromptDataset([*given[:4], Row("r:5", "4+5=", "8")], TOKENIZER, **LIMITS)
+    other = PromptDataset([*given[:4], DataRow("r:5", "4+5=", "8")], TOKENIZER, **LIMITS)
     assert other.fingerprint() != DIGEST
 
 
@@ -172,7 +172,7 @@ DIGEST = "5 prompts, 858296c9dacb"
 
 
 def test_what_is_dropped_is_counted_and_leaves_no_trace() -> None:
-    given = [Row("r:1", "1+1=", "2"), Row("r:2", "1+1+1+1+1=", "5"), Row("r:3", "2+2=", "4")]
+    given = [DataRow("r:1", "1+1=", "2"), DataRow("r:2", "1+1+1+1+1=", "5"), DataRow("r:3", "2+2=", "4")]
     data = PromptDataset(given, TOKENIZER, max_prompt_tokens=6, max_new_tokens=1, context_length=99, overlong="drop")
     kept = PromptDataset([given[0], given[2]], TOKENIZER, **LIMITS)
     assert data.num_dropped == 1 == from_message(to_message(data)).num_dropped and data.longest == kept.longest
@@ -180,7 +180,7 @@ def test_what_is_dropped_is_counted_and_leaves_no_trace() -> None:
 
 
 def test_prompts_take_little_more_memory_than_their_text() -> None:
-    given = [Row(f"a:{i}", "1+1=" * 20, "2", {"level": i}) for i in range(200)]
+    given = [DataRow(f"a:{i}", "1+1=" * 20, "2", {"level": i}) for i in range(200)]
     message = to_message(PromptDataset(given, TOKENIZER, **LIMITS))
     assert len(message) < 200 * (80 + 80 * 3 + 150)
     with pytest.raises(IndexError):
@@ -251,7 +251,7 @@ def test_an_object_that_cannot_be_packed_is_refused_with_its_row() -> None:
         with pytest.raises(
             DataError, match=r"^a\.jsonl:3: the row holds an object that cannot .*leave its column out$"
         ):
-            PromptDataset([Row("a.jsonl:3", "1", "1", {"x": [odd]})], TOKENIZER, **LIMITS)
+            PromptDataset([DataRow("a.jsonl:3", "1", "1", {"x": [odd]})], TOKENIZER, **LIMITS)
 
 
 def test_warm_up_samples_are_drawn_from_packed_pairs_as_from_a_list(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.data.prompts import PromptDataset
-from megatron_dppo.data.rows import Row
+from megatron_dppo.data.rows import DataRow
 from megatron_dppo.data.samples import to_samples
 from megatron_dppo.engines.agents.generate import MOST_FAILURES, AgentFunction
 from megatron_dppo.engines.agents.requests import CallError, read_chat, read_completion, split_tool_calls
@@ -466,7 +466,7 @@ def test_templates_that_change_what_is_behind_are_not_gone_on_with(tokenizer: An
 
 def test_rows_for_agents_keep_their_messages_and_give_the_sequence_no_beginning(tokenizer: Any) -> None:
     chats = [{"role": "system", "content": "s"}, user("b")]
-    rows = [Row("f:1", "a?", "1", is_problem=True), Row("f:2", chats, "2")]
+    rows = [DataRow("f:1", "a?", "1", is_problem=True), DataRow("f:2", chats, "2")]
     settings = {"max_prompt_tokens": 99, "max_new_tokens": 8, "context_length": 200}
     for are_tasks in (False, True):
         first, second = [PromptDataset(rows, tokenizer, are_tasks=are_tasks, **settings)[i] for i in range(2)]

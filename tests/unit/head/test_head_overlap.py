@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_dppo.head import loss as fused_head_loss
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import chunks_in_flight
-from megatron_dppo.head.rows import Head
+from megatron_dppo.head.rows import VocabShard
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.types import LossInputs, LossOutput
 from tests.distributed.head_cases import (
@@ -32,7 +32,7 @@ def test_two_chunks_in_flight_put_the_gemm_of_the_next_before_the_loss(
     in_flight: int, order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    logits, problem = Head.logits, make_head_problem(HeadCase(tokens=40))
+    logits, problem = VocabShard.logits, make_head_problem(HeadCase(tokens=40))
 
     def gemm(*arguments: Any) -> Tensor:
         events.append("gemm")
@@ -43,7 +43,7 @@ def test_two_chunks_in_flight_put_the_gemm_of_the_next_before_the_loss(
         return policy_loss(inputs, TOKEN_LOSSES["dppo_topk_tv"])
 
     monkeypatch.setattr(fused_head_loss, "chunks_in_flight", lambda *_: in_flight)
-    monkeypatch.setattr(Head, "logits", gemm)
+    monkeypatch.setattr(VocabShard, "logits", gemm)
     leaves, full = problem.leaves(None), full_leaves(problem)
     hidden, weight, _ = leaves
     got = dppo_head_loss(

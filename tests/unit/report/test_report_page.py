@@ -19,7 +19,7 @@ import pytest
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.report.findings import findings
-from megatron_dppo.report.page.build import Run, build, write_report
+from megatron_dppo.report.page.build import ReportedRun, build, write_report
 from tests.unit.recorded_run import HOSTILE, decode, write_run
 
 
@@ -52,7 +52,7 @@ def scripts(page: str) -> dict[str, Any]:
 
 def test_text_of_rollouts_is_data_that_ends_no_element_and_comes_back_whole(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 3)
-    page = build([Run(tmp_path / "run", decode)])
+    page = build([ReportedRun(tmp_path / "run", decode)])
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
     found = scripts(page)
     assert sorted(found) == ["data", "step-0-1", "step-0-2", "step-0-3"]
@@ -68,7 +68,7 @@ def test_text_of_rollouts_is_data_that_ends_no_element_and_comes_back_whole(tmp_
 def test_many_and_long_responses_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_dppo.report.page.steps._TOKENS", 4000)
     write_run(tmp_path / "run", 100, every=20, tokens=600)
-    page = build([Run(tmp_path / "run", None)])
+    page = build([ReportedRun(tmp_path / "run", None)])
     view = scripts(page)["step-0-20"]
     assert sum(len(response["ids"]) for response in view["responses"]) <= 4000 / 5
     assert view["vocabulary"][0].startswith("[") and any(response["cut"] != [0, 0] for response in view["responses"])
@@ -112,7 +112,7 @@ def test_two_runs_are_one_page_with_what_differs_between_them(tmp_path: Path) ->
         (tmp_path / name / "config.toml").write_text(f"[optimizer]\nlr = {rate}.0\n[loss]\nname = 'grpo'\n")
     ledger = {"causes": {"staleness": {"part": 0.5, "share": 1.0}}, "not_separated": {"head": "x"}, "mean_abs": 0.5}
     (tmp_path / "ledger.json").write_text(json.dumps({**ledger, "tokens": 9}))
-    runs = [Run(tmp_path / name, decode) for name in ("a", "b")]
+    runs = [ReportedRun(tmp_path / name, decode) for name in ("a", "b")]
     data = scripts(build(runs, ledger=tmp_path / "ledger.json"))["data"]
     assert data["differences"] == [["optimizer.lr", "1.0", "2.0"]]
     assert data["ledger"]["rows"] == [["staleness", 0.5, 1.0]] and len(data["runs"]) == 2
@@ -124,7 +124,7 @@ def test_a_folder_without_records_and_a_file_of_the_users_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl"):
-        build([Run(tmp_path, None)])
+        build([ReportedRun(tmp_path, None)])
     mine = tmp_path / "mine.html"
     mine.write_text("<html>my page</html>")
     with pytest.raises(ConfigError, match="is no report of ours"):

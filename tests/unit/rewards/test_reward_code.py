@@ -26,7 +26,7 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer, code
 from megatron_dppo.rewards.code import Code, last_block
 from megatron_dppo.rewards.code_tests import read_tests, same_output, same_value
-from megatron_dppo.rewards.sandbox import Ended, Limits, Run, Sandbox, interpreter, probe
+from megatron_dppo.rewards.sandbox import Limits, ProgramExit, RunningProgram, Sandbox, interpreter, probe
 from megatron_dppo.rewards.sandboxed import harness
 from megatron_dppo.rewards.sandboxed.harness import decode, encode, names_of_the_solution
 from megatron_dppo.run.engines import open_scorer
@@ -221,8 +221,8 @@ def isopen(f):
 """
 
 
-def ended(sandbox: Sandbox, source: str, stdin: str = "") -> Ended:
-    return Run(sandbox, {"main.py": textwrap.dedent(source)}, stdin=stdin).finish()
+def ended(sandbox: Sandbox, source: str, stdin: str = "") -> ProgramExit:
+    return RunningProgram(sandbox, {"main.py": textwrap.dedent(source)}, stdin=stdin).finish()
 
 
 def test_a_program_sees_nothing_of_the_machine(
@@ -236,7 +236,7 @@ def test_a_program_sees_nothing_of_the_machine(
         print(os.path.exists("/etc/passwd"), os.path.exists("/proc/self"), sorted(os.listdir(".")))
         print(os.getuid() != 0, os.getpid() < 9, sorted(os.listdir("/dev")), [f for f in range(99) if isopen(f)])
     """
-    found = Run(sandbox, {"main.py": IS_OPEN + textwrap.dedent(source)}).finish()
+    found = RunningProgram(sandbox, {"main.py": IS_OPEN + textwrap.dedent(source)}).finish()
     assert found.code == 0 and "sk-123" not in found.output
     assert found.output.splitlines() == [
         "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'TMPDIR'] False False",
@@ -297,21 +297,21 @@ def test_programs_that_take_all_they_can_get_are_ended_with_all_their_children(s
         found = ended(short, source)
         assert found.code != 0 and "had" not in found.output and len(found.output) <= 64 << 10, (name, found)
         assert time.monotonic() - started < 8, name
-    assert ended(short, DAEMON) == Ended(0, "done\n"), "what it leaves holds its output open"
+    assert ended(short, DAEMON) == ProgramExit(0, "done\n"), "what it leaves holds its output open"
 
 
 def test_many_runs_at_a_time_do_not_share_their_limit_of_processes(sandbox: Sandbox) -> None:
     """The kernel counts processes by user, and all programs are the same nobody."""
     few = replace(sandbox, limits=replace(sandbox.limits, processes=3))
-    assert ended(few, COUNT) == Ended(0, "2\n"), "three with itself"
+    assert ended(few, COUNT) == ProgramExit(0, "2\n"), "three with itself"
     source = "import subprocess, time\nprint(subprocess.run(['/bin/sleep', '0.5']).returncode)"
-    results: list[Ended] = []
+    results: list[ProgramExit] = []
     threads = [threading.Thread(target=lambda: results.append(ended(few, source))) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == [Ended(0, "0\n")] * 6
+    assert results == [ProgramExit(0, "0\n")] * 6
 
 
 COUNT = """
@@ -332,7 +332,7 @@ def test_without_namespaces_programs_have_limits_and_leave_nothing(tmp_path: Pat
     python, visible = interpreter(SYSTEM_PYTHON)
     bare = Sandbox(python, visible, namespaces=False, network=True, limits=Limits(seconds=1.5, memory_mb=256))
     assert probe(bare) == ""
-    assert ended(bare, DAEMON) == Ended(0, "done\n")
+    assert ended(bare, DAEMON) == ProgramExit(0, "done\n")
     for name in ("memory", "list", "output", "sleep"):
         assert ended(bare, HOGS[name]).code != 0, name
     if os.getuid() == 0:
@@ -354,7 +354,7 @@ limits = module.Limits(seconds=2.0, processes=4)
 found = module.Sandbox(python, (*visible, sys.argv[3]), namespaces=True, network=False, limits=limits)
 print(repr(module.probe(found)))
 for source in sys.argv[4:]:
-    ended = module.Run(found, {"main.py": source}).finish()
+    ended = module.RunningProgram(found, {"main.py": source}).finish()
     print(ended.code, ended.output.strip(), ended.problem)
 """
 

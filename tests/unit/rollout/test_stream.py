@@ -14,7 +14,7 @@ import torch
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import choose
-from megatron_dppo.rollout.pending import Place
+from megatron_dppo.rollout.pending import PromptSlot
 from megatron_dppo.rollout.requests import oversampled
 from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.rollout.saved import SavedDraw, SavedStream, load_contents, save_contents
@@ -129,10 +129,10 @@ DRAWN = SavedStream(
     cursor=14,
     next=5,
     ages={"3": 3},
-    waiting=[[Place(9, 3)], [Place(2, 2)]],
+    waiting=[[PromptSlot(9, 3)], [PromptSlot(2, 2)]],
     draws=[
-        [SavedDraw(4, 3, [Place(10, 4), Place(11, 4), Place(7, 3)])],
-        [SavedDraw(4, 3, [Place(12, 4), Place(13, 4), Place(8, 3)])],
+        [SavedDraw(4, 3, [PromptSlot(10, 4), PromptSlot(11, 4), PromptSlot(7, 3)])],
+        [SavedDraw(4, 3, [PromptSlot(12, 4), PromptSlot(13, 4), PromptSlot(8, 3)])],
     ],
 )
 
@@ -164,7 +164,7 @@ def test_prompts_whose_rollouts_are_unusable_are_drawn_before_others() -> None:
     run = run_of(0)
     run.step = 4
     run.stream.restore(
-        SavedStream(14, 5, {}, [[]], [[SavedDraw(4, 3, [Place(10, 4), Place(11, 4)])]]).without_draws(4), {}
+        SavedStream(14, 5, {}, [[]], [[SavedDraw(4, 3, [PromptSlot(10, 4), PromptSlot(11, 4)])]]).without_draws(4), {}
     )
     assert [positions(c) for c in run.steps(6)] == [[10, 11, 14, 15], [16, 17, 18, 19]]
 

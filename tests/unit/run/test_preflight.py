@@ -129,7 +129,7 @@ def test_the_run_and_the_dry_run_have_one_list(dry: Any, monkeypatch: pytest.Mon
     def find(start: Start) -> list[UserError]:
         return [ConfigError("the moon is full")]
 
-    monkeypatch.setattr(preflight, "CHECKS", [*preflight.CHECKS, preflight.Check("moon", frozenset(), find)])
+    monkeypatch.setattr(preflight, "CHECKS", [*preflight.CHECKS, preflight.PreflightCheck("moon", frozenset(), find)])
     assert dry(*SINGLE)[2] == "\nerror: the moon is full\n"
     assert train_main([str(EXAMPLE / "dppo.toml"), "--run.output_dir", str(tmp_path / "run"), *SINGLE]) == 2
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.restarts import Progress, RankEnd, Restarts, TriesUsedUp, how_it_ended
+from megatron_dppo.run.restarts import DiskProgress, RankEnd, Restarts, TriesUsedUp, how_it_ended
 
 CONFIG = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"
 
@@ -84,16 +84,16 @@ def test_a_failed_node_counts_as_a_crash_and_a_preemption_for_nothing(run: Path)
 
 
 def test_the_warm_up_is_progress_before_the_first_step(run: Path) -> None:
-    stages = [Progress.of(run)]
+    stages = [DiskProgress.of(run)]
     (run / "checkpoints/warmup/step_000030").mkdir(parents=True)
-    stages.append(Progress.of(run))
+    stages.append(DiskProgress.of(run))
     (run / "base.partial").mkdir()
-    assert Progress.of(run) == stages[-1]
+    assert DiskProgress.of(run) == stages[-1]
     (run / "base.partial").rename(run / "base")
     (run / "checkpoints/warmup/step_000030").rmdir()  # as the end of the warm-up does
-    stages.append(Progress.of(run))
+    stages.append(DiskProgress.of(run))
     save(run, 1)
-    stages.append(Progress.of(run))
+    stages.append(DiskProgress.of(run))
     assert stages == sorted(set(stages)), "each is more than the one before"
     assert [str(stage) for stage in stages] == [
         "the beginning",

@@ -21,7 +21,7 @@ from torch.multiprocessing import reductions
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.handles import DeviceHandle, SharedBucket, as_flattened_bucket, as_json
 from megatron_dppo.weights.handles import Sharing
-from megatron_dppo.weights.sharing import Place, find_sharing, is_here, owners_of
+from megatron_dppo.weights.sharing import RankLocation, find_sharing, is_here, owners_of
 from tests.unit.configs import config as config_of
 from tests.unit.weight_server import CPU, FakeServer, files_of, make, weights
 
@@ -234,9 +234,9 @@ def test_a_vllm_worker_has_a_copy_before_it_answers() -> None:
     assert read.tolist() == list(range(100))
 
 
-def places(*hosts: str) -> list[Place]:
+def places(*hosts: str) -> list[RankLocation]:
     """Two ranks on each host, the second one first; a host is reached by its own name, each by the loopback's."""
-    return [Place(host, rank, frozenset({f"http://{host}:1", f"http://{host}:2", "http://127.0.0.1:1"}))
+    return [RankLocation(host, rank, frozenset({f"http://{host}:1", f"http://{host}:2", "http://127.0.0.1:1"}))
             for host in hosts for rank in (1, 0)]  # fmt: skip
 
 
