@@ -24,11 +24,11 @@ from megatron_dppo.commands.diagnose.ledger import (
 )
 from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.mcore.host_memory import ReferenceWeights
 from megatron_dppo.parallel.objects import from_each, is_leader
 from megatron_dppo.types import Completion, RolloutGroup, TrainingSample, experts_of, with_weights
 
 if TYPE_CHECKING:
+    from megatron_dppo.mcore.host_memory import ReferenceWeights
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 _Scores = list[Tensor]
@@ -47,7 +47,10 @@ class Snapshots:
         self._of: dict[int, ReferenceWeights] = {}
 
     def take(self) -> None:
-        """Of the current version."""
+        """Copy the weights of the current version."""
+        # Its module imports Megatron, which must come after the shims.
+        from megatron_dppo.mcore.host_memory import ReferenceWeights
+
         self._trainer.optimizer.finish_overlapped_gather()
         self._of[self._trainer.policy_version] = ReferenceWeights(self._trainer.models)
 

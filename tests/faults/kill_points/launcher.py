@@ -188,9 +188,9 @@ def _without_workers() -> None:
     characters, so that groups carry signal and evaluations differ.
     """
     from megatron_dppo.rewards.scorer import RewardScorer
-    from megatron_dppo.rewards.worker import Outcome
+    from megatron_dppo.rewards.scoring import ScoringOutcome
 
-    RewardScorer._quick = lambda self, item: Outcome(sum(map(ord, item.completion)) % 7 / 7)  # type: ignore[method-assign]
+    RewardScorer._quick = lambda self, item: ScoringOutcome(sum(map(ord, item.completion)) % 7 / 7)  # type: ignore[method-assign]
 
 
 def die_with_parent() -> None:

@@ -67,26 +67,27 @@ def _not_atomic() -> None:
 def _metrics_not_cut() -> None:
     """Records of steps that are done again stay."""
     from megatron_dppo.report.metrics import MetricsWriter
-    from megatron_dppo.run import checkpoints as session_state
+    from megatron_dppo.run import records
 
     class Writer(MetricsWriter):
         def __init__(self, *arguments: Any, resumed_step: int | None, **keywords: Any) -> None:
             super().__init__(*arguments, resumed_step=resumed_step and 10**9, **keywords)
 
-    session_state.MetricsWriter = Writer  # type: ignore[misc]
+    records.MetricsWriter = Writer  # type: ignore[misc]
 
 
 def _prompts_again() -> None:
     """The position in the data is not restored."""
-    from megatron_dppo.run import checkpoints as session_state
+    from megatron_dppo.run.checkpoints import Checkpoints
 
-    restore = session_state._restore
+    restore = Checkpoints.restore
 
-    def wrong(session: Any, point: Any) -> None:
-        restore(session, point)
-        session.stream.cursor = 0
+    def wrong(self: Any, point: Any) -> Any:
+        restored = restore(self, point)
+        self._stream.cursor = 0
+        return restored
 
-    session_state._restore = wrong
+    Checkpoints.restore = wrong  # type: ignore[method-assign]
 
 
 def _optimizer_anew() -> None:

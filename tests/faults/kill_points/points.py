@@ -21,21 +21,22 @@ from types import FrameType
 from tests.faults.kill_points.durable import Durable
 
 PHASES = {
-    ("loop.py", "publish"): "publish",
-    ("session_state.py", "save_session"): "save",
-    ("checkpoint.py", "_run"): "save",
-    ("checkpoint_folder.py", "prune"): "prune",
+    ("gpus.py", "for_sampling"): "publish",
+    ("gpus.py", "after_update"): "publish",
+    ("checkpoints.py", "save"): "save",
+    ("save_load.py", "_run"): "save",
+    ("folder.py", "prune"): "prune",
     ("manifest.py", "record"): "manifest",
     ("session.py", "_build_policy"): "warm-up",
-    ("session_state.py", "_restore"): "resume",
+    ("checkpoints.py", "restore"): "resume",
     ("resume.py", "find_resume_point"): "resume",
-    ("session_state.py", "begin"): "start",
-    ("session_state.py", "_open_writer"): "metrics",
-    ("logbook.py", "log"): "metrics",
+    ("session.py", "begin"): "start",
+    ("records.py", "open"): "metrics",
+    ("records.py", "log"): "metrics",
     ("evaluation.py", "evaluate"): "evaluate",
-    ("logbook.py", "finish"): "export",
+    ("export.py", "export_results"): "export",
+    ("records.py", "summarize"): "export",
     ("hf_folder.py", "_write_beside"): "export",
-    ("sampling.py", "collect_rollouts"): "rollout",
     ("folder.py", "open_folder"): "start",
 }
 """(file, function) -> phase; the innermost function on the stack that is here decides."""

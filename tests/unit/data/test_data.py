@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_dppo.data.chat import load_tokenizer
-from megatron_dppo.data.prompts import PromptDataset, Row, load_rows
+from megatron_dppo.data.prompts import PromptDataset, load_rows
+from megatron_dppo.data.rows import DataRow
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.data.tasks import problems
@@ -43,7 +44,7 @@ def write(tmp_path: Path, *records: Any) -> str:
     return str(path)
 
 
-def dataset(rows: list[Row], tokenizer: Any, **changes: Any) -> PromptDataset:
+def dataset(rows: list[DataRow], tokenizer: Any, **changes: Any) -> PromptDataset:
     return PromptDataset(
         rows, tokenizer, **({"max_prompt_tokens": 16, "max_new_tokens": 40, "context_length": 256} | changes)
     )
@@ -58,8 +59,8 @@ def test_the_embedded_task_gives_its_split_with_labels() -> None:
 def test_a_jsonl_row_keeps_its_place_its_label_as_text_and_its_other_columns(tmp_path: Path) -> None:
     path = write(tmp_path, {"q": "1+1=", "a": 2, "level": 3}, "", {"q": "2+2=", "a": "04"})
     assert load_rows(path, "train", prompt_key="q", label_key="a").rows == [
-        Row("rows.jsonl:1", "1+1=", "2", {"level": 3}),
-        Row("rows.jsonl:3", "2+2=", "04", {}),
+        DataRow("rows.jsonl:1", "1+1=", "2", {"level": 3}),
+        DataRow("rows.jsonl:3", "2+2=", "04", {}),
     ]
 
 
@@ -102,7 +103,7 @@ def test_a_source_that_is_no_data_is_refused_with_the_reason(tmp_path: Path) -> 
 
 
 def test_a_prompt_that_is_too_long_keeps_its_last_tokens_when_it_is_cut(tokenizer: Any) -> None:
-    rows = [Row("a:1", "1+2+3+4=", "10"), Row("a:2", "1+1=", "2")]
+    rows = [DataRow("a:1", "1+2+3+4=", "10"), DataRow("a:2", "1+1=", "2")]
     whole = dataset(rows, tokenizer)
     for limit, changes in ((5, {"max_prompt_tokens": 5}), (6, {"context_length": 46})):
         cut = dataset(rows, tokenizer, overlong="truncate_left", **changes)
@@ -141,13 +142,13 @@ def test_without_a_seed_the_rows_keep_their_order_and_there_is_no_index_below_ze
 
 
 def test_a_prompt_carries_its_tokens_label_and_metadata(tokenizer: Any) -> None:
-    prompt = dataset([Row("a.jsonl:1", "1+1=", "2", {"level": 3})], tokenizer)[0]
+    prompt = dataset([DataRow("a.jsonl:1", "1+1=", "2", {"level": 3})], tokenizer)[0]
     assert prompt.text == "1+1=" and prompt.label == "2" and prompt.metadata == {"level": 3}
     assert prompt.token_ids == tuple(tokenizer("1+1=").input_ids) and prompt.token_ids[0] == tokenizer.bos_token_id
 
 
 def test_a_prompt_that_does_not_fit_is_refused_at_load_time_with_the_numbers(tokenizer: Any) -> None:
-    rows = [Row("a.jsonl:1", "1+1=", "2"), Row("a.jsonl:2", "1+1+1+1=", "4")]  # 5 and 9 tokens with <bos>
+    rows = [DataRow("a.jsonl:1", "1+1=", "2"), DataRow("a.jsonl:2", "1+1+1+1=", "4")]  # 5 and 9 tokens with <bos>
     dataset(rows, tokenizer, max_prompt_tokens=9, max_new_tokens=40, context_length=49)
     with pytest.raises(DataError, match=r"a\.jsonl:2: .* 9 tokens, .*data\.max_prompt_tokens = 8\. .*raise"):
         dataset(rows, tokenizer, max_prompt_tokens=8)
@@ -158,14 +159,14 @@ def test_a_prompt_that_does_not_fit_is_refused_at_load_time_with_the_numbers(tok
 
 
 def test_chat_messages_go_through_the_template_once(tokenizer: Any, chat_tokenizer: Any) -> None:
-    row = Row("a.jsonl:1", [{"role": "user", "content": "1+1"}], "2")
+    row = DataRow("a.jsonl:1", [{"role": "user", "content": "1+1"}], "2")
     prompt = dataset([row], chat_tokenizer)[0]
     assert prompt.text == "1+1="
     assert prompt.token_ids == tuple(tokenizer("1+1=", add_special_tokens=False).input_ids)
     with pytest.raises(DataError, match=r"a\.jsonl:1: .*no chat template"):
         dataset([row], tokenizer)
     with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template refuses .*only user speaks"):
-        dataset([Row("a.jsonl:1", [{"role": "bot", "content": "1"}], "2")], chat_tokenizer)
+        dataset([DataRow("a.jsonl:1", [{"role": "bot", "content": "1"}], "2")], chat_tokenizer)
 
 
 def test_supervised_samples_are_demonstrations_of_training_problems(tokenizer: Any) -> None:
