@@ -1,4 +1,4 @@
-"""Writing to disks that may be full: one line instead of a traceback, and free space before a long phase."""
+"""Files of a run: free space, errors of full disks in one line, writes that are synced, files that a wheel ships."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
-from measure_structure import graphs, sources
+from measure_structure import floors, graphs, sources
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -40,18 +40,6 @@ def _package_of(module: str, packages: Mapping[str, set[str]]) -> str:
     return parent if parent in packages else module
 
 
-def floors(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the packages from the ground up."""
-    left, result = dict(graph), list[list[str]]()
-    while left:
-        free = sorted(name for name, used in left.items() if not used & left.keys())
-        if not free:
-            raise SystemExit(f"a circle among {sorted(left)}")
-        result.append(free)
-        left = {name: used for name, used in left.items() if name not in free}
-    return result
-
-
 def without_shortcuts(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """Return the graph less the arrows that two or more others imply."""
 
@@ -63,7 +51,8 @@ def without_shortcuts(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 def draw(graph: Mapping[str, set[str]], sizes: Mapping[str, int], picture: Path) -> None:
     """Draw one graph."""
-    levels = floors(graph)
+    floor_of = floors(graph)
+    levels = [sorted(name for name in graph if floor_of[name] == floor) for floor in sorted(set(floor_of.values()))]
     widest = max(len(level) for level in levels)
     position = {
         name: (widest * (i + 0.5) / len(level), height)

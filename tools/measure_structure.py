@@ -15,6 +15,7 @@ import subprocess
 import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_dppo"
@@ -59,12 +60,12 @@ def measure(files: Mapping[tuple[str, ...], str]) -> dict[str, str]:
     modules, packages = graphs(files)
     tops = _grouped(modules, lambda name: name.split(".")[0])
     lines = sorted(text.count("\n") for text in texts.values())
-    words, code_lines, comments, all_lines = _token_counts(texts.values())
+    counts = _token_counts(texts.values())
     taking = list(_functions_with_config(trees))
     outside = [name for name in taking if name.split(".")[0] not in SECTIONS_ALLOWED]
     return {
         "packages (top level)": f"{len(packages)} ({len(tops)})",
-        "floors (top level)": f"{_floors(packages)} ({_floors(tops)})",
+        "floors (top level)": f"{max(floors(packages).values())} ({max(floors(tops).values())})",
         "arrows (top level)": f"{_arrows(packages)} ({_arrows(tops)})",
         "circles of packages": str(len(circles(packages))),
         "circles of modules": str(len(circles(modules))),
@@ -73,8 +74,8 @@ def measure(files: Mapping[tuple[str, ...], str]) -> dict[str, str]:
         "lines a file, median": f"{statistics.median(lines):.0f}",
         "lines a file, 90th percentile": str(lines[int(0.9 * len(lines))]),
         "files of at most 60 lines": str(sum(count <= 60 for count in lines)),
-        "tokens a code line": f"{words / code_lines:.1f}",
-        "comment lines": f"{100 * comments / all_lines:.1f} %",
+        "tokens a code line": f"{counts.tokens / counts.code_lines:.1f}",
+        "comment lines": f"{100 * counts.comments / sum(lines):.1f} %",
         "Any": str(sum(_count_any(tree) for tree in trees.values())),
         "functions that take Config": str(len(taking)),
         "of these below run and commands": str(len(outside)),
@@ -155,9 +156,10 @@ def _reachable(graph: Graph, start: str) -> set[str]:
     return reached
 
 
-def _floors(graph: Graph) -> int:
-    """Return the longest chain of imports, a circle counted as one floor."""
-    merged = {name: next((min(group) for group in circles(graph) if name in group), name) for name in graph}
+def floors(graph: Graph) -> dict[str, int]:
+    """Return the floor of each node, from 1: one above the highest that it imports. A circle is one node."""
+    groups = circles(graph)
+    merged = {name: next((min(group) for group in groups if name in group), name) for name in graph}
     simple: dict[str, set[str]] = {merged[name]: set() for name in graph}
     for name, used in graph.items():
         simple[merged[name]] |= {merged[other] for other in used} - {merged[name]}
@@ -168,12 +170,23 @@ def _floors(graph: Graph) -> int:
             heights[name] = 1 + max((height(other) for other in simple[name]), default=0)
         return heights[name]
 
-    return max(height(name) for name in simple)
+    return {name: height(merged[name]) for name in graph}
 
 
-def _token_counts(texts: Iterable[str]) -> tuple[int, int, int, int]:
-    """Return tokens of code, lines of code, lines that are comments, and all lines."""
-    words = code_lines = comments = all_lines = 0
+class _Counts(NamedTuple):
+    """Sums over files."""
+
+    tokens: int
+    """Tokens of code."""
+    code_lines: int
+    comments: int
+    """Lines that are comments."""
+
+
+def _token_counts(texts: Iterable[str]) -> _Counts:
+    tokens = 0
+    code_lines = 0
+    comments = 0
     silent = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
     for text in texts:
         documented = _docstring_lines(ast.parse(text))
@@ -182,11 +195,10 @@ def _token_counts(texts: Iterable[str]) -> tuple[int, int, int, int]:
             if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
                 comments += 1
             if token.type not in silent and token.start[0] not in documented:
-                words += 1
+                tokens += 1
                 used.add(token.start[0])
         code_lines += len(used)
-        all_lines += text.count("\n")
-    return words, code_lines, comments, all_lines
+    return _Counts(tokens, code_lines, comments)
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:

@@ -1,4 +1,4 @@
-"""The sections ``[data]`` and ``[rollout]``: what is asked, and how it is answered."""
+"""The sections ``[data]`` and ``[eval]``: training and held-out prompts, and how they are evaluated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections ``[run]`` and ``[log]``."""
+"""The sections ``[run]``, ``[log]`` and ``[checkpoint]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text that a model sees: a prompt as it stands, or through the tokenizer's chat template."""
+"""Tokenizers and chat templates: the text that a model reads."""
 
 from __future__ import annotations
 

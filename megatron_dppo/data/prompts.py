@@ -1,4 +1,4 @@
-"""Prompts as an endless stream addressed by one integer."""
+"""Prompts as an endless stream addressed by one integer, held in packed memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.data import tasks as chain_sum
 from megatron_dppo.data.chat import ChatOptions
 from megatron_dppo.data.rows import DataRow, drop_duplicates, iter_rows
 from megatron_dppo.data.sources import HUB
+from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Prompt
 
@@ -78,7 +78,7 @@ class LoadedRows:
 
 def load_rows(
     sources: str | Sequence[str],
-    split: chain_sum.Split,
+    split: Split,
     *,
     prompt_key: str | None = None,
     label_key: str | None = None,

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dppo.data import reasoning_gym
-from megatron_dppo.data import tasks as chain_sum
 from megatron_dppo.data.sources import read_records, require
-from megatron_dppo.data.tasks import PREFIX, TASKS
+from megatron_dppo.data.tasks import PREFIX, TASKS, Split
 from megatron_dppo.data.values import text_of_number
 from megatron_dppo.errors import DataError
 
@@ -63,7 +62,7 @@ class RowLayout:
 
 
 def iter_rows(
-    source: str, split: chain_sum.Split, prompt_key: str | None = None, label_key: str | None = None
+    source: str, split: Split, prompt_key: str | None = None, label_key: str | None = None
 ) -> Iterator[DataRow]:
     """The rows of one source, each checked.
 

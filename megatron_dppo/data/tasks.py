@@ -1,4 +1,4 @@
-"""The embedded tasks by their source names: rows of prompts and labels, and a warm-up corpus."""
+"""The embedded tasks: rows of prompts and labels, warm-up corpora, tiny model folders."""
 
 from __future__ import annotations
 

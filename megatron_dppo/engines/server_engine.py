@@ -8,10 +8,14 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from megatron_dppo.engines.answers import AnswerProcesses
-from megatron_dppo.engines.servers import responder as prompt_routes
 from megatron_dppo.engines.servers.contract import Contract, checked
 from megatron_dppo.engines.servers.pool import PoolCounts, ServerPool
-from megatron_dppo.engines.servers.responder import InFlightResponse, LoopThread, PromptRoutes, Responder
+from megatron_dppo.engines.servers.responder import (
+    InFlightResponse,
+    LoopThread,
+    PromptRoutes,
+    Responder,
+)
 from megatron_dppo.hf.folder import end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
@@ -19,6 +23,9 @@ from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo.types.token_columns import asked_columns
+
+WORTH_ASKING_ONCE = 512
+"""Tokens of a prompt: the routes of a shorter one, in each answer, cost less than one request more."""
 
 T = TypeVar("T")
 _STOP_SECONDS = 30.0
@@ -187,7 +194,7 @@ class ServerEngine:
         self._thread.close()
 
     def _prompt_routes(self, group: GroupRequest, params: SamplingParams) -> PromptRoutes | None:
-        is_long = len(group.prompt.start) >= prompt_routes.WORTH_ASKING_ONCE
+        is_long = len(group.prompt.start) >= WORTH_ASKING_ONCE
         if not params.routed_experts or self._routing is None or group.siblings == 1 or not is_long:
             return None
         return PromptRoutes(self._pool, group.prompt, params, self._routing, self._end)

@@ -1,4 +1,4 @@
-"""The checks of the ids that a head is given."""
+"""Checks of the ids, slots and sampling masks that a head is given."""
 
 from __future__ import annotations
 

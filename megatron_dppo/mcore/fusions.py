@@ -1,4 +1,4 @@
-"""Which of Megatron's fused kernels a model gets when nobody says otherwise, and what a run says about that."""
+"""Megatron's fused kernels and FP8: defaults, checks, and what a run reports about them."""
 
 from __future__ import annotations
 

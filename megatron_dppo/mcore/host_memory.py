@@ -1,4 +1,4 @@
-"""The weights of a frozen reference policy, kept on the host and swapped into the model when they are needed."""
+"""Weights and optimizer state on the host while the device is needed otherwise, and reference weights there."""
 
 from __future__ import annotations
 

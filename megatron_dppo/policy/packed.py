@@ -1,4 +1,4 @@
-"""One rank's part of a batch as packed micro-batches."""
+"""Packed micro-batches of one rank's part of a batch, their costs, and what updates saw of each token."""
 
 from __future__ import annotations
 

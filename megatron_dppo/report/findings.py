@@ -1,4 +1,4 @@
-"""What a run's numbers say, in plain words, each with the key to turn."""
+"""Findings in a run's metrics and warnings while it runs, each with the key to change."""
 
 from __future__ import annotations
 

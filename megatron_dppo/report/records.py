@@ -1,4 +1,4 @@
-"""The JSONL files of a run, read back."""
+"""The JSONL files of a run, read back, and the summary of a run at its end."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from megatron_dppo.config.section import Section
 from megatron_dppo.errors import FunctionError, RewardError
 from megatron_dppo.functions import load_function
 from megatron_dppo.rewards import math as math_reward_module
-from megatron_dppo.rewards import task_rewards as reasoning_gym
+from megatron_dppo.rewards import task_rewards
 from megatron_dppo.rewards.signatures import WHOLE_ITEM, Form, RunFacts, is_async, recognise
 from megatron_dppo.rewards.task_rewards import words_reward
 
@@ -87,7 +87,7 @@ def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., Any],
 
         return Code(options, spec.table), WHOLE_ITEM
     if isinstance(options, ReasoningGymOptions):
-        return reasoning_gym.make_reward(partial_credit=options.partial_credit), None
+        return task_rewards.make_reward(partial_credit=options.partial_credit), None
     return {"math": math_reward_module.math_reward, "words": words_reward, "none": no_reward}[spec.name], None
 
 

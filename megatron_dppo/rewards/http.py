@@ -1,4 +1,4 @@
-"""Requests to servers that score: which server, further attempts, errors in words without the key."""
+"""Requests to scoring servers, one at a time or in batches: retries, and errors without the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is scored, and what comes back."""
+"""What is scored and what comes back: items, results, shaping, and the forms of slime's rewards."""
 
 from __future__ import annotations
 

@@ -32,10 +32,16 @@ def run(config: Config) -> int:
 
 
 def _train(session: Session, stop: StopSignal) -> None:
-    config, state, inputs = session.config, session.state, session.inputs
-    trainer, stream, gpus = session.trainer, session.stream, session.gpus
-    evaluator, checkpoints = session.evaluator, session.checkpoints
-    records, recorder = session.records, session.recorder
+    config = session.config
+    state = session.state
+    trainer = session.trainer
+    stream = session.stream
+    gpus = session.gpus
+    evaluator = session.evaluator
+    checkpoints = session.checkpoints
+    records = session.records
+    recorder = session.recorder
+    dp = session.inputs.layout.dp
     with PROGRESS.part("publish"):
         records.show_servers(gpus.for_sampling())
     if state.step == 0 or state.evaluation_due:
@@ -65,8 +71,8 @@ def _train(session: Session, stop: StopSignal) -> None:
         evaluating = config.eval.is_due(state.step, config.run.num_steps)
         with clock.part("publish"):
             records.show_servers(gpus.after_update(samples_next=evaluating))
-        requests = request_metrics(session.engine, has_servers=config.rollout.engine != "local", dp=inputs.layout.dp)
-        values = step_metrics(session.groups, collected, samples, results, clock, requests, dp=inputs.layout.dp)
+        requests = request_metrics(session.engine, has_servers=config.rollout.engine != "local", dp=dp)
+        values = step_metrics(session.groups, collected, samples, results, clock, requests, dp=dp)
         if evaluating:
             values |= evaluator.evaluate(state.step)
         records.log(state.step, values)
@@ -90,7 +96,7 @@ def _train(session: Session, stop: StopSignal) -> None:
         )
     with PROGRESS.part("export"):
         records.show_servers(gpus.for_training())
-        export_results(trainer, inputs, config)
+        export_results(trainer, session.inputs, config)
         records.summarize(trainer.policy_version, evaluator.answers_before)
 
 

@@ -1,4 +1,4 @@
-"""Sampling without training, in one process: a configuration's engine with the weights of a folder or a checkpoint."""
+"""Sampling without training, in one process: evaluation and generation with a folder's or checkpoint's weights."""
 
 from __future__ import annotations
 

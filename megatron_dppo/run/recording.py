@@ -47,6 +47,17 @@ class StepRecord:
         self._samples = [replace(sample, number=first + i) for i, sample in enumerate(samples)]
         return list(self._samples)
 
+    def take_seen(self, trainer: PolicyTrainer) -> dict[int, SeenSample]:
+        """Return what the updates saw since the last call, by ``TrainingSample.number``.
+
+        Of the ranks that compute the same loss the first has it; the others return nothing.
+        """
+        groups = trainer.groups
+        is_first = all(group is None or dist.get_rank(group) == 0 for group in (groups.tp, groups.cp))
+        seen = self.watch.samples if is_first and trainer.is_last_stage else {}
+        self.watch = TokenWatch()
+        return seen
+
     def part(self, collected: Collected, dp_rank: int, seen: dict[int, SeenSample]) -> RankPart:
         """The samples of one data-parallel rank, with what was seen of them anywhere."""
         completions = [rollout.completion for group in collected.groups for rollout in group.rollouts]
@@ -104,9 +115,7 @@ class StepRecorder:
             DiskError: on all ranks, when it cannot be written.
         """
         groups, trainer = self._groups, self._trainer
-        is_first = all(group is None or dist.get_rank(group) == 0 for group in (groups.tp, groups.cp))
-        seen = record.watch.samples if is_first and trainer.is_last_stage else {}
-        record.watch = TokenWatch()  # what was seen is sent once
+        seen = record.take_seen(trainer)
         own = (collected, record) if is_leader(groups.replica) else None
         every = at_leader(_FromRank(trainer.dp_rank, own, seen), groups.world)
 

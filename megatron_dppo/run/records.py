@@ -37,9 +37,7 @@ from megatron_dppo.types import (
 )
 
 _SHOWN_MESSAGES = 8
-"""of broken contracts and lost servers, a step and rank"""
-
-
+"""Messages about broken contracts and lost servers that one rank prints in a step."""
 _RECORD_BYTES = 1_000_000
 """Far more than a step's records take."""
 
@@ -50,7 +48,7 @@ def step_metrics(
     samples: Sequence[TrainingSample],
     results: Sequence[StepResult],
     clock: Clock,
-    request_metrics: dict[str, Metric],
+    requests: dict[str, Metric],
     *,
     dp: int,
 ) -> dict[str, float]:
@@ -62,10 +60,10 @@ def step_metrics(
         samples: their training samples.
         results: one for each update.
         clock: seconds of each part of the step.
-        request_metrics: see ``request_metrics``.
+        requests: metrics of this step's requests, see ``request_metrics``.
         dp: number of data-parallel ranks.
     """
-    local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | request_metrics
+    local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | requests
     rollout = reduce_over_samples(groups, local)
     # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
     tokens = reduce_over_samples(groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
@@ -219,7 +217,9 @@ class Records:
     def _summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
         if self.writer is None:
             return
-        config, folder, console = self._config, self._folder, self.console
+        config = self._config
+        folder = self._folder
+        console = self.console
         with disk_errors(folder, "the summary"):
             summarize(
                 folder,

@@ -1,4 +1,4 @@
-"""The inference servers before the first step: all are asked at the same time."""
+"""Checks of the inference servers and of the model that they serve, before the first step."""
 
 from __future__ import annotations
 

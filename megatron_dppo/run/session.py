@@ -90,7 +90,9 @@ class Session:
 
         Everything that can refuse a start comes before: until here, the records of the run are as they were.
         """
-        point, folder, say = self.resume_point, Path(self.config.run.output_dir), self.records.console.say
+        point = self.resume_point
+        folder = Path(self.config.run.output_dir)
+        say = self.records.console.say
         if point is not None:
             self.state, self.evaluator.answers_before = self.checkpoints.restore(point)
         elif before := read_metrics(folder / "metrics.jsonl"):

@@ -1,4 +1,4 @@
-"""What training reads: columns of tokens, aligned to the labels (see the docstring of the room)."""
+"""What training reads: columns of tokens, aligned to the labels (see the docstring of the package)."""
 
 from __future__ import annotations
 

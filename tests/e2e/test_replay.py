@@ -14,13 +14,9 @@ import pandas as pd
 import pytest
 
 from megatron_dppo.errors import CheckpointError, ConfigError
-from megatron_dppo.mcore.compat.shims import apply_shims
-from megatron_dppo.parallel.platform import Platform
 from tests.e2e.runs import environment, flags, train
 
 pytestmark = pytest.mark.e2e
-apply_shims(Platform.detect())
-
 RECORDED = flags(
     run__num_steps=3,
     log__rollouts_every=1,

@@ -1,4 +1,4 @@
-"""The losses and mismatches that experiments choose from. Another loss is one more line of ``LOSSES``."""
+"""Tasks, losses and mismatches that experiments choose from. Another loss is one more line of ``LOSSES``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as one page of figures: reward over the steps, mean and least-to-largest band over seeds."""
+"""Figures and tables of experiments: reward over the steps, mean and range over seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the configuration alone: rollouts, weight sync and checkpoints."""
+"""Bytes that follow from the configuration alone: rollouts, token columns, weight sync, checkpoints, memory."""
 
 from __future__ import annotations
 

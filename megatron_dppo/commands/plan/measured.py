@@ -1,4 +1,4 @@
-"""What one update of one rank needs, as measured."""
+"""Memory of one update of one rank, as measured, and extrapolated to all layers."""
 
 from __future__ import annotations
 

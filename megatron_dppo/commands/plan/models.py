@@ -1,4 +1,4 @@
-"""The sizes of models that a plan can be made for without their folder."""
+"""Sizes of models that a plan can be made for without their folder, and sample rows for a rehearsal."""
 
 from __future__ import annotations
 

@@ -93,11 +93,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
             "learning_rate": last.learning_rate,
             "policy_version": float(last.policy_version),
         }
-        import torch.distributed as dist
-
-        first = all(group is None or dist.get_rank(group) == 0 for group in (run.groups.tp, run.groups.cp))
-        seen = record.watch.samples if first and run.trainer.is_last_stage else {}
-        every = at_leader(seen, run.groups.world)
+        every = at_leader(record.take_seen(run.trainer), run.groups.world)
         if not every:
             return None
         together = {number: sample for each in every for number, sample in each.items()}

@@ -1,4 +1,4 @@
-"""Fake quantisation of the local engine's weights, by nvidia-modelopt's own quantizers."""
+"""Perturbations of the local engine: fake quantization by nvidia-modelopt, router noise, hidden filters."""
 
 from __future__ import annotations
 

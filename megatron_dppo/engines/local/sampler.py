@@ -1,4 +1,4 @@
-"""Draws tokens from logits: temperature, filters, and a generator of its own."""
+"""Sampling from logits with a generator of its own, and the records of kept ids and routes."""
 
 from __future__ import annotations
 

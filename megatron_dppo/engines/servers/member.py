@@ -1,4 +1,4 @@
-"""What a pool knows of one server: whether it is used, why not, and what it broke."""
+"""The state of one server of a pool, its health checks, and the gate that holds requests back during an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One response from inference servers: asked for until it is complete, whatever interrupts it."""
+"""One response from inference servers: requested until it is complete, whatever interrupts it."""
 
 from __future__ import annotations
 
@@ -68,10 +68,6 @@ async def _cancel_all() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-
-
-WORTH_ASKING_ONCE = 512
-"""Tokens of a prompt: the routes of a shorter one, in each answer, cost less than one request more."""
 
 
 class PromptRoutes:

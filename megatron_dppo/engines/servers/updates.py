@@ -1,4 +1,4 @@
-"""New weights or adapters for a server from a folder: what SGLang and vLLM have in common."""
+"""Weight updates from a folder, and released memory: what SGLang and vLLM have in common."""
 
 from __future__ import annotations
 

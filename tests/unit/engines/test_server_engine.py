@@ -359,7 +359,7 @@ def test_a_response_that_is_stopped_at_its_end_token_is_complete(
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also short prompts have their routes asked for once."""
-    monkeypatch.setattr("megatron_dppo.engines.servers.responder.WORTH_ASKING_ONCE", 0)
+    monkeypatch.setattr("megatron_dppo.engines.server_engine.WORTH_ASKING_ONCE", 0)
 
 
 ROUTED = params(60, topk_logprobs=1, routed_experts=True)

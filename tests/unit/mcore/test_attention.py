@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.mcore.compat.shims import apply_shims
-from megatron_dppo.parallel.platform import Platform
-
-apply_shims(Platform.detect())
-
-from megatron_dppo.mcore.compat.attention import (  # noqa: E402
+from megatron_dppo.mcore.compat.attention import (
     PackedRow,
     SDPACoreAttention,
     grouped,

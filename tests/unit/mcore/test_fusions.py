@@ -11,13 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.compat.shims import apply_shims
-from megatron_dppo.parallel.platform import Platform
-
-apply_shims(Platform.detect(force_cpu=True))
-
-from megatron_dppo.mcore import fusions  # noqa: E402
-from megatron_dppo.mcore.compat.grouped_gemm import grouped_gemm, grouped_linear, has_grouped_gemm  # noqa: E402
+from megatron_dppo.mcore import fusions
+from megatron_dppo.mcore.compat.grouped_gemm import grouped_gemm, grouped_linear, has_grouped_gemm
 
 GRADIENTS = "gradient_accumulation_fusion"
 

@@ -11,12 +11,8 @@ from torch import Tensor
 from megatron_dppo.config.train import LayerNoiseConfig
 from megatron_dppo.data.samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.compat.shims import apply_shims
-from megatron_dppo.parallel.platform import Platform
+from megatron_dppo.mcore.layer_noise import RowNoise
 from megatron_dppo.types import TrainingSample
-
-apply_shims(Platform.detect(force_cpu=True))
-from megatron_dppo.mcore.layer_noise import RowNoise  # noqa: E402
 
 HIDDEN = 48
 SAMPLES = [
