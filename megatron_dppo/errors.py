@@ -13,23 +13,23 @@ _R = TypeVar("_R")
 
 
 class UserError(Exception):
-    """Something the user can mend: a configuration, a file, an environment. Exit code 2."""
+    """An error that the user can fix: a configuration, a file, an environment. Exit code 2."""
 
     exit_code = 2
     on_every_rank = True
-    """Whether all ranks meet the error alike, so that rank 0 alone reports it."""
+    """True if every rank raises the same error, so that only rank 0 reports it."""
 
 
-class SeveralProblems(UserError):
-    """More than one thing to mend, told in one message.
+class MultipleErrors(UserError):
+    """Several errors in one message.
 
     Args:
-        errors: at least one.
+        errors: At least one.
     """
 
     def __init__(self, errors: Sequence[UserError]) -> None:
         listed = "\n".join("  - " + str(error).replace("\n", "\n    ") for error in errors)
-        super().__init__(f"{len(errors)} problems, to be mended before this run can start:\n{listed}")
+        super().__init__(f"{len(errors)} problems must be fixed before the run can start:\n{listed}")
         self.errors = list(errors)
         self.on_every_rank = all(error.on_every_rank for error in errors)
 
@@ -59,75 +59,79 @@ class ExtensionError(UserError):
 
 
 class FunctionError(UserError):
-    """A function of the user's that cannot be loaded, raises, or returns something else than was agreed."""
+    """A user function that cannot be loaded, raises, or returns the wrong type."""
 
     on_every_rank = False
 
 
 class GenerateError(UserError):
-    """A function of ``rollout.generate`` that cannot be loaded, raises, or returns something else than a response."""
+    """A ``rollout.generate`` function that cannot be loaded, raises, or does not return a response."""
 
     on_every_rank = False
 
 
 class ServerError(UserError):
-    """An inference server that cannot be reached, is too slow, refuses, or answers something unusable.
+    """A request to an inference server that failed: unreachable, too slow, refused, or an unusable response.
 
     Args:
-        url: what was called; never holds a key.
-        detail: what went wrong, the server's own message in it.
-        status: the HTTP status; None when there was no answer.
-        retry_after: seconds after which the server wants to be asked again; None = it does not say.
+        url: Address that was called. Never contains an API key.
+        detail: What went wrong, including the server's message.
+        status: HTTP status. None without a response.
+        retry_after: Seconds to wait before a retry, as the server requests. None if it does not say.
     """
 
     on_every_rank = False
 
     def __init__(self, url: str, detail: str, status: int | None = None, *, retry_after: float | None = None) -> None:
         super().__init__(f"{url}: {detail}" if status is None else f"{url}: HTTP {status}: {detail}")
-        self.url, self.detail, self.status, self.retry_after = url, detail, status, retry_after
+        self.url = url
+        self.detail = detail
+        self.status = status
+        self.retry_after = retry_after
 
     @property
-    def passing(self) -> bool:
-        """Whether the answer speaks of the moment, not of the request: try later, a failure inside, or no JSON."""
+    def is_transient(self) -> bool:
+        """True if the same request may succeed later: the server is busy, failed internally, or sent no JSON."""
         return self.status is not None and (self.status in (200, 408, 425, 429) or self.status >= 500)
 
 
-class ContractBreach(ServerError):
-    """An answer of an inference server that cannot be what it says it is.
+class ContractViolation(ServerError):
+    """A response of an inference server that violates the contract of its API.
 
     Args:
-        url: as for ``ServerError``.
-        request_id: of the request that was answered.
-        field: the part of the answer that is wrong.
-        detail: what it is, and what was expected.
+        url: As for ``ServerError``.
+        request_id: Identifier of the request.
+        field: Part of the response that is wrong.
+        detail: Its value and what was expected.
     """
 
     def __init__(self, url: str, request_id: str, field: str, detail: str) -> None:
-        super().__init__(url, f"the answer to request {request_id} breaks the contract: {field} {detail}")
-        self.request_id, self.field = request_id, field
+        super().__init__(url, f"the response to request {request_id} violates the contract: {field} {detail}")
+        self.request_id = request_id
+        self.field = field
 
 
-class AnswersLost(ServerError):
-    """The answer is lost between the server and here, which is not the server's fault: a process of ours ended."""
+class ResponseLost(ServerError):
+    """A response that was lost because a process of the trainer ended. The server is not at fault."""
 
     @property
-    def passing(self) -> bool:
-        """True: ask again."""
+    def is_transient(self) -> bool:
+        """True: the request can be sent again."""
         return True
 
 
-class NoServerLeft(ServerError):
-    """No inference server can be used before a run that resumes gives it weights. Exit code 5."""
+class NoUsableServer(ServerError):
+    """No usable inference server. Resume the run to reload its weights. Exit code 5."""
 
     exit_code = 5
 
 
 class PublishError(UserError):
-    """The rollout engine could not be given the current weights, or does not show them."""
+    """Weights that could not be sent to the rollout engine, or that it does not prove to use."""
 
 
 class TrainingStopped(UserError):
-    """Training cannot go on (non-finite gradients n times in a row). Exit code 3."""
+    """Training cannot continue (several steps in a row with non-finite gradients). Exit code 3."""
 
     exit_code = 3
 
@@ -142,20 +146,20 @@ class PlanError(UserError):
     """A part of a run that ``megatron-dppo plan`` cannot rehearse."""
 
 
-class Problems:
-    """Errors that are held back until everything has been looked at."""
+class ErrorCollector:
+    """Errors that are collected while all checks run, then raised together."""
 
     def __init__(self) -> None:
         self.errors: list[UserError] = []
 
     def add(self, error: UserError) -> None:
-        """Remember an error, or each of several; one that is known already is not told twice."""
-        parts = error.errors if isinstance(error, SeveralProblems) else [error]
+        """Add an error, or each part of several; duplicates are dropped."""
+        parts = error.errors if isinstance(error, MultipleErrors) else [error]
         known = {str(e) for e in self.errors}
         self.errors += [e for e in parts if str(e) not in known]
 
     def attempt(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-        """The result of a call, or None when it found something wrong."""
+        """Return the result of a call, or None if it raised a ``UserError``, which is added."""
         try:
             return function(*args, **kwargs)
         except UserError as error:
@@ -163,12 +167,12 @@ class Problems:
             return None
 
     def raise_if_any(self) -> None:
-        """One error as it is, several as a list.
+        """Raise a single error unchanged, or several as one list.
 
         Raises:
-            UserError: whatever was found.
+            UserError: At least one error was added.
         """
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
-            raise SeveralProblems(self.errors)
+            raise MultipleErrors(self.errors)

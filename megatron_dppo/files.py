@@ -36,19 +36,21 @@ _TEXTS = {os.strerror(number): number for number in _REASONS}
 _OS_ERROR = re.compile(r"os error (\d+)")
 
 
-_UNTOLD = 0
-"""A write that failed inside a library that does not say why."""
+_UNKNOWN_REASON = 0
+"""Code of a write that failed inside a library that does not report the cause."""
 
 
-_REASONS[_UNTOLD] = "a write failed, and its library does not say why; a full disk or a file size limit is usual"
+_REASONS[_UNKNOWN_REASON] = (
+    "a write failed for a reason that its library does not report; usual causes are a full disk or a file size limit"
+)
 
 
-_UNTOLD_TEXTS = ("unexpected pos", "PytorchStreamWriter failed")
-"""What torch's file writer says when fewer bytes arrived than it wrote."""
+_SHORT_WRITE_TEXTS = ("unexpected pos", "PytorchStreamWriter failed")
+"""Messages of torch's file writer when fewer bytes reached the disk than it wrote."""
 
 
 def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists."""
+    """Return the path itself, or the nearest folder above it that exists."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -56,12 +58,12 @@ def existing_parent(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """What this user may still write on the file system where ``path`` is or would be."""
+    """Return the free bytes for this user on the file system of ``path``, which need not exist."""
     return shutil.disk_usage(existing_parent(path)).free
 
 
-def in_words(size: float) -> str:
-    """``1.5 GB``; powers of 1000, as disks are sold."""
+def format_bytes(size: float) -> str:
+    """Format a size as in ``1.5 GB``, in powers of 1000 as disks are sold."""
     units = ["bytes", "kB", "MB", "GB", "TB"]
     for unit in units[:-1]:
         if size < 1000:
@@ -75,15 +77,15 @@ def disk_errors(path: Path, what: str) -> Iterator[None]:
     """Turn the failure of a write into one line with path and free space.
 
     Libraries wrap the system's error in their own (torch in RuntimeError or a failed future, safetensors in
-    SafetensorError, Megatron in CheckpointException), or pass its text on from a child process: the reason is looked
-    for along the whole chain.
+    SafetensorError, Megatron in CheckpointException), or pass its text on from a child process. So every error in the
+    chain of causes is searched.
 
     Args:
-        path: the file or folder that is written.
-        what: in words, for the message.
+        path: File or folder that is written.
+        what: Description of the data, for the message.
 
     Raises:
-        DiskError: nothing that stood there before was harmed.
+        DiskError: The write failed. Data that existed before is intact.
     """
     try:
         yield
@@ -97,22 +99,22 @@ def disk_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def _message(path: Path, what: str, number: int, error: BaseException) -> str:
-    place = existing_parent(path)
+    folder = existing_parent(path)
     try:
-        free = f"{in_words(free_bytes(path))} free on its file system"
+        free = f"{format_bytes(free_bytes(path))} free on its file system"
     except OSError:
         free = "its free space cannot be read"
     named = getattr(error, "filename", None)
     file = f" ({named})" if named and str(named) != str(path) else ""
-    reason = _REASONS[number] + (f". It says {in_one_line(error)}" if number == _UNTOLD else "")
+    reason = _REASONS[number] + (f". Its message: {summarize_error(error)}" if number == _UNKNOWN_REASON else "")
     return (
-        f"{what} cannot be written to {path}{file}: {reason} ({free}, seen at {place}). What was written there before "
-        "is untouched; make room or mend it, and start the same command again"
+        f"{what} cannot be written to {path}{file}: {reason} ({free}, measured at {folder}). Data written there "
+        "before is intact. Fix the cause and start the same command again"
     )
 
 
-def in_one_line(error: BaseException) -> str:
-    """Type and message; of the first rank that failed, when torch's distributed checkpoint collected them."""
+def summarize_error(error: BaseException) -> str:
+    """Return type and message in one line; of torch's distributed checkpoint errors, those of the first failed rank."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         error = next(iter(failures.values()))[0]
@@ -120,28 +122,29 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _errno(error: BaseException) -> int | None:
-    """The reason of a failed write, anywhere in the chain of causes; None = it is another kind of error."""
-    seen: set[int] = set()
-    waiting: list[BaseException] = [error]
-    found: int | None = None
-    while waiting:
-        current = waiting.pop()
-        if id(current) in seen:
+    """Return the error number of a failed write anywhere in the chain of causes. None for other kinds of errors."""
+    visited: set[int] = set()
+    pending: list[BaseException] = [error]
+    fallback: int | None = None
+    while pending:
+        current = pending.pop()
+        if id(current) in visited:
             continue
-        seen.add(id(current))
+        visited.add(id(current))
         if isinstance(current, OSError):
             if current.errno in _REASONS:
                 return current.errno
         elif (number := _from_text(str(current))) is not None:
             return number
-        elif type(current).__name__ == "CheckpointException" or any(t in str(current) for t in _UNTOLD_TEXTS):
-            found = _UNTOLD  # torch's distributed checkpoints; on ranks whose own writes went well it has no cause
-        waiting += [e for e in (current.__cause__, current.__context__) if e is not None]
-        failures = getattr(current, "failures", None)  # torch's CheckpointException: what failed, by rank
+        elif type(current).__name__ == "CheckpointException" or any(t in str(current) for t in _SHORT_WRITE_TEXTS):
+            # torch's distributed checkpoints raise this also on ranks whose writes succeeded, without a cause.
+            fallback = _UNKNOWN_REASON
+        pending += [e for e in (current.__cause__, current.__context__) if e is not None]
+        failures = getattr(current, "failures", None)  # torch's CheckpointException: errors by rank
         if isinstance(failures, dict):
-            waiting += [e[0] if isinstance(e, tuple) else e for e in failures.values() if e]
-        waiting += [e for e in getattr(current, "args", ()) if isinstance(e, BaseException)]
-    return found
+            pending += [e[0] if isinstance(e, tuple) else e for e in failures.values() if e]
+        pending += [e for e in getattr(current, "args", ()) if isinstance(e, BaseException)]
+    return fallback
 
 
 def _from_text(text: str) -> int | None:
@@ -151,26 +154,26 @@ def _from_text(text: str) -> int | None:
 
 
 def require_space(path: Path, needed: int, what: str) -> None:
-    """Refuse to begin something that the disk cannot hold.
+    """Check that the disk has enough free space.
 
     Args:
-        path: where it will be written; need not exist.
-        needed: bytes, an estimate.
-        what: in words, for the message.
+        path: Target file or folder; need not exist.
+        needed: Estimated size in bytes.
+        what: Description of the data, for the message.
 
     Raises:
-        DiskError: there is less.
+        DiskError: Less space is free.
     """
     free = free_bytes(path)
     if free < needed:
         raise DiskError(
-            f"{what} needs about {in_words(needed)} in {path}, but its file system has {in_words(free)} free; make "
-            "room, or choose another folder"
+            f"{what} needs about {format_bytes(needed)} in {path}, but its file system has {format_bytes(free)} free. "
+            "Free some space or choose another folder"
         )
 
 
 def fsync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -179,7 +182,7 @@ def fsync(path: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Replace a file at once by one that is on the disk: what is there after a crash is the old or the new text."""
+    """Replace a file atomically and flush it: after a crash it holds the old or the new text."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -195,34 +198,36 @@ def shipped_folder(name: str, package: Path = Path(__file__).parent) -> Path:
     A checkout has it beside the package; in a wheel it is in ``megatron_dppo/shipped`` (setup.py).
 
     Args:
-        name: of the folder.
-        package: folder of the package's code.
+        name: Name of the folder.
+        package: Folder of the package's code.
 
     Raises:
-        UserError: it is not there.
+        UserError: The folder is missing.
     """
-    inside, beside = package / "shipped" / name, package.parent / name
+    inside = package / "shipped" / name
+    beside = package.parent / name
     if inside.is_dir():
         return inside
-    # The folder of all packages may have an "examples" of somebody else's.
+    # site-packages may hold an "examples" folder of another project.
     if beside.is_dir() and (package.parent / "setup.py").is_file():
         return beside
     raise UserError(f"no {name}/ in {inside.parent} or beside a checkout's setup.py: install the package again")
 
 
 def require_new(file: Path | None, option: str) -> None:
-    """Whether a file can be made there; None = none is wanted.
+    """Check that a new file can be created.
 
     Args:
-        file: that is to be made.
-        option: what named it, for the message.
+        file: File to create. None skips the check.
+        option: Option that names the file, for the message.
 
     Raises:
-        ConfigError: it exists, or its folder does not or is not to be written to.
+        ConfigError: The file exists, or its folder is missing or not writable.
     """
     if file is None:
         return
-    parent, problem = file.absolute().parent, "exists already"
+    parent = file.absolute().parent
+    problem = "exists already"
     try:
         os.lstat(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -233,15 +238,15 @@ def require_new(file: Path | None, option: str) -> None:
         else:
             return
     except OSError as error:
-        problem = f"cannot be made: {error.strerror}"
+        problem = f"cannot be created: {error.strerror}"
     raise ConfigError(f"{option} {str(file)!r} {problem}; name another file")
 
 
 def write_new(file: Path, text: str) -> None:
-    """Write it.
+    """Write a new file.
 
     Raises:
-        DiskError: it cannot be written.
+        DiskError: The file cannot be written.
     """
     with disk_errors(file, "the result"), file.open("x", encoding="utf-8") as target:
         target.write(text)

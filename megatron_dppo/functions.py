@@ -1,4 +1,4 @@
-"""Functions of the user's that a configuration names: ``module:function`` or ``path/to/file.py:function``."""
+"""User functions that a configuration names: ``module:function`` or ``path/to/file.py:function``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BESIDE = "A path in a configuration is relative to it, one on the command line 
 
 
 def is_function_name(name: str) -> bool:
-    """Whether a value has the form of a function's name."""
+    """Return whether a value has the form of a function's name."""
     module, _, function = name.rpartition(":")
     return bool(module and function)
 
@@ -28,12 +28,12 @@ def load_function(name: str, setting: str, also: str = "") -> Callable[..., Any]
     """Import the function; a file is executed again at each call.
 
     Args:
-        name: of the function.
-        setting: what named it, for error messages.
-        also: what else the setting takes, for error messages: ``"'math', "``.
+        name: Name of the function.
+        setting: Key that names it, for error messages.
+        also: Other values that the key takes, for error messages: ``"'math', "``.
 
     Raises:
-        FunctionError: the name has another form, the import fails, or it is not callable.
+        FunctionError: The name has another form, the import fails, or it is not callable.
     """
     module_name, _, function_name = name.rpartition(":")
     if not is_function_name(name):
@@ -63,17 +63,17 @@ def load_function(name: str, setting: str, also: str = "") -> Callable[..., Any]
 def check_arguments(
     function: Callable[..., Any], name: str, setting: str, takes: Sequence[str], options: Mapping[str, Any]
 ) -> None:
-    """Whether a function can be called with some positional arguments, and with options by name.
+    """Check that a function can be called with some positional arguments, and with options by name.
 
     Args:
-        function: the function.
-        name: its name.
-        setting: what named it.
-        takes: what the positional arguments are, for the message.
-        options: further arguments by name.
+        function: The function.
+        name: Its name.
+        setting: Key that names it.
+        takes: Names of the positional arguments, for the message.
+        options: Further arguments by name.
 
     Raises:
-        FunctionError: it cannot.
+        FunctionError: The signature does not accept them.
     """
     try:
         inspect.signature(function).bind(*takes, **options)
@@ -86,7 +86,7 @@ def check_arguments(
 
 
 def has_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of that name."""
+    """Return whether a function has a parameter of that name."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -94,10 +94,10 @@ def has_parameter(function: Callable[..., Any], name: str) -> bool:
 
 
 def content_hash(name: str) -> str:
-    """The SHA-256 of the file that ``name`` names; empty for a module's function.
+    """Return the SHA-256 of the file in ``name``; empty for a module's function.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     file = name.rpartition(":")[0]
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file.endswith(".py") else ""
@@ -114,7 +114,7 @@ def _load_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    # Named by its whole path: two files may have the same last name.
+    # The name has a checksum of the path: two files may have the same base name.
     name = f"user_file_{zlib.crc32(str(path).encode()):08x}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

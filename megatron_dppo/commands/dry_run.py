@@ -10,7 +10,7 @@ from megatron_dppo.config.describe import resolved_defaults
 from megatron_dppo.config.io import LoadedConfig, dump_toml, unusable
 from megatron_dppo.config.layout import describe
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ConfigError, Problems
+from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.run.preflight import Start, find_problems
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
 
@@ -27,7 +27,7 @@ def dry_run(path: str | Path, found: LoadedConfig, world_size: int | None) -> in
     Raises:
         UserError: everything that would stop the run.
     """
-    problems = Problems()
+    problems = ErrorCollector()
     for text in found.problems:
         problems.add(ConfigError(text))
     if found.config is None:

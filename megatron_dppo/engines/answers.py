@@ -19,7 +19,7 @@ from megatron_dppo import errors
 from megatron_dppo.engines.servers.contract import Contract
 from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.engines.servers.http import Deadlines
-from megatron_dppo.errors import AnswersLost
+from megatron_dppo.errors import ResponseLost
 from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import FinishReason, VersionSpan
 from megatron_dppo.types.token_columns import response_from_tensors
@@ -80,7 +80,7 @@ class _Process:
             async with asyncio.timeout(self._settings.deadlines.generate + _LATE_SECONDS):
                 return await self.waiting[number]
         except TimeoutError:
-            raise AnswersLost(self._settings.urls[server], "the process that reads its answers hangs") from None
+            raise ResponseLost(self._settings.urls[server], "the process that reads its answers hangs") from None
         except asyncio.CancelledError:
             self._frames.send({"id": number, "cancel": True}, {})
             raise
@@ -116,7 +116,7 @@ class _Process:
                 code = self._process.poll()
                 how = "is gone" if code is None else f"ended with exit code {code}"
                 future.set_exception(
-                    AnswersLost(", ".join(self._settings.urls), f"the process that reads the answers {how}")
+                    ResponseLost(", ".join(self._settings.urls), f"the process that reads the answers {how}")
                 )
 
 
@@ -140,8 +140,8 @@ class AnswerProcesses:
         """What ``server.generate`` gives, checked.
 
         Raises:
-            ServerError: as ``generate``; ``ContractBreach`` where the answer breaks the contract.
-            AnswersLost: the process ended.
+            ServerError: as ``generate``; ``ContractViolation`` where the answer breaks the contract.
+            ResponseLost: the process ended.
         """
         await self._start()
         process = min(self._processes, key=lambda p: len(p.waiting))

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from megatron.core.transformer import TransformerConfig
 
 from megatron_dppo.config.model import ParallelConfig
-from megatron_dppo.errors import ConfigError, Problems
+from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.mcore.router_replay import refuse_what_ignores_replay
 
 _OWNED = {
@@ -73,9 +73,9 @@ def checked_overrides(overrides: dict[str, Any], *, router_replay: bool) -> dict
 
     Raises:
         ConfigError: an unknown key, one that another section owns, a value of another type, or one that makes router
-            replay do nothing; of several of these, all (``SeveralProblems``).
+            replay do nothing; of several of these, all (``MultipleErrors``).
     """
-    problems = Problems()
+    problems = ErrorCollector()
     if router_replay:
         problems.attempt(refuse_what_ignores_replay, overrides)
     known = {field.name for field in fields(TransformerConfig)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from megatron_dppo.errors import ConfigError, Problems
+from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.report.trackers import Labels, finite, open_trackers, require_trackers, run_id
 
 
@@ -163,7 +163,7 @@ def require_sinks(
     Raises:
         ConfigError: with what to install, or where the key goes; both at once.
     """
-    problems = Problems()
+    problems = ErrorCollector()
     if tensorboard:
         problems.attempt(_require_tensorboard)
     problems.attempt(require_trackers, trackers)

@@ -213,4 +213,4 @@ class InferenceServer(Protocol):
 
 Ask = Callable[[InferenceServer, GenerateRequest], Awaitable[Generation]]
 """Has a server continue a sequence, and gives its checked answer; raises as ``InferenceServer.generate``, and
-``ContractBreach`` where the answer cannot be what it says it is"""
+``ContractViolation`` where the answer cannot be what it says it is"""

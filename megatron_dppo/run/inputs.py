@@ -20,7 +20,7 @@ from megatron_dppo.data.chat import ChatOptions, load_tokenizer
 from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tasks import Split
-from megatron_dppo.errors import ConfigError, Problems
+from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.hf.families import family_of
 from megatron_dppo.hf.folder import check_weights_fit, model_shape, parameter_count, read_hf_config
 from megatron_dppo.parallel.objects import from_leader
@@ -69,7 +69,7 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
     Raises:
         UserError: with what to change; everything that is wrong at once.
     """
-    problems = Problems()
+    problems = ErrorCollector()
     model = read_model(config, world_size, problems)
     data = read_data(config, model, problems)
     problems.raise_if_any()
@@ -87,9 +87,9 @@ def with_num_steps(config: Config, inputs: DataSets) -> Config:
     return config.model_copy(update={"run": run})
 
 
-def read_model(config: Config, world_size: int, problems: Problems) -> FoundModel:
+def read_model(config: Config, world_size: int, problems: ErrorCollector) -> FoundModel:
     """Read the model's configuration and tokenizer, and check its files and the layout; ``problems`` gets the rest."""
-    found = Problems()
+    found = ErrorCollector()
     hf_config = found.attempt(read_hf_config, config.model.path)
     shape = None if hf_config is None else found.attempt(model_shape, hf_config)
     layout = None if shape is None else found.attempt(resolve_layout, config.parallel, config.batch, world_size, shape)
@@ -107,7 +107,7 @@ def read_model(config: Config, world_size: int, problems: Problems) -> FoundMode
     return FoundModel(tokenizer=tokenizer, context_length=context_length, complete=complete)
 
 
-def read_data(config: Config, model: FoundModel, problems: Problems) -> DataSets | None:
+def read_data(config: Config, model: FoundModel, problems: ErrorCollector) -> DataSets | None:
     """Read and tokenize the data; None and ``problems`` when something is wrong, or is missing of the model."""
     reader = PromptReader(config, model.tokenizer, model.context_length)
     train = problems.attempt(reader.read, config.data.train, "train", "train")
@@ -155,7 +155,7 @@ def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, grou
 
 def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     """Whether the model has what the configuration asks of it."""
-    problems, path = Problems(), config.model.path
+    problems, path = ErrorCollector(), config.model.path
     problems.attempt(family_of(hf_config).rope, hf_config)
     if not config.model.random_init:
         problems.attempt(check_weights_fit, path, hf_config)

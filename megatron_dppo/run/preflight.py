@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
-from megatron_dppo.errors import ConfigError, Problems, SeveralProblems, UserError
+from megatron_dppo.errors import ConfigError, ErrorCollector, MultipleErrors, UserError
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.losses.parts.user_check import check_user_functions
 from megatron_dppo.parallel.objects import from_each
@@ -67,7 +67,7 @@ class PreflightCheck:
 
 
 def _inputs(start: Start) -> Iterable[UserError]:
-    problems = Problems()
+    problems = ErrorCollector()
     found = read_model(start.config, start.world_size, problems)
     start.model = found.complete
     data = read_data(start.config, found, problems) if start.reads_data else None
@@ -224,7 +224,7 @@ CHECKS: Sequence[PreflightCheck] = (
 
 def find_problems(start: Start) -> list[UserError]:
     """Run every check; returns what is wrong, each thing once."""
-    problems = Problems()
+    problems = ErrorCollector()
     left_out = []
     for check in CHECKS:
         if check.on_rank_0 and start.rank != 0:
@@ -253,7 +253,7 @@ def require_inputs(start: Start, errors: Sequence[UserError], group: ProcessGrou
     everywhere = from_each([str(error) for error in errors], group)
     if len(everywhere) > 1:
         by_text = {str(error): error for error in errors}
-        problems = Problems()
+        problems = ErrorCollector()
         for rank, found in enumerate(everywhere):
             for text in found:
                 alone = text not in everywhere[0]
@@ -264,7 +264,7 @@ def require_inputs(start: Start, errors: Sequence[UserError], group: ProcessGrou
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise SeveralProblems(errors)
+        raise MultipleErrors(errors)
     if group is not None and len(everywhere) > 1:
         assert start.model is not None
         return share_inputs(start.config, start.model, start.inputs, group)

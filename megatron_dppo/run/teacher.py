@@ -12,7 +12,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.engines.serving.command import api_key
 from megatron_dppo.engines.teacher import TeacherServers
-from megatron_dppo.errors import CheckpointError, ConfigError, Problems, UserError
+from megatron_dppo.errors import CheckpointError, ConfigError, ErrorCollector, UserError
 from megatron_dppo.hf.families import family_of
 from megatron_dppo.hf.folder import FolderWeights, check_weights_fit, model_shape, read_hf_config
 from megatron_dppo.parallel.groups import ParallelGroups
@@ -33,7 +33,7 @@ def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]
         config: of the run.
         policy: what its model's folder gave.
     """
-    path, problems = config.distillation.teacher_path, Problems()
+    path, problems = config.distillation.teacher_path, ErrorCollector()
     if path is None:
         return []
     problems.attempt(_check, path, config, policy, problems)
@@ -58,7 +58,7 @@ def teacher_servers(config: Config) -> TeacherServers | None:
     )
 
 
-def _check(path: str, config: Config, policy: ModelInputs, problems: Problems) -> None:
+def _check(path: str, config: Config, policy: ModelInputs, problems: ErrorCollector) -> None:
     name = f"distillation.teacher_path = {path!r}"
     if not (Path(path) / "config.json").is_file():
         raise CheckpointError(f"{name} is not a Hugging Face folder: config.json is missing")

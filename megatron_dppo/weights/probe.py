@@ -12,7 +12,7 @@ from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.routing import count_differences
 from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.engines.serving.checks import UNUSED
-from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.hf.folder import end_tokens
 from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
 from megatron_dppo.types import SamplingParams, TrainingSample
@@ -110,7 +110,9 @@ class Probe:
                 if isinstance(answer, ProbeAnswer):
                     answers.append(answer)
                 else:
-                    lies = isinstance(answer, ProbeError | ContractBreach) and not isinstance(answer, LostWeightsError)
+                    lies = isinstance(answer, ProbeError | ContractViolation) and not isinstance(
+                        answer, LostWeightsError
+                    )
                     (found.wrong if lies else found.silent)[url] = str(answer)
         found, answers = from_leader(lambda: (found, answers), world)
         if not answers:

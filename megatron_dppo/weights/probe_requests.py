@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.engines.servers.contract import Contract, check_frame, check_values
-from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer, ServerInfo
 from megatron_dppo.types import RoutingShape, SamplingParams
 
@@ -159,7 +159,7 @@ async def ask(server: InferenceServer, expected: Expectation, *, request_id: str
         check_frame(generation, request, contract, server.url)
         try:
             check_values(generation, request, contract, server.url)
-        except ContractBreach as error:
+        except ContractViolation as error:
             return generation, error.detail
         return generation, None
 

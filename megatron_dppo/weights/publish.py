@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.server_engine import ServerEngine
-from megatron_dppo.errors import NoServerLeft, PublishError, ServerError
+from megatron_dppo.errors import NoUsableServer, PublishError, ServerError
 from megatron_dppo.hf.folder import drain
 from megatron_dppo.parallel.objects import agreed, from_each, from_leader
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
@@ -167,7 +167,7 @@ class ServerPublisher:
 
         Raises:
             PublishError: no server could be given the weights, or one of them answers with other weights.
-            NoServerLeft: no server answers.
+            NoUsableServer: no server answers.
         """
         settings, version = self._rollout.weight_sync, self._trainer.policy_version
         probes = self._published == 0 or (settings.probe_every and self._published % settings.probe_every == 0)
@@ -189,7 +189,7 @@ class ServerPublisher:
         if not kept:
             problem = f"no inference server has the weights of version {version} after {settings.attempts} attempts:\n"
             problem += "\n".join(f"  - {note}" for note in notes)
-            raise NoServerLeft("rollout.servers", problem) if verdict.alone else PublishError(problem)
+            raise NoUsableServer("rollout.servers", problem) if verdict.alone else PublishError(problem)
         if self._engine is not None:
             self._engine.use_version(version, list(kept))
         self._published += 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data import sources
-from megatron_dppo.errors import ConfigError, DataError, SeveralProblems, UserError
+from megatron_dppo.errors import ConfigError, DataError, MultipleErrors, UserError
 from megatron_dppo.run import preflight
 from megatron_dppo.run.inputs import Inputs, read_inputs
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
@@ -93,7 +93,7 @@ def check_bad_row(rank: int, folder: Path) -> None:
     else:
         words = [""]
     dist.broadcast_object_list(words, src=0)
-    with pytest.raises(SeveralProblems) as raised:
+    with pytest.raises(MultipleErrors) as raised:
         started(config_of(folder, rank, **bad(folder)), rank)
     assert str(raised.value) == words[0] and raised.value.on_every_rank and raised.value.exit_code == 2
     first, second = raised.value.errors
@@ -104,7 +104,7 @@ def check_bad_row(rank: int, folder: Path) -> None:
         started(config_of(folder, rank, **{"data.train": folder / "data/bad.jsonl"}), rank)
     assert type(one.value) is (DataError if rank == 0 else ConfigError) and one.value.on_every_rank
     path = Path(__file__).parents[2] / "examples/chain_sum/model" if rank == 0 else folder / "no model"
-    with pytest.raises(SeveralProblems) as both:
+    with pytest.raises(MultipleErrors) as both:
         started(config_of(folder, rank, **{"data.train": folder / "data/bad.jsonl", "model.path": path}), rank)
     assert [str(e)[:12] for e in both.value.errors[:2]] == ["bad.jsonl:7:", "[rank 1] mod"]
 
@@ -121,7 +121,7 @@ def check_errors(rank: int) -> None:
     with pytest.raises(ConfigError, match=r"^both$"):
         require_inputs(start, [ConfigError("both")], group)
     alone = {0: "the folder is a file", 1: "the model is not here"}
-    with pytest.raises(SeveralProblems) as several:
+    with pytest.raises(MultipleErrors) as several:
         require_inputs(start, [ConfigError("both"), ConfigError(alone[rank])], group)
     assert [str(e) for e in several.value.errors] == ["both", alone[0], f"[rank 1] {alone[1]}"]
 

@@ -135,7 +135,7 @@ GUARDED = "nothing was learned from them", "bf16 allows 0.06 (train.max_first_pr
     ("change", "code", "told"),
     [
         # The most probable token comes with two log-probabilities, of which the lie changes one.
-        (logprobs(next_one), 2, ("breaks the contract", "of the sampled token")),
+        (logprobs(next_one), 2, ("violates the contract", "of the sampled token")),
         (routes(next_one), 3, GUARDED),
     ],
 )

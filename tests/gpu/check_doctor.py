@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_dppo.commands.doctor.combinations import known_bad
-from megatron_dppo.commands.doctor.machine import in_words, look
+from megatron_dppo.commands.doctor.machine import format_bytes, look
 from megatron_dppo.commands.doctor.self_test import run_self_test
 from tests.gpu.checks import Result
 
@@ -16,7 +16,7 @@ from tests.gpu.checks import Result
 def check(device: torch.device) -> Iterator[Result]:
     """Prints what the machine has; its known-bad combinations are rows too."""
     machine = look()
-    print("\n".join(f"doctor: {line}" for line in in_words(machine)))
+    print("\n".join(f"doctor: {line}" for line in format_bytes(machine)))
     for finding in known_bad(machine):
         print(f"doctor: {finding}")
         yield Result(finding.here.splitlines()[0], float(finding.row.stops), 0.0)

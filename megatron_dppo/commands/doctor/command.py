@@ -36,7 +36,7 @@ def run_doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         UserError: the arguments or the configuration cannot be used (exit code 2).
     """
     from megatron_dppo.commands.doctor.combinations import known_bad
-    from megatron_dppo.commands.doctor.machine import in_words, look
+    from megatron_dppo.commands.doctor.machine import format_bytes, look
     from megatron_dppo.commands.doctor.self_test import run_self_test
     from megatron_dppo.commands.doctor.servers import ask_servers
 
@@ -46,7 +46,7 @@ def run_doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     urls, key = _urls(options, config), _key(options, config)
     hide = _Scrubber(os.environ, urls)
     machine, wrong = look(), 0
-    hide.say("## megatron-dppo doctor\n", *in_words(machine))
+    hide.say("## megatron-dppo doctor\n", *format_bytes(machine))
     findings = list(known_bad(machine))
     hide.say("\n## Known-bad combinations\n", *(findings if findings else ("none",)))
     wrong += sum(finding.row.stops for finding in findings)

@@ -155,7 +155,7 @@ def _transformer_engine(*, looked_at: bool) -> str:
         return str(error)
 
 
-def in_words(machine: MachineFacts) -> list[str]:
+def format_bytes(machine: MachineFacts) -> list[str]:
     """One line a fact."""
     lines = [f"python {'.'.join(map(str, machine.python))}, {machine.system}"]
     lines += [f"{name} {machine.packages.get(name, '-')}" for name in PACKAGES if name in machine.packages]

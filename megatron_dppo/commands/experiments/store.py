@@ -14,7 +14,7 @@ from megatron_dppo.commands.experiments.catalogue import warmup_settings
 from megatron_dppo.commands.experiments.grid import GridRun, Settings
 from megatron_dppo.commands.experiments.row import Handed, labelled, read_stored
 from megatron_dppo.commands.experiments.statistics import Row
-from megatron_dppo.errors import Problems, UserError
+from megatron_dppo.errors import ErrorCollector, UserError
 from megatron_dppo.files import disk_errors, existing_parent, write_synced
 from megatron_dppo.run.lock import FolderLock, Words
 
@@ -71,7 +71,7 @@ class Store:
         Raises:
             UserError: files that are no rows of these runs, all of them.
         """
-        problems, found = Problems(), Rows()
+        problems, found = ErrorCollector(), Rows()
         for run in {run.key: run for run in runs if self.has(run)}.values():
             row = problems.attempt(read_stored, self.row(run), run, self.base(run).name)
             if row is not None:

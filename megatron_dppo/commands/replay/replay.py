@@ -19,7 +19,7 @@ import torch
 from megatron_dppo.commands.replay.outcome import ReplayOutcome
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import CheckpointError, ConfigError, DataError, Problems
+from megatron_dppo.errors import CheckpointError, ConfigError, DataError, ErrorCollector
 from megatron_dppo.parallel.objects import at_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.policy.packed import SeenSample
@@ -181,7 +181,7 @@ def _opened(config: Config, checkpoint: Path | None, step: int) -> Iterator[_Run
 
     setup.start_process_group(platform, config.run.wait_minutes)
     try:
-        world, problems = setup.host_world(config.run.wait_minutes), Problems()
+        world, problems = setup.host_world(config.run.wait_minutes), ErrorCollector()
         inputs = read_model(config, int(os.environ.get("WORLD_SIZE", "1")), problems).complete
         problems.raise_if_any()
         assert inputs is not None

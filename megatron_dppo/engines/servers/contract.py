@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.data.routing import check_routes
-from megatron_dppo.errors import ContractBreach
+from megatron_dppo.errors import ContractViolation
 from megatron_dppo.rollout.server import Ask, GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import FinishReason
 
@@ -138,14 +138,14 @@ def check_generation(generation: Generation, request: GenerateRequest, contract:
         url: the server, for the message.
 
     Raises:
-        ContractBreach: it cannot be; names the field, the value and what was expected.
+        ContractViolation: it cannot be; names the field, the value and what was expected.
     """
     check_frame(generation, request, contract, url)
     check_values(generation, request, contract, url)
 
 
 def checked(contract: Contract) -> Ask:
-    """A way to ask servers in this process, which raises ``ContractBreach`` where ``check_generation`` does."""
+    """A way to ask servers in this process, which raises ``ContractViolation`` where ``check_generation`` does."""
 
     async def ask(server: InferenceServer, request: GenerateRequest) -> Generation:
         generation = await server.generate(request)
@@ -187,7 +187,7 @@ class _Answer:
     def _breach(self, field: str, value: object, expected: str) -> NoReturn:
         shown = str(value)
         shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
-        raise ContractBreach(self._url, self._request.request_id, field, f"is {shown}, expected {expected}")
+        raise ContractViolation(self._url, self._request.request_id, field, f"is {shown}, expected {expected}")
 
     def check_echo(self) -> None:
         """What the server says of the request and of its own answer."""
@@ -352,7 +352,7 @@ class _Answer:
         try:
             check_routes(routes, shape, tokens=rows, request="routed experts")
         except ValueError as error:
-            raise ContractBreach(self._url, self._request.request_id, "routed experts", str(error)) from None
+            raise ContractViolation(self._url, self._request.request_id, "routed experts", str(error)) from None
 
 
 def _first_difference(found: Sequence[int], sent: Sequence[int]) -> tuple[int, int | str, int | str]:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.types import FinishReason, KeptSets, VersionSpan
 
 _SHOWN = 80
@@ -24,8 +24,8 @@ _HIGHEST = 2**31 - 1
 class Fields:
     """Fields of the answer to one request.
 
-    Every method takes a value and the name of its field, and raises ``ContractBreach`` where the value is anything else
-    than the method's result.
+    Every method takes a value and the name of its field, and raises ``ContractViolation`` where the value is anything
+    else than the method's result.
 
     Args:
         url: what was called.
@@ -38,7 +38,7 @@ class Fields:
 
     def refuse(self, field: str, detail: str) -> NoReturn:
         """The field is wrong."""
-        raise ContractBreach(self._url, self._request_id, field, detail)
+        raise ContractViolation(self._url, self._request_id, field, detail)
 
     def junk(self, value: Any, expected: str) -> NoReturn:
         """The whole answer is something else: not what the server said, perhaps, but what stands before it."""

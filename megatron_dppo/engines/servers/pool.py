@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_dppo.engines.servers.member import Gate, PooledServer, Watch
-from megatron_dppo.errors import ContractBreach, NoServerLeft, ServerError
+from megatron_dppo.errors import ContractViolation, NoUsableServer, ServerError
 from megatron_dppo.rollout.server import Ask, GenerateRequest, Generation, InferenceServer
 
 _ASK_AGAIN = 1.0
@@ -134,7 +134,7 @@ class ServerPool:
 
         Raises:
             ServerError: a server refuses the request, or no server is usable; then it lists them all, and is a
-                ``NoServerLeft`` unless each of them broke the contract too often.
+                ``NoUsableServer`` unless each of them broke the contract too often.
             RuntimeError: before the first ``use_version``.
         """
         if not self._versions:
@@ -222,7 +222,7 @@ class ServerPool:
         Raises:
             ServerError: nothing: the request itself is wrong.
         """
-        if isinstance(error, ContractBreach):
+        if isinstance(error, ContractViolation):
             self.counts.breaches += 1
             self.counts.messages.append(str(error))
             member.rest(self._now(), error.detail)
@@ -230,7 +230,7 @@ class ServerPool:
             if member.banned:
                 problem = f"it broke the contract {len(member.breaches)} times since the last sync, the last time: "
                 self._lose(member, problem + error.detail, final=True)
-        elif error.passing:
+        elif error.is_transient:
             member.rest(self._now(), str(error), error.retry_after)
         elif error.status is None:
             self._lose(member, error.detail)
@@ -273,7 +273,7 @@ class ServerPool:
         return home
 
     def _nobody(self) -> ServerError:
-        kind = ServerError if all(member.banned for member in self._members) else NoServerLeft
+        kind = ServerError if all(member.banned for member in self._members) else NoUsableServer
         return kind(
             "rollout.servers",
             f"none of {len(self._members)} can be used at policy version {self.version}: "

@@ -97,7 +97,7 @@ class SGLangServer(SGLangWeightUpdates):
         """Continue a sequence.
 
         Raises:
-            ServerError: no answer, a refusal, or an answer that lacks what was asked for (``ContractBreach``).
+            ServerError: no answer, a refusal, or an answer that lacks what was asked for (``ContractViolation``).
             ConfigError: top-p or top-k sampling.
         """
         flat = await self._version() >= _FLAT_TOPK

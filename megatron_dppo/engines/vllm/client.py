@@ -88,7 +88,7 @@ class VLLMServer(VLLMWeightUpdates):
         """Continue a sequence. ``params.seed`` is not sent (see ``wire.sampling_params``).
 
         Raises:
-            ServerError: no answer, a refusal, or an answer that lacks what was asked for (``ContractBreach``).
+            ServerError: no answer, a refusal, or an answer that lacks what was asked for (``ContractViolation``).
         """
         self._tells_sets |= request.params.kept_sets
         body = generate_body(request, self._adapter)

@@ -88,7 +88,7 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     """Read the answer to ``generate_body``.
 
     Raises:
-        ContractBreach: a field that was asked for is missing, or is something else; the field is named.
+        ContractViolation: a field that was asked for is missing, or is something else; the field is named.
         ServerError: the whole answer is something else.
     """
     reader = _Reader(answer, request, url)

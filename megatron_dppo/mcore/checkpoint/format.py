@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.files import in_one_line
+from megatron_dppo.files import summarize_error
 from megatron_dppo.mcore.checkpoint.manifest import check_metadata, restricted_loading
 from megatron_dppo.parallel.objects import agreed, from_each
 
@@ -63,7 +63,7 @@ def read_sharded(template: dict[str, Any], checkpoint: Path, replicas: dist.Proc
                 strategy if replicas is None else FullyParallelLoadStrategyWrapper(strategy, replicas),
             )
     except (Exception, CheckpointException) as error:
-        reason = str(error) if isinstance(error, CheckpointError) else in_one_line(error)
+        reason = str(error) if isinstance(error, CheckpointError) else summarize_error(error)
         raise CheckpointError(
             f"{checkpoint} cannot be loaded: {reason}. Its files are not those of a checkpoint of this "
             "model; choose another run.output_dir, or set it aside (rename it) to continue from an older one"
@@ -89,7 +89,7 @@ def _on_all(read: Callable[[], T]) -> T:
     try:
         found = read()
     except (Exception, CheckpointException) as error:
-        problem = in_one_line(error)
+        problem = summarize_error(error)
     problems = from_each(problem, dist.group.WORLD)
     failed = [rank for rank, problem in enumerate(problems) if problem]
     if failed:

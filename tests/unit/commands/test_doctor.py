@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.commands.doctor.combinations import TABLE, known_bad
-from megatron_dppo.commands.doctor.machine import Gpu, MachineFacts, in_words
+from megatron_dppo.commands.doctor.machine import Gpu, MachineFacts, format_bytes
 from megatron_dppo.commands.doctor.self_test import run_self_test
 from megatron_dppo.commands.main import main
 
@@ -106,7 +106,7 @@ def test_every_row_is_met_by_a_case_and_none_by_machines_that_are_fine() -> None
 
 
 def test_the_facts_are_told_in_words() -> None:
-    text = "\n".join(in_words(replace(GOOD, apex=("FusedAdam",), missing_build_tools=("ninja",))))
+    text = "\n".join(format_bytes(replace(GOOD, apex=("FusedAdam",), missing_build_tools=("ninja",))))
     assert "8 x NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GiB" in text
     assert "driver 580.95, CUDA of torch 13.0, NCCL 2.28.9" in text
     assert "C compiler: gcc\nmissing to compile C++ extensions: ninja" in text

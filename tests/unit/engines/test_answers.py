@@ -23,7 +23,7 @@ from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.servers.pool import ServerPool
 from megatron_dppo.engines.sglang import wire as sglang
 from megatron_dppo.engines.vllm import wire as vllm
-from megatron_dppo.errors import AnswersLost, ContractBreach, ServerError
+from megatron_dppo.errors import ContractViolation, ResponseLost, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from tests.unit.columns import ids, logs, mask, same
 from tests.unit.engines import test_sglang, test_vllm
@@ -95,18 +95,18 @@ def test_answers_and_errors_are_those_of_a_client_in_this_process(engine: str) -
             assert same(found, case.expected)
         lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids(answers)]
         assert not any(KEY in line for line in lines) and stub.calls[-1].headers["Authorization"] == f"Bearer {KEY}"
-        with pytest.raises(ContractBreach, match="number of response tokens is 6, expected at most 3") as breach:
+        with pytest.raises(ContractViolation, match="number of response tokens is 6, expected at most 3") as breach:
             await answers.ask(server, wrong)
         assert breach.value.field == "number of response tokens" and breach.value.request_id == wrong.request_id
-        with pytest.raises(ContractBreach, match="sampling_mask is missing"):
+        with pytest.raises(ContractViolation, match="sampling_mask is missing"):
             await answers.ask(server, filtered)
         stub.answers[case.path] = (503, {"detail": "busy"})
         with pytest.raises(ServerError, match="HTTP 503: busy") as refused:
             await answers.ask(server, case.request)
-        assert (refused.value.status, refused.value.passing, type(refused.value)) == (503, True, ServerError)
+        assert (refused.value.status, refused.value.is_transient, type(refused.value)) == (503, True, ServerError)
         with pytest.raises(ServerError, match=r"127\.0\.0\.1:9") as silent:
             await answers.ask(SimpleNamespace(url="http://127.0.0.1:9"), case.request)  # type: ignore[arg-type]
-        assert silent.value.status is None and not silent.value.passing
+        assert silent.value.status is None and not silent.value.is_transient
 
     stub = case.stub()
     case.use(stub, run, count=2)
@@ -177,7 +177,7 @@ def test_without_the_pool_the_loss_is_told() -> None:
         task = asyncio.create_task(answers.ask(server, case.request))
         await until(lambda: len(stub.calls) > 2)
         os.kill(pids(answers)[0], signal.SIGKILL)
-        with pytest.raises(AnswersLost, match="the process that reads the answers"):
+        with pytest.raises(ResponseLost, match="the process that reads the answers"):
             await task
 
     async def never(_: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_dppo.engines.servers.contract import check_generation
-from megatron_dppo.errors import ContractBreach
+from megatron_dppo.errors import ContractViolation
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import FinishReason, VersionSpan
 from tests.unit.honest_answers import (
@@ -62,14 +62,14 @@ def test_an_end_token_that_only_the_server_knows_is_believed_when_it_names_it() 
     request = replace(request, params=replace(request.params, topk_logprobs=0))
     given = says(ended_by=30, best_token_ids=np.full(LENGTH, 31, np.int32), best_logprobs=np.zeros(LENGTH, "f4"))(given)
     check(request, replace(given, echo=replace(given.echo, best_logprobs=None)))  # type: ignore[type-var]
-    with pytest.raises(ContractBreach, match="last token is 30, expected 2, by which the server says that it ended"):
+    with pytest.raises(ContractViolation, match="last token is 30, expected 2, by which the server says that it ended"):
         check(request, says(ended_by=2, best_logprobs=None)(given))
 
 
 def test_a_token_of_the_request_ends_it() -> None:
     request, given = honest()
     stopped = replace(given, finish_reason="stop")
-    with pytest.raises(ContractBreach, match=r"last token is \d+, expected an end token \(2, 7\)"):
+    with pytest.raises(ContractViolation, match=r"last token is \d+, expected an end token \(2, 7\)"):
         check(request, stopped)
     check(replace(request, stop_token_ids=(int(given.token_ids[-1]),)), stopped)
 
@@ -77,7 +77,7 @@ def test_a_token_of_the_request_ends_it() -> None:
 def test_an_aborted_request_may_come_back_with_nothing() -> None:
     request, _ = honest()
     check(request, Generation.empty(FinishReason.ABORT))
-    with pytest.raises(ContractBreach, match="finish reason is 'stop' without a token"):
+    with pytest.raises(ContractViolation, match="finish reason is 'stop' without a token"):
         check(request, Generation.empty(FinishReason.STOP))
 
 
@@ -158,38 +158,38 @@ def test_every_lie_breaks_it_and_is_named_with_server_and_request(name: str) -> 
     for seed in range(5):
         request, given = honest(seed)
         check(request, given)
-        with pytest.raises(ContractBreach, match=message) as caught:
+        with pytest.raises(ContractViolation, match=message) as caught:
             check(request, lie(given))
         assert caught.value.url == URL and caught.value.request_id == "r1" and caught.value.field
-        assert str(caught.value).startswith(f"{URL}: the answer to request r1 breaks the contract: ")
+        assert str(caught.value).startswith(f"{URL}: the response to request r1 violates the contract: ")
 
 
 def test_shifted_log_probabilities_do_not_fit_to_the_most_probable_token_without_a_top_k_too() -> None:
     for seed in range(20):
         request, given = honest(seed, topk=0)
-        with pytest.raises(ContractBreach, match="most probable token"):
+        with pytest.raises(ContractViolation, match="most probable token"):
             check(request, shifted_logprobs(given))
 
 
 def test_more_tokens_than_asked_for_are_refused_whatever_ended_it() -> None:
     request, given = honest(reason="stop")
     check(replace(request, params=replace(request.params, max_new_tokens=LENGTH)), given)
-    with pytest.raises(ContractBreach, match="number of response tokens is 12, expected at most 11"):
+    with pytest.raises(ContractViolation, match="number of response tokens is 12, expected at most 11"):
         check(replace(request, params=replace(request.params, max_new_tokens=LENGTH - 1)), given)
 
 
 def test_a_prefix_of_an_answer_that_stopped_is_no_answer() -> None:
     request, given = honest(reason="stop")
-    with pytest.raises(ContractBreach, match=r"last token is .*by which the server says that it ended"):
+    with pytest.raises(ContractViolation, match=r"last token is .*by which the server says that it ended"):
         check(request, truncated(given))
     silent = says(ended_by=None)(given)
-    with pytest.raises(ContractBreach, match=r"last token is .*expected an end token"):
+    with pytest.raises(ContractViolation, match=r"last token is .*expected an end token"):
         check(request, truncated(silent))
 
 
 def test_a_top_k_that_nobody_asked_for_is_refused() -> None:
     request, given = honest()
-    with pytest.raises(ContractBreach, match="Top-K is there, expected none"):
+    with pytest.raises(ContractViolation, match="Top-K is there, expected none"):
         check(replace(request, params=replace(request.params, topk_logprobs=0)), given)
 
 
@@ -200,7 +200,7 @@ def test_rounding_is_borne_and_a_tenth_of_a_percent_is_not(error: float) -> None
 
     request, given = honest(topk=VOCAB)
     check(request, moved(error)(given))
-    with pytest.raises(ContractBreach, match="value of the sampled token"):
+    with pytest.raises(ContractViolation, match="value of the sampled token"):
         check(request, moved(error * 40)(given))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dppo.engines.servers.contract import check_frame, check_generation
-from megatron_dppo.errors import ContractBreach
+from megatron_dppo.errors import ContractViolation
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import KeptSets
 from tests.unit.honest_answers import CONTRACT, LENGTH, VOCAB, honest
@@ -123,11 +123,13 @@ def test_a_lie_is_named(name: str) -> None:
     for seed in (3, 14):
         request, given = filtered(seed)
         assert len(lists(given)[2]) > 1 and len(lists(given)[11]) >= 4
-        with pytest.raises(ContractBreach, match=f"answer to request r1 breaks the contract: {message}") as caught:
+        with pytest.raises(
+            ContractViolation, match=f"response to request r1 violates the contract: {message}"
+        ) as caught:
             check_generation(lie(given), request, CONTRACT, URL)
         assert caught.value.url == URL
         if name in FRAME:  # a probe must not compute with it
-            with pytest.raises(ContractBreach, match=message):
+            with pytest.raises(ContractViolation, match=message):
                 check_frame(lie(given), request, CONTRACT, URL)
 
 
@@ -135,7 +137,7 @@ def test_a_set_that_is_all_in_the_topk_has_all_of_the_mass() -> None:
     request, given = filtered(0, topk=30)
     assert given.topk_logprobs is not None
     lower = replace(given, topk_logprobs=given.topk_logprobs - 0.01, logprobs=given.logprobs - 0.01)
-    with pytest.raises(ContractBreach, match=r"log-probability 0 is|Top-K, at token \d+, is \[0\.99.*a mass of 1"):
+    with pytest.raises(ContractViolation, match=r"log-probability 0 is|Top-K, at token \d+, is \[0\.99.*a mass of 1"):
         check_generation(lower, request, CONTRACT, URL)
 
 
@@ -143,7 +145,7 @@ def test_more_ids_than_top_k_and_sets_that_nobody_asked_for_are_refused() -> Non
     request, given = filtered(0)
     most = max(len(part) for part in lists(given))
     check_generation(given, replace(request, params=replace(request.params, top_k=most)), CONTRACT, URL)
-    with pytest.raises(ContractBreach, match=f"is {most} ids, expected {most - 1} at most, the top-k"):
+    with pytest.raises(ContractViolation, match=f"is {most} ids, expected {most - 1} at most, the top-k"):
         check_generation(given, replace(request, params=replace(request.params, top_k=most - 1)), CONTRACT, URL)
-    with pytest.raises(ContractBreach, match="kept sets is there, expected none: they were not asked for"):
+    with pytest.raises(ContractViolation, match="kept sets is there, expected none: they were not asked for"):
         check_generation(given, replace(request, params=replace(request.params, kept_sets=False)), CONTRACT, URL)

@@ -53,7 +53,7 @@ def test_a_refusal_tells_url_status_and_the_servers_words_and_never_the_key(body
     assert caught.value.url == stub.url + "/x" and caught.value.status == 400
     assert f"{stub.url}/x: HTTP 400: " in str(caught.value)
     assert KEY not in str(caught.value) and KEY not in repr(caught.value)
-    assert not caught.value.passing and len(stub.calls) == 1
+    assert not caught.value.is_transient and len(stub.calls) == 1
 
 
 def test_a_call_ends_at_its_deadline() -> None:

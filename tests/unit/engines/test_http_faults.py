@@ -66,7 +66,7 @@ def test_a_call_that_may_run_twice_is_repeated_when_the_server_says_later(code: 
     handle, asked = refusing(code, times=2)
     with pytest.raises(ServerError, match=f"HTTP {code}: later") as caught:
         use(handle, repeat=False)
-    assert len(asked) == 1 and caught.value.passing and caught.value.retry_after is None
+    assert len(asked) == 1 and caught.value.is_transient and caught.value.retry_after is None
 
 
 def test_the_servers_own_wish_is_waited_for_within_the_deadline() -> None:
@@ -146,7 +146,7 @@ def test_any_bytes_for_an_answer_are_an_error_of_the_server(kind: Any) -> None:
             with pytest.raises(ServerError) as caught:
                 await asyncio.wait_for(server.generate(REQUEST), 10)
             assert server.url in str(caught.value) and len(str(caught.value)) < 3000, raw[:80]
-            assert caught.value.status is None or caught.value.passing, "no request is to blame"
+            assert caught.value.status is None or caught.value.is_transient, "no request is to blame"
         await server.close()
         listener.close()
 

@@ -19,7 +19,7 @@ from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.sglang import wire as sglang
 from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.engines.vllm import wire as vllm
-from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from tests.unit.engines import test_sglang, test_vllm
 
@@ -101,10 +101,10 @@ def outcome(case: Case, answer: Any) -> Generation | None:
         check_generation(found, request, CONTRACT, "http://s:1")
     except ServerError as error:
         assert str(error).startswith("http://s:1") and len(str(error)) < 1000
-        if isinstance(error, ContractBreach):
+        if isinstance(error, ContractViolation):
             assert error.field and error.request_id == request.request_id and error.request_id in str(error)
         else:
-            assert error.status == 200 and error.passing
+            assert error.status == 200 and error.is_transient
         return None
     return found
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dppo.engines.servers.contract import checked
 from megatron_dppo.engines.servers.pool import ServerPool
-from megatron_dppo.errors import NoServerLeft, ServerError
+from megatron_dppo.errors import NoUsableServer, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import SamplingParams
 from tests.unit.fake_servers import CONTRACT, FakeServer
@@ -152,7 +152,7 @@ def test_an_answer_from_other_weights_is_not_used() -> None:
         assert {span.policy_version for a in answers for span in a.versions} == {3}
         assert len(answers) == 6 and pool.counts.servers_lost == 1 and pool.counts.retries >= 1
         servers[1].version = 2
-        with pytest.raises(NoServerLeft, match=r"none of 2 .* at policy version 3: http://s:0: it .*version -1"):
+        with pytest.raises(NoUsableServer, match=r"none of 2 .* at policy version 3: http://s:0: it .*version -1"):
             await pool.generate(request("x"), "p")
 
     asyncio.run(run())
@@ -191,7 +191,7 @@ def test_without_a_usable_server_the_error_names_each_and_why() -> None:
 
     async def run() -> None:
         pool = pool_of(servers, patience=0.1)
-        with pytest.raises(NoServerLeft, match="http://s:0: Connection refused; http://s:1: Connection refused"):
+        with pytest.raises(NoUsableServer, match="http://s:0: Connection refused; http://s:1: Connection refused"):
             await pool.generate(request("r"), "p")
 
     asyncio.run(run())

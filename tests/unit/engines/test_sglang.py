@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_dppo.engines.sglang import SGLangServer, wire
-from megatron_dppo.errors import ConfigError, ContractBreach, ServerError
+from megatron_dppo.errors import ConfigError, ContractViolation, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.weight_sums import RankSums
 from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
@@ -130,7 +130,7 @@ def test_a_missing_field_is_an_error_that_names_it_and_its_cause(version: str, f
     for name in [name for name in meta if name == field or name.startswith(f"{field}_")]:
         del meta[name]
     message = rf"/generate: the answer to request r .*meta_info\.{field}\S* is missing: .*{cause}"
-    with pytest.raises(ContractBreach, match=message):
+    with pytest.raises(ContractViolation, match=message):
         decode(request, answer)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.engines.answers import AnswerProcesses
 from megatron_dppo.engines.sglang import wire
-from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import FinishReason
 from tests.unit.columns import same
@@ -140,7 +140,7 @@ def test_kept_sets_come_through_a_process_as_they_were_read() -> None:
         broken = meta["output_token_sampling_mask"]
         broken[3] = [next(i for i in range(100, 200) if i not in broken[3])]
         with pytest.raises(
-            ContractBreach, match=r"kept set, at token 3, is .*expected the sampled token \d+ among them"
+            ContractViolation, match=r"kept set, at token 3, is .*expected the sampled token \d+ among them"
         ):
             await answers.ask(server, request)
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load
 
 from megatron_dppo.engines.vllm import VLLMServer, wire
-from megatron_dppo.errors import ConfigError, ContractBreach, ServerError
+from megatron_dppo.errors import ConfigError, ContractViolation, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.weight_sums import RankSums
 from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
@@ -153,7 +153,7 @@ def test_a_missing_field_is_an_error_that_names_it_and_its_cause(field: str, cau
     answer["choices"][0]["routed_experts"] = npy(routed())
     answer["choices"][0][field] = None
     message = rf"/generate: the answer to request r .*choices\[0\]\.{field} is missing: .*{cause}"
-    with pytest.raises(ContractBreach, match=message):
+    with pytest.raises(ContractViolation, match=message):
         decode(replace(request, routing=ROUTING), answer)
 
 
@@ -255,7 +255,7 @@ def test_the_ids_that_filters_left_are_read_and_the_others_leave_the_topk() -> N
 def test_junk_among_the_kept_ids_is_named(damage: Callable[[Any], Any], message: str) -> None:
     request, answer, _ = filtered()
     damage(answer["choices"][0])
-    with pytest.raises(ContractBreach, match=message):
+    with pytest.raises(ContractViolation, match=message):
         decode(request, answer)
 
 

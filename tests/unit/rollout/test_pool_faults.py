@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_dppo.engines.servers.pool import ServerPool
-from megatron_dppo.errors import ContractBreach, ServerError
+from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from tests.unit.columns import ids, logs
 from tests.unit.engines.test_pool import ask, pool_of, request, shares
@@ -261,7 +261,7 @@ def test_a_request_that_is_refused_is_the_callers_error_whatever_happened_before
         pool: ServerPool = pool_of(servers)
         with pytest.raises(ServerError, match="HTTP 400") as caught:
             await pool.generate(request("r"), "p")
-        assert not isinstance(caught.value, ContractBreach)
+        assert not isinstance(caught.value, ContractViolation)
 
     asyncio.run(run())
 

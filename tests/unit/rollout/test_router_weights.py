@@ -17,7 +17,7 @@ from megatron_dppo.data.routing import is_missing, missing_rows, with_all_routes
 from megatron_dppo.data.samples import RowShape, pack, to_training_sample
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.contract import check_generation
-from megatron_dppo.errors import ConfigError, ContractBreach
+from megatron_dppo.errors import ConfigError, ContractViolation
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
 from megatron_dppo.rollout.saved import SavedStream
 from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, experts_of, weights_of, with_weights
@@ -134,7 +134,7 @@ def test_honest_weights_keep_the_contract() -> None:
     ],
 )
 def test_weights_that_no_router_has_are_refused_with_their_place(lie: dict[str, Any], said: str) -> None:
-    with pytest.raises(ContractBreach, match=said):
+    with pytest.raises(ContractViolation, match=said):
         answer(**lie)
 
 

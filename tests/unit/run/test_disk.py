@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from megatron_dppo import files as disk
 from megatron_dppo.commands.main import report_error
 from megatron_dppo.errors import DiskError, UserError
-from megatron_dppo.files import disk_errors, in_words, require_space
+from megatron_dppo.files import disk_errors, format_bytes, require_space
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.records import read_metrics
@@ -231,7 +231,7 @@ def test_space_is_asked_of_the_folder_above_that_exists(tmp_path: Path) -> None:
         with pytest.raises(DiskError, match=r"a model needs about 10.0 TB in .*not/there, but .* free"):
             require_space(tmp_path / "disk/not/there", 10**13, "a model")
     assert not (tmp_path / "disk/not").exists()
-    assert [in_words(n) for n in (3, 1500, 2_000_000, 10**16)] == ["3 bytes", "1.5 kB", "2.0 MB", "10000.0 TB"]
+    assert [format_bytes(n) for n in (3, 1500, 2_000_000, 10**16)] == ["3 bytes", "1.5 kB", "2.0 MB", "10000.0 TB"]
 
 
 def test_the_command_line_says_it_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

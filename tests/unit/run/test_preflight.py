@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from megatron_dppo import files as disk
 from megatron_dppo.commands.main import train_main
 from megatron_dppo.config.io import read_config
-from megatron_dppo.errors import ConfigError, SeveralProblems, UserError
+from megatron_dppo.errors import ConfigError, MultipleErrors, UserError
 from megatron_dppo.hf.folder import build_hf_model, check_weights_fit, parameter_count, read_hf_config, stream_model
 from megatron_dppo.run import preflight
 from megatron_dppo.run.output import run_bytes
@@ -270,11 +270,11 @@ def test_a_run_that_asks_for_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch
 
 
 def test_several_errors_are_one_error_whose_parts_are_told_once() -> None:
-    from megatron_dppo.errors import Problems
+    from megatron_dppo.errors import ErrorCollector
 
-    problems = Problems()
-    problems.add(SeveralProblems([ConfigError("a"), ConfigError("b\nc")]))
+    problems = ErrorCollector()
+    problems.add(MultipleErrors([ConfigError("a"), ConfigError("b\nc")]))
     problems.add(ConfigError("a"))
-    with pytest.raises(SeveralProblems) as raised:
+    with pytest.raises(MultipleErrors) as raised:
         problems.raise_if_any()
     assert str(raised.value).splitlines()[1:] == ["  - a", "  - b", "    c"] and raised.value.exit_code == 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.errors import ContractBreach
+from megatron_dppo.errors import ContractViolation
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation, InferenceServer, ServerInfo
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.probe_requests import ProbeError
@@ -98,7 +98,7 @@ def test_answers_that_the_trainer_cannot_compute_are_refused(changes: dict[str, 
 def test_an_answer_that_breaks_the_contract_is_an_error_that_names_server_and_field(
     changes: dict[str, Any], match: str
 ) -> None:
-    with pytest.raises(ContractBreach, match=f"http://s: the answer to request probe-0 .*{match}"):
+    with pytest.raises(ContractViolation, match=f"http://s: the answer to request probe-0 .*{match}"):
         answer_of(Short(**changes))
 
 

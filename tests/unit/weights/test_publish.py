@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.servers import ServersConfig, WeightSyncConfig
-from megatron_dppo.errors import NoServerLeft, PublishError
+from megatron_dppo.errors import NoUsableServer, PublishError
 from megatron_dppo.weights.probe import Findings
 from megatron_dppo.weights.publish import ServerPublisher
 from tests.unit.weight_server import FakeServer, make, weights
@@ -86,7 +86,7 @@ def test_when_no_server_comes_back_within_the_patience_the_run_ends_with_a_code_
     _, sender = publisher([server], model_folder, monkeypatch)
     server.fails = {"info": 99}
     start = time.monotonic()
-    with pytest.raises(NoServerLeft, match=r"(?s)after 2 attempts.*http://a:1: info refused") as caught:
+    with pytest.raises(NoUsableServer, match=r"(?s)after 2 attempts.*http://a:1: info refused") as caught:
         sender.publish()
     assert caught.value.exit_code == 5 and 3.5 <= time.monotonic() - start < 6
     assert not isinstance(caught.value, PublishError)
