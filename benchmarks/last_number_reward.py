@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 
-def last_number(prompts: list[str], completions: list[str], label: list[str], **_: Any) -> list[float]:
-    """Score in TRL's signature, which megatron_dppo takes as it stands."""
-    answers = [re.findall(r"-?\d+", completion) for completion in completions]
+def last_number(prompts: list[Any], completions: list[Any], label: list[str], **_: Any) -> list[float]:
+    """Score in TRL's signature, which megatron_dppo takes as it stands: texts, or conversations of one message."""
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    answers = [re.findall(r"-?\d+", text) for text in texts]
     return [float(numbers[-1:] == [right]) for numbers, right in zip(answers, label, strict=True)]
