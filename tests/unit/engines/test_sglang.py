@@ -129,7 +129,7 @@ def test_a_missing_field_is_an_error_that_names_it_and_its_cause(version: str, f
     meta = answer["meta_info"]
     for name in [name for name in meta if name == field or name.startswith(f"{field}_")]:
         del meta[name]
-    message = rf"/generate: the answer to request r .*meta_info\.{field}\S* is missing: .*{cause}"
+    message = rf"/generate: the response to request r .*meta_info\.{field}\S* is missing: .*{cause}"
     with pytest.raises(ContractViolation, match=message):
         decode(request, answer)
 

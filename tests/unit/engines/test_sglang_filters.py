@@ -103,7 +103,7 @@ def _put(place: int, value: Any) -> Callable[[list[Any]], None]:
 def test_junk_is_named_by_field_and_place(damage: Callable[[Any], Any], message: str) -> None:
     request, answer, _ = filtered()
     damage(answer["meta_info"])
-    with pytest.raises(ServerError, match=rf"the answer to request r .*{message}"):
+    with pytest.raises(ServerError, match=rf"the response to request r .*{message}"):
         decode(request, answer)
 
 

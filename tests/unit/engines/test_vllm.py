@@ -152,7 +152,7 @@ def test_a_missing_field_is_an_error_that_names_it_and_its_cause(field: str, cau
     request, answer = recorded()
     answer["choices"][0]["routed_experts"] = npy(routed())
     answer["choices"][0][field] = None
-    message = rf"/generate: the answer to request r .*choices\[0\]\.{field} is missing: .*{cause}"
+    message = rf"/generate: the response to request r .*choices\[0\]\.{field} is missing: .*{cause}"
     with pytest.raises(ContractViolation, match=message):
         decode(replace(request, routing=ROUTING), answer)
 

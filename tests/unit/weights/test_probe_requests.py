@@ -98,7 +98,7 @@ def test_answers_that_the_trainer_cannot_compute_are_refused(changes: dict[str, 
 def test_an_answer_that_breaks_the_contract_is_an_error_that_names_server_and_field(
     changes: dict[str, Any], match: str
 ) -> None:
-    with pytest.raises(ContractViolation, match=f"http://s: the answer to request probe-0 .*{match}"):
+    with pytest.raises(ContractViolation, match=f"http://s: the response to request probe-0 .*{match}"):
         answer_of(Short(**changes))
 
 
@@ -128,6 +128,6 @@ def test_probabilities_that_break_the_contract_are_named_where_the_trainers_numb
         same = {"logprobs": logprobs, "raw_logprobs": logprobs, "topk_logprobs": topk, "raw_topk_logprobs": topk}
         readings.append(replace(reading, **same, best_logprobs=topk))
     assert len(answer.generations) == 3
-    with pytest.raises(ProbeError, match=f"http://s: the answer to request probe-0 .*{match}"):
+    with pytest.raises(ProbeError, match=f"http://s: the response to request probe-0 .*{match}"):
         judge(answer, expected, readings)
     judge(replace(answer, breach=None), expected, readings)
