@@ -172,7 +172,7 @@ def test_what_a_library_says_without_a_reason_is_passed_on_in_one_line(tmp_path:
     with pytest.raises(DiskError) as raised, disk_errors(tmp_path, "the checkpoint of step 3"):
         raise failed("CheckpointException ranks:dict_keys([1])\nTraceback ...")
     message = str(raised.value)
-    assert "its library does not report" in message and "It says RuntimeError: unexpected pos 64 vs 0 (" in message
+    assert "its library does not report" in message and "Its message: RuntimeError: unexpected pos 64 vs 0 (" in message
     assert "\n" not in message and "Traceback" not in message
 
 
