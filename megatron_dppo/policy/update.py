@@ -23,7 +23,7 @@ from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSa
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.row import SeenRow
-    from megatron_dppo.mcore.teacher import Teacher
+    from megatron_dppo.mcore.teacher_model import TeacherModel
     from megatron_dppo.policy.packed import Packed, TokenWatch
     from megatron_dppo.policy.trainer import PolicyTrainer
 
@@ -48,8 +48,8 @@ class Updater:
         loss: LossConfig,
         *,
         with_reference: bool = False,
-        teacher: Teacher | None = None,
-        score: Teacher | None = None,
+        teacher: TeacherModel | None = None,
+        score: TeacherModel | None = None,
         watch: TokenWatch | None = None,
     ) -> None:
         self._trainer, self._train, self._loss = trainer, train, loss

@@ -34,7 +34,7 @@ from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.teacher import Teacher
+    from megatron_dppo.mcore.teacher_model import TeacherModel
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 
@@ -53,7 +53,7 @@ def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig) -> list[Tra
 def update_policy(
     trainer: PolicyTrainer,
     config: Config,
-    teacher: Teacher | TeacherServers | None,
+    teacher: TeacherModel | TeacherServers | None,
     step: int,
     collected: Collected,
     samples: Sequence[TrainingSample],

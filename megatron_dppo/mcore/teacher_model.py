@@ -41,7 +41,7 @@ _OF_TRAINING = (
 """Beginnings of the fields of ``model.transformer`` that say how the policy is trained, or how its layers are dealt."""
 
 
-class Teacher:
+class TeacherModel:
     """Megatron's model of ``distillation.teacher_path``.
 
     Args:
@@ -70,7 +70,7 @@ class Teacher:
         shape = model_shape(hf_config)
         if not shape.num_experts:
             layout = replace(layout, ep=1, etp=layout.tp)
-        settings = as_teacher(model, has_experts=bool(shape.num_experts))
+        settings = teacher_model_config(model, has_experts=bool(shape.num_experts))
         megatron_config = transformer_config(hf_config, settings, layout, platform)
         models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         Bridge(models, shape, tied=bool(hf_config.tie_word_embeddings), groups=groups).load(weights)
@@ -99,7 +99,7 @@ class Teacher:
         return [] if weight is None else [Lesson(hidden, weight, self._divergence) for hidden in rows]
 
 
-def as_teacher(model: ModelConfig, *, has_experts: bool) -> ModelConfig:
+def teacher_model_config(model: ModelConfig, *, has_experts: bool) -> ModelConfig:
     """The policy's ``[model]`` with the fields of ``transformer`` that a model which is not trained has too."""
     drop = _OF_TRAINING if has_experts else (*_OF_TRAINING, "moe_")
     fields = {key: value for key, value in model.transformer.items() if not key.startswith(drop)}
