@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.files import require_space
-from megatron_dppo.mcore.checkpoint.folder import prune, set_aside
+from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder, prune, set_aside
 from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.saved import SavedStream, load_contents, save_contents, why_unusable
 from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.run.evaluation import Evaluator
 from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.run.output import space_for_save
+from megatron_dppo.run.output_checks import space_for_save
 from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
 from megatron_dppo.types import StepResult
 
@@ -96,7 +96,7 @@ class Checkpoints:
         self._background = background
         self._say = say
         self._saving: Save | None = None
-        self.folder = Path(config.run.output_dir) / "checkpoints"
+        self.folder = checkpoints_folder(Path(config.run.output_dir))
 
     @property
     def waits(self) -> bool:

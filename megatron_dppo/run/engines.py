@@ -30,7 +30,7 @@ from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.run.batch_invariant_engine import OwnEngine
 from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.run.servers import served_quantization
+from megatron_dppo.run.server_checks import served_quantization
 from megatron_dppo.types import SamplingParams
 from megatron_dppo.weights.adapter_folder import adapter_config
 from megatron_dppo.weights.sync import WeightSync

@@ -11,7 +11,7 @@ from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.run.export import export_results
 from megatron_dppo.run.orphans import no_orphans, stop_when_torchrun_dies
-from megatron_dppo.run.records import request_metrics, step_metrics
+from megatron_dppo.run.run_records import request_metrics, step_metrics
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.step import make_samples, update_policy
 from megatron_dppo.run.stop_signal import Stopped, StopSignal

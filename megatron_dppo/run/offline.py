@@ -106,9 +106,9 @@ def _give_checkpoint(
     config: Config, engine: RolloutEngine, hf_config: Any, device: torch.device, run: Path, step: int | None
 ) -> str:
     """Give the engine the weights of a run's checkpoint; what they are called."""
-    from megatron_dppo.mcore.checkpoint.folder import checkpoint_name
+    from megatron_dppo.mcore.checkpoint.folder import checkpoint_name, checkpoints_folder
 
-    folder = run / "checkpoints"
+    folder = checkpoints_folder(run)
     with open_converter(config.model.path, ParallelConfig(), config.model.dtype) as converter:
         if step is None:
             checkpoint, _ = newest_usable(folder, accept_unverified=config.checkpoint.accept_unverified)

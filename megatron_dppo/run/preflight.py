@@ -23,11 +23,11 @@ from megatron_dppo.parallel.platform import Platform, require_devices
 from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.steps.files import require_pyarrow
 from megatron_dppo.run.engines import connect_servers, open_function, open_scorer
-from megatron_dppo.run.folder import check_place
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs, with_num_steps
-from megatron_dppo.run.output import output_problems, space_problems
-from megatron_dppo.run.servers import check_served_model, check_servers
-from megatron_dppo.run.teacher import teacher_problems, teacher_servers
+from megatron_dppo.run.output_checks import output_problems, space_problems
+from megatron_dppo.run.run_folder import check_place
+from megatron_dppo.run.server_checks import check_served_model, check_servers
+from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import write_synced
-from megatron_dppo.mcore.checkpoint.folder import checkpoints, step_of
+from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, step_of
 
 FINAL = (2, 3)
 """Exit codes of a trainer that would end the same way again: something to mend, and training that cannot go on."""
@@ -40,7 +40,7 @@ class DiskProgress:
     @classmethod
     def of(cls, output_dir: Path) -> DiskProgress:
         """What is in the folder of a run."""
-        folder = output_dir / "checkpoints"
+        folder = checkpoints_folder(output_dir)
         return cls(_newest(folder), (output_dir / "base").is_dir(), _newest(folder / "warmup"))
 
     def __str__(self) -> str:

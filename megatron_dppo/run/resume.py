@@ -10,6 +10,7 @@ from typing import Any, cast
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import model_shape
+from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.run.changes import Change, changes_between, check_changes
 from megatron_dppo.run.inputs import Inputs, ModelInputs
@@ -84,8 +85,8 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
         return None
     records = Path(config.run.output_dir) / "metrics.jsonl"
     agreed(lambda: len(read_metrics(records)), dist.group.WORLD if dist.is_initialized() else None)
-    folder, unverified = Path(config.run.output_dir) / "checkpoints", config.checkpoint.accept_unverified
-    chosen, passed_over = newest_usable(folder, accept_unverified=unverified)
+    folder = checkpoints_folder(Path(config.run.output_dir))
+    chosen, passed_over = newest_usable(folder, accept_unverified=config.checkpoint.accept_unverified)
     is_fork = chosen is None and config.checkpoint.fork_from is not None
     if is_fork:
         chosen = _fork_point(config)

@@ -20,6 +20,7 @@ from megatron_dppo.engines.serving.command import gpus_per_server, server_option
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.hf.folder import DictWeights, FolderWeights, build_hf_model, stream_model
+from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.report.console import Console
@@ -40,16 +41,16 @@ from megatron_dppo.run.engines import (
 )
 from megatron_dppo.run.evaluation import Evaluator
 from megatron_dppo.run.export import export_hf
-from megatron_dppo.run.folder import open_folder
 from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
 from megatron_dppo.run.inputs import Inputs, ModelInputs, with_num_steps
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.recording import StepRecorder
-from megatron_dppo.run.records import Records
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
+from megatron_dppo.run.run_folder import open_folder
+from megatron_dppo.run.run_records import Records
 from megatron_dppo.run.starts import record_start
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
-from megatron_dppo.run.teacher import build_teacher
+from megatron_dppo.run.teacher_setup import build_teacher
 from megatron_dppo.run.warmup import Warmup, is_warm, mark_warm, run_warmup
 from megatron_dppo.run.watchdog import Watchdog
 from megatron_dppo.weights.sharing import find_sharing
@@ -299,10 +300,6 @@ def _base_folder(config: Config) -> Path:
     return Path(config.run.output_dir) / "base"
 
 
-def _checkpoints(config: Config) -> Path:
-    return Path(config.run.output_dir) / "checkpoints"
-
-
 def warmup_for(config: Config) -> Warmup:
     """Return the warm-up of a run."""
     return Warmup(
@@ -322,6 +319,7 @@ def _build_policy(
         console.say(f"servers  {note}")
     base = _base_folder(config)
     warmup = warmup_for(config)
+    checkpoints = checkpoints_folder(Path(config.run.output_dir))
     if inputs.warmup_data is not None and not is_warm(base, warmup):
         steps = config.warmup.num_steps
         agreed(lambda: require_space(base, 4 * inputs.num_parameters, "the warmed-up model"), groups.world)
@@ -338,14 +336,14 @@ def _build_policy(
             trainer,
             inputs.warmup_data,
             warmup,
-            checkpoints=_checkpoints(config),
+            checkpoints=checkpoints,
             resume=config.checkpoint,
             report=report,
             stop=stop,
         )
         console.finish()
         export_hf(trainer, inputs, config, base, torch.float32)
-        agreed(lambda: _mark_warm(base, warmup, _checkpoints(config)) if dist.get_rank() == 0 else None, groups.world)
+        agreed(lambda: _mark_warm(base, warmup, checkpoints) if dist.get_rank() == 0 else None, groups.world)
         if stop.requested():
             raise Stopped(f"by {stop.name} after the warm-up; the same command goes on with the warmed-up model")
         stop.deferring = False

@@ -19,7 +19,7 @@ from megatron_dppo.config.io import dump_toml, load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import write_synced
-from megatron_dppo.run.folder import MARKER
+from megatron_dppo.run.run_folder import MARKER
 
 STARTS = "starts.jsonl"
 CONFIG = "config.toml"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.run.folder import MARKER, OLD, OURS
+from megatron_dppo.run.run_folder import MARKER, OLD, OURS
 from tests.e2e.runs import command, environment, flags, records, train, without_timings
 
 pytestmark = pytest.mark.e2e

@@ -27,6 +27,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
+from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.saved import SavedStream
@@ -83,7 +84,11 @@ def run_config(folder: Path, overrides: Sequence[str]) -> Config:
             f"{there} -m megatron_dppo.commands.main diagnose {folder} (or override the layout, where a resume could)"
         )
     base = folder / "base"
-    if config.warmup.num_steps and not any(folder.glob("checkpoints/step_*")) and not is_warm(base, warmup_for(config)):
+    if (
+        config.warmup.num_steps
+        and not checkpoints(checkpoints_folder(folder))
+        and not is_warm(base, warmup_for(config))
+    ):
         raise ConfigError(
             f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model: no weights to ask"
         )

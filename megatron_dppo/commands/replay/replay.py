@@ -31,12 +31,12 @@ from megatron_dppo.report.steps.rows import groups_of
 from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.requests import sampling_seed
 from megatron_dppo.run.recording import StepRecord
-from megatron_dppo.run.records import over_updates
 from megatron_dppo.run.resume import CANNOT_RESHARD, layout_identity
+from megatron_dppo.run.run_records import over_updates
 from megatron_dppo.run.session import build_groups, build_trainer
 from megatron_dppo.run.starts import load_config_of_step
 from megatron_dppo.run.step import make_samples, update_policy
-from megatron_dppo.run.teacher import build_teacher
+from megatron_dppo.run.teacher_setup import build_teacher
 
 if TYPE_CHECKING:
     from megatron_dppo.engines.teacher import TeacherServers
@@ -149,18 +149,19 @@ def _checkpoint(folder: Path, step: int, fork_from: str | None) -> Path | None:
     Raises:
         CheckpointError: it is not there, or is damaged.
     """
-    from megatron_dppo.mcore.checkpoint.folder import checkpoints, read_state
+    from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, read_state
 
     if step == 1:
         return None
-    found = {read_state(checkpoint)["step"]: checkpoint for checkpoint in checkpoints(folder / "checkpoints")}
+    saved_in = checkpoints_folder(folder)
+    found = {read_state(checkpoint)["step"]: checkpoint for checkpoint in checkpoints(saved_in)}
     if fork_from is not None and step - 1 not in found and read_state(Path(fork_from))["step"] == step - 1:
         return Path(fork_from)
     if step - 1 not in found:
         have = ", ".join(str(number) for number in sorted(found)) or "none"
         can = [number + 1 for number in sorted(found) if number + 1 in recorded_steps(folder)]
         raise CheckpointError(
-            f"--step {step} needs the checkpoint of step {step - 1}, and {folder / 'checkpoints'} has those of steps "
+            f"--step {step} needs the checkpoint of step {step - 1}, and {saved_in} has those of steps "
             f"{have}; {f'replay one of steps {can}, or ' if can else ''}set checkpoint.save_every and checkpoint.keep "
             "so that it is written and kept"
         )

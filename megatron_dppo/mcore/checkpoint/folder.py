@@ -32,6 +32,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+def checkpoints_folder(run_folder: Path) -> Path:
+    """Return the folder that holds a run's checkpoints."""
+    return run_folder / "checkpoints"
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints of a run that were completed, oldest first. Whether their files are whole is not looked at."""
     found = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]

@@ -67,13 +67,13 @@ def _not_atomic() -> None:
 def _metrics_not_cut() -> None:
     """Records of steps that are done again stay."""
     from megatron_dppo.report.metrics import MetricsWriter
-    from megatron_dppo.run import records
+    from megatron_dppo.run import run_records
 
     class Writer(MetricsWriter):
         def __init__(self, *arguments: Any, resumed_step: int | None, **keywords: Any) -> None:
             super().__init__(*arguments, resumed_step=resumed_step and 10**9, **keywords)
 
-    records.MetricsWriter = Writer  # type: ignore[misc]
+    run_records.MetricsWriter = Writer  # type: ignore[misc]
 
 
 def _prompts_again() -> None:

@@ -31,13 +31,13 @@ PHASES = {
     ("checkpoints.py", "restore"): "resume",
     ("resume.py", "find_resume_point"): "resume",
     ("session.py", "begin"): "start",
-    ("records.py", "open"): "metrics",
-    ("records.py", "log"): "metrics",
+    ("run_records.py", "open"): "metrics",
+    ("run_records.py", "log"): "metrics",
     ("evaluation.py", "evaluate"): "evaluate",
     ("export.py", "export_results"): "export",
-    ("records.py", "summarize"): "export",
+    ("run_records.py", "summarize"): "export",
     ("hf_folder.py", "_write_beside"): "export",
-    ("folder.py", "open_folder"): "start",
+    ("run_folder.py", "open_folder"): "start",
 }
 """(file, function) -> phase; the innermost function on the stack that is here decides."""
 

@@ -29,7 +29,7 @@ from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.run.engines import open_function
-from megatron_dppo.run.records import rollout_metrics
+from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Prompt, RolloutGroup, SamplingParams
 from tests.engines.tiny import byte_tokenizer
 from tests.unit.columns import same

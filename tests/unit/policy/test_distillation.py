@@ -20,7 +20,7 @@ from megatron_dppo.hf.folder import build_hf_model, model_shape, read_hf_config
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.run.inputs import ModelInputs
 from megatron_dppo.run.step import scored, taught_advantages
-from megatron_dppo.run.teacher import teacher_problems
+from megatron_dppo.run.teacher_setup import teacher_problems
 from megatron_dppo.types import LossInputs, TrainingSample
 from tests.unit.configs import config
 from tests.unit.http_stub import Call, running

@@ -19,7 +19,7 @@ from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run.changes import class_of
 from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.run.evaluation import eval_metrics
-from megatron_dppo.run.records import rollout_metrics
+from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Completion, Prompt
 from tests.unit.columns import ids
 from tests.unit.configs import config, minimal

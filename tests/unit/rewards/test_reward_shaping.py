@@ -16,7 +16,7 @@ from megatron_dppo.rewards.math import is_well_formed
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run import evaluation
 from megatron_dppo.run.engines import open_scorer
-from megatron_dppo.run.records import rollout_metrics
+from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 from tests.unit.columns import ids
 from tests.unit.configs import config

@@ -21,7 +21,7 @@ from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.rollout.turns import Turns, load_generate
-from megatron_dppo.run.records import rollout_metrics
+from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Completion, Prompt, RolloutGroup, VersionSpan
 from tests.unit.columns import mask, same
 from tests.unit.configs import config

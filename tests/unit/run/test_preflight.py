@@ -19,7 +19,7 @@ from megatron_dppo.config.io import read_config
 from megatron_dppo.errors import ConfigError, MultipleErrors, UserError
 from megatron_dppo.hf.folder import build_hf_model, check_weights_fit, parameter_count, read_hf_config, stream_model
 from megatron_dppo.run import preflight
-from megatron_dppo.run.output import run_bytes
+from megatron_dppo.run.output_checks import run_bytes
 from megatron_dppo.run.preflight import Start
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum"
@@ -245,7 +245,7 @@ def test_recorded_rollouts_count_in_the_space_of_a_run_and_need_pyarrow(
 
 
 def test_an_output_folder_that_cannot_be_written_is_told(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dppo.run.output.os.access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr("megatron_dppo.run.output_checks.os.access", lambda *_: False)  # root may write everywhere
     code, _, error = dry(*SINGLE)
     assert code == 2 and "run.output_dir = 'run': " in error and "cannot be written (no right to" in error
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dppo.config.io import read_config
 from megatron_dppo.run.preflight import Start, find_problems
-from megatron_dppo.run.servers import check_servers
+from megatron_dppo.run.server_checks import check_servers
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum"
 MODEL = EXAMPLE / "model"

@@ -16,7 +16,7 @@ from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.run import engines
 from megatron_dppo.run.guard import FirstUpdateGuard
 from megatron_dppo.run.preflight import CHECKS, Start
-from megatron_dppo.run.servers import check_served_model, served_quantization
+from megatron_dppo.run.server_checks import check_served_model, served_quantization
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import Quantization, quantized
 from megatron_dppo.weights.sync import WeightSync

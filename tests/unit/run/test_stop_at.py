@@ -10,8 +10,8 @@ import pytest
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.checkpoint import folder as checkpoint_folder
-from megatron_dppo.run.folder import _is_finished
+from megatron_dppo.run import run_folder
+from megatron_dppo.run.run_folder import _is_finished
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"
 
@@ -62,6 +62,6 @@ def test_a_run_is_over_when_it_is_solved_or_at_its_last_step(
 ) -> None:
     evaluation = {} if goal is None else {"stop_at_accuracy": goal}  # an older version did not have the key
     state = {"step": step, "best": best, "config": {"run": {"num_steps": 9}, "eval": evaluation}}
-    monkeypatch.setattr(checkpoint_folder, "checkpoints", lambda _: [Path("step_000003")])
-    monkeypatch.setattr(checkpoint_folder, "read_state", lambda _: state)
+    monkeypatch.setattr(run_folder, "checkpoints", lambda _: [Path("step_000003")])
+    monkeypatch.setattr(run_folder, "read_state", lambda _: state)
     assert _is_finished(Path("run")) is over

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import write_synced
+from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, clean_leftovers, read_state
 from megatron_dppo.parallel.objects import agreed, is_leader
 from megatron_dppo.run.lock import FolderLock
 
@@ -137,15 +138,13 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
 def _taken_by_others(folder: Path, *, adopt: bool) -> list[str]:
     if (folder / MARKER).exists():
         return []
-    if adopt and any((folder / "checkpoints").glob("step_*/state.json")):
+    if adopt and any(checkpoints_folder(folder).glob("step_*/state.json")):
         return []
     return [name for name in OURS if os.path.lexists(folder / name)]
 
 
 def _prepare(folder: Path, config: Config) -> list[str]:
     """Make the folder this run's."""
-    from megatron_dppo.mcore.checkpoint.folder import checkpoints, clean_leftovers
-
     notes: list[str] = []
     marker = read_marker(folder)
     if marker is not None:
@@ -160,12 +159,12 @@ def _prepare(folder: Path, config: Config) -> list[str]:
             notes.append(f"resume   run.overwrite = true is not done again: {why}")
         else:
             notes.append(_move_aside(folder, marker))
-    if config.checkpoint.resume == "never" and checkpoints(folder / "checkpoints"):
+    if config.checkpoint.resume == "never" and checkpoints(checkpoints_folder(folder)):
         raise ConfigError(
             f"{folder} already holds a run and checkpoint.resume = 'never'; choose another run.output_dir, or set "
             "run.overwrite = true to move that run aside"
         )
-    clean_leftovers(folder / "checkpoints")
+    clean_leftovers(checkpoints_folder(folder))
     return notes
 
 
@@ -234,9 +233,7 @@ def _why_continued(folder: Path, marker: Marker) -> str:
 
 
 def _is_finished(folder: Path) -> bool:
-    from megatron_dppo.mcore.checkpoint.folder import checkpoints, read_state
-
-    found = checkpoints(folder / "checkpoints")
+    found = checkpoints(checkpoints_folder(folder))
     try:
         if not found:
             return False

@@ -11,10 +11,11 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import existing_parent, require_space
 from megatron_dppo.hf.folder import adapter_sizes, routing_shape, weight_shapes
+from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.report.steps.files import step_bytes
-from megatron_dppo.run.folder import OLD
 from megatron_dppo.run.inputs import Inputs
+from megatron_dppo.run.run_folder import OLD
 
 _OPTIMIZER_BYTES = 12
 """a parameter's fp32 copy and Adam's two moments in a checkpoint"""
@@ -65,7 +66,7 @@ def _trained(config: Config, inputs: Inputs) -> int:
 
 def space_for_save(config: Config, inputs: Inputs) -> int:
     """What must be free before the next checkpoint: as much as the last one took, or an estimate before the first."""
-    folder = Path(config.run.output_dir) / "checkpoints"
+    folder = checkpoints_folder(Path(config.run.output_dir))
     sizes = {path: folder_bytes(path) for path in folder.glob("step_*") if (path / "state.json").is_file()}
     return max(sizes.values(), default=checkpoint_bytes(config, inputs))
 
