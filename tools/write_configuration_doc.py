@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_dppo.config.describe import is_section, limits, type_name
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.config.loss_files import loss_classes, user_loss_class
+from megatron_dppo.config.loss_registry import loss_classes, user_loss_class
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.section import Section
 

@@ -22,7 +22,7 @@ from draw_losses import ANCHOR, HEAD_MU, HEAD_PI, entries
 
 from megatron_dppo.commands.experiments.statistics import SCORES, Band, Cell, Row, bands
 from megatron_dppo.commands.experiments.verdicts import judge
-from megatron_dppo.config.loss_files import loss_classes
+from megatron_dppo.config.loss_registry import loss_classes
 
 ROWS = Path(__file__).parents[1] / "docs/windtunnel/rows.jsonl.xz"
 DEFAULT = "dppo_binary_tv cap 5"

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from megatron_dppo.config.describe import resolved_defaults
-from megatron_dppo.config.io import LoadedConfig, dump_toml, unusable
-from megatron_dppo.config.layout import describe
+from megatron_dppo.config.io import LoadedConfig, dump_toml, invalid_config
+from megatron_dppo.config.layout import format_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.run.preflight import Start, find_problems
@@ -31,12 +31,12 @@ def dry_run(path: str | Path, found: LoadedConfig, world_size: int | None) -> in
     for text in found.problems:
         problems.add(ConfigError(text))
     if found.config is None:
-        raise unusable(path, found.problems)
+        raise invalid_config(path, found.problems)
     size = _world_size(found.config) if world_size is None else world_size
     if size < 1:
         raise ConfigError(f"--world-size {size}: expected a number of processes, at least 1")
     rank = int(os.environ.get("RANK", "0"))
-    start = Start(found.config, size, rank, dry_run=True, unsure=found.unsure)
+    start = Start(found.config, size, rank, dry_run=True, unreliable_sections=found.unreliable_sections)
     for error in find_problems(start):
         problems.add(error)
     point = None
@@ -53,7 +53,9 @@ def dry_run(path: str | Path, found: LoadedConfig, world_size: int | None) -> in
         print("\n".join(["by the rules of defaults:", *(f"  {key} = {value}" for key, value in defaults.items()), ""]))
         if world_size is None and "WORLD_SIZE" not in os.environ:
             print(f"for {size} process(es), the fewest of this layout; --world-size N checks it for N")
-        print("\n".join([describe(start.inputs.layout, start.config.batch), start.inputs.data_summary, *start.notes]))
+        print(
+            "\n".join([format_layout(start.inputs.layout, start.config.batch), start.inputs.data_summary, *start.notes])
+        )
         if point is not None:
             print("\n".join(_resumes(point)))
     return 0

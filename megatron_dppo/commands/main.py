@@ -120,7 +120,7 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
 def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Load the configuration, then train or, with ``--dry-run``, report everything that would stop the run."""
     from megatron_dppo.commands.dry_run import dry_run
-    from megatron_dppo.config.io import read_config, unusable
+    from megatron_dppo.config.io import invalid_config, read_config
 
     try:
         if options.world_size is not None and not options.dry_run:
@@ -129,7 +129,7 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if options.dry_run:
             return dry_run(options.config, found, options.world_size)
         if found.problems or found.config is None:
-            raise unusable(options.config, found.problems)
+            raise invalid_config(options.config, found.problems)
         from megatron_dppo.run.loop import run
 
         return run(found.config)

@@ -16,7 +16,7 @@ from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, RunConfig
-from megatron_dppo.config.train import FROM_ENGINE, TrainConfig, WarmupConfig
+from megatron_dppo.config.train import ENGINE_REPLAY_MODES, TrainConfig, WarmupConfig
 
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import Config
@@ -61,7 +61,7 @@ def _check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, 
     distributed = parallel.use_distributed_optimizer
     dtypes = {key: getattr(optimizer, key) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
     keys = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    given = [key for key in keys if key in optimizer.changed()]
+    given = [key for key in keys if key in optimizer.changed_keys()]
     if given and dtype != "fp16":
         raise ValueError(f"{name}.{given[0]} has no effect with model.dtype = {dtype!r}; leave it out")
     low = [f"{name}.{key} = {value!r}" for key, value in dtypes.items() if value != "fp32"]
@@ -109,7 +109,7 @@ def check_router_weights(replay: str, engine: str, transformer: Mapping[str, Any
             f"{key} has no effect with train.router_replay = 'off'; set router_replay to 'rollout', 'recorded' or "
             "'compare', or leave router_replay_weights out"
         )
-    if replay not in FROM_ENGINE:
+    if replay not in ENGINE_REPLAY_MODES:
         return
     if engine != "local":
         raise ValueError(
@@ -171,7 +171,7 @@ def _check_lora(lora: LoraConfig, warmup: WarmupConfig, model: ModelConfig) -> N
 
 
 def _check_signal(distillation: DistillationConfig, reward: RewardConfig) -> None:
-    if reward.function == "none" and not distillation.is_on:
+    if reward.function == "none" and not distillation.is_enabled:
         raise ValueError(
             "reward.function = 'none' without distillation.teacher_path: nothing says what is better. Name a "
             "reward function or a teacher"
@@ -179,7 +179,7 @@ def _check_signal(distillation: DistillationConfig, reward: RewardConfig) -> Non
 
 
 def _check_distillation(distillation: DistillationConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
-    if not distillation.is_on:
+    if not distillation.is_enabled:
         return
     if rollout.dynamic_sampling and not distillation.task_reward:
         raise ValueError(
@@ -362,7 +362,7 @@ def _check_reference(model: ModelConfig, *, is_needed: bool) -> None:
 
 
 def _check_random_weights(model: ModelConfig, warmup: WarmupConfig, distillation: DistillationConfig) -> None:
-    if model.random_init and warmup.num_steps == 0 and not distillation.is_on:
+    if model.random_init and warmup.num_steps == 0 and not distillation.is_enabled:
         raise ValueError(
             "model.random_init = true starts RL from noise, where no reward is ever found; set warmup.num_steps "
             "above 0, point model.path to a folder with weights, or name a distillation.teacher_path"
@@ -392,7 +392,7 @@ def _check_evaluations(evaluation: EvalConfig, data: DataConfig, checkpoint: Che
 
 def _check_eval_filters(evaluation: EvalConfig, rollout: RolloutConfig, data: DataConfig) -> None:
     """Refuse requests without top-k to a vLLM server that returns what rollouts' filters left: it rejects them."""
-    if data.eval is None or rollout.engine != "vllm" or not rollout.filters:
+    if data.eval is None or rollout.engine != "vllm" or not rollout.has_filters:
         return
     if evaluation.temperature and not evaluation.top_k:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from megatron_dppo.config.known_as import KNOWN_AS
+from megatron_dppo.config.foreign_keys import FOREIGN_KEY_NAMES
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES
 from megatron_dppo.config.removed import removed_key_hint
@@ -94,30 +94,34 @@ def explain(name: str) -> str:
     ends = [path for path in found if path.rpartition(".")[2] == wanted]
     if ends:
         return "\n".join(_entry(path, found[path]) for path in ends)
-    if wanted in KNOWN_AS:
-        path = KNOWN_AS[wanted]
+    if wanted in FOREIGN_KEY_NAMES:
+        path = FOREIGN_KEY_NAMES[wanted]
         return f"{wanted} elsewhere is here:\n{_entry(path, found[path])}"
-    raise ConfigError(f"no key, section or loss is called {name!r}{near(wanted) or '; docs/configuration.md has them'}")
+    raise ConfigError(
+        f"no key, section or loss is called {name!r}{closest_hint(wanted) or '; docs/configuration.md has them'}"
+    )
 
 
-def elsewhere(name: str) -> str:
+def exact_hint(name: str) -> str:
     """``; did you mean 'optimizer.lr'?`` for a name that another framework, or another section here, has exactly; of
     several sections those that are most alike come first."""
     leaf = _leaf(name)
-    exact = [KNOWN_AS[leaf]] if leaf in KNOWN_AS else [path for path in _paths() if _leaf(path) == leaf]
+    exact = (
+        [FOREIGN_KEY_NAMES[leaf]] if leaf in FOREIGN_KEY_NAMES else [path for path in _paths() if _leaf(path) == leaf]
+    )
     exact.sort(key=lambda path: -SequenceMatcher(None, name, path).ratio())
     return f"; did you mean {' or '.join(map(repr, exact[:3]))}?" if exact else ""
 
 
-def near(name: str) -> str:
+def closest_hint(name: str) -> str:
     """The same for a name that is only like one of them; empty when nothing is."""
-    if hint := elsewhere(name):
+    if hint := exact_hint(name):
         return hint
     # The section alone may be most of the name: the key in it has to be like the other one too.
     alike = [path for path in _paths() if get_close_matches(_leaf(name), [_leaf(path)], 1)]
     if close := get_close_matches(name, alike, 1, 0.8):
         return f"; did you mean {close[0]!r}?"
-    leaves = {_leaf(path): path for path in reversed(_paths())} | dict(KNOWN_AS)
+    leaves = {_leaf(path): path for path in reversed(_paths())} | dict(FOREIGN_KEY_NAMES)
     if close := get_close_matches(_leaf(name), list(leaves), 1, 0.8):
         return f"; did you mean {leaves[close[0]]!r}?"
     losses = get_close_matches(name, list(LOSS_ALIASES), 1, 0.7)
@@ -162,7 +166,7 @@ def resolved_defaults(config: Config, layout: Layout) -> dict[str, Any]:
     Example: ``{"loss.divergence_threshold_low": 0.15, "parallel.sequence_parallel": False}`` and more for
     DPPO-Binary-TV on one process.
     """
-    idle = config.loss.idle_keys()
+    idle = config.loss.unused_keys()
     found = {
         f"loss.{key}": value
         for key, value in config.loss.resolved_defaults().items()

@@ -49,19 +49,19 @@ class DistillationConfig(Section):
     """False = rewards are only logged and evaluated: all advantages are 0 but for what ``sampled`` makes of them."""
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is a teacher."""
         return self.teacher_path is not None or bool(self.teacher_urls)
 
     @property
     def is_exact(self) -> bool:
         """Whether the divergence is over the whole vocabulary."""
-        return self.is_on and self.divergence != "sampled"
+        return self.is_enabled and self.divergence != "sampled"
 
     @model_validator(mode="after")
     def _has_effect(self) -> DistillationConfig:
-        changed = self.changed()
-        if changed and not self.is_on:
+        changed = self.changed_keys()
+        if changed and not self.is_enabled:
             raise ValueError(
                 f"{changed[0]} = {getattr(self, changed[0])!r} has no effect without a teacher; set teacher_path or "
                 "teacher_urls"

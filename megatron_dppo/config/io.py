@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_dppo.config.describe import elsewhere, near
+from megatron_dppo.config.describe import closest_hint, exact_hint
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.paths import read_tables
@@ -38,7 +38,7 @@ class LoadedConfig:
     config: Config | None
     """What is left when wrong flags, unknown keys and wrong values are taken out; None = nothing that could run"""
     problems: list[str]
-    unsure: frozenset[str]
+    unreliable_sections: frozenset[str]
     """sections in which a wrong value was taken out, so that the default stands there: what follows from them says
     nothing about the run that is meant"""
 
@@ -59,11 +59,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
     """
     found = read_config(path, overrides, relative_to=relative_to)
     if found.problems or found.config is None:
-        raise unusable(path, found.problems)
+        raise invalid_config(path, found.problems)
     return found.config
 
 
-def unusable(path: str | Path, problems: Sequence[str]) -> ConfigError:
+def invalid_config(path: str | Path, problems: Sequence[str]) -> ConfigError:
     """The error that lists what is wrong with a configuration."""
     return ConfigError(f"{path} cannot be used:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -86,21 +86,21 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
 
 def _read_values(values: dict[str, Any], problems: list[str]) -> LoadedConfig:
     """Validate; put something else for what is wrong, and validate again, until nothing is wrong or nothing helps."""
-    unsure: set[str] = set()
+    unreliable_sections: set[str] = set()
     while True:
         try:
-            return LoadedConfig(Config.model_validate(values), problems, frozenset(unsure))
+            return LoadedConfig(Config.model_validate(values), problems, frozenset(unreliable_sections))
         except ValidationError as error:
             details = error.errors()
         # What is wrong with a section in which something else stands may be wrong because of that.
-        told = [d for d in details if not unsure or (d["loc"] and d["loc"][0] not in unsure)]
+        told = [d for d in details if not unreliable_sections or (d["loc"] and d["loc"][0] not in unreliable_sections)]
         problems += [text for text in map(_explain, told) if text not in problems]
         if not any([_replace(values, detail["loc"]) for detail in details]):
-            return LoadedConfig(None, problems, frozenset(unsure))
-        unsure |= {str(d["loc"][0]) for d in details if d["loc"] and d["type"] != "extra_forbidden"}
+            return LoadedConfig(None, problems, frozenset(unreliable_sections))
+        unreliable_sections |= {str(d["loc"][0]) for d in details if d["loc"] and d["type"] != "extra_forbidden"}
 
 
-_STAND_IN: dict[str, dict[str, Any]] = {
+_PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "run": {"output_dir": ".", "num_steps": 1},
     "model": {"path": "."},
     "data": {"train": "task:chain_sum"},
@@ -115,7 +115,7 @@ def _replace(values: dict[str, Any], location: tuple[int | str, ...]) -> bool:
     path = [part for part in location if isinstance(part, str)]
     if not path:
         return False
-    needed = _STAND_IN.get(path[0], {})
+    needed = _PLACEHOLDERS.get(path[0], {})
     if len(path) == 1:
         before = values.pop(path[0], None)
         values |= {path[0]: dict(needed)} if needed else {}
@@ -139,10 +139,10 @@ def validate(values: dict[str, Any], origin: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise unusable(origin, [_explain(detail) for detail in error.errors()]) from error
+        raise invalid_config(origin, [_explain(detail) for detail in error.errors()]) from error
 
 
-def read_config_values(values: dict[str, Any]) -> list[str]:
+def config_problems(values: dict[str, Any]) -> list[str]:
     """What is wrong with nested dictionaries as a configuration, each problem once; they stay as they are."""
     return _read_values(copy.deepcopy(values), []).problems
 
@@ -242,10 +242,10 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     for part in location[:-1]:
         # A table of sections by name has a type of its own for what is in it.
         model = get_args(model)[1] if get_args(model) else model.known_fields()[part].annotation
-    if hint := elsewhere(".".join(map(str, location))):
+    if hint := exact_hint(".".join(map(str, location))):
         return hint
     known = list(model.known_fields())
     close = get_close_matches(str(location[-1]), known, 1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return near(".".join(map(str, location))) or f"; known keys: {', '.join(known)}"
+    return closest_hint(".".join(map(str, location))) or f"; known keys: {', '.join(known)}"

@@ -75,7 +75,7 @@ class Layout:
         return self.pp if self.vpp > 1 else 1
 
     @property
-    def lockstep(self) -> int:
+    def lockstep_ranks(self) -> int:
         """Data-parallel ranks, one after another, that meet in each layer of a micro-batch by expert parallelism.
 
         Where these groups and those of tensor and context parallelism do not nest, all ranks are taken to meet.
@@ -241,7 +241,7 @@ def _batch_problems(batch: BatchSizes, layout: Layout) -> list[str]:
     return problems
 
 
-def describe(layout: Layout, batch: BatchSizes) -> str:
+def format_layout(layout: Layout, batch: BatchSizes) -> str:
     """The batch arithmetic in words, printed before the run starts."""
     prompts = batch.prompts_per_step
     samples = batch.samples_per_prompt

@@ -14,17 +14,17 @@ from pydantic import Field, PlainValidator, SerializeAsAny, field_validator, mod
 from pydantic.fields import FieldInfo
 
 from megatron_dppo.config.loss_aliases import expand_alias
-from megatron_dppo.config.loss_files import (
+from megatron_dppo.config.loss_registry import (
     DEFAULT_LOSS,
-    class_for,
-    is_known,
+    drop_keys_of_other_losses,
+    is_loss_name,
+    loss_class_for,
     loss_classes,
-    unknown_loss,
+    unknown_loss_message,
     user_loss_class,
-    without_keys_of_other_losses,
 )
 from megatron_dppo.config.section import Section
-from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, load_user_mask, loaded
+from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, get_user_function, load_user_mask
 from megatron_dppo.errors import FunctionError
 
 Aggregation = Literal[
@@ -90,7 +90,7 @@ class LossConfig(Section):
 
     def __new__(cls, **values: Any) -> Self:
         """Make an object of the class that ``name`` chooses."""
-        return cast(Self, super().__new__(class_for(values) if cls is LossConfig else cls))
+        return cast(Self, super().__new__(loss_class_for(values) if cls is LossConfig else cls))
 
     def __reduce__(self) -> Any:
         return (partial(LossConfig, **{"name": self.name, **self.model_dump(exclude_unset=True)}), ())
@@ -117,7 +117,7 @@ class LossConfig(Section):
         """(floor, cap) of the weight; 0 and infinity where there is none."""
         return (0.0, float("inf"))
 
-    def idle_keys(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Return the keys that do nothing beside the values of the others -> what they would need."""
         idle = {}
         if self.mask is None:
@@ -166,7 +166,7 @@ class LossConfig(Section):
         if self.mask is not None:
             load_user_mask(self.mask, self.mask_options)
 
-    def reasons(self) -> dict[str, str]:
+    def input_reasons(self) -> dict[str, str]:
         """Return each field of LossInputs that the loss needs -> the setting because of which."""
         why = {"rollout_logprobs": "loss.name"}
         if self.user_mask is not None:
@@ -194,7 +194,7 @@ class LossConfig(Section):
     @property
     def user_mask(self) -> UserFunction | None:
         """The user's function in ``mask``."""
-        return None if self.mask is None else loaded(self.mask, "loss.mask")
+        return None if self.mask is None else get_user_function(self.mask, "loss.mask")
 
     @property
     def is_topk(self) -> bool:
@@ -232,11 +232,11 @@ class LossConfig(Section):
     @property
     def required_inputs(self) -> frozenset[str]:
         """Fields of LossInputs that this loss needs and that other losses may do without."""
-        return frozenset(self.reasons())
+        return frozenset(self.input_reasons())
 
-    def reason(self, name: str) -> str:
+    def input_reason(self, name: str) -> str:
         """Return the setting because of which the loss needs the input ``name``."""
-        return self.reasons()[name]
+        return self.input_reasons()[name]
 
     @classmethod
     def known_fields(cls) -> Mapping[str, FieldInfo]:
@@ -255,15 +255,15 @@ class LossConfig(Section):
         if not isinstance(values, dict):
             return values
         values = expand_alias(values)
-        if not is_known(values.get("name", DEFAULT_LOSS)):
+        if not is_loss_name(values.get("name", DEFAULT_LOSS)):
             return {"name": values["name"]}  # nothing can be said of the other keys
-        return without_keys_of_other_losses(cls, values)
+        return drop_keys_of_other_losses(cls, values)
 
     @field_validator("name", mode="before")
     @classmethod
     def _name_is_known(cls, name: Any) -> Any:
-        if isinstance(name, str) and not is_known(name):
-            raise ValueError(unknown_loss(name))
+        if isinstance(name, str) and not is_loss_name(name):
+            raise ValueError(unknown_loss_message(name))
         return name
 
     @model_validator(mode="after")
@@ -276,7 +276,7 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> Self:
-        changed, idle = self.changed(), self.idle_keys()
+        changed, idle = self.changed_keys(), self.unused_keys()
         for key in changed:
             if key in idle:
                 value = getattr(self, key)
@@ -292,7 +292,7 @@ def _validated(values: Any) -> Any:
         return values
     if not isinstance(values, dict):
         raise ValueError("expected a table of keys")
-    return class_for(values).model_validate(values)
+    return loss_class_for(values).model_validate(values)
 
 
 AnyLoss = Annotated[SerializeAsAny[LossConfig], PlainValidator(_validated)]

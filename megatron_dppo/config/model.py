@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     pass
 
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-TARGETS: tuple[Target, ...] = get_args(Target)
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
 
 _ALPHA_OF_RANK = 2.0
@@ -29,7 +29,7 @@ class LoraConfig(Section):
     """Of each adapter; 0 = none, all weights are trained."""
     alpha: float | None = Field(None, gt=0)
     """A weight becomes W + alpha / rank * B A; None = 2 * rank."""
-    target_modules: list[Target] = Field(default_factory=lambda: list(TARGETS), min_length=1)
+    target_modules: list[LoraTarget] = Field(default_factory=lambda: list(LORA_TARGETS), min_length=1)
     """Which linear layers, in PEFT's names: of attention, and of MLPs, experts (each expert has adapters of its own)
     and shared experts."""
 
@@ -40,7 +40,7 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _has_effect(self) -> LoraConfig:
-        changed = self.changed()
+        changed = self.changed_keys()
         if changed and not self.rank:
             raise ValueError(f"lora.{changed[0]} = {getattr(self, changed[0])!r} has no effect with rank = 0; set rank")
         twice = sorted({name for name in self.target_modules if self.target_modules.count(name) > 1})

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.reward_options import BUILT_IN, FILE_OPTIONS
+from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, FILE_OPTIONS
 from megatron_dppo.errors import ConfigError
 
 _PATHS = (
@@ -75,7 +75,7 @@ def _resolve_rewards(reward: Any, folder: Path) -> None:
             table["function"] = _beside(table["function"], folder)
     for table in [reward, *several] if isinstance(reward, dict) else []:
         options = table.get("options")
-        if table.get("function") in BUILT_IN and isinstance(options, dict):
+        if table.get("function") in BUILT_IN_REWARDS and isinstance(options, dict):
             options |= {key: _beside(options[key], folder) for key in FILE_OPTIONS if key in options}
 
 
@@ -125,13 +125,13 @@ def read_tables(file: Path, relative_to: Path | None = None, seen: tuple[Path, .
         return values
     if not isinstance(base, str):
         raise ConfigError(f"{file}: extends = {base!r}: expected the path of one TOML file, relative to this one")
-    return joined(read_tables(file.parent / base, None, (*seen, place)), values)
+    return merge_tables(read_tables(file.parent / base, None, (*seen, place)), values)
 
 
-def joined(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """``base`` with what ``over`` says: tables key by key, anything else replaced."""
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
-        result[key] = joined(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        result[key] = merge_tables(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return result

@@ -43,7 +43,7 @@ def removed_value_hint(path: str, value: Any) -> str | None:
     return None if instead is None else f"this value was removed. {instead}"
 
 
-def without_removed_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_removed_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration's tables without removed keys that have their former default.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dppo.config.reward_options import BUILT_IN, read_options
+from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, read_options
 from megatron_dppo.config.section import Section
 
 Signature = Literal["auto", "megatron_dppo", "slime", "verl", "trl"]
@@ -16,7 +16,7 @@ _OWN_PARTS = ("score", "format", "overlong")
 
 
 def _check_function(function: str, signature: Signature, options: dict[str, Any]) -> None:
-    if function not in BUILT_IN:
+    if function not in BUILT_IN_REWARDS:
         return
     if signature != "auto":
         raise ValueError(
@@ -86,7 +86,7 @@ class RewardConfig(Section):
     """Samples that an async function has under way at a time in one process."""
 
     @property
-    def evaluated(self) -> str:
+    def eval_score_name(self) -> str:
         """What the mean over held-out answers is: ``accuracy`` where each is right or wrong, else ``score``."""
         is_exact = self.function == "math" or (self.function == "reasoning_gym" and not self.partial_credit)
         return "accuracy" if is_exact else "score"

@@ -165,7 +165,7 @@ class CodeOptions(Section):
     """Code before a solution whose functions are called."""
 
 
-BUILT_IN: dict[str, type[Section]] = {
+BUILT_IN_REWARDS: dict[str, type[Section]] = {
     "math": NoOptions,
     "reasoning_gym": ReasoningGymOptions,
     "words": NoOptions,
@@ -185,7 +185,7 @@ def read_options(function: str, options: Mapping[str, Any]) -> Section:
     Raises:
         ValueError: unknown, missing or wrong ones, each named.
     """
-    model = BUILT_IN[function]
+    model = BUILT_IN_REWARDS[function]
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:

@@ -48,7 +48,7 @@ class AgentConfig(Section):
             raise ValueError("agent.command and agent.function are both set; choose one of them")
         if self.command is not None and not (self.command and self.command[0]):
             raise ValueError(f"agent.command = {self.command!r} names no program; e.g. ['python', 'my_agent.py']")
-        changed = self.changed()
+        changed = self.changed_keys()
         if changed and not self.is_set:
             raise ValueError(
                 f"agent.{changed[0]} = {getattr(self, changed[0])!r} has no effect without an agent; set "
@@ -79,7 +79,7 @@ class PerturbationConfig(Section):
         return self != type(self)()
 
 
-MOST_KEPT = 4096
+MAX_ALLOWED_TOKENS = 4096
 """Of SGLang's ``--sampling-mask-max-tokens``, at its default; vLLM has no limit of its own."""
 
 
@@ -138,7 +138,7 @@ class RolloutConfig(Section):
     (``docs/engines.md``); None = one turn."""
 
     @property
-    def filters(self) -> bool:
+    def has_filters(self) -> bool:
         """Whether some tokens may never be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
@@ -149,12 +149,12 @@ class RolloutConfig(Section):
                 "top_k = 1: every token is then the only one that can be sampled, so none has a gradient; use 0 (all), "
                 "or at least 2"
             )
-        if self.filters and self.engine != "local" and not 1 < self.top_k <= MOST_KEPT:
+        if self.has_filters and self.engine != "local" and not 1 < self.top_k <= MAX_ALLOWED_TOKENS:
             raise ValueError(
                 f"top_p = {self.top_p}, top_k = {self.top_k}, min_p = {self.min_p} with engine = {self.engine!r}: "
                 "training needs the ids that the filters left of each token, and servers report them only where top_k "
-                f"bounds their number. Set top_k from 2 to {MOST_KEPT} (the largest cuts next to nothing), or use "
-                "top_p = 1, top_k = 0 and min_p = 0"
+                f"bounds their number. Set top_k from 2 to {MAX_ALLOWED_TOKENS} (the largest cuts next to nothing), "
+                "or use top_p = 1, top_k = 0 and min_p = 0"
             )
         return self
 
@@ -212,14 +212,14 @@ class RolloutConfig(Section):
         return self
 
     @property
-    def coarseness(self) -> DType:
+    def rounding_dtype(self) -> DType:
         """The dtype whose rounding is like what the engine's probabilities differ by; that of quantised weights is
         bounded as bf16's."""
         return self.dtype if self.servers.model is None else "bf16"
 
     @model_validator(mode="after")
     def _sections_belong_to_the_engine(self) -> RolloutConfig:
-        changed = self.changed()
+        changed = self.changed_keys()
         for section, engines in _ENGINES_OF_SECTIONS.items():
             if self.engine not in engines and section in changed:
                 raise ValueError(

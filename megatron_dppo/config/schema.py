@@ -16,7 +16,7 @@ from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.loss import AnyLoss, LossConfig
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.removed import without_removed_defaults
+from megatron_dppo.config.removed import drop_removed_defaults
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, LogConfig, RunConfig
@@ -47,7 +47,7 @@ class Config(_Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed_defaults(cls, values: Any) -> Any:
-        return without_removed_defaults(values) if isinstance(values, dict) else values
+        return drop_removed_defaults(values) if isinstance(values, dict) else values
 
     @property
     def batch(self) -> BatchSizes:

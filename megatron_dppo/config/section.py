@@ -19,7 +19,7 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    def changed(self) -> list[str]:
+    def changed_keys(self) -> list[str]:
         """The keys whose values are not their defaults, in the order of the section."""
         fields = type(self).model_fields.items()
         return [name for name, f in fields if getattr(self, name) != f.get_default(call_default_factory=True)]

@@ -30,7 +30,7 @@ class LayerNoiseConfig(Section):
 
     @model_validator(mode="after")
     def _has_effect(self) -> LayerNoiseConfig:
-        changed = self.changed()
+        changed = self.changed_keys()
         if changed and not self.std:
             key = changed[0]
             raise ValueError(f"layer_noise.{key} = {getattr(self, key)!r} has no effect with std = 0; set std, as 1e-6")
@@ -63,7 +63,7 @@ ROUTER_REPLAY_ALIASES = {"R3": "rollout", "R2": "recorded", "disabled": "off"}
 """Their names in verl and the papers."""
 
 
-FROM_ENGINE = ("rollout", "compare")
+ENGINE_REPLAY_MODES = ("rollout", "compare")
 """the values for which the rollout engine reports its routing"""
 
 
@@ -117,7 +117,7 @@ class TrainConfig(_Section):
     @property
     def needs_engine_routing(self) -> bool:
         """Whether the rollout engine has to report which experts it chose."""
-        return self.router_replay in FROM_ENGINE
+        return self.router_replay in ENGINE_REPLAY_MODES
 
     @model_validator(mode="after")
     def _advantage_is_known(self) -> TrainConfig:

@@ -94,7 +94,7 @@ class UserFunction:
 _LOADED: dict[tuple[str, str], UserFunction] = {}
 
 
-def loaded(name: str, setting: str) -> UserFunction:
+def get_user_function(name: str, setting: str) -> UserFunction:
     """The function as ``load_user_function`` has loaded it; loaded now in a process that has not.
 
     Raises:
@@ -103,7 +103,7 @@ def loaded(name: str, setting: str) -> UserFunction:
     return _LOADED.get((name, setting)) or _load(name, setting, content_hash(name))
 
 
-def reload_changed(name: str, setting: str) -> UserFunction:
+def reload_if_changed(name: str, setting: str) -> UserFunction:
     """Return the loaded function, or load it again where its file has changed.
 
     Raises:
@@ -132,7 +132,7 @@ def load_user_function(
     Raises:
         FunctionError: it cannot be imported, cannot be called with these arguments, or declares needs of another type.
     """
-    found = reload_changed(name, setting)
+    found = reload_if_changed(name, setting)
     extra = dict.fromkeys(offer for offer in offers if has_parameter(found.function, offer))
     check_arguments(found.function, name, setting, takes, {**extra, **options})
     return found

@@ -132,14 +132,14 @@ class TopKDPPO(DPPOConfig):
         """A sampled token outside the Top-K replaces the K-th."""
         return self.topk_eviction
 
-    def idle_keys(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Add the tail without a predicted direction."""
-        idle = super().idle_keys()
+        idle = super().unused_keys()
         return idle if self.direction == "predictive" else idle | {"tail": "direction = 'predictive'"}
 
-    def reasons(self) -> dict[str, str]:
+    def input_reasons(self) -> dict[str, str]:
         """Add the inputs of the tail."""
-        why = super().reasons()
+        why = super().input_reasons()
         if self.direction == "predictive" and self.tail != "aggregated":
             why["topk_other_square" if self.tail == "proportional" else "vocab_size"] = "loss.tail"
         return why

@@ -63,9 +63,9 @@ class ScoreCentering(RatioCap, Loss):
         """(floor, cap) of the weight; 0 and infinity where there is none."""
         return super().ratio_limits if self.centering == "truncate" else (0.0, math.inf)
 
-    def idle_keys(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Replace what belongs to the other weights."""
-        idle = super().idle_keys()
+        idle = super().unused_keys()
         if self.centering == "mask":
             idle = {key: why for key, why in idle.items() if key not in ("mismatch_low", "mismatch_high")}
         if self.centering != "truncate":

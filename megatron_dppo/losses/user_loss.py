@@ -13,7 +13,7 @@ from pydantic import Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss import Form
-from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, load_user_function, loaded
+from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, get_user_function, load_user_function
 from megatron_dppo.losses.parts.loss import Loss
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class UserLoss(Loss):
     @property
     def user_loss(self) -> UserFunction:
         """The function in ``name``."""
-        return loaded(self.name, "loss.name")
+        return get_user_function(self.name, "loss.name")
 
     @property
     def needs(self) -> FunctionNeeds:

@@ -170,7 +170,7 @@ class Updater:
             len(lengths),
             self._train.micro_batch_tokens,
             attention_length=trainer.attention_length,
-            lockstep=trainer.layout.lockstep,
+            lockstep=trainer.layout.lockstep_ranks,
             multiple=trainer.layout.micro_batch_multiple,
         )
         owner = {i: rank for rank, mine in enumerate(rows) for row in mine for i in row}

@@ -45,16 +45,16 @@ def idle_share(values: Mapping[str, float]) -> float | None:
     return sum(values.get(key, 0.0) for key in _IDLE) / seconds if seconds else None
 
 
-def live_rows(values: Mapping[str, float], evaluated: str) -> list[tuple[str, str]]:
+def live_rows(values: Mapping[str, float], eval_score_name: str) -> list[tuple[str, str]]:
     """What the live view shows of the newest step, name and value.
 
     Args:
         values: of the step, and of the newest evaluation.
-        evaluated: ``accuracy`` where held-out answers are right or wrong, else ``score``.
+        eval_score_name: ``accuracy`` where held-out answers are right or wrong, else ``score``.
     """
     found: list[tuple[str, float | None, str]] = [
         ("reward", values.get("rollout/reward"), "{:.3f}"),
-        (f"held-out {evaluated}", values.get("eval/accuracy"), "{:.3f}"),
+        (f"held-out {eval_score_name}", values.get("eval/accuracy"), "{:.3f}"),
         ("groups without signal", values.get("rollout/groups_without_signal"), "{:.0%}"),
         ("tokens masked", values.get("train/mask_fraction"), "{:.2%}"),
         ("trainer idle", idle_share(values), "{:.0%}"),
@@ -68,12 +68,12 @@ class Console:
 
     Args:
         enabled: False on all ranks but one, or when the user wants no output.
-        evaluated: what the mean over held-out answers is called, ``accuracy`` or ``score``.
+        eval_score_name: what the mean over held-out answers is called, ``accuracy`` or ``score``.
     """
 
-    def __init__(self, enabled: bool, evaluated: str = "accuracy") -> None:
+    def __init__(self, enabled: bool, eval_score_name: str = "accuracy") -> None:
         self._enabled = enabled
-        self._evaluated = evaluated
+        self._eval_score_name = eval_score_name
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._values: dict[str, float] = {}
@@ -106,7 +106,7 @@ class Console:
     def _view(self) -> Group:
         assert self._progress is not None
         table = Table.grid(padding=(0, 2))
-        for name, value in live_rows(self._values, self._evaluated) if self._values else ():
+        for name, value in live_rows(self._values, self._eval_score_name) if self._values else ():
             table.add_row(name, value)
         return Group(table, self._progress)
 

@@ -106,11 +106,16 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def before_after_table(folder: Path, evaluated: str = "accuracy") -> str:
-    """First and last value of the main metrics; ``evaluated`` is what the mean over held-out answers is called."""
+def before_after_table(folder: Path, eval_score_name: str = "accuracy") -> str:
+    """Return a table of the first and last value of the main metrics.
+
+    Args:
+        folder: Output folder of the run.
+        eval_score_name: Name of the mean over held-out prompts, ``accuracy`` or ``score``.
+    """
     records = read_metrics(folder / "metrics.jsonl")
     rows = [
-        (f"held-out {evaluated} (greedy)", "eval/accuracy"),
+        (f"held-out {eval_score_name} (greedy)", "eval/accuracy"),
         ("training reward", "rollout/reward"),
         ("response length", "rollout/response_length"),
         ("entropy", "train/entropy"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dppo.config.reward_options import (
-    BUILT_IN,
+    BUILT_IN_REWARDS,
     CodeOptions,
     JudgeOptions,
     ReasoningGymOptions,
@@ -22,7 +22,7 @@ from megatron_dppo.rewards import task_rewards
 from megatron_dppo.rewards.signatures import WHOLE_ITEM, Form, RunFacts, is_async, recognise
 from megatron_dppo.rewards.task_rewards import words_reward
 
-_ALSO = "".join(f"{name!r}, " for name in BUILT_IN)
+_ALSO = "".join(f"{name!r}, " for name in BUILT_IN_REWARDS)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FunctionSpec:
     """A reward function by name, as it is sent to a worker process."""
 
     name: str
-    """One of ``BUILT_IN``, ``module:function`` or ``path/to/file.py:function``."""
+    """One of ``BUILT_IN_REWARDS``, ``module:function`` or ``path/to/file.py:function``."""
     signature: str = "auto"
     facts: RunFacts = field(default_factory=RunFacts)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def load(spec: FunctionSpec) -> RewardFunction:
         RewardError: the name has another form, the import fails, it is not callable, its signature is not known, or
             an option is unknown, missing or wrong.
     """
-    if spec.name in BUILT_IN:
+    if spec.name in BUILT_IN_REWARDS:
         try:
             options = read_options(spec.name, spec.options)
         except ValueError as error:

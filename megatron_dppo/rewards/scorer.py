@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.config.reward import RewardConfig, RewardFunctionConfig
-from megatron_dppo.config.reward_options import BUILT_IN, CodeOptions, needs_label, read_options
+from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, CodeOptions, needs_label, read_options
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.functions import FunctionSpec
@@ -186,7 +186,7 @@ def _pool(
             "there are none; name the column of the labels, or a reward function of your own"
         )
     timeout = one.timeout_seconds or reward.timeout_seconds
-    options = read_options(name, one.options) if name in BUILT_IN else None
+    options = read_options(name, one.options) if name in BUILT_IN_REWARDS else None
     if isinstance(options, CodeOptions) and options.total_seconds + 2 > timeout:
         raise RewardError(
             f"{table}: options.total_seconds = {options.total_seconds:g} must stay 2 s below timeout_seconds = "

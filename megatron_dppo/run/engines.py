@@ -62,7 +62,7 @@ def rollout_params(config: Config) -> SamplingParams:
         config.rollout,
         config.rollout.max_new_tokens,
         config.run.seed,
-        kept_sets=config.rollout.filters,
+        kept_sets=config.rollout.has_filters,
         topk_logprobs=config.topk_logprobs,
         routed_experts=routed_experts,
         router_weights=routed_experts and config.train.router_replay_weights,
@@ -257,7 +257,7 @@ def build_publisher(
         hf_config=inputs.hf_config,
         tokenizer=inputs.tokenizer,
         prompts=inputs.train_prompts,
-        dtype=coarser(config.rollout.coarseness, config.model.dtype),
+        dtype=coarser(config.rollout.rounding_dtype, config.model.dtype),
         micro_batch_tokens=config.train.micro_batch_tokens,
     )
     adapters = None

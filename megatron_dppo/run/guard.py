@@ -66,7 +66,7 @@ class FirstUpdateGuard:
             on_policy: whether the current weights sampled every token of the step. Tokens of older weights differ by
                 what was learned since, for which there is no limit.
         """
-        dtype = coarser(rollout.coarseness, model.dtype)
+        dtype = coarser(rollout.rounding_dtype, model.dtype)
         wanted = train.max_first_prob_diff
         dropped_limit = train.max_dropped_fraction
         usual = None if rollout.perturbation.is_active else _LIMITS[dtype]

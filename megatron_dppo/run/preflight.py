@@ -39,7 +39,7 @@ class Start:
     rank: int = 0
     dry_run: bool = False
     """also report what a run could do without, such as one of several servers"""
-    unsure: frozenset[str] = frozenset()
+    unreliable_sections: frozenset[str] = frozenset()
     """sections of the configuration that hold something else than the user meant"""
     model: ModelInputs | None = None
     """None = not read yet, or something is wrong with it"""
@@ -229,7 +229,7 @@ def find_problems(start: Start) -> list[UserError]:
     for check in CHECKS:
         if check.on_rank_0 and start.rank != 0:
             continue
-        if check.reads & start.unsure:
+        if check.reads & start.unreliable_sections:
             left_out.append(check.name)
             continue
         for error in problems.attempt(lambda c=check: list(c.find(start))) or ():  # type: ignore[misc]

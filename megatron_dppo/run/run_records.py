@@ -141,7 +141,7 @@ class Records:
         self._groups = groups
         self._started = started
         self._folder = Path(config.run.output_dir)
-        self._warnings = Alarms(rewarded=not config.distillation.is_on)
+        self._warnings = Alarms(rewarded=not config.distillation.is_enabled)
         self.console = console
         self.writer: MetricsWriter | None = None
         """None on all ranks but 0, and before ``open``."""
@@ -196,7 +196,7 @@ class Records:
                     print(f"warning  {text}", file=sys.stderr, flush=True)
         elif "eval/accuracy" in values:
             when = f"of step {step}" if step else "before training"
-            evaluated = self._config.reward.evaluated
+            evaluated = self._config.reward.eval_score_name
             self.console.show(values)
             self.console.say(f"held-out {evaluated} {when}: {values['eval/accuracy']:.3f}")
 
@@ -232,7 +232,7 @@ class Records:
                 sources = config.data.train if isinstance(config.data.train, str) else ", ".join(config.data.train)
                 write_curves(self.writer.path, folder / "curves.png", f"{config.loss.name} on {sources}")
         console.finish()
-        console.say("\n" + before_after_table(folder, config.reward.evaluated))
+        console.say("\n" + before_after_table(folder, config.reward.eval_score_name))
         after = read_answers(folder)
         if answers_before and after:
             console.say("\nheld-out problems\n" + sample_answers(answers_before, after))

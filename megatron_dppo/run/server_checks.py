@@ -69,7 +69,7 @@ def needs_of(config: Config, inputs: Inputs | None) -> Needs:
         adapter_rank=config.lora.rank if config.rollout.weight_sync.method == "adapter" else 0,
         quantized=config.rollout.servers.model is not None,
         colocated=config.rollout.servers.colocated,
-        kept_ids=config.rollout.top_k if config.rollout.filters else 0,
+        kept_ids=config.rollout.top_k if config.rollout.has_filters else 0,
     )
 
 

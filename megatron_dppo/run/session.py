@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.config.layout import describe
+from megatron_dppo.config.layout import format_layout
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.command import gpus_per_server, server_options
@@ -138,7 +138,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     from megatron_dppo.mcore import setup
 
     setup.start_process_group(platform, config.run.wait_minutes)
-    console = Console(enabled=start.rank == 0 and config.log.progress, evaluated=config.reward.evaluated)
+    console = Console(enabled=start.rank == 0 and config.log.progress, eval_score_name=config.reward.eval_score_name)
     watchdog = Watchdog(config.run)
     # Closed in the reverse order: what writes to the folder before the lock of the folder.
     parts = ExitStack()
@@ -154,7 +154,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         parts.callback(scorer.close)
         watchdog.start()
         point = find_resume_point(config, inputs)
-        console.say("\n".join([describe(inputs.layout, config.batch), inputs.data_summary, *start.notes]))
+        console.say("\n".join([format_layout(inputs.layout, config.batch), inputs.data_summary, *start.notes]))
         groups = build_groups(config, inputs, platform, world)
         trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.config.loss_files import loss_names
+from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.types import LossInputs, LossOutput
 from tests.gpu.checks import Result

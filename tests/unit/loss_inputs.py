@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.config.loss_files import loss_names
+from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.types import LossInputs, LossOutput
 
 NAMES: tuple[str, ...] = loss_names()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.config.loss_files import loss_names
+from megatron_dppo.config.loss_registry import loss_names
 from tests.gpu.checks import Result, run_check, table
 
 pytestmark = pytest.mark.slow

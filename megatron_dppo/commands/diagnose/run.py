@@ -92,7 +92,7 @@ def run_config(folder: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(
             f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model: no weights to ask"
         )
-    hides, filters = config.rollout.perturbation.unrecorded_top_p < 1, config.rollout.filters
+    hides, filters = config.rollout.perturbation.unrecorded_top_p < 1, config.rollout.has_filters
     if hides and filters:
         raise ConfigError(
             "rollout.perturbation.unrecorded_top_p below 1 together with top_p, top_k or min_p: what each of the two "

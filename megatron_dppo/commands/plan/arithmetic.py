@@ -263,7 +263,7 @@ def kept_ids(config: Config, vocab_size: int) -> int:
         8
     """
     rollout = config.rollout
-    if not rollout.filters:
+    if not rollout.has_filters:
         return 0
     bounds = [vocab_size, *([rollout.top_k] if rollout.top_k else [])]
     return min(bounds if rollout.top_p == 1 and rollout.min_p == 0 else [*bounds, KEPT_IDS])

@@ -12,7 +12,7 @@ from megatron_dppo.commands.plan.measured import STATIC, TEACHER
 from megatron_dppo.commands.plan.plan import TIGHT, Plan, RankPlan, once_an_update
 from megatron_dppo.commands.plan.rehearse import HOT
 from megatron_dppo.commands.plan.search import Candidate
-from megatron_dppo.config.layout import describe
+from megatron_dppo.config.layout import format_layout
 from megatron_dppo.report.steps.files import step_bytes
 
 _GIB = 2**30
@@ -23,7 +23,15 @@ _PARTS = ("head", "row", "replay")
 def as_text(plan: Plan) -> str:
     """The whole plan."""
     note = [] if plan.model.note is None else [plan.model.note]
-    parts = [*note, describe(plan.layout, plan.config.batch), _batch(plan), "", _memory(plan), "", _collectives(plan)]
+    parts = [
+        *note,
+        format_layout(plan.layout, plan.config.batch),
+        _batch(plan),
+        "",
+        _memory(plan),
+        "",
+        _collectives(plan),
+    ]
     parts += ["", _time(plan), "", _rollouts(plan), _columns(plan), *_colocated(plan), *_teacher(plan)]
     parts += [_transfers(plan)]
     parts += ["", _verdict(plan)]

@@ -14,7 +14,7 @@ import tomli_w
 from megatron_dppo.commands.port import prime_rl, slime, verl
 from megatron_dppo.commands.port.draft import Draft, PortedSetting, Rule, apply
 from megatron_dppo.commands.port.shell import Word, launch_of
-from megatron_dppo.config.io import read_config_values
+from megatron_dppo.config.io import config_problems
 from megatron_dppo.errors import ConfigError
 
 _KNOWN = ("HOME", "PWD", "USER")
@@ -72,7 +72,7 @@ def port(path: Path) -> Ported:
         draft.default(ours, value, stack.name)
     if "output_dir" not in draft.values.setdefault("run", {}):
         draft.put("run.output_dir", f"runs/{path.stem}", note="named after the file")
-    found = read_config_values(draft.values)
+    found = config_problems(draft.values)
     return Ported(stack.name, tomli_w.dumps(_ordered(draft.values)), draft.rows, found, draft.num_processes)
 
 

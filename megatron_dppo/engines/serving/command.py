@@ -181,7 +181,7 @@ def server_options(
             "worker-extension-cls": "megatron_dppo_vllm.WorkerExtension",
             "weight-transfer-config": {"backend": "megatron_dppo"},
         }
-        if rollout.filters:
+        if rollout.has_filters:
             options["return-sampling-mask"] = True
         if topk_logprobs:
             # 20 is vLLM's own limit, and it counts the sampled token as one of them.

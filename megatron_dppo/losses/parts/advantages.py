@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from megatron_dppo.config.user_functions import UserFunction, loaded
+from megatron_dppo.config.user_functions import UserFunction, get_user_function
 from megatron_dppo.errors import FunctionError, UserError
 from megatron_dppo.functions import has_parameter, is_function_name
 from megatron_dppo.types import RolloutGroup
@@ -98,7 +98,7 @@ def advantages_by(
         return torch.where(valid, rewards, 0.0)
     if not is_function_name(name):
         return group_relative_advantages(rewards, cast(Literal["mean", "std", "leave_one_out"], name), valid)
-    function, given = loaded(name, "train.advantage"), dict(options or {})
+    function, given = get_user_function(name, "train.advantage"), dict(options or {})
     found = _own(function, rewards, valid, given, groups)
     if name not in _CHECKED and len(rewards) > 1:
         for place in range(len(rewards)):

@@ -139,7 +139,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
     """
     for name in sorted(config.required_inputs, key=lambda n: n != "rollout_logprobs"):
         if getattr(inputs, name) is None and not (name == "topk_logprobs" and inputs.topk_sums is not None):
-            what = f"needs {name} because of {config.reason(name)}"
+            what = f"needs {name} because of {config.input_reason(name)}"
             if name == "rollout_logprobs":
                 what = "is anchored on the rollout policy's own log-probabilities"
             raise ValueError(f"the loss {config.name!r} {what}, but {name} is None; {_ADVICE[name]}")

@@ -12,7 +12,7 @@ import tomli_w
 from megatron_dppo.config.describe import explain
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.config.loss_files import loss_names
+from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.inputs import with_num_steps
@@ -327,8 +327,8 @@ def test_a_filtered_rollout_is_refused_where_the_engine_cannot_tell_what_it_kept
     for values in ({"engine": "local"}, {"top_k": 4096, "engine": "sglang"}, {"top_k": 4096, "engine": "vllm"}):
         config = minimal()
         config["rollout"] |= {"top_p": 0.9, **values}
-        assert Config.model_validate(config).rollout.filters
-    assert not Config.model_validate(minimal()).rollout.filters
+        assert Config.model_validate(config).rollout.has_filters
+    assert not Config.model_validate(minimal()).rollout.has_filters
 
 
 def test_evaluation_of_a_vllm_that_tells_kept_ids_is_greedy_or_has_a_top_k() -> None:
@@ -336,7 +336,7 @@ def test_evaluation_of_a_vllm_that_tells_kept_ids_is_greedy_or_has_a_top_k() -> 
     config["rollout"] |= {"engine": "vllm", "top_k": 50}
     config["data"]["eval"] = "held_out.jsonl"
     for values in ({}, {"temperature": 0.7, "top_k": 20}):
-        assert Config.model_validate({**config, "eval": values}).rollout.filters
+        assert Config.model_validate({**config, "eval": values}).rollout.has_filters
     with pytest.raises(ConfigError, match=r"eval.top_k = 0 with eval.temperature = 0.7.*Set eval.top_k"):
         validate({**config, "eval": {"temperature": 0.7, "top_p": 0.95}}, "test")
 

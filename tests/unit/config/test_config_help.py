@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.commands.main import main
-from megatron_dppo.config.describe import explain, keys, near, resolved_defaults, sections
+from megatron_dppo.config.describe import closest_hint, explain, keys, resolved_defaults, sections
+from megatron_dppo.config.foreign_keys import FOREIGN_KEY_NAMES
 from megatron_dppo.config.io import dump_toml, load_config, read_config
-from megatron_dppo.config.known_as import KNOWN_AS
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES
 from megatron_dppo.errors import ConfigError
@@ -58,8 +58,8 @@ def test_every_key_section_loss_and_foreign_name_is_explained() -> None:
         assert not name or explain(f"[{name}]").startswith(f"[{name}]")
     for alias in LOSS_ALIASES:
         assert LOSS_ALIASES[alias]["name"] in explain(alias)
-    assert set(KNOWN_AS.values()) <= set(keys())
-    assert not set(KNOWN_AS) & {path.rpartition(".")[2] for path in keys()} - {"max_steps"}
+    assert set(FOREIGN_KEY_NAMES.values()) <= set(keys())
+    assert not set(FOREIGN_KEY_NAMES) & {path.rpartition(".")[2] for path in keys()} - {"max_steps"}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_an_unknown_key_brings_the_right_one(wrong: str, right: str) -> None:
     flag = f"--{wrong}" if section else f"--{key}.x"
     (problem,) = read_config(CHAIN_SUM, [flag, "1"]).problems
     assert f"did you mean {right!r}?" in problem
-    assert near("completely_else") == ""
+    assert closest_hint("completely_else") == ""
 
 
 def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.config.layout import Layout, ModelShape, describe, resolve_layout
+from megatron_dppo.config.layout import Layout, ModelShape, format_layout, resolve_layout
 from megatron_dppo.errors import ConfigError
 from tests.unit.configs import config
 
@@ -187,7 +187,7 @@ def test_all_problems_of_a_layout_are_listed_together() -> None:
 
 def test_the_description_gives_the_batch_arithmetic() -> None:
     made = config(train={"mini_batches": 4, "epochs": 2}, parallel={"tensor_model_parallel_size": 2})
-    assert describe(resolve_layout(made.parallel, made.batch, 8, MOE), made.batch).splitlines() == [
+    assert format_layout(resolve_layout(made.parallel, made.batch, 8, MOE), made.batch).splitlines() == [
         "layout   8 processes = tp2 pp1 cp1 dp4 ep1 etp2",
         "rollout  16 prompts x 8 samples = 128 samples a step, 32 on each of 4 data parallel ranks",
         "updates  2 epoch(s) x 4 mini-batches of 32 samples = 8 a step, 80 in 10 steps",

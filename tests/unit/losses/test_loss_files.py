@@ -17,7 +17,7 @@ import torch
 import megatron_dppo as md
 from megatron_dppo.config.io import dump_toml, validate
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.config.loss_files import loss_classes, loss_names
+from megatron_dppo.config.loss_registry import loss_classes, loss_names
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.losses.dppo import dppo_reference
@@ -71,7 +71,7 @@ def test_a_loss_works_with_what_it_declares_and_no_more(name: str) -> None:
 def test_configurations_are_read_without_torch() -> None:
     program = (
         "import sys\nfrom megatron_dppo.config.loss import LossConfig\n"
-        "from megatron_dppo.config.loss_files import loss_names\n"
+        "from megatron_dppo.config.loss_registry import loss_names\n"
         "for name in loss_names():\n    LossConfig(name=name).required_inputs\n"
         "assert 'torch' not in sys.modules"
     )

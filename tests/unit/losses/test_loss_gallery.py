@@ -13,7 +13,7 @@ import pytest
 from megatron_dppo.commands.experiments.catalogue import LOSSES
 from megatron_dppo.commands.experiments.named import OF_FIGURES
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.config.loss_files import loss_names
+from megatron_dppo.config.loss_registry import loss_names
 
 ROOT = Path(__file__).parents[3]
 GALLERY = ROOT / "docs/losses"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megatron_dppo.config.model import TARGETS, LoraConfig
+from megatron_dppo.config.model import LORA_TARGETS, LoraConfig
 from megatron_dppo.run.changes import class_of
 from tests.distributed.parity import Case, config_for
 
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_refused(sections: dict[str, Any], message: str) ->
 
 def test_scale_and_defaults() -> None:
     assert LoraConfig(rank=32).scale == 2.0 and LoraConfig(rank=8, alpha=4.0).scale == 0.5
-    assert tuple(LoraConfig(rank=8).target_modules) == TARGETS and LoraConfig().rank == 0
+    assert tuple(LoraConfig(rank=8).target_modules) == LORA_TARGETS and LoraConfig().rank == 0
 
 
 def test_a_run_goes_on_with_its_own_adapters() -> None:

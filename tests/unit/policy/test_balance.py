@@ -194,7 +194,7 @@ def test_which_ranks_meet_follows_from_the_layout() -> None:
     )
 
     def lockstep(world: int, **sizes: Any) -> int:
-        return resolve_parallel(ParallelConfig(**sizes), world, shape).lockstep
+        return resolve_parallel(ParallelConfig(**sizes), world, shape).lockstep_ranks
 
     assert lockstep(16) == 1
     assert lockstep(16, tensor_model_parallel_size=2, expert_model_parallel_size=8) == 4
@@ -207,7 +207,7 @@ def test_which_ranks_meet_follows_from_the_layout() -> None:
 def test_every_rank_packs_the_rows_that_were_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, ranks, budget = random.Random(5), 3, 40
     held = [[to_training_sample([1], [1] * rng.randint(1, 30), None, 0.0) for _ in range(5)] for _ in range(ranks)]
-    layout = SimpleNamespace(lockstep=3, micro_batch_multiple=1)
+    layout = SimpleNamespace(lockstep_ranks=3, micro_batch_multiple=1)
     shape = RowShape(sequence_multiple=4)
     trainer: Any = SimpleNamespace(layout=layout, row_shape=shape, attention_length=50.0)
     updater = Updater(trainer, TrainConfig(micro_batch_tokens=budget), LossConfig())

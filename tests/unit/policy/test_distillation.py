@@ -76,9 +76,9 @@ def test_what_does_nothing_or_does_not_fit_is_refused(sections: dict[str, Any], 
 
 
 def test_what_fits() -> None:
-    assert not config().distillation.is_on
+    assert not config().distillation.is_enabled
     pure = config(distillation=TEACHER | {"task_reward": False}, rollout={"top_p": 0.9}, reward={"function": "none"})
-    assert pure.distillation.is_on and not pure.distillation.is_exact
+    assert pure.distillation.is_enabled and not pure.distillation.is_exact
     exact = config(distillation=TEACHER | {"divergence": "forward_kl"}, model={"path": "m", "random_init": True})
     assert exact.distillation.is_exact
     recorded = TEACHER | {"divergence": "reverse_kl", "weight": None}  # as runs of earlier versions have it

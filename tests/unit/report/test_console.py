@@ -44,7 +44,7 @@ def test_the_live_view_shows_the_newest_step_and_the_newest_evaluation(monkeypat
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    console = Console(True, evaluated="score")
+    console = Console(True, eval_score_name="score")
     console.start("training", 20, 4)
     console.step(5, 20, VALUES | {"eval/accuracy": 0.75})
     console.step(6, 20, VALUES | {"rollout/reward": 0.5})
@@ -81,7 +81,7 @@ def test_what_was_not_measured_is_a_dash() -> None:
     ],
 )
 def test_a_mean_of_right_and_wrong_alone_is_called_accuracy(reward: dict[str, Any], name: str) -> None:
-    assert RewardConfig(**reward).evaluated == name
+    assert RewardConfig(**reward).eval_score_name == name
 
 
 def test_silent_groups_and_a_still_reward_are_told_once() -> None:

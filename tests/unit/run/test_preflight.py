@@ -114,7 +114,7 @@ def test_a_missing_section_leaves_the_others_to_be_looked_at(tmp_path: Path) -> 
         "optimizer is missing; it has no default",
     ]
     assert found.config is not None and found.config.loss.name == "grpo" and found.config.run.num_steps == 2
-    assert found.unsure == {"run", "data", "rollout", "optimizer"}
+    assert found.unreliable_sections == {"run", "data", "rollout", "optimizer"}
 
 
 def test_the_layout_of_a_larger_run_is_checked_on_one_process(dry: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-KNOWN_AS: Mapping[str, str] = {
+FOREIGN_KEY_NAMES: Mapping[str, str] = {
     "learning_rate": "optimizer.lr",
     "warmup_steps": "optimizer.lr_warmup_steps",
     "lr_warmup_iters": "optimizer.lr_warmup_steps",

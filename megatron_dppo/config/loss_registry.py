@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES
-from megatron_dppo.config.user_functions import reload_changed
+from megatron_dppo.config.user_functions import reload_if_changed
 from megatron_dppo.errors import FunctionError
 from megatron_dppo.functions import is_function_name
 
@@ -38,7 +38,7 @@ def loss_names() -> tuple[str, ...]:
     return tuple(loss_classes())
 
 
-def losses_with(key: str) -> list[str]:
+def losses_with_key(key: str) -> list[str]:
     """Return the names of the losses that have a key of their own."""
     return [name for name, kind in loss_classes().items() if key in kind.model_fields]
 
@@ -50,12 +50,12 @@ def user_loss_class() -> type[LossConfig]:
     return kind
 
 
-def is_known(name: Any) -> bool:
+def is_loss_name(name: Any) -> bool:
     """Whether a loss may be called so: a built-in one, or one of the user's."""
     return isinstance(name, str) and (name in loss_classes() or is_function_name(name))
 
 
-def unknown_loss(name: str) -> str:
+def unknown_loss_message(name: str) -> str:
     """Return the message about a name that no loss has."""
     close = get_close_matches(name, [*loss_names(), *LOSS_ALIASES], 1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
@@ -65,22 +65,22 @@ def unknown_loss(name: str) -> str:
     )
 
 
-def class_for(values: Mapping[str, Any]) -> type[LossConfig]:
+def loss_class_for(values: Mapping[str, Any]) -> type[LossConfig]:
     """Return the class of the loss that ``name`` says; of an unknown one the default's, which then refuses it."""
     name = values.get("name", DEFAULT_LOSS)
     name = LOSS_ALIASES[name]["name"] if isinstance(name, str) and name in LOSS_ALIASES else name
-    if not is_known(name):
+    if not is_loss_name(name):
         return loss_classes()[DEFAULT_LOSS]
     if not is_function_name(name):
         return loss_classes()[name]
     try:
-        value: Any = reload_changed(name, "loss.name").function
+        value: Any = reload_if_changed(name, "loss.name").function
     except FunctionError:
         return user_loss_class()  # which says so
     return value if isinstance(value, type) and hasattr(value, "required_inputs") else user_loss_class()
 
 
-def without_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys without those of other losses that have their default.
 
     Configurations of when all keys were in one table, resolved ones above all, have every key of every loss.
@@ -92,7 +92,7 @@ def without_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, An
 
 
 def _is_left_out(kind: type[LossConfig], key: str, value: Any, values: Mapping[str, Any]) -> bool:
-    owners = losses_with(key)
+    owners = losses_with_key(key)
     if key in user_loss_class().model_fields and not owners:
         owners = ["a function of your own in name"]
     if key in kind.model_fields or not owners:
