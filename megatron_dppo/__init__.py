@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from megatron_dppo.losses.dppo import dppo_loss
     from megatron_dppo.losses.parts.advantages import group_relative_advantages
     from megatron_dppo.losses.parts.policy_loss import policy_loss
-    from megatron_dppo.types import KeptSets, LossInputs, LossOutput, TokenTargets
+    from megatron_dppo.types import LossInputs, LossOutput, SamplingMask, TokenTargets
 
 __version__ = "0.1.0"
 __all__ = [
-    "KeptSets",
     "LossConfig",
     "LossInputs",
     "LossOutput",
+    "SamplingMask",
     "TokenTargets",
     "__version__",
     "dppo_head_loss",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "KeptSets": "types",
+    "SamplingMask": "types",
     "LossConfig": "config.loss",
     "LossInputs": "types",
     "LossOutput": "types",
@@ -52,7 +52,12 @@ _MODULES = {
 }
 
 
+_RENAMED = {"KeptSets": "SamplingMask"}
+"""Names of earlier versions that still work."""
+
+
 def __getattr__(name: str) -> Any:
+    name = _RENAMED.get(name, name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

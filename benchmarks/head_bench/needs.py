@@ -1,7 +1,7 @@
 """What the head's further needs cost ours B: each against DPPO-TopK-TV as the trainer runs it, on the same task.
 
 A need is what one loss or setting asks of the head beyond log pi at the Top-K ids: the sum of pi^2 and four more sums
-of the slots (predicted direction), a gradient at every id (score centering), a softmax over kept sets (filters), a
+of the slots (predicted direction), a gradient at every id (score centering), a softmax over sampling masks (filters), a
 teacher of the same width (distillation over the whole vocabulary).
 """
 
@@ -22,7 +22,7 @@ from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.teacher import Lesson
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.types import Divergence, KeptSets
+from megatron_dppo.types import Divergence, SamplingMask
 
 BASE = "dppo_topk_tv"
 _TOPK: Mapping[str, Any] = {"name": "dppo_topk_tv"}
@@ -31,12 +31,12 @@ NEEDS: Mapping[str, tuple[Mapping[str, Any], bool, str | None]] = {
     "predictive TV": ({**_TOPK, "direction": "predictive"}, False, None),
     "predictive KL": ({"name": "dppo_topk_kl", "direction": "predictive"}, False, None),
     "score centering": ({"name": "score_centering"}, False, None),
-    "kept sets": (_TOPK, True, None),
+    "sampling masks": (_TOPK, True, None),
     "teacher, reverse KL": (_TOPK, False, "reverse_kl"),
     "teacher, forward KL": (_TOPK, False, "forward_kl"),
 }
-"""Name -> keys of ``[loss]``, whether the rollouts were filtered (the kept set: the Top-K and the sampled token), and
-the divergence from a teacher"""
+"""Name -> keys of ``[loss]``, whether the rollouts were filtered (the sampling mask: the Top-K and the sampled token),
+and the divergence from a teacher"""
 
 
 def runs(size: Size) -> dict[str, Callable[[], None]]:
@@ -52,7 +52,7 @@ def _runner(task: Task, keys: Mapping[str, Any], filtered: bool, divergence: str
         assert targets.rollout_topk_ids is not None
         rows, width = targets.rollout_topk_ids.shape
         counts = torch.full((rows,), width, dtype=torch.int32)
-        targets = replace(targets, kept=KeptSets(targets.rollout_topk_ids.flatten(), counts))
+        targets = replace(targets, sampling_mask=SamplingMask(targets.rollout_topk_ids.flatten(), counts))
 
     lesson, plan = None, task.plan
     if divergence is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import Completion, KeptSets, MicroBatch, Prompt, RolloutGroup, TrainingSample
+from megatron_dppo.types import Completion, MicroBatch, Prompt, RolloutGroup, SamplingMask, TrainingSample
 from megatron_dppo.types.token_columns import TOKEN_COLUMNS, TokenColumn, TokenRows, carried_columns
 
 
@@ -22,7 +22,7 @@ def to_training_sample(
     topk: tuple[Tensor, Tensor] | None = None,
     routed_experts: Tensor | None = None,
     sampled: Sequence[bool] | Tensor | None = None,
-    kept: KeptSets | None = None,
+    sampling_mask: SamplingMask | None = None,
     columns: Mapping[str, TokenRows] | None = None,
 ) -> TrainingSample:
     """Align a prompt and its response to the labels.
@@ -38,7 +38,7 @@ def to_training_sample(
         topk: the rollout's Top-K ids and log-probabilities, ``[R, K+1]`` each (see ``Completion``).
         routed_experts: ``[P + R - 1, L, k]``, one row for each token of the sequence but the last.
         sampled: [R] False on tokens that were given to the policy, such as a tool's; None = it sampled all of them.
-        kept: of R tokens, the ids that the rollout's filters left; None = no filter.
+        sampling_mask: of R tokens, the ids that the rollout's filters left; None = no filter.
         columns: columns that a sample takes as they are (``TokenColumn.is_carried``), by name; the ones above may be
             given here too.
 
@@ -63,7 +63,11 @@ def to_training_sample(
     carried: dict[str, Any] = dict(columns or {})
     if topk is not None:
         carried["rollout_topk_ids"], carried["rollout_topk_logprobs"] = topk
-    carried |= {name: rows for name, rows in (("kept", kept), ("routed_experts", routed_experts)) if rows is not None}
+    carried |= {
+        name: rows
+        for name, rows in (("sampling_mask", sampling_mask), ("routed_experts", routed_experts))
+        if rows is not None
+    }
     _check_columns(carried, len(prompt_ids), len(response_ids))
     return TrainingSample(
         tokens=sequence[:-1],

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.head.vocab_topk import set_rows
-from megatron_dppo.types import KeptSets, TokenTargets, check_kept
+from megatron_dppo.types import SamplingMask, TokenTargets, check_sampling_mask
 
 
 def check_ids(
@@ -95,26 +95,26 @@ def _assert_distinct(ids: Tensor, valid: Tensor, used: Tensor | None) -> None:
         raise ValueError(f"id {int(in_order[row, place])} stands twice in {_where(row, 0, used, 'label')}")
 
 
-def check_sets(kept: KeptSets | None, labels: Tensor, vocab_size: int) -> None:
-    """Kept sets of ids of the vocabulary, each with the label of its row; ``labels [n]`` are of the same rows.
+def check_sets(sampling_mask: SamplingMask | None, labels: Tensor, vocab_size: int) -> None:
+    """Sampling masks of ids of the vocabulary, each with the label of its row; ``labels [n]`` are of the same rows.
 
     Raises:
         ValueError: they are not. On CUDA a device-side assertion where it is about an id, as in ``rows.check_ids``.
     """
-    if kept is None:
+    if sampling_mask is None:
         return
-    check_kept(kept, len(labels))
-    rows, has_set = set_rows(kept.ids, kept.counts)
-    outside = (kept.ids < 0) | (kept.ids >= vocab_size)
-    is_label = (kept.ids == labels[rows]).int()
+    check_sampling_mask(sampling_mask, len(labels))
+    rows, has_set = set_rows(sampling_mask.ids, sampling_mask.counts)
+    outside = (sampling_mask.ids < 0) | (sampling_mask.ids >= vocab_size)
+    is_label = (sampling_mask.ids == labels[rows]).int()
     lacks_label = has_set & (
         torch.zeros_like(has_set, dtype=torch.int32).scatter_reduce_(0, rows, is_label, "amax") == 0
     )
-    if kept.ids.is_cuda:
-        torch._assert_async(~outside.any(), f"a kept id is outside the vocabulary [0, {vocab_size})")
-        torch._assert_async(~lacks_label.any(), "a label is outside its kept set")
+    if sampling_mask.ids.is_cuda:
+        torch._assert_async(~outside.any(), f"an allowed id is outside the vocabulary [0, {vocab_size})")
+        torch._assert_async(~lacks_label.any(), "a label is outside its sampling mask")
     elif bool(outside.any()):
-        raise ValueError(f"kept id {int(kept.ids[outside][0])} is outside the vocabulary [0, {vocab_size})")
+        raise ValueError(f"allowed id {int(sampling_mask.ids[outside][0])} is outside the vocabulary [0, {vocab_size})")
     elif bool(lacks_label.any()):
         row = int(lacks_label.nonzero()[0])
-        raise ValueError(f"label {int(labels[row])} of the {row}-th row with loss is outside its kept set")
+        raise ValueError(f"label {int(labels[row])} of the {row}-th row with loss is outside its sampling mask")

@@ -29,12 +29,12 @@ class RowColumns(NamedTuple):
         """Of all rows of the plan.
 
         Raises:
-            ValueError: the targets know whole sequences, a label is not in its Top-K set, or a kept set is not one.
+            ValueError: the targets know whole sequences, a label is not in its Top-K set, or a sampling mask is wrong.
         """
         _check_no_sequences(targets)
         check_slots(targets, None if plan is None else plan.rows)
         targets = targets if plan is None else targets.select(plan.rows, plan.on_host)
-        check_sets(targets.kept, targets.labels, vocab_size)
+        check_sets(targets.sampling_mask, targets.labels, vocab_size)
         ids, valid = looked_up_ids(targets)
         return cls(targets, head.local(targets.labels), ids, valid, None if ids is None else head.local(ids, valid))
 

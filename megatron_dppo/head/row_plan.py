@@ -32,7 +32,7 @@ class RowPlan:
     num_gradient: int
     """how many of them have a gradient; the rest are skipped in backward"""
     on_host: Tensor | None = None
-    """the rows on the CPU, which kept sets are picked by; None = they are waited for"""
+    """the rows on the CPU, which sampling masks are picked by; None = they are waited for"""
 
     @classmethod
     def of(cls, loss_mask: Tensor, advantages: Tensor | None, device: torch.device | str | None = None) -> RowPlan:

@@ -28,7 +28,7 @@ from megatron_dppo.head.row_kernels import (
     row_statistics_torch,
 )
 from megatron_dppo.head.vocab_topk import keep_only_
-from megatron_dppo.types import KeptSets
+from megatron_dppo.types import SamplingMask
 
 
 class SlotGradient(NamedTuple):
@@ -146,10 +146,14 @@ class VocabShard:
         """Memory for the logits of ``rows`` rows."""
         return torch.empty(rows, len(self.weight), dtype=self.dtype, device=self.weight.device)
 
-    def logits(self, hidden: Tensor, out: Tensor, kept: KeptSets | None = None) -> Tensor:
-        """``[n, W]`` logits before the temperature, in the first n rows of ``out``; -inf outside the ``kept`` sets."""
+    def logits(self, hidden: Tensor, out: Tensor, sampling_mask: SamplingMask | None = None) -> Tensor:
+        """``[n, W]`` logits before the temperature, in the first n rows of ``out``; -inf outside the mask."""
         logits = logits_into(hidden, self.weight, self.bias, out[: len(hidden)])
-        return logits if kept is None else keep_only_(logits, kept.ids, kept.counts, self.first, self.own)
+        return (
+            logits
+            if sampling_mask is None
+            else keep_only_(logits, sampling_mask.ids, sampling_mask.counts, self.first, self.own)
+        )
 
     def statistics(
         self, logits: Tensor, labels: Tensor, ids: Tensor | None, *, squares: bool = False, overwrite: bool = False

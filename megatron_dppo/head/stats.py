@@ -24,7 +24,7 @@ from megatron_dppo.head.gradient import HeadGradient, checked_main_grad, mark_ad
 from megatron_dppo.head.row_plan import RowChunk, RowPlan, Rows, chunk_size
 from megatron_dppo.head.rows import RowTotals, SlotGradient, VocabShard, gather_shards, merge
 from megatron_dppo.head.vocab_topk import shard_topk
-from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, TokenTargets
+from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, SamplingMask, TokenTargets
 
 _SHARED_COLUMNS = sorted({f.name for f in fields(LossInputs)} & {f.name for f in fields(TokenTargets)})
 """Columns that a loss gets as the row has them."""
@@ -83,7 +83,7 @@ def vocab_parallel_head_stats(
     bias: Tensor | None = None,
     ids: Tensor | None = None,
     ids_valid: Tensor | None = None,
-    kept: KeptSets | None = None,
+    sampling_mask: SamplingMask | None = None,
     topk: int = 0,
     needs: LossNeeds = NO_NEEDS,
     plan: RowPlan | None = None,
@@ -103,7 +103,7 @@ def vocab_parallel_head_stats(
         bias: ``[V_local]`` or None.
         ids: ``[T, K]`` int64 global ids; the valid ones of a row are distinct, and the label may be one of them.
         ids_valid: ``[T, K]`` bool, False = an unused slot; whatever stands there is ignored. Goes with ``ids``.
-        kept: of T rows: the softmax of each is over its set alone, which the label is in; None = over the vocabulary.
+        sampling_mask: of T rows: the softmax of each is over its set alone, which the label is in; None = no filter.
         topk: k, how many of the most probable ids to find, from 0 to V; ties go to the lower id.
         needs: which of the statistics a loss needs, and which with a gradient.
         plan: the rows that matter; None = all. The gradient of rows that it says have none is not computed.
@@ -118,18 +118,18 @@ def vocab_parallel_head_stats(
         ValueError: before any collective: shapes, dtypes or devices do not fit, the shards cannot hold the vocabulary,
             the temperature is not positive, a label or a valid id is outside the vocabulary (on CUDA a device-side
             assertion, as for the next), a valid id stands twice in its row, there are more ids than the vocabulary
-            has, a label is outside its kept set, or ``main_grad`` does not fit.
+            has, a label is outside its sampling mask, or ``main_grad`` does not fit.
     """
     head = VocabShard.of(hidden, weight, bias, group, vocab_size, temperature)
     rows = Rows.of(hidden, plan)
     check_ids(len(hidden), labels, ids, ids_valid, vocab_size, None if plan is None else plan.rows)
     if not 0 <= topk <= vocab_size:
         raise ValueError(f"topk must be from 0 to vocab_size = {vocab_size}, got {topk}")
-    if kept is not None and plan is not None:
-        kept = kept[plan.rows if plan.on_host is None else plan.on_host]
-    check_sets(kept, rows.take(labels), vocab_size)
+    if sampling_mask is not None and plan is not None:
+        sampling_mask = sampling_mask[plan.rows if plan.on_host is None else plan.on_host]
+    check_sets(sampling_mask, rows.take(labels), vocab_size)
     main_grad = checked_main_grad(weight, accumulate_main_grad)
-    call = _Call(head, rows, weight, main_grad, kept, topk, needs, chunk_size(chunk_tokens, rows, weight))
+    call = _Call(head, rows, weight, main_grad, sampling_mask, topk, needs, chunk_size(chunk_tokens, rows, weight))
     apply: Callable[..., tuple[Any, ...]] = _HeadStatistics.apply
     return HeadStatistics(*apply(hidden, weight, bias, labels, ids, ids_valid, call))
 
@@ -151,7 +151,7 @@ def loss_inputs(targets: TokenTargets, statistics: HeadStatistics, vocab_size: i
         topk_other_logprob=statistics.other_logprob,
         topk_other_square=statistics.other_square,
         vocab_size=vocab_size,
-        kept_counts=None if targets.kept is None else targets.kept.counts,
+        allowed_counts=None if targets.sampling_mask is None else targets.sampling_mask.counts,
         **columns,
     )
 
@@ -165,7 +165,7 @@ class _Call:
     weight: Tensor
     """the parameter itself, for its attributes"""
     main_grad: Tensor | None
-    kept: KeptSets | None
+    sampling_mask: SamplingMask | None
     """of the rows of the plan"""
     topk: int
     needs: LossNeeds
@@ -177,8 +177,8 @@ class _Call:
 
     def logits(self, hidden: Tensor, chunk: RowChunk, out: Tensor) -> Tensor:
         """``[n, W]`` of a chunk of the rows of ``hidden [T, H]``."""
-        kept = None if self.kept is None else self.kept[chunk.start : chunk.stop]
-        return self.head.logits(self.rows.take(hidden, chunk.start, chunk.stop), out, kept)
+        sampling_mask = None if self.sampling_mask is None else self.sampling_mask[chunk.start : chunk.stop]
+        return self.head.logits(self.rows.take(hidden, chunk.start, chunk.stop), out, sampling_mask)
 
 
 class _HeadStatistics(torch.autograd.Function):

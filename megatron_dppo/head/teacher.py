@@ -193,8 +193,10 @@ class Teaching:
             )
         if rows.num_gradient != rows.count:
             raise ValueError("a divergence has a gradient in every row with loss; make the plan without advantages")
-        if targets.kept is not None:
-            raise ValueError("a divergence from a teacher is over the whole vocabulary, but targets.kept is given")
+        if targets.sampling_mask is not None:
+            raise ValueError(
+                "a divergence from a teacher is over the whole vocabulary, but targets.sampling_mask is given"
+            )
         self._hidden, self._rows = hidden, rows
 
     def new_logits(self, rows: int) -> Tensor:

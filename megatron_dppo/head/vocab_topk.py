@@ -195,7 +195,7 @@ def _gather(
 
 
 def keep_only_(logits: Tensor, ids: Tensor, counts: Tensor, first: int, own: int) -> Tensor:
-    """Cut in place; returns ``logits``. Besides it, memory for a few numbers a kept id; nothing waits for the device.
+    """Cut in place; returns ``logits``. Besides it, memory for a few numbers an allowed id; nothing waits for a device.
 
     Args:
         logits: ``[n, W]`` of this shard.

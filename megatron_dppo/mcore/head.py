@@ -30,7 +30,7 @@ from megatron_dppo.head.vocab_topk import keep_only, vocab_parallel_statistics, 
 from megatron_dppo.losses import SUPERVISED, Objective, no_policy_loss
 from megatron_dppo.mcore.row import MicroBatchRow
 from megatron_dppo.parallel.context import ContextShard
-from megatron_dppo.types import NO_NEEDS, KeptSets, LossInputs, LossNeeds, LossOutput, Metric, TokenTargets
+from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, SamplingMask, TokenTargets
 
 _SUMS_PAY_FROM = 512
 """Top-K slots times shards from which their sums are exchanged instead: the gather of a chunk of 4096 rows is 8 MB
@@ -167,17 +167,24 @@ class OutputHead:
             torch.distributed.all_gather(every, mine, group=self._group)
         return rows, torch.cat(every, 1)[:, : self._common["vocab_size"]]
 
-    def of_rows(self, rows: Tensor, labels: Tensor, ids: Tensor | None, kept: KeptSets | None) -> HeadStatistics:
+    def of_rows(
+        self, rows: Tensor, labels: Tensor, ids: Tensor | None, sampling_mask: SamplingMask | None
+    ) -> HeadStatistics:
         """The statistics of hidden states ``[b, H]`` that ``next_logits`` gave, as those of a row of micro-batches."""
         valid = None if ids is None else ids >= 0
-        options: dict[str, Any] = {"ids": ids, "ids_valid": valid, "kept": kept, **self._common}
+        options: dict[str, Any] = {"ids": ids, "ids_valid": valid, "sampling_mask": sampling_mask, **self._common}
         return vocab_parallel_head_stats(rows, self.weight(), labels, **options)
 
     def _best(self, hidden: Tensor, row: MicroBatchRow, k: int) -> Tensor:
         """``[T, k]`` log-probabilities of the policy's own Top-K."""
         if self._fused:
             whole, weight = self._whole(hidden), self.weight()
-            options: dict[str, Any] = {"topk": k, "kept": row.own.kept, "plan": row.plan, **self._common}
+            options: dict[str, Any] = {
+                "topk": k,
+                "sampling_mask": row.own.sampling_mask,
+                "plan": row.plan,
+                **self._common,
+            }
             found = vocab_parallel_head_stats(whole, weight, row.own.labels, **options)
             assert found.topk_logprobs is not None
             best = found.topk_logprobs
@@ -186,14 +193,14 @@ class OutputHead:
         return best if row.shard is None else row.shard.gather(best)
 
     def _logits(self, hidden: Tensor, own: TokenTargets) -> Tensor:
-        """``[T, V_local]`` by Megatron's own output layer, -inf outside the kept sets."""
+        """``[T, V_local]`` by Megatron's own output layer, -inf outside the sampling masks."""
         weight = self.weight() if self._model.share_embeddings_and_output_weights else None
         logits, _ = ColumnParallelLinear.forward(self._model.output_layer, hidden.transpose(0, 1), weight=weight)
         logits = logits.squeeze(1)
-        if own.kept is None:
+        if own.sampling_mask is None:
             return logits
         first, width = shard_range(logits, **self._common)
-        return keep_only(logits, own.kept.ids, own.kept.counts, first, width)
+        return keep_only(logits, own.sampling_mask.ids, own.sampling_mask.counts, first, width)
 
     def _fused_statistics(self, hidden: Tensor, row: MicroBatchRow, objective: Objective) -> HeadStatistics:
         ids = _topk_ids(row.own)
@@ -203,7 +210,7 @@ class OutputHead:
             row.own.labels,
             ids=ids,
             ids_valid=None if ids is None else ids >= 0,
-            kept=row.own.kept,
+            sampling_mask=row.own.sampling_mask,
             needs=objective.needs,
             plan=row.plan,
             accumulate_main_grad=self._accumulates(),

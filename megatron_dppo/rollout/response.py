@@ -58,7 +58,7 @@ class GrowingResponse:
         prompt: [P] its tokens.
         topk: K of the Top-K that is recorded; 0 = none.
         routing: the shape of the routes that are recorded; None = none.
-        kept: whether kept sets are recorded.
+        sampling_mask: whether sampling masks are recorded.
         columns: what else is recorded, see ``types.token_columns.asked_columns``.
     """
 
@@ -68,7 +68,7 @@ class GrowingResponse:
         *,
         topk: int = 0,
         routing: RoutingShape | None = None,
-        kept: bool = False,
+        sampling_mask: bool = False,
         columns: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.prompt = tuple(prompt)
@@ -77,7 +77,7 @@ class GrowingResponse:
         self._spans: list[VersionSpan] = []
         self._logprobs = GrowingColumn(LOGPROBS, LOGPROBS.empty(()), len(self.prompt))
         self._sampled = GrowingColumn(SAMPLED, SAMPLED.empty(()), len(self.prompt))
-        asked = SamplingParams(max_new_tokens=0, topk_logprobs=topk, kept_sets=kept)
+        asked = SamplingParams(max_new_tokens=0, topk_logprobs=topk, return_sampling_mask=sampling_mask)
         shapes = {**asked_columns(asked), **(columns or {})}
         self._optional = {
             c.response: GrowingColumn(c, c.empty(shapes[c.response]), len(self.prompt))
@@ -99,7 +99,7 @@ class GrowingResponse:
         return found
 
     def state(self) -> PartialResponse:
-        """All of it, to be kept."""
+        """All of it, to be sampling_mask."""
         optional: dict[str, Any] = {name: column.rows for name, column in self._optional.items()}
         return PartialResponse(
             token_ids=self._token_ids(),
@@ -121,8 +121,8 @@ class GrowingResponse:
         lacking = [column.column.title for name, column in self._optional.items() if not column.fits(given[name])]
         if len(state.token_ids) and lacking:
             raise ValueError(
-                f"a response of {len(state.token_ids)} tokens without the Top-K, routes or kept sets of this run; it "
-                f"lacks {', '.join(lacking)}"
+                f"a response of {len(state.token_ids)} tokens without the Top-K, routes or sampling masks of this run; "
+                f"it lacks {', '.join(lacking)}"
             )
         self.tokens = array("i", state.token_ids.numpy().tobytes())
         self._spans = list(state.versions)
@@ -189,7 +189,7 @@ class GrowingResponse:
         """Take what a server answered to ``request``.
 
         Raises:
-            ValueError: the answer lacks the Top-K, the routes or the kept sets of its tokens.
+            ValueError: the answer lacks the Top-K, the routes or the sampling masks of its tokens.
         """
         count = len(generation.token_ids)
         self.parts += 1

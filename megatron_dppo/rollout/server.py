@@ -58,7 +58,7 @@ class Generation(ResponseColumns):
     """What a server returned. R new tokens.
 
     Routes are ``[P + R - 1 - routing_start, L, k]``: row i belongs to position ``routing_start + i`` of prompt and
-    response. A column is None when it is not wanted, and kept sets and routes also when no token was generated.
+    response. A column is None when it is not wanted, and sampling masks and routes also when no token was generated.
     """
 
     token_ids: Tensor

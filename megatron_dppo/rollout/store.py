@@ -16,9 +16,20 @@ from torch import Tensor
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.rollout.engine import GroupState
 from megatron_dppo.rollout.response import PartialResponse
-from megatron_dppo.types import Completion, FinishReason, KeptSets, Prompt, Rollout, RolloutGroup, VersionSpan
+from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, SamplingMask, VersionSpan
 
-_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (Completion, KeptSets, PartialResponse, Rollout, RolloutGroup)}
+_CLASSES: dict[str, Any] = {
+    "Completion": Completion,
+    "KeptSets": SamplingMask,
+    "PartialResponse": PartialResponse,
+    "Rollout": Rollout,
+    "RolloutGroup": RolloutGroup,
+}
+"""Classes by their name in the file."""
+_CLASS_NAMES = {cls: name for name, cls in _CLASSES.items()}
+_STORED_FIELDS = {"sampling_mask": "kept"}
+"""Fields that have another name in the file."""
+_FIELDS = {stored: name for name, stored in _STORED_FIELDS.items()}
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _TREE = "tree"
 
@@ -81,11 +92,11 @@ def load_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> list[Stored]:
 
 
 def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if type(value).__name__ in _CLASSES:
+    if type(value) in _CLASS_NAMES:
         names = [f.name for f in fields(value) if f.name != "prompt"]
         return {
-            "class": type(value).__name__,
-            "fields": {name: _encode(getattr(value, name), tensors) for name in names},
+            "class": _CLASS_NAMES[type(value)],
+            "fields": {_STORED_FIELDS.get(name, name): _encode(getattr(value, name), tensors) for name in names},
         }
     if isinstance(value, Tensor):
         return {"tensor": _keep(value.detach().cpu().contiguous(), tensors)}
@@ -112,7 +123,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor], prompt: Prompt) -> Any:
     if kind == "class":
         cls = _CLASSES[content]
         known = {"prompt": prompt} if "prompt" in {f.name for f in fields(cls)} else {}
-        return cls(**known, **{key: _decode(item, tensors, prompt) for key, item in value["fields"].items()})
+        stored = {_FIELDS.get(key, key): _decode(item, tensors, prompt) for key, item in value["fields"].items()}
+        return cls(**known, **stored)
     if kind == "tensor":
         return tensors[content]
     if kind == "span":

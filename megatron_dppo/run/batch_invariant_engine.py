@@ -21,7 +21,7 @@ from megatron_dppo.hf.folder import end_tokens
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.types import Completion, KeptSets, Prompt, SamplingParams, TrainingSample
+from megatron_dppo.types import Completion, Prompt, SamplingMask, SamplingParams, TrainingSample
 from megatron_dppo.types.token_columns import asked_columns
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class OwnEngine:
     def submit(
         self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
     ) -> list[Sampled]:
-        """See ``RolloutEngine``; all groups are completed, and nothing is kept."""
+        """See ``RolloutEngine``; all groups are completed, and nothing is sampling_mask."""
         del enough, keep
         prompts = [group.prompt for group in groups for _ in range(group.siblings)]
         completions = iter(self.generate(prompts, params))
@@ -102,7 +102,7 @@ class OwnEngine:
         generator = torch.Generator(device).manual_seed(params.seed)
         sampler = Sampler(params, generator, count)
         ends = Ends(self._eos, params.max_new_tokens, None, None, device)
-        record = DecodeRecord(count, ends.longest, params.topk_logprobs, device, None, params.kept_sets)
+        record = DecodeRecord(count, ends.longest, params.topk_logprobs, device, None, params.return_sampling_mask)
         rows = torch.arange(count, device=device)
         for step in range(ends.longest + 1):
             found = self._forward([sequences[i] for i in rows.tolist()])
@@ -155,12 +155,12 @@ class OwnEngine:
         ids = None
         if params.topk_logprobs:
             ids = record.topk_ids[rows, step, :-1].long()[places]
-        kept = None
-        if params.kept_sets:
+        sampling_mask = None
+        if params.return_sampling_mask:
             inside = distribution > -torch.inf
-            kept = KeptSets(inside.nonzero()[:, 1].int(), inside.sum(1).int().cpu())[places.cpu()]
+            sampling_mask = SamplingMask(inside.nonzero()[:, 1].int(), inside.sum(1).int().cpu())[places.cpu()]
         at = head.at_temperature(params.temperature or 1.0)
-        scored = at.of_rows(hidden[places], chosen[places], ids, kept)
+        scored = at.of_rows(hidden[places], chosen[places], ids, sampling_mask)
         own = scored.logprobs[:count]
         record.logprobs[rows, step] = own
         if scored.id_logprobs is not None and ids is not None:

@@ -62,7 +62,7 @@ def rollout_params(config: Config) -> SamplingParams:
         config.rollout,
         config.rollout.max_new_tokens,
         config.run.seed,
-        kept_sets=config.rollout.has_filters,
+        return_sampling_mask=config.rollout.has_filters,
         topk_logprobs=config.topk_logprobs,
         routed_experts=routed_experts,
         router_weights=routed_experts and config.train.router_replay_weights,

@@ -223,7 +223,7 @@ def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> 
         for start in range(0, len(prompts), part):
             asked = [prompts[i] for i in range(start, min(start + part, len(prompts)))]
             seed = sampling_seed(config.run.seed, "generate", start, 0)
-            params = sampling_params(rollout, rollout.max_new_tokens, seed, kept_sets=rollout.has_filters)
+            params = sampling_params(rollout, rollout.max_new_tokens, seed, return_sampling_mask=rollout.has_filters)
             completions = _sampled(offline, asked, n, params)
             if scorer is None:
                 yield from (_row(asked[i // n], completion, {}) for i, completion in enumerate(completions))

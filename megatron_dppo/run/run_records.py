@@ -254,7 +254,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
     masks = [r.completion.loss_mask for r in rollouts]
     sampled = sum(n if m is None else int(m.sum()) for m, n in zip(masks, lengths, strict=True))
     kept = sum(int(s.loss_mask.sum()) for s in samples)
-    sets = [r.completion.kept for r in rollouts if r.completion.kept is not None]
+    sets = [r.completion.sampling_mask for r in rollouts if r.completion.sampling_mask is not None]
     of_sets = {"kept_ids": Metric(sum(len(s.ids) for s in sets), sampled)} if sets else {}
     return {
         "reward": Metric(sum(r.reward for r in scored), len(scored)),

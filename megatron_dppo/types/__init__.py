@@ -24,16 +24,16 @@ from megatron_dppo.types.loss import (
 from megatron_dppo.types.rollouts import (
     Completion,
     FinishReason,
-    KeptSets,
     LeftOut,
     Prompt,
     ResponseColumns,
     Rollout,
     RolloutGroup,
+    SamplingMask,
     SamplingParams,
     VersionSpan,
     as_bytes,
-    check_kept,
+    check_sampling_mask,
 )
 from megatron_dppo.types.routes import MISSING_EXPERT, RoutingShape, experts_of, weights_of, with_weights
 from megatron_dppo.types.samples import MicroBatch, MicroBatches, TokenFields, TokenTargets, TrainingSample
@@ -44,7 +44,6 @@ __all__ = [
     "Completion",
     "Divergence",
     "FinishReason",
-    "KeptSets",
     "LeftOut",
     "LossInputs",
     "LossNeeds",
@@ -57,6 +56,7 @@ __all__ = [
     "Rollout",
     "RolloutGroup",
     "RoutingShape",
+    "SamplingMask",
     "SamplingParams",
     "SlotSums",
     "StepResult",
@@ -65,7 +65,7 @@ __all__ = [
     "TrainingSample",
     "VersionSpan",
     "as_bytes",
-    "check_kept",
+    "check_sampling_mask",
     "experts_of",
     "weights_of",
     "with_weights",

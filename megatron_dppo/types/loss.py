@@ -94,7 +94,7 @@ class LossInputs:
     eviction, nor for score centering."""
     vocab_size: int | None = None
     """V without padding; for the predicted direction with a uniform tail"""
-    kept_counts: Tensor | None = None
+    allowed_counts: Tensor | None = None
     """[T] int on the CPU, how many ids a sampling filter left to a token, over which pi and mu are distributions then;
     0 = all"""
     anchor_logprobs: Tensor | None = None

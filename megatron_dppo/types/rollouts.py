@@ -24,15 +24,15 @@ def as_bytes(column: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class KeptSets:
+class SamplingMask:
     """T sets of ids, end to end; they have 1 to thousands of ids each, so that a rectangle would be mostly empty.
 
     A token was sampled from the softmax over its set alone, and is in it. Indexing picks rows, as of a tensor.
 
     Example: three tokens; the second one was given, so it has no set.
 
-        >>> kept = KeptSets(torch.tensor([7, 2, 5], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32))
-        >>> len(kept), kept[1:].ids.tolist(), kept[torch.tensor([2, 0])].ids.tolist()
+        >>> mask = SamplingMask(torch.tensor([7, 2, 5], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32))
+        >>> len(mask), mask[1:].ids.tolist(), mask[torch.tensor([2, 0])].ids.tolist()
         (3, [5], [5, 7, 2])
     """
 
@@ -42,51 +42,51 @@ class KeptSets:
     """[T] int32, always on the CPU: how many of them each token has; 0 = no set, the whole vocabulary"""
 
     @classmethod
-    def none(cls, length: int) -> KeptSets:
+    def none(cls, length: int) -> SamplingMask:
         """``length`` tokens without a set."""
         return cls(torch.empty(0, dtype=torch.int32), torch.zeros(length, dtype=torch.int32))
 
     @classmethod
-    def cat(cls, parts: Sequence[KeptSets]) -> KeptSets:
+    def cat(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
         """The tokens of all parts, one after the other."""
         return cls(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
 
     def __len__(self) -> int:
         return len(self.counts)
 
-    def __getitem__(self, rows: Tensor | slice) -> KeptSets:
+    def __getitem__(self, rows: Tensor | slice) -> SamplingMask:
         """The tokens at ``rows``: a slice without step, or int64 or bool on the CPU (others are waited for)."""
         counts = self.counts
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(len(counts))
             first = int(counts[:start].sum())
-            return KeptSets(self.ids[first : first + int(counts[start:stop].sum())], counts[start:stop])
+            return SamplingMask(self.ids[first : first + int(counts[start:stop].sum())], counts[start:stop])
         rows = rows.cpu()
         starts, chosen = counts.cumsum(0)[rows] - counts[rows], counts[rows]
         # Entry i of the result is entry i - (what came before its row there) of its row here.
         places = torch.arange(int(chosen.sum())) + (starts - chosen.cumsum(0) + chosen).repeat_interleave(chosen)
-        return KeptSets(self.ids[places.to(self.ids.device, non_blocking=True)], chosen)
+        return SamplingMask(self.ids[places.to(self.ids.device, non_blocking=True)], chosen)
 
-    def to(self, device: torch.device) -> KeptSets:
+    def to(self, device: torch.device) -> SamplingMask:
         """The same with its ids on ``device``."""
-        return KeptSets(self.ids.to(device, non_blocking=True), self.counts)
+        return SamplingMask(self.ids.to(device, non_blocking=True), self.counts)
 
 
-def check_kept(kept: KeptSets, rows: int) -> None:
+def check_sampling_mask(sampling_mask: SamplingMask, rows: int) -> None:
     """The columns fit together and ``rows``.
 
     Raises:
         ValueError: another number of rows, a negative count, counts that do not add up to the ids, or another type.
     """
-    ids, counts = kept.ids, kept.counts
+    ids, counts = sampling_mask.ids, sampling_mask.counts
     if ids.dim() != 1 or ids.dtype != torch.int32 or counts.shape != (rows,) or counts.dtype != torch.int32:
         raise ValueError(
-            f"kept sets of int32 ids [N] and counts [{rows}] are expected, one a token, got {ids.dtype} "
+            f"sampling masks of int32 ids [N] and counts [{rows}] are expected, one a token, got {ids.dtype} "
             f"{list(ids.shape)} and {counts.dtype} {list(counts.shape)}"
         )
     if (counts < 0).any() or int(counts.sum()) != len(ids):
         raise ValueError(
-            f"the counts of the kept sets are {int(counts.min())} at least and {int(counts.sum())} in all, "
+            f"the counts of the sampling masks are {int(counts.min())} at least and {int(counts.sum())} in all, "
             f"expected 0 or more, and the {len(ids)} ids that there are"
         )
 
@@ -165,7 +165,7 @@ class SamplingParams:
     """Also report which experts the routers chose."""
     router_weights: bool = False
     """With them their combine weights."""
-    kept_sets: bool = False
+    return_sampling_mask: bool = False
     """Also report which ids the filters left for each token."""
 
     @property
@@ -186,7 +186,7 @@ class ResponseColumns:
     of them, else -1. -1 marks an unused slot everywhere."""
     topk_logprobs: Tensor | None = None
     """[R, K+1] float32, their log-probabilities; -inf = never sampled (a filter), which is a valid value"""
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMask | None = None
     """of R tokens, where that was asked for: ``logprobs`` and the Top-K are of the softmax over them; given tokens have
     none"""
     routed_experts: Tensor | None = None

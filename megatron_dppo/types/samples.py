@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from megatron_dppo.types.rollouts import KeptSets
+from megatron_dppo.types.rollouts import SamplingMask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class TokenFields:
     """[T, K+1] int32, -1 = unused slot (see Completion)"""
     rollout_topk_logprobs: Tensor | None = None
     """[T, K+1] float32"""
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMask | None = None
     """of T tokens: what the rollout's filters left. Every log-probability here is of the softmax over it. None = no
     filter"""
     anchor_logprobs: Tensor | None = None
@@ -54,7 +54,7 @@ class TrainingSample(TokenFields):
     unused"""
     rollout_topk_logprobs: Tensor | None = None
     """[R, K+1] float32, as the ids"""
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMask | None = None
     """of the last R positions, as the Top-K"""
     teacher_logprobs: Tensor | None = None
     """[T] float32, under the teacher; only until they are part of the advantages"""
@@ -92,12 +92,12 @@ class TokenTargets(TokenFields):
     def select(self, rows: Tensor | slice, on_host: Tensor | None = None) -> TokenTargets:
         """The tokens at ``rows``, in that order.
 
-        ``on_host`` are the same on the CPU: with them kept sets are picked without waiting for a device.
+        ``on_host`` are the same on the CPU: with them sampling masks are picked without waiting for a device.
         """
         chosen: dict[str, Any] = {}
         for name in (f.name for f in fields(TokenTargets)):
             column = getattr(self, name)
-            at = on_host if isinstance(column, KeptSets) and on_host is not None else rows
+            at = on_host if isinstance(column, SamplingMask) and on_host is not None else rows
             chosen[name] = None if column is None else column[at]
         return TokenTargets(**chosen)
 
@@ -126,7 +126,7 @@ class MicroBatch(TokenTargets):
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 columns[name] = value.to(device, non_blocking=True)
-            elif isinstance(value, KeptSets):
+            elif isinstance(value, SamplingMask):
                 columns[name] = value.to(device)
         return replace(self, **columns)
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.types.rollouts import KeptSets, SamplingParams, VersionSpan, check_kept
+from megatron_dppo.types.rollouts import SamplingMask, SamplingParams, VersionSpan, check_sampling_mask
 from megatron_dppo.types.routes import MISSING_EXPERT
 
-TokenRows = Tensor | KeptSets
+TokenRows = Tensor | SamplingMask
 """Values of a column, one row per token. ``len``, slices and ``to`` work on both forms."""
 
 
@@ -184,75 +184,79 @@ class TokenColumn:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KeptSetsColumn(TokenColumn):
-    """A column of ``KeptSets``: as many ids a token as its sampling filter left."""
+class SamplingMaskColumn(TokenColumn):
+    """A column of ``SamplingMask``: as many ids a token as its sampling filter left."""
 
     @property
-    def title(self) -> str:
-        """Name in error messages."""
-        return "kept sets"
-
-    @property
-    def _parts(self) -> tuple[str, str]:
+    def _tensor_names(self) -> tuple[str, str]:
         return f"{self.response}_ids", f"{self.response}_counts"
+
+    @property
+    def _record_names(self) -> tuple[str, str]:
+        return f"{self.record}_ids", f"{self.record}_counts"
 
     def empty(self, row_shape: tuple[int, ...]) -> TokenRows:
         """Return no sets."""
-        return KeptSets.none(0)
+        return SamplingMask.none(0)
 
     def filled(self, count: int, like: TokenRows) -> TokenRows:
         """Return ``count`` tokens without a set."""
-        return KeptSets.none(count)
+        return SamplingMask.none(count)
 
     def join(self, parts: Sequence[TokenRows]) -> TokenRows:
         """Return the sets of all parts, one after the other."""
-        return parts[0] if len(parts) == 1 else KeptSets.cat([part for part in parts if isinstance(part, KeptSets)])
+        return (
+            parts[0]
+            if len(parts) == 1
+            else SamplingMask.cat([part for part in parts if isinstance(part, SamplingMask)])
+        )
 
     def check(self, rows: TokenRows, prompt_tokens: int, response_tokens: int) -> None:
-        """See ``types.check_kept``."""
-        assert isinstance(rows, KeptSets)
-        check_kept(rows, response_tokens)
+        """See ``types.check_sampling_mask``."""
+        assert isinstance(rows, SamplingMask)
+        check_sampling_mask(rows, response_tokens)
 
     def form(self, rows: TokenRows | None) -> Any:
         """Return what has to be equal for the samples of one packed row."""
-        return None if rows is None else KeptSets
+        return None if rows is None else SamplingMask
 
     def pack(self, parts: Sequence[TokenRows], ends: Sequence[int], size: int, like: TokenRows) -> TokenRows:
         """Return the sets of ``size`` tokens; those between the parts have none."""
-        packed = KeptSets.none(size)
+        packed = SamplingMask.none(size)
         ids = [packed.ids]
         for part, end in zip(parts, ends, strict=True):
-            assert isinstance(part, KeptSets)
+            assert isinstance(part, SamplingMask)
             packed.counts[end - len(part) : end] = part.counts
             ids.append(part.ids)
-        return KeptSets(torch.cat(ids), packed.counts)
+        return SamplingMask(torch.cat(ids), packed.counts)
 
     def to_tensors(self, rows: TokenRows) -> dict[str, Tensor]:
         """Return ids and counts."""
-        assert isinstance(rows, KeptSets)
-        return dict(zip(self._parts, (rows.ids, rows.counts), strict=True))
+        assert isinstance(rows, SamplingMask)
+        return dict(zip(self._tensor_names, (rows.ids, rows.counts), strict=True))
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> TokenRows | None:
         """Return the sets of ids and counts; None if they were not sent."""
-        ids, counts = map(tensors.get, self._parts)
-        return None if ids is None or counts is None else KeptSets(ids, counts)
+        ids, counts = map(tensors.get, self._tensor_names)
+        return None if ids is None or counts is None else SamplingMask(ids, counts)
 
     def record_types(self) -> dict[str, str]:
         """Return the Parquet columns of ids and counts."""
-        return dict.fromkeys(self._parts, "int32s")
+        return dict.fromkeys(self._record_names, "int32s")
 
     def to_record(self, rows: TokenRows | None) -> dict[str, Any]:
         """Return ids and counts of one sample."""
         if rows is None:
-            return dict.fromkeys(self._parts)
-        return {name: tensor.numpy() for name, tensor in self.to_tensors(rows).items()}
+            return dict.fromkeys(self._record_names)
+        assert isinstance(rows, SamplingMask)
+        return dict(zip(self._record_names, (rows.ids.numpy(), rows.counts.numpy()), strict=True))
 
     def from_record(self, row: Mapping[str, Any], response_tokens: int) -> TokenRows | None:
         """Return the sets of ``to_record``."""
-        values = {name: row.get(name) for name in self._parts}
-        return self.from_tensors(
-            {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items() if v is not None}
-        )
+        ids, counts = map(row.get, self._record_names)
+        if ids is None or counts is None:
+            return None
+        return SamplingMask(torch.tensor(ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -334,14 +338,14 @@ TOPK_LOGPROBS = TokenColumn(
     asked=_slots,
     is_loss_only=True,
 )
-KEPT = KeptSetsColumn(
-    response="kept",
-    name="kept",
+SAMPLING_MASK = SamplingMaskColumn(
+    response="sampling_mask",
+    name="sampling_mask",
     record="kept",
     dtype=torch.int32,
     alignment=Alignment.RESPONSE,
     fill=0,
-    asked=lambda params: () if params.kept_sets else None,
+    asked=lambda params: () if params.return_sampling_mask else None,
     is_loss_only=True,
 )
 ROUTES = RoutesColumn(
@@ -360,7 +364,7 @@ TOKEN_COLUMNS: list[TokenColumn] = [
     SAMPLED,
     TOPK_IDS,
     TOPK_LOGPROBS,
-    KEPT,
+    SAMPLING_MASK,
     ROUTES,
     # The trainer makes the others.
     TokenColumn(name="tokens", dtype=torch.int64, alignment=Alignment.LABELS, fill=0, is_optional=False),

@@ -182,7 +182,7 @@ def _sample(expected: Expectation, generation: Any) -> TrainingSample:
         0.0,
         topk,
         generation.routed_experts,
-        kept=generation.kept,
+        sampling_mask=generation.sampling_mask,
     )
 
 

@@ -147,7 +147,7 @@ async def ask(server: InferenceServer, expected: Expectation, *, request_id: str
             topk_logprobs=expected.topk_logprobs,
             seed=number,
         )
-        params = replace(params, kept_sets=params.filters)
+        params = replace(params, return_sampling_mask=params.filters)
         request = GenerateRequest(
             request_id=f"{request_id}-{number}",
             token_ids=expected.prompt_token_ids,
@@ -180,7 +180,7 @@ def _check(generation: Generation, expected: Expectation, info: ServerInfo, url:
     tokens = generation.token_ids.numpy()
     topk = tokens[:, None] if generation.topk_token_ids is None else generation.topk_token_ids.numpy()
     # Under a filter a set may have fewer than K ids: what is unused stands for itself.
-    unused = (topk == -1) & (generation.kept is not None)
+    unused = (topk == -1) & (generation.sampling_mask is not None)
     best = np.where(unused, 0, topk)[:, :-1]
     largest, smallest = (
         max(int(tokens.max()), int(topk.max())),

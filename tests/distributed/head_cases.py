@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs
 from megatron_dppo.losses import policy_objective
-from megatron_dppo.types import KeptSets, LossInputs, LossNeeds, TokenTargets
+from megatron_dppo.types import LossInputs, LossNeeds, SamplingMask, TokenTargets
 
 SHARDS = 4
 TOKEN_LOSSES: dict[str, LossConfig] = {
@@ -76,7 +76,7 @@ class HeadCase:
     """added to all logits, by the bias"""
     scale: float = 1.0
     filtered: bool = False
-    """all rows but every fifth have a kept set, of one id up to all"""
+    """all rows but every fifth have a sampling mask, of one id up to all"""
     seed: int = 0
 
     def but(self, **changes: object) -> HeadCase:
@@ -163,11 +163,11 @@ def make_targets(case: HeadCase, labels: Tensor, generator: torch.Generator) -> 
         anchor_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float() + 0.05,
         reference_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float() - 0.1,
         token_weights=torch.rand(tokens, generator=generator),
-        kept=make_kept(case, labels, generator) if case.filtered else None,
+        sampling_mask=make_sampling_mask(case, labels, generator) if case.filtered else None,
     )
 
 
-def make_kept(case: HeadCase, labels: Tensor, generator: torch.Generator) -> KeptSets:
+def make_sampling_mask(case: HeadCase, labels: Tensor, generator: torch.Generator) -> SamplingMask:
     """Random sets with the label in them, whose ids are in no order."""
     sets = []
     for row, label in enumerate(labels.tolist()):
@@ -175,15 +175,15 @@ def make_kept(case: HeadCase, labels: Tensor, generator: torch.Generator) -> Kep
         order = torch.randperm(case.vocab_size, generator=generator)
         chosen = torch.cat([order[order != label][: max(size - 1, 0)], torch.tensor([label] * min(size, 1))])
         sets.append(chosen[torch.randperm(len(chosen), generator=generator)].int())
-    return KeptSets(torch.cat(sets), torch.tensor([len(ids) for ids in sets], dtype=torch.int32))
+    return SamplingMask(torch.cat(sets), torch.tensor([len(ids) for ids in sets], dtype=torch.int32))
 
 
-def cut(logits: Tensor, kept: KeptSets | None) -> Tensor:
+def cut(logits: Tensor, sampling_mask: SamplingMask | None) -> Tensor:
     """``[T, V]`` with a finite number of probability 0 outside the sets."""
-    if kept is None:
+    if sampling_mask is None:
         return logits
     outside = torch.zeros(logits.shape, dtype=torch.bool)
-    for row, ids in enumerate(kept.ids.split(kept.counts.tolist())):
+    for row, ids in enumerate(sampling_mask.ids.split(sampling_mask.counts.tolist())):
         outside[row] = len(ids) > 0
         outside[row, ids.long()] = False
     return logits.masked_fill(outside, -1e5)
@@ -203,7 +203,7 @@ def full_statistics(problem: HeadProblem, leaves: Leaves) -> HeadStatistics:
     """torch's own softmax of the whole vocabulary, with autograd through everything."""
     hidden, weight, bias = leaves
     logits = hidden @ weight.T
-    logits = cut(logits if bias is None else logits + bias, problem.targets.kept)
+    logits = cut(logits if bias is None else logits + bias, problem.targets.sampling_mask)
     logp = (logits / problem.case.temperature).log_softmax(1)
     entropy = -(logp.exp() * logp).sum(1)
     logprobs = logp.gather(1, problem.targets.labels[:, None]).squeeze(1)

@@ -19,11 +19,11 @@ from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
-from megatron_dppo.types import KeptSets, LossInputs, TrainingSample
+from megatron_dppo.types import LossInputs, SamplingMask, TrainingSample
 from tests.distributed.families import in_float64
-from tests.distributed.kept import keep, top_p
 from tests.distributed.parity import Case, build_trainer, config_for, gradient_reader, hf_reference, on_cpu
 from tests.distributed.plain_losses import plain_loss
+from tests.distributed.sampling_masks import keep, top_p
 
 SAMPLES, TOPK, TEMPERATURE, HORIZON = 12, 6, 0.7, 9
 SHARPNESS = 4.0
@@ -141,13 +141,13 @@ def make_samples(model: Any, *, filtered: bool = False) -> list[TrainingSample]:
                 row = row.masked_fill(row < row.topk(TOPK - 2).values[-1], -torch.inf).log_softmax(-1)
             if filtered:
                 sets.append(top_p(row) if len(rows) % 7 < 6 else row.new_zeros(0).int())
-                row = keep(row[None], KeptSets(sets[-1], torch.tensor([len(sets[-1])], dtype=torch.int32)))[0]
+                row = keep(row[None], SamplingMask(sets[-1], torch.tensor([len(sets[-1])], dtype=torch.int32)))[0]
             rows.append(row)
             ids = torch.cat([ids, torch.multinomial(rows[-1].exp(), 1, generator=generator)])
         tokens, labels, first = ids[:-1], ids[1:], prompt - 1
         counts = torch.tensor([len(part) for part in sets], dtype=torch.int32)
-        kept = KeptSets(torch.cat(sets), counts) if filtered else None
-        log_p, mu = keep(distribution(model, tokens), kept), torch.stack(rows)
+        sampling_mask = SamplingMask(torch.cat(sets), counts) if filtered else None
+        log_p, mu = keep(distribution(model, tokens), sampling_mask), torch.stack(rows)
         values, top = mu.topk(TOPK, dim=-1)
         outside = ~(top == labels[first:, None]).any(-1, keepdim=True)
         at_label = mu.gather(1, labels[first:, None])
@@ -160,7 +160,7 @@ def make_samples(model: Any, *, filtered: bool = False) -> list[TrainingSample]:
                 rollout_logprobs=torch.cat([torch.zeros(first), at_label[:, 0].float()]),
                 rollout_topk_ids=torch.cat([top, torch.where(outside, labels[first:, None], -1)], 1).int(),
                 rollout_topk_logprobs=torch.cat([values, at_label], 1).float(),
-                kept=kept,
+                sampling_mask=sampling_mask,
                 anchor_logprobs=near(log_p, 0.3).gather(1, labels[:, None])[:, 0].float(),
                 reference_logprobs=near(log_p, 0.8).gather(1, labels[:, None])[:, 0].float(),
             )
@@ -170,7 +170,7 @@ def make_samples(model: Any, *, filtered: bool = False) -> list[TrainingSample]:
 
 def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
     """All sequences end to end, nothing padded, every number from the whole distribution in float64."""
-    rows = [keep(distribution(model, sample.tokens), sample.kept) for sample in samples]
+    rows = [keep(distribution(model, sample.tokens), sample.sampling_mask) for sample in samples]
     log_p, labels = torch.cat(rows), torch.cat([s.labels for s in samples])
 
     def joined(name: str) -> Tensor:
@@ -249,7 +249,7 @@ def write_references(folder: Path) -> Path:
 
 def read_reference(folder: Path, case: Case) -> Reference:
     """What ``write_references`` made for the model of ``case``."""
-    with torch.serialization.safe_globals([KeptSets, Reference, TrainingSample]):
+    with torch.serialization.safe_globals([SamplingMask, Reference, TrainingSample]):
         found: Reference = torch.load(_file(folder, case), weights_only=True)
     return found
 

@@ -44,7 +44,7 @@ class Case:
     """one of ``tests.distributed.families``, instead of those above, against float64"""
     transformer: dict[str, Any] = field(default_factory=dict)
     filtered: bool = False
-    """the rollouts were sampled under top-p: most tokens have a kept set"""
+    """the rollouts were sampled under top-p: most tokens have a sampling mask"""
     micro_batch_tokens: int = 24
     fused_head: bool = True
 

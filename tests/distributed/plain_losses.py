@@ -205,7 +205,7 @@ def centered_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[boo
     pi, mu, _ = probabilities(x, t)
     term = f(pi / mu) * x.logprobs[t]
     for slot, (p, m) in zip(head, pairs, strict=True):
-        if p == 0:  # outside the kept set: log pi is -inf, and has no gradient
+        if p == 0:  # outside the sampling mask: log pi is -inf, and has no gradient
             continue
         term = term - ((m * f(p / m) if m > 0 else 0.0) - alpha * p) * x.topk_logprobs[t, slot]
     return True, -advantage * term

@@ -35,7 +35,7 @@ TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0, decode=lambda ids, s
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "topk": {"topk_logprobs": 4, "temperature": 0.7},
-    "filtered": {"top_p": 0.8, "top_k": 20, "kept_sets": True},
+    "filtered": {"top_p": 0.8, "top_k": 20, "return_sampling_mask": True},
 }
 IN_SHORT = (("tp", "topk"), ("ep", "filtered"))
 
@@ -55,7 +55,9 @@ def sampled(engine: Any, trainer: Any, step: int, **settings: Any) -> list[Train
     for i, (prompt, c) in enumerate(zip(own, engine.generate(own, params), strict=True)):
         topk = None if c.topk_token_ids is None else (c.topk_token_ids, c.topk_logprobs)
         advantage = 1.0 if i % 2 else -1.0
-        found.append(to_training_sample(prompt.token_ids, c.token_ids, c.logprobs, advantage, topk, None, None, c.kept))
+        found.append(
+            to_training_sample(prompt.token_ids, c.token_ids, c.logprobs, advantage, topk, None, None, c.sampling_mask)
+        )
     return found
 
 

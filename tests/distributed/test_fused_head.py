@@ -19,7 +19,7 @@ from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.stats import HeadStatistics, vocab_parallel_head_stats
 from megatron_dppo.losses import policy_loss, predictive_sums, topk_sums
-from megatron_dppo.types import KeptSets, LossNeeds, LossOutput, SlotSums
+from megatron_dppo.types import LossNeeds, LossOutput, SamplingMask, SlotSums
 from tests.distributed.collectives import recorded_collectives
 from tests.distributed.head_cases import (
     LOGPROB_BOUND,
@@ -80,7 +80,13 @@ def statistics(problem: HeadProblem, leaves: Leaves, group: dist.ProcessGroup | 
         vocab_size=problem.case.vocab_size,
         temperature=problem.case.temperature,
         bias=bias,
-        **{"ids": problem.ids, "ids_valid": problem.ids >= 0, "kept": problem.targets.kept, "needs": ALL, **options},
+        **{
+            "ids": problem.ids,
+            "ids_valid": problem.ids >= 0,
+            "sampling_mask": problem.targets.sampling_mask,
+            "needs": ALL,
+            **options,
+        },
     )
 
 
@@ -145,7 +151,7 @@ def at_ids(scale: Tensor, found: HeadStatistics) -> Tensor:
 def check_topk(problem: HeadProblem, got: HeadStatistics, k: int, where: str) -> None:
     hidden, weight, bias = (None if x is None else x.detach() for x in full_leaves(problem))
     assert hidden is not None and weight is not None and got.topk_ids is not None and got.topk_logprobs is not None
-    logits = cut(hidden @ weight.T if bias is None else hidden @ weight.T + bias, problem.targets.kept)
+    logits = cut(hidden @ weight.T if bias is None else hidden @ weight.T + bias, problem.targets.sampling_mask)
     logp = (logits / problem.case.temperature).log_softmax(1).masked_fill(logits < -1e4, -math.inf)
     order = logp.sort(dim=1, descending=True, stable=True)
     # Two logits closer than fp32 sees may change places; none in these cases are, but in bf16 sums differ.
@@ -259,14 +265,19 @@ def check_bad_input(group: dist.ProcessGroup | None) -> None:
     wrong[0, 1] = 61
     wrong_dtype = (leaves[0], leaves[1].double(), None)
     wrong_ids = replace(targets, rollout_topk_ids=wrong)
-    kept = KeptSets(torch.full((23,), (int(targets.labels[0]) + 1) % 61).int(), torch.ones(23, dtype=torch.int32))
-    wrong_sets = replace(targets, kept=kept)
+    sampling_mask = SamplingMask(
+        torch.full((23,), (int(targets.labels[0]) + 1) % 61).int(), torch.ones(23, dtype=torch.int32)
+    )
+    wrong_sets = replace(targets, sampling_mask=sampling_mask)
     whole = replace(targets, sequence_ids=torch.zeros(23, dtype=torch.int64))
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("label 61 in row 2", lambda: statistics(problem, leaves, group, labels=labels)),
         ("id 61 in row 0, slot 1", lambda: loss_of(problem, leaves, "grpo", group, targets=wrong_ids)),
-        ("of the 0-th row with loss is outside its kept set", lambda: statistics(problem, leaves, group, kept=kept)),
-        ("is outside its kept set", lambda: loss_of(problem, leaves, "grpo", group, targets=wrong_sets)),
+        (
+            "of the 0-th row with loss is outside its sampling mask",
+            lambda: statistics(problem, leaves, group, sampling_mask=sampling_mask),
+        ),
+        ("is outside its sampling mask", lambda: loss_of(problem, leaves, "grpo", group, targets=wrong_sets)),
         ("weight is torch.float64", lambda: statistics(problem, wrong_dtype, group)),
         ("does not fit", lambda: statistics(replace(problem, case=BASE.but(vocab_size=65)), leaves, group)),
         ("topk must be from 0", lambda: statistics(problem, leaves, group, topk=62)),

@@ -60,7 +60,7 @@ def test_killed_with_partial_rollouts_in_the_checkpoint_and_resumed_equals_unint
     wait_for(tmp_path / "run/checkpoints/step_000003.partial", process)
     kill_all(process)
     saved = [b"counts" in load_file(p)["tree"].numpy().tobytes() for p in tmp_path.glob("run/*/step_000002/rollouts_*")]
-    assert saved and any(saved), "the checkpoint holds no kept set: this test would prove nothing"
+    assert saved and any(saved), "the checkpoint holds no sampling mask: this test would prove nothing"
     result = train(arguments, processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "(step 2, " in result.stdout and "sampled again" not in result.stdout

@@ -58,7 +58,7 @@ def check_stop(engine: Engine) -> None:
 
 
 def check_filters(engine: Engine) -> None:
-    """Without kept sets, as evaluation has them: filters that leave one token give the greedy answer."""
+    """Without sampling masks, as evaluation has them: filters that leave one token give the greedy answer."""
     narrow: tuple[dict[str, float], ...] = ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999})
     requests = [ask(SHORT, 12, temperature=0), *(ask(SHORT, 12, **filters) for filters in narrow)]
 

@@ -11,7 +11,7 @@ from megatron_dppo.data.routing import count_differences
 from megatron_dppo.rollout.server import Generation, InferenceServer
 from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, Reading, RouteCounts, ask
 from megatron_dppo.weights.verdict import ProbeResult, judge
-from tests.distributed.kept import keep
+from tests.distributed.sampling_masks import keep
 from tests.engines.calls import call
 from tests.engines.servers import Engine
 from tests.engines.tiny import END, SPECIAL, TOP_K, Reference, byte_tokenizer
@@ -37,7 +37,8 @@ def read(generation: Generation, expected: Expectation, model: Reference) -> Rea
     """What transformers computes for a response; the server's experts are not replayed, only compared."""
     prompt, response = expected.prompt_token_ids, generation.token_ids.tolist()
     at_t, raw = (
-        keep(model.distributions(prompt, response, t).double(), generation.kept) for t in (expected.temperature, 1.0)
+        keep(model.distributions(prompt, response, t).double(), generation.sampling_mask)
+        for t in (expected.temperature, 1.0)
     )
     tokens = torch.tensor(response)[:, None]
     assert generation.topk_token_ids is not None

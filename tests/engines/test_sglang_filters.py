@@ -12,7 +12,7 @@ import torch
 from megatron_dppo.engines.servers.contract import Contract, check_generation
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.server import Generation, InferenceServer
-from tests.distributed.kept import keep
+from tests.distributed.sampling_masks import keep
 from tests.e2e.runs import step_records, train
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.probes import expectation, run
@@ -29,7 +29,7 @@ TEMPERATURE = 0.2
 
 def test_sets_and_log_probabilities_are_those_of_transformers(sglang: Engine, old_model: Reference) -> None:
     requests = [ask(SHORT[i:], 40, temperature=TEMPERATURE, topk=4, routing=ROUTING) for i in range(6)]
-    requests = [replace(r, params=replace(r.params, **RULES, kept_sets=True)) for r in requests]  # type: ignore[arg-type]
+    requests = [replace(r, params=replace(r.params, **RULES, return_sampling_mask=True)) for r in requests]  # type: ignore[arg-type]
 
     async def use(server: InferenceServer) -> list[Generation]:
         return await asyncio.gather(*(server.generate(request) for request in requests))
@@ -37,15 +37,15 @@ def test_sets_and_log_probabilities_are_those_of_transformers(sglang: Engine, ol
     sizes, contract = [], Contract(vocab_size=VOCAB, end_tokens=(END,))
     for request, found in zip(requests, call(sglang, use), strict=True):
         check_generation(found, request, contract, sglang.url)
-        assert found.kept is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
+        assert found.sampling_mask is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
         tokens = found.token_ids.tolist()
         whole = old_model.distributions(request.token_ids, tokens, TEMPERATURE)
-        over = keep(whole, found.kept)
+        over = keep(whole, found.sampling_mask)
         assert difference(found.logprobs, over.gather(1, torch.tensor(tokens)[:, None])[:, 0]) < 1e-5
         used = found.topk_token_ids >= 0
         expected = over.gather(1, found.topk_token_ids.clamp(min=0).long())
         assert difference(torch.where(used, found.topk_logprobs, 0.0), torch.where(used, expected, 0.0)) < 2e-5
-        for row, ids in zip(whole, found.kept.ids.split(found.kept.counts.tolist()), strict=True):
+        for row, ids in zip(whole, found.sampling_mask.ids.split(found.sampling_mask.counts.tolist()), strict=True):
             if row.isnan().any():
                 break
             sizes.append(len(ids))

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import DataError
-from megatron_dppo.types import KeptSets
+from megatron_dppo.types import SamplingMask
 
 _ABOVE_ZERO = 1e-3
 """How far above 0 rounding may put the log-probability of a certain token"""
 _MOST_IDS = 2**31
-"""Ids are below it in every model; kept sets hold them in int32"""
+"""Ids are below it in every model; sampling masks hold them in int32"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class DumpRow:
             found = found.astype(np.int64)
         return torch.as_tensor(found[:tokens])
 
-    def kept(self, ids: str, offsets: str, response: Sequence[int], sampled: Sequence[bool]) -> KeptSets:
+    def sampling_mask(self, ids: str, offsets: str, response: Sequence[int], sampled: Sequence[bool]) -> SamplingMask:
         """The sets of the response's tokens: all ids end to end, and where each set begins and the last one ends."""
         members = self._ids(ids)
         count, bounds = len(response), self._integers(offsets, "where a set begins")
@@ -128,7 +128,7 @@ class DumpRow:
                     f"column {ids!r}: the set of response token {i + 1} of {count} lacks that token, {token}, which "
                     "was drawn from it; the sets are those of other tokens, or moved by one"
                 )
-        return KeptSets(torch.tensor(members).int(), torch.tensor(bounds).diff().int())
+        return SamplingMask(torch.tensor(members).int(), torch.tensor(bounds).diff().int())
 
     def _ids(self, name: str) -> list[int]:
         found = self._integers(name, "a token id as the tokenizer gives it (a float type may have rounded it)")

@@ -16,7 +16,7 @@ from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.data.sources import parquet_rows
 from megatron_dppo.data.values import parse_object
 from megatron_dppo.errors import DataError
-from megatron_dppo.types import KeptSets, TrainingSample
+from megatron_dppo.types import SamplingMask, TrainingSample
 
 _PROMPT = ("prompt_ids", "prompt_token_ids", "prompts")
 _RESPONSE = ("completion_ids", "response_ids", "response_token_ids", "responses")
@@ -36,7 +36,7 @@ class DumpedSample:
     """One response of a dump."""
 
     sample: TrainingSample
-    """with its log-probabilities; its kept sets, if the dump has them"""
+    """with its log-probabilities; its sampling masks, if the dump has them"""
     routes: Tensor | None
     """``[T, L, k]`` the experts of each input token, as they stand in the dump"""
     trained: Tensor | None
@@ -145,8 +145,8 @@ def _of_slime(row: DumpRow) -> DumpedSample:
         sampled = [False] * count
     prompt, response = tokens[:-count], tokens[-count:]
     has_sets = row.has(_SET_IDS) and row.has(_SET_OFFSETS)
-    kept = row.kept(_SET_IDS, _SET_OFFSETS, response, sampled) if has_sets else None
-    return _dumped(row, prompt, response, sampled, kept)
+    sampling_mask = row.sampling_mask(_SET_IDS, _SET_OFFSETS, response, sampled) if has_sets else None
+    return _dumped(row, prompt, response, sampled, sampling_mask)
 
 
 def _of_columns(row: DumpRow) -> DumpedSample:
@@ -169,11 +169,13 @@ def _sampled(row: DumpRow, names: Sequence[str], count: int) -> list[bool]:
 
 
 def _dumped(
-    row: DumpRow, prompt: list[int], response: list[int], sampled: list[bool], kept: KeptSets | None
+    row: DumpRow, prompt: list[int], response: list[int], sampled: list[bool], sampling_mask: SamplingMask | None
 ) -> DumpedSample:
     logprobs, own, experts = row.first(_LOGPROBS), row.first(_TRAINED), row.first(_ROUTES)
     assert logprobs is not None
-    sample = to_training_sample(prompt, response, row.logprobs(logprobs, sampled), 1.0, None, None, sampled, kept)
+    sample = to_training_sample(
+        prompt, response, row.logprobs(logprobs, sampled), 1.0, None, None, sampled, sampling_mask
+    )
     trained = None
     if own is not None:
         trained = torch.zeros(sample.num_tokens)

@@ -83,7 +83,7 @@ class _Foreign:
     def __init__(self, model: Any, shape: RoutingShape | None, dumped: Sequence[DumpedSample], said: Declared) -> None:
         self._model, self._shape, self._dumped, self._said = model, shape, dumped, said
         self._has_routes = shape is not None and all(d.sample.routed_experts is not None for d in dumped)
-        self._has_sets = all(d.sample.kept is not None for d in dumped)
+        self._has_sets = all(d.sample.sampling_mask is not None for d in dumped)
         self._reported = self._column([_given(d.sample.rollout_logprobs) for d in dumped])
 
     def ledger(self) -> Ledger:
@@ -91,7 +91,7 @@ class _Foreign:
         said, absent, notes = self._said, {}, []
         samples = [each.sample for each in self._dumped]
         # Sets that are in the dump are those that its trainer uses.
-        declared = samples if self._has_sets else [replace(sample, kept=None) for sample in samples]
+        declared = samples if self._has_sets else [replace(sample, sampling_mask=None) for sample in samples]
         live = self._score(declared, said.temperature, routes=False)
         chain: list[CauseScoring] = []
         trained = live
@@ -120,7 +120,7 @@ class _Foreign:
 
     def _read_as(self, declared: Sequence[TrainingSample]) -> tuple[str, Sequence[TrainingSample], float]:
         """What the reported numbers are the log-probabilities of: name (empty = as declared), samples, temperature."""
-        said, plain = self._said, [replace(sample, kept=None) for sample in declared]
+        said, plain = self._said, [replace(sample, sampling_mask=None) for sample in declared]
         others: list[tuple[str, Sequence[TrainingSample], float]] = []
         if said.temperature != 1:
             others.append(("those of temperature 1 (raw)", plain, 1.0))

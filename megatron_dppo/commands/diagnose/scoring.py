@@ -81,7 +81,7 @@ class RunScorer:
     has_weights: bool
     """whether the routes have combine weights"""
     hides_filter: bool
-    """whether the kept sets are those of a filter that training is not told of"""
+    """whether the sampling masks are those of a filter that training is not told of"""
     engine: LocalEngine | None
     """None on ranks without one"""
     exact: LocalEngine | None
@@ -98,7 +98,7 @@ class RunScorer:
         versions = [token_versions(c, s) for c, s in zip(completions, samples, strict=True)]
         # Top-K ids stay: the head adds up a row's mass in an order that depends on them.
         plain = list(samples)
-        told = [replace(sample, kept=None) for sample in plain] if self.hides_filter else plain
+        told = [replace(sample, sampling_mask=None) for sample in plain] if self.hides_filter else plain
         as_run = {"none": self._live, "ids": self._ids, "weights": self._both}[self.replays]
         trained = as_run(told)
         chain: Chain = [(STALENESS, self._at(versions, lambda: as_run(told)))]

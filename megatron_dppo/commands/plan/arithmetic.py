@@ -255,7 +255,7 @@ class TokenBytes:
 
 
 def kept_ids(config: Config, vocab_size: int) -> int:
-    """Ids in the kept set of each token that a plan assumes; 0 = there is no filter.
+    """Ids in the sampling mask of each token that a plan assumes; 0 = there is no filter.
 
     Example: top-k alone keeps exactly k.
         >>> from types import SimpleNamespace as Config

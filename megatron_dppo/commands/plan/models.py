@@ -19,7 +19,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import adapter_sizes, read_hf_config, routing_shape, weight_shapes
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.policy.update import weighted
-from megatron_dppo.types import KeptSets, MicroBatch, RoutingShape, TrainingSample, with_weights
+from megatron_dppo.types import MicroBatch, RoutingShape, SamplingMask, TrainingSample, with_weights
 
 # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
 _QWEN3_30B_A3B: Mapping[str, Any] = {
@@ -148,11 +148,11 @@ def _sample(length: int, config: Config, routing: RoutingShape | None, vocab_siz
         if routing.weights:
             one = with_weights(one, torch.full(one.shape, 1 / routing.topk))
         routes = one.expand(-1, routing.num_layers, -1).contiguous()
-    kept = None
+    sampling_mask = None
     if number := kept_ids(config, vocab_size):  # distinct, and the label 1 among them
         ids = torch.arange(1, number + 1, dtype=torch.int32) % vocab_size
-        kept = KeptSets(ids.repeat(length), torch.full((length,), number, dtype=torch.int32))
-    sample = to_training_sample([1], [1] * length, [-0.5] * length, 1.0, topk, routes, kept=kept)
+        sampling_mask = SamplingMask(ids.repeat(length), torch.full((length,), number, dtype=torch.int32))
+    sample = to_training_sample([1], [1] * length, [-0.5] * length, 1.0, topk, routes, sampling_mask=sampling_mask)
     extra = {name: torch.full((length,), -0.5) for name in ("anchor_logprobs", "reference_logprobs")}
     needed = config.loss.required_inputs | ({"reference_logprobs"} if config.needs_reference else set())
     changes: dict[str, Any] = {name: column for name, column in extra.items() if name in needed}

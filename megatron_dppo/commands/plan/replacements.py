@@ -41,8 +41,8 @@ def _rows_on_the_host(_: Assumptions) -> None:
         with _disable_current_modes():
             row = MicroBatchRow.of(*args, **kwargs)
             _ = row.packing.buckets
-        kept = () if row.batch.kept is None else (row.batch.kept.ids,)
-        for column in (*vars(row.batch).values(), *kept):
+        sampling_mask = () if row.batch.sampling_mask is None else (row.batch.sampling_mask.ids,)
+        for column in (*vars(row.batch).values(), *sampling_mask):
             if isinstance(column, Tensor):
                 column.detach()  # for the meter, which has not seen how it was made
         return row
@@ -99,9 +99,9 @@ def _page_locked(_: Assumptions) -> None:
     Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
-def _kept_sets(_: Assumptions) -> None:
+def _sampling_masks(_: Assumptions) -> None:
     for module in (columns, stats):
-        module.check_sets = lambda kept, labels, vocab_size: None  # type: ignore[attr-defined]
+        module.check_sets = lambda sampling_mask, labels, vocab_size: None  # type: ignore[attr-defined]
 
 
 def _experts(_: Assumptions) -> None:
@@ -111,7 +111,7 @@ def _experts(_: Assumptions) -> None:
 REPLACEMENTS: Sequence[Replacement] = (
     Replacement(_weights, "the initial weights are not read: one tensor at a time passes, and nothing of it stays"),
     Replacement(_rows_on_the_host, "row plans and sequence starts are found on the host, from real tensors"),
-    Replacement(_kept_sets, "the check asks which sets hold their label, by fake ids and real counts"),
+    Replacement(_sampling_masks, "the check asks which sets hold their label, by fake ids and real counts"),
     Replacement(_contents, "torch keeps both storages when it copies what fake ones do not have"),
     Replacement(
         _is_cuda,

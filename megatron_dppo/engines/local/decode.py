@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.local.sampler import KeptRecord, RouteRecorder, Sampler
-from megatron_dppo.types import KeptSets
+from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler, SamplingMaskRecord
+from megatron_dppo.types import SamplingMask
 from megatron_dppo.types.token_columns import LOGPROBS, TOPK_IDS, TOPK_LOGPROBS
 
 _KEEP_WHILE = 0.9
@@ -31,7 +31,7 @@ class Decoded:
     """fp32 ``[B, steps, K+1]``"""
     prompt_routes: list[Tensor] | None = None
     """for each row ``[P, L, k]``, the experts of its prompt's tokens; None = not recorded"""
-    kept: list[KeptSets] | None = None
+    sampling_mask: list[SamplingMask] | None = None
     """of each row; None = not recorded"""
     step_routes: Tensor | None = None
     """``[B, steps - 1, L, k]``, those of the response's tokens but the last one, which was never read"""
@@ -41,8 +41,8 @@ class Decoded:
         moved: dict[str, Any] = {n: v.cpu() for n, v in vars(self).items() if isinstance(v, Tensor)}
         if self.prompt_routes is not None:
             moved["prompt_routes"] = [routes.cpu() for routes in self.prompt_routes]
-        if self.kept is not None:
-            moved["kept"] = [kept.to(torch.device("cpu")) for kept in self.kept]
+        if self.sampling_mask is not None:
+            moved["sampling_mask"] = [mask.to(torch.device("cpu")) for mask in self.sampling_mask]
         return replace(self, **moved)
 
     def response(self, row: int, length: int, routing_start: int) -> dict[str, Any]:
@@ -55,8 +55,8 @@ class Decoded:
         if self.topk_ids is not None and self.topk_logprobs is not None:
             columns["topk_token_ids"] = self.topk_ids[row, :length].clone()
             columns["topk_logprobs"] = self.topk_logprobs[row, :length].clone()
-        if self.kept is not None:
-            columns["kept"] = self.kept[row][:length]
+        if self.sampling_mask is not None:
+            columns["sampling_mask"] = self.sampling_mask[row][:length]
         if self.prompt_routes is not None and self.step_routes is not None:
             routes = torch.cat([self.prompt_routes[row], self.step_routes[row, : length - 1]])
             columns["routed_experts"] = routes[routing_start:]
@@ -73,9 +73,9 @@ class DecodeRecord:
         topk: int,
         device: torch.device,
         prompt_routes: list[Tensor] | None,
-        kept_sets: bool,
+        return_sampling_mask: bool,
     ) -> None:
-        self._kept = KeptRecord(batch) if kept_sets else None
+        self._sampling_mask = SamplingMaskRecord(batch) if return_sampling_mask else None
         self._k, self._prompt_routes, self._step_routes = topk, prompt_routes, None
         if prompt_routes is not None:
             self._step_routes = prompt_routes[0].new_zeros(batch, steps - 1, *prompt_routes[0].shape[1:])
@@ -91,15 +91,15 @@ class DecodeRecord:
         self.logprobs[rows, step] = logprobs.squeeze(1)
         if self._k:
             top_logprobs, top_ids = distribution.topk(self._k, dim=-1)
-            if self._kept is not None:  # the set may have fewer than K
+            if self._sampling_mask is not None:  # the set may have fewer than K
                 is_cut = top_logprobs == -torch.inf
                 top_ids, top_logprobs = top_ids.masked_fill(is_cut, -1), top_logprobs.masked_fill(is_cut, 0.0)
             outside = ~(top_ids == chosen[:, None]).any(-1, keepdim=True)
             ids = torch.cat([top_ids, torch.where(outside, chosen[:, None], -1)], -1)
             self.topk_ids[rows, step] = ids.int()
             self.topk_logprobs[rows, step] = torch.cat([top_logprobs, torch.where(outside, logprobs, 0.0)], -1)
-        if self._kept is not None:
-            self._kept.add(rows, distribution)
+        if self._sampling_mask is not None:
+            self._sampling_mask.add(rows, distribution)
 
     def add_routes(self, step: int, rows: Tensor, routes: Tensor) -> None:
         """The experts ``[b, 1, L, k]`` of the tokens of ``step``, now that they have been read."""
@@ -114,7 +114,7 @@ class DecodeRecord:
             self.topk_ids[:, :steps] if self._k else None,
             self.topk_logprobs[:, :steps] if self._k else None,
             self._prompt_routes,
-            None if self._kept is None else self._kept.result(),
+            None if self._sampling_mask is None else self._sampling_mask.result(),
             None if self._step_routes is None else self._step_routes[:, : steps - 1],
         )
 
@@ -172,7 +172,7 @@ def decode(
     pad: int,
     further_ends: Sequence[Sequence[int]] | None = None,
     topk: int = 0,
-    kept_sets: bool = False,
+    return_sampling_mask: bool = False,
     recorder: RouteRecorder | None = None,
     ended: Callable[[list[int]], bool] | None = None,
 ) -> Decoded:
@@ -186,7 +186,7 @@ def decode(
         end: tokens after which a response is complete.
         pad: any valid token; fills prompts on the left.
         further_ends: for each row more tokens after which it is complete.
-        topk, kept_sets: what is recorded besides, see ``SamplingParams``.
+        topk, return_sampling_mask: what is recorded besides, see ``SamplingParams``.
         recorder: watches the routers of the model; None = routes are not wanted.
         ended: is told which rows have just ended; True stops the others where they are.
 
@@ -199,7 +199,7 @@ def decode(
     positions, padded = mask.sum(1), not bool(mask.all())
     rows = torch.arange(len(prompts), device=device)
     alive = rows >= 0
-    record = DecodeRecord(len(prompts), ends.longest, topk, device, routes, kept_sets)
+    record = DecodeRecord(len(prompts), ends.longest, topk, device, routes, return_sampling_mask)
     for step in range(ends.longest):
         chosen, distribution = sampler(logits, rows)
         record.add(step, rows, chosen, distribution)

@@ -132,7 +132,7 @@ class LocalEngine:
         self._held |= groups
 
     def reveal_filters(self) -> None:
-        """From here on report what is drawn from: the same draws, with the kept sets of a hidden filter."""
+        """From here on report what is drawn from: the same draws, with the sampling masks of a hidden filter."""
         self._reveals = self._unrecorded_top_p < 1
 
     def rescore(
@@ -166,7 +166,9 @@ class LocalEngine:
         routing = None
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
-        response = GrowingResponse(prompt.start, routing=routing, kept=self._reveals, columns=asked_columns(params))
+        response = GrowingResponse(
+            prompt.start, routing=routing, sampling_mask=self._reveals, columns=asked_columns(params)
+        )
         return PendingResponse(prompt, response)
 
     def _continued(self, request: GroupRequest, params: SamplingParams) -> list[PendingResponse]:
@@ -244,7 +246,7 @@ class LocalEngine:
                 pad=self._tokenizer.pad_token_id,
                 further_ends=[request.stop_token_ids for request in requests],
                 topk=params.topk_logprobs,
-                kept_sets=params.kept_sets or self._reveals,
+                return_sampling_mask=params.return_sampling_mask or self._reveals,
                 recorder=recorder,
                 ended=ended,
             )

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_dppo.engines.local.sampler import combine_weights, filters_of
 from megatron_dppo.types import (
     MISSING_EXPERT,
-    KeptSets,
     RoutingShape,
+    SamplingMask,
     SamplingParams,
     TrainingSample,
     experts_of,
@@ -75,7 +75,7 @@ def rescore(
 
     Args:
         model: a causal language model of transformers.
-        samples: with their kept sets, which the softmax is over; with their routes, if ``forced`` is given.
+        samples: with their sampling masks, which the softmax is over; with their routes, if ``forced`` is given.
         temperature: divides the logits.
         forced: replays the samples' routes; None = the routers are live.
         fp32_head: the output layer in fp32, on the hidden states and weights as they are.
@@ -92,7 +92,7 @@ def rescore(
         weight = model.lm_head.weight
         logits = hidden.float() @ weight.float().T if fp32_head else model.lm_head(hidden)
         scores = logits.float() if temperature == 1 else logits.float() / temperature
-        if sample.kept is not None:
+        if sample.sampling_mask is not None:
             scores = _cut(scores, sample)
         logprobs = scores.log_softmax(-1).gather(1, sample.labels.to(device)[:, None])[:, 0]
         found.append(logprobs.cpu())
@@ -109,17 +109,17 @@ def with_filter(model: Any, sample: TrainingSample, params: SamplingParams, resp
         scores = cut(None, scores)
     inside = scores > -torch.inf
     inside.scatter_(1, sample.labels[-responses:, None].to(device), True)
-    sets = KeptSets(inside.nonzero()[:, 1].int().cpu(), inside.sum(1).int().cpu())
-    return replace(sample, kept=sets)
+    sets = SamplingMask(inside.nonzero()[:, 1].int().cpu(), inside.sum(1).int().cpu())
+    return replace(sample, sampling_mask=sets)
 
 
 def _cut(scores: Tensor, sample: TrainingSample) -> Tensor:
-    """``[T, V]`` with -inf outside the kept sets, which those of the last tokens have."""
-    kept = sample.kept
-    assert kept is not None
-    first = len(scores) - len(kept)
-    whole = torch.cat([torch.ones(first, dtype=torch.bool), kept.counts == 0]).to(scores.device)
+    """``[T, V]`` with -inf outside the sampling masks, which those of the last tokens have."""
+    sampling_mask = sample.sampling_mask
+    assert sampling_mask is not None
+    first = len(scores) - len(sampling_mask)
+    whole = torch.cat([torch.ones(first, dtype=torch.bool), sampling_mask.counts == 0]).to(scores.device)
     allowed = whole[:, None].expand_as(scores).clone()
-    rows = first + torch.arange(len(kept)).repeat_interleave(kept.counts.long())
-    allowed[rows.to(scores.device), kept.ids.long().to(scores.device)] = True
+    rows = first + torch.arange(len(sampling_mask)).repeat_interleave(sampling_mask.counts.long())
+    allowed[rows.to(scores.device), sampling_mask.ids.long().to(scores.device)] = True
     return scores.masked_fill(~allowed, -torch.inf)

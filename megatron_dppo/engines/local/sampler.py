@@ -1,4 +1,4 @@
-"""Sampling from logits with a generator of its own, and the records of kept ids and routes."""
+"""Sampling from logits with a generator of its own, and the records of allowed ids and routes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import MISSING_EXPERT, KeptSets, RoutingShape, SamplingParams, with_weights
+from megatron_dppo.types import MISSING_EXPERT, RoutingShape, SamplingMask, SamplingParams, with_weights
 
 
 def filters_of(params: SamplingParams) -> list[Any]:
@@ -86,7 +86,7 @@ class Sampler:
         return scores.softmax(-1).div_(clocks).argmax(-1), logprobs
 
 
-class KeptRecord:
+class SamplingMaskRecord:
     """What the filters left of each token of ``batch`` responses, in the order of the steps."""
 
     def __init__(self, batch: int) -> None:
@@ -98,13 +98,13 @@ class KeptRecord:
         is_kept = distribution > -torch.inf
         self._steps.append((rows, is_kept.sum(1), is_kept.nonzero()[:, 1].int()))
 
-    def result(self) -> list[KeptSets]:
+    def result(self) -> list[SamplingMask]:
         """Of each response, as many as it took part in steps."""
         rows, counts, ids = (torch.cat(parts) for parts in zip(*self._steps, strict=True))
         ids = ids[rows.repeat_interleave(counts).argsort(stable=True)]
         counts = counts[rows.argsort(stable=True)]
         steps = rows.bincount(minlength=self._batch).tolist()
-        whole = KeptSets(ids, counts.int().cpu())
+        whole = SamplingMask(ids, counts.int().cpu())
         ends = list(accumulate(steps))
         return [whole[end - number : end] for end, number in zip(ends, steps, strict=True)]
 

@@ -23,7 +23,7 @@ Breach = Callable[[str, object, str], NoReturn]
 
 
 class SetsOfAnswer:
-    """The kept sets of an answer of R tokens, with their frame checked.
+    """The sampling masks of an answer of R tokens, with their frame checked.
 
     Args:
         given: the answer.
@@ -34,14 +34,14 @@ class SetsOfAnswer:
 
     def __init__(self, given: Generation, request: GenerateRequest, vocab_size: int, breach: Breach) -> None:
         self._given, self._params, self._size, self._breach = given, request.params, vocab_size, breach
-        if given.kept is None:
-            breach("kept sets", "missing", "the ids that the filters left of each token")
-        ids, counts = given.kept.ids, given.kept.counts
+        if given.sampling_mask is None:
+            breach("sampling mask", "missing", "the ids that the filters left of each token")
+        ids, counts = given.sampling_mask.ids, given.sampling_mask.counts
         if ids.dim() != 1 or counts.dim() != 1 or len(counts) != len(given.token_ids):
-            breach("kept sets", f"of {list(counts.shape)} tokens", f"one for each of {len(given.token_ids)}")
+            breach("sampling mask", f"of {list(counts.shape)} tokens", f"one for each of {len(given.token_ids)}")
         self.ids, self.counts = ids.numpy(), counts.numpy()
         if len(self.counts) and (self.counts.min() < 0 or self.counts.sum() != len(self.ids)):
-            breach("kept sets", f"of {len(self.ids)} ids", f"{self.counts.sum()}, by their counts")
+            breach("sampling mask", f"of {len(self.ids)} ids", f"{self.counts.sum()}, by their counts")
         self._rows = np.repeat(np.arange(len(self.counts)), self.counts)
         self._check_frame()
 
@@ -67,7 +67,7 @@ class SetsOfAnswer:
             self._tell(row, f"{shown} ({self.counts[row]} ids)", f"the sampled token {tokens[row]} among them")
 
     def _tell(self, row: int, value: object, expected: str) -> NoReturn:
-        self._breach(f"kept set, at token {row},", value, expected)
+        self._breach(f"sampling mask, at token {row},", value, expected)
 
     def holds(self, rows: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.bool_]:
         """Whether each id is in the set of its row."""
@@ -96,8 +96,8 @@ class SetsOfAnswer:
         mass = np.where(used, np.exp(np.where(used, values, 0.0).astype(np.float64)), 0.0).sum(1)
         whole = (self.counts > k) | (np.abs(mass - 1) <= 2 * slack)
         for right, found, expected in (
-            (good.all(1), ids, "ids of the kept set with finite values, then -1"),
-            (whole, mass[:, None], "a mass of 1: they are the whole kept set"),
+            (good.all(1), ids, "ids of the sampling mask with finite values, then -1"),
+            (whole, mass[:, None], "a mass of 1: they are the whole sampling mask"),
         ):
             if not right.all():
                 row = int((~right).argmax())
@@ -128,8 +128,8 @@ def check_generation(generation: Generation, request: GenerateRequest, contract:
     """Whether an answer can be the answer to this request.
 
     Checked are: the server's own echo of the request's name, of the prompt, of both lengths and of what ended it; the
-    ids; the log-probabilities; why it ended; the versions; the Top-K; the kept sets; the routes. The Top-K has columns
-    of the K most probable tokens, and a last one for a sampled token that is not among them (``Completion``).
+    ids; the log-probabilities; why it ended; the versions; the Top-K; the sampling masks; the routes. The Top-K has
+    columns of the K most probable tokens, and a last one for a sampled token that is not among them (``Completion``).
 
     Args:
         generation: the answer.
@@ -275,11 +275,11 @@ class _Answer:
             self._breach("Top-K", shapes, f"{list(shape)}: a row a token, K + 1 columns")
 
     def sets(self) -> SetsOfAnswer | None:
-        """The kept sets, checked; None = they were not asked for."""
-        if self._request.params.kept_sets:
+        """The sampling masks, checked; None = they were not asked for."""
+        if self._request.params.return_sampling_mask:
             return SetsOfAnswer(self._given, self._request, self._contract.vocab_size, self._breach)
-        if self._given.kept is not None:
-            self._breach("kept sets", "there", "none: they were not asked for")
+        if self._given.sampling_mask is not None:
+            self._breach("sampling mask", "there", "none: they were not asked for")
         return None
 
     def check_topk(self) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.errors import ContractViolation, ServerError
-from megatron_dppo.types import FinishReason, KeptSets, VersionSpan
+from megatron_dppo.types import FinishReason, SamplingMask, VersionSpan
 
 _SHOWN = 80
 
@@ -106,14 +106,14 @@ class Fields:
         """``integers`` as an array."""
         return np.array(self.integers(values, field), dtype=np.int32)
 
-    def sets(self, value: Any, length: int, field: str) -> KeptSets:
+    def sets(self, value: Any, length: int, field: str) -> SamplingMask:
         """An array of ids for each of ``length`` tokens."""
         rows = self.rows(value, field)
         if len(rows) != length:
             self.refuse(field, f"has {len(rows)} sets, expected {length}, one a token")
         found = [self.ids(row, f"{field}[{place}]") for place, row in enumerate(rows)]
         counts = torch.tensor([len(ids) for ids in found], dtype=torch.int32)
-        return KeptSets(torch.from_numpy(np.concatenate(found)), counts)
+        return SamplingMask(torch.from_numpy(np.concatenate(found)), counts)
 
     def floats(self, values: Any, field: str) -> NDArray[np.float32]:
         """``numbers`` as an array; what is too large for a float32 becomes infinite."""
@@ -242,12 +242,12 @@ def with_sampled(
     )
 
 
-def of_kept(
-    kept: KeptSets, ids: NDArray[np.int32], values: NDArray[np.float32]
+def keep_allowed(
+    sampling_mask: SamplingMask, ids: NDArray[np.int32], values: NDArray[np.float32]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The most probable tokens [R, K] without those that a filter cut; -1 and 0 stand behind the others."""
     is_kept = np.zeros(ids.shape, dtype=np.bool_)
-    for row, own in enumerate(np.split(kept.ids.numpy(), kept.counts.numpy().cumsum()[:-1])):
+    for row, own in enumerate(np.split(sampling_mask.ids.numpy(), sampling_mask.counts.numpy().cumsum()[:-1])):
         is_kept[row] = np.isin(ids[row], own)
     order = np.argsort(~is_kept, axis=1, kind="stable")
     ids, values = np.where(is_kept, ids, np.int32(-1)), np.where(is_kept, values, np.float32(0))

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.data.routing import compact_routes
-from megatron_dppo.engines.servers.fields import Fields, never_below, of_kept, shown, with_sampled
+from megatron_dppo.engines.servers.fields import Fields, keep_allowed, never_below, shown, with_sampled
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
-from megatron_dppo.types import FinishReason, KeptSets, SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, SamplingMask, SamplingParams, VersionSpan
 
 _NEVER = float(np.finfo(np.float32).min) / 2
 """SGLang writes -inf as the lowest float32, since JSON has no infinity."""
@@ -47,8 +47,8 @@ def version_parts(version: Any) -> tuple[int, ...]:
 def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     """Every field that shapes the distribution, also at its default: a server can be started with other defaults.
 
-    With filters and without kept sets SGLang's log-probabilities are those before the filter: for answers that nobody
-    trains on.
+    With filters and without sampling masks SGLang's log-probabilities are those before the filter: for answers that
+    nobody trains on.
     """
     return {
         "max_new_tokens": params.max_new_tokens,
@@ -93,8 +93,8 @@ def generate_body(request: GenerateRequest, *, flat: bool, adapter: str | None =
         body |= {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
     if request.routing is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routing_start}
-    if request.params.kept_sets:
-        # "selected": the sampled token's log-probability alone, of the softmax over the kept ids.
+    if request.params.return_sampling_mask:
+        # "selected": the sampled token's log-probability alone, of the softmax over the allowed ids.
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return body
 
@@ -115,11 +115,11 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
         return Generation.empty(reason, reader.name())
     logprobs = reader.logprobs(tokens)
     ids, values = reader.candidates(len(tokens))
-    k, kept = request.params.topk_logprobs, None
-    if request.params.kept_sets:
-        kept, filtered = reader.kept_sets(len(tokens)), reader.filtered_logprobs(len(tokens))
+    k, sampling_mask = request.params.topk_logprobs, None
+    if request.params.return_sampling_mask:
+        sampling_mask, filtered = reader.sampling_mask(len(tokens)), reader.filtered_logprobs(len(tokens))
         # SGLang gives its most probable tokens before the filters; at each place those take the same off all.
-        ids, values = of_kept(kept, ids, values + (filtered - logprobs)[:, None])
+        ids, values = keep_allowed(sampling_mask, ids, values + (filtered - logprobs)[:, None])
         logprobs = filtered
     topk = with_sampled(ids, values, tokens, logprobs) if k else (None, None)
     return Generation(
@@ -129,7 +129,7 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
         versions=reader.versions(len(tokens)),
         topk_token_ids=topk[0],
         topk_logprobs=topk[1],
-        kept=kept,
+        sampling_mask=sampling_mask,
         routed_experts=reader.routed_experts(len(tokens)),
         echo=reader.echo(ids[:, 0], values[:, 0]),
     )
@@ -153,7 +153,7 @@ class _Reader(Fields):
         """Whether all that was asked for is there. SGLang sends less of a request that it aborts in its queue."""
         wanted = ["output_token_logprobs", "weight_versions", "prompt_tokens", "completion_tokens"]
         wanted += ["routed_experts"] if self._request.routing is not None else []
-        wanted += [_SETS, _FILTERED] if self._request.params.kept_sets else []
+        wanted += [_SETS, _FILTERED] if self._request.params.return_sampling_mask else []
         has_prompt = self._answer.get("prompt_token_ids") is not None
         return has_prompt and all(self._meta.get(name) is not None for name in wanted)
 
@@ -197,13 +197,13 @@ class _Reader(Fields):
             self.refuse(name, "belongs to other tokens than output_ids")
         return never_below(self.floats(values, name), _NEVER)
 
-    def kept_sets(self, length: int) -> KeptSets:
+    def sampling_mask(self, length: int) -> SamplingMask:
         """Of R tokens, the ids that the filters left."""
         value = self._field(_SETS, f"SGLang has it since 0.5.21. If it is newer, {_LOST}")
         return self.sets(value, length, f"meta_info.{_SETS}")
 
     def filtered_logprobs(self, length: int) -> NDArray[np.float32]:
-        """[R], of the sampled tokens under the softmax over their kept sets."""
+        """[R], of the sampled tokens under the softmax over their sampling masks."""
         name = f"meta_info.{_FILTERED}"
         values = self.floats(self._field(_FILTERED, f"SGLang has it since 0.5.21. If it is newer, {_LOST}"), name)
         if len(values) != length:

@@ -90,7 +90,7 @@ class VLLMServer(VLLMWeightUpdates):
         Raises:
             ServerError: no answer, a refusal, or an answer that lacks what was asked for (``ContractViolation``).
         """
-        self._tells_sets |= request.params.kept_sets
+        self._tells_sets |= request.params.return_sampling_mask
         body = generate_body(request, self._adapter)
         if self._tells_sets and not request.params.temperature:
             # Such a server refuses temperature 0: the most probable token is what top-k 1 leaves.

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.data.routing import compact_routes
-from megatron_dppo.engines.servers.fields import Fields, never_below, of_kept, shown, with_sampled
+from megatron_dppo.engines.servers.fields import Fields, keep_allowed, never_below, shown, with_sampled
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
-from megatron_dppo.types import FinishReason, KeptSets, SamplingParams, VersionSpan
+from megatron_dppo.types import FinishReason, SamplingMask, SamplingParams, VersionSpan
 
 _NEVER = -9998.0
 """vLLM writes -9999 for everything below, and for what is not a number."""
@@ -99,9 +99,9 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
     logprobs = reader.floats([entry.get("logprob") for entry in entries], f"{_CONTENT}.logprob")
     logprobs = never_below(logprobs, _NEVER)
     ids, values = reader.candidates(entries)
-    kept = reader.kept_sets(len(tokens)) if request.params.kept_sets else None
-    if kept is not None:
-        ids, values = of_kept(kept, ids, values)
+    sampling_mask = reader.sampling_mask(len(tokens)) if request.params.return_sampling_mask else None
+    if sampling_mask is not None:
+        ids, values = keep_allowed(sampling_mask, ids, values)
     topk = with_sampled(ids, values, tokens, logprobs) if request.params.topk_logprobs else (None, None)
     return Generation(
         token_ids=torch.from_numpy(tokens),
@@ -110,7 +110,7 @@ def decode_generation(answer: Any, request: GenerateRequest, url: str) -> Genera
         versions=reader.versions(len(tokens)),
         topk_token_ids=topk[0],
         topk_logprobs=topk[1],
-        kept=kept,
+        sampling_mask=sampling_mask,
         routed_experts=reader.routed_experts(len(tokens)),
         echo=reader.echo(ids[:, 0], values[:, 0]),
     )
@@ -143,7 +143,7 @@ class _Reader(Fields):
     def complete(self) -> bool:
         """Whether all that was asked for is there: of an aborted request vLLM sends no routed experts."""
         wanted = ["routed_experts"] if self._request.routing is not None else []
-        wanted += ["sampling_mask"] if self._request.params.kept_sets else []
+        wanted += ["sampling_mask"] if self._request.params.return_sampling_mask else []
         return all(self._choice.get(name) is not None for name in wanted)
 
     def name(self) -> Echo:
@@ -209,7 +209,7 @@ class _Reader(Fields):
         logprobs[cells] = never_below(values, _NEVER)
         return ids.reshape(-1, k), logprobs.reshape(-1, k)
 
-    def kept_sets(self, length: int) -> KeptSets:
+    def sampling_mask(self, length: int) -> SamplingMask:
         """Of R tokens, the ids that the filters left."""
         cause = f"start the server with --return-sampling-mask (needs a GPU). If it was started so, {_LOST}"
         return self.sets(self._field("sampling_mask", cause), length, "choices[0].sampling_mask")

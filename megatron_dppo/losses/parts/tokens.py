@@ -194,9 +194,9 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
 
 
 def _support(inputs: LossInputs) -> int | Tensor | None:
-    if inputs.vocab_size is None or inputs.kept_counts is None:
+    if inputs.vocab_size is None or inputs.allowed_counts is None:
         return inputs.vocab_size
-    counts = inputs.kept_counts.to(inputs.logprobs.device)
+    counts = inputs.allowed_counts.to(inputs.logprobs.device)
     return torch.where(counts > 0, counts, inputs.vocab_size)
 
 

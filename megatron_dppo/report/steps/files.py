@@ -61,7 +61,7 @@ def step_bytes(samples: int, tokens: int, *, more: int = 0) -> int:
     Args:
         samples: of the step.
         tokens: of a response, at most.
-        more: bytes of a token's Top-K, kept set and experts, where the engine reports them.
+        more: bytes of a token's Top-K, sampling mask and experts, where the engine reports them.
 
     Example:
         >>> step_bytes(256, 1000)

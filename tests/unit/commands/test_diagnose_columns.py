@@ -97,7 +97,7 @@ def test_what_stacks_really_write_is_read_as_before(tmp_path: Path) -> None:
     outside = read(tmp_path, GOOD | {"response_mask": [0, 1], "old_log_probs": [None, -2], "rollout_log_probs": [5, 0]})
     assert outside[0].trained is not None and outside[0].trained.tolist() == [0, 0, -2]
     (with_sets,) = read(tmp_path, SLIME | SETS | {"rollout_routed_experts": [[[0, 1]]] * 4})
-    assert with_sets.sample.kept is not None and with_sets.sample.kept.counts.tolist() == [2, 1]
+    assert with_sets.sample.sampling_mask is not None and with_sets.sample.sampling_mask.counts.tolist() == [2, 1]
     assert with_sets.routes is not None and with_sets.routes.shape == (3, 1, 2)
     arrays = {
         "tokens": torch.tensor([5, 6, 7, 8], dtype=torch.int32),

@@ -126,18 +126,18 @@ def test_raw_numbers_of_a_tempered_engine_are_the_samplers(folder: Path, tmp_pat
 
 
 def test_numbers_over_what_a_filter_left_are_the_samplers(folder: Path, tmp_path: Path) -> None:
-    file = write_slime(tmp_path / "cut.pt", sampled(top_p=0.7, kept_sets=True))
+    file = write_slime(tmp_path / "cut.pt", sampled(top_p=0.7, return_sampling_mask=True))
     ledger = diagnose_rollouts(file, str(folder), Declared(top_p=0.7), None)
     assert parts(ledger)[SAMPLER] == pytest.approx(1, abs=1e-2) and ledger.signed < -0.01
 
 
 def test_sets_in_the_dump_are_those_of_training(folder: Path, tmp_path: Path) -> None:
-    completions = sampled(top_p=0.7, kept_sets=True)
+    completions = sampled(top_p=0.7, return_sampling_mask=True)
     samples = []
     for completion, prompt in zip(completions, PROMPTS, strict=True):
-        assert completion.kept is not None
-        offsets = [0, *completion.kept.counts.cumsum(0).tolist()]
-        sets = {"rollout_top_p_token_ids": completion.kept.ids, "rollout_top_p_token_offsets": offsets}
+        assert completion.sampling_mask is not None
+        offsets = [0, *completion.sampling_mask.counts.cumsum(0).tolist()]
+        sets = {"rollout_top_p_token_ids": completion.sampling_mask.ids, "rollout_top_p_token_offsets": offsets}
         samples.append(slime(completion, prompt) | sets)
     torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "sets.pt")
     ledger = diagnose_rollouts(tmp_path / "sets.pt", str(folder), Declared(), None)

@@ -39,7 +39,7 @@ def part(plan: Plan, phase: str) -> int:
 
 
 @pytest.mark.slow
-def test_kept_sets_and_combine_weights_are_in_the_memory_of_a_rank(rehearsals: Rehearsals) -> None:
+def test_sampling_masks_and_combine_weights_are_in_the_memory_of_a_rank(rehearsals: Rehearsals) -> None:
     plain = small(rehearsals, "--train.router_replay=rollout")
     full = small(
         rehearsals,

@@ -331,7 +331,7 @@ def test_a_filtered_rollout_is_refused_where_the_engine_cannot_tell_what_it_kept
     assert not Config.model_validate(minimal()).rollout.has_filters
 
 
-def test_evaluation_of_a_vllm_that_tells_kept_ids_is_greedy_or_has_a_top_k() -> None:
+def test_evaluation_of_a_vllm_that_returns_allowed_ids_is_greedy_or_has_a_top_k() -> None:
     config = minimal()
     config["rollout"] |= {"engine": "vllm", "top_k": 50}
     config["data"]["eval"] = "held_out.jsonl"

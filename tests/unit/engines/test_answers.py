@@ -88,7 +88,7 @@ def pid_exists(pid: int) -> bool:
 def test_answers_and_errors_are_those_of_a_client_in_this_process(engine: str) -> None:
     case = Case(engine)
     wrong = replace(case.request, params=replace(case.request.params, max_new_tokens=3))
-    filtered = replace(case.request, params=replace(case.request.params, top_k=4, kept_sets=True))
+    filtered = replace(case.request, params=replace(case.request.params, top_k=4, return_sampling_mask=True))
 
     async def run(answers: AnswerProcesses, server: Any) -> None:
         for found in await asyncio.gather(*(answers.ask(server, case.request) for _ in range(6))):

@@ -1,4 +1,4 @@
-"""The contract of kept sets: honest ones keep it, and every lie is told by request, token and value."""
+"""The contract of sampling masks: honest ones keep it, and every lie is told by request, token and value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from megatron_dppo.engines.servers.contract import check_frame, check_generation
 from megatron_dppo.errors import ContractViolation
 from megatron_dppo.rollout.server import GenerateRequest, Generation
-from megatron_dppo.types import KeptSets
+from megatron_dppo.types import SamplingMask
 from tests.unit.honest_answers import CONTRACT, LENGTH, VOCAB, honest
 
 URL, TOP_K = "http://s:1", 12
@@ -29,30 +29,30 @@ def filtered(seed: int = 0, topk: int = 4) -> tuple[GenerateRequest, Generation]
     for row, token in enumerate(given.token_ids.tolist()):
         order, own = given.topk_token_ids[row, :VOCAB].tolist(), given.topk_logprobs[row, :VOCAB].double().numpy()
         count = max(1 + (seed + row) % (TOP_K - 1), order.index(token) + 1)
-        kept = order[:count]
+        allowed = order[:count]
         over = own[:count] - np.log(np.exp(own[:count]).sum())
-        logprobs[row] = over[kept.index(token)]
-        ids[row, : min(topk, count)], values[row, : min(topk, count)] = kept[:topk], over[:topk]
-        if token not in kept[:topk]:
+        logprobs[row] = over[allowed.index(token)]
+        ids[row, : min(topk, count)], values[row, : min(topk, count)] = allowed[:topk], over[:topk]
+        if token not in allowed[:topk]:
             ids[row, topk], values[row, topk] = token, logprobs[row]
-        sets.append(sorted(kept))
-    params = replace(request.params, topk_logprobs=topk, top_p=0.9, kept_sets=True)
+        sets.append(sorted(allowed))
+    params = replace(request.params, topk_logprobs=topk, top_p=0.9, return_sampling_mask=True)
     echo = replace(given.echo, best_logprobs=None, best_token_ids=None)
-    given = replace(given, echo=echo, logprobs=torch.from_numpy(logprobs), kept=column(sets))
+    given = replace(given, echo=echo, logprobs=torch.from_numpy(logprobs), sampling_mask=column(sets))
     topk_columns = (torch.from_numpy(ids), torch.from_numpy(values)) if topk else (None, None)
     return replace(request, params=params), replace(
         given, topk_token_ids=topk_columns[0], topk_logprobs=topk_columns[1]
     )
 
 
-def column(sets: Sets) -> KeptSets:
+def column(sets: Sets) -> SamplingMask:
     flat = torch.tensor([i for part in sets for i in part], dtype=torch.int32)
-    return KeptSets(flat, torch.tensor([len(part) for part in sets], dtype=torch.int32))
+    return SamplingMask(flat, torch.tensor([len(part) for part in sets], dtype=torch.int32))
 
 
 def lists(given: Generation) -> Sets:
-    assert given.kept is not None
-    return [part.tolist() for part in given.kept.ids.split(given.kept.counts.tolist())]
+    assert given.sampling_mask is not None
+    return [part.tolist() for part in given.sampling_mask.ids.split(given.sampling_mask.counts.tolist())]
 
 
 @pytest.mark.parametrize("topk", [0, 1, 4, 30])
@@ -69,7 +69,7 @@ def with_set(row: int, change: Callable[[list[int], int], Any]) -> Callable[[Gen
         sets = lists(given)
         result = change(sets[row], int(given.token_ids[row]))
         sets[row] = sets[row] if result is None else result
-        return replace(given, kept=column(sets))
+        return replace(given, sampling_mask=column(sets))
 
     return apply
 
@@ -84,24 +84,39 @@ def put(field: str, place: tuple[int, int], value: float) -> Callable[[Generatio
 
 
 def _counts(given: Generation) -> Generation:
-    assert given.kept is not None
-    counts = given.kept.counts.clone()
+    assert given.sampling_mask is not None
+    counts = given.sampling_mask.counts.clone()
     counts[3] += 1
-    return replace(given, kept=KeptSets(given.kept.ids, counts))
+    return replace(given, sampling_mask=SamplingMask(given.sampling_mask.ids, counts))
 
 
 FRAME: dict[str, tuple[Callable[[Generation], Generation], str]] = {
-    "none": (lambda g: replace(g, kept=None), "kept sets is missing, expected the ids that the filters left"),
-    "one fewer": (lambda g: replace(g, kept=column(lists(g)[1:])), r"kept sets is of \[11\] tokens, expected one for"),
-    "counts that do not add up": (_counts, r"kept sets is of \d+ ids, expected \d+, by their counts"),
-    "an id of V": (with_set(4, lambda s, _: [*s, VOCAB]), "kept set, at token 4, is 50, expected an id of 0 to 49"),
-    "an id of -1": (with_set(4, lambda s, _: [-1, *s]), "kept set, at token 4, is -1, expected an id of 0 to 49"),
-    "an id twice": (with_set(5, lambda s, t: [*s, t]), r"kept set, at token 5, is \d+ twice, expected different ids"),
+    "none": (
+        lambda g: replace(g, sampling_mask=None),
+        "sampling mask is missing, expected the ids that the filters left",
+    ),
+    "one fewer": (
+        lambda g: replace(g, sampling_mask=column(lists(g)[1:])),
+        r"sampling mask is of \[11\] tokens, expected one for",
+    ),
+    "counts that do not add up": (_counts, r"sampling mask is of \d+ ids, expected \d+, by their counts"),
+    "an id of V": (
+        with_set(4, lambda s, _: [*s, VOCAB]),
+        "sampling mask, at token 4, is 50, expected an id of 0 to 49",
+    ),
+    "an id of -1": (with_set(4, lambda s, _: [-1, *s]), "sampling mask, at token 4, is -1, expected an id of 0 to 49"),
+    "an id twice": (
+        with_set(5, lambda s, t: [*s, t]),
+        r"sampling mask, at token 5, is \d+ twice, expected different ids",
+    ),
     "not the sampled one": (
         with_set(6, lambda s, t: [i for i in range(VOCAB) if i != t][:5]),
-        r"kept set, at token 6, is \[.*\] \(5 ids\), expected the sampled token \d+ among them",
+        r"sampling mask, at token 6, is \[.*\] \(5 ids\), expected the sampled token \d+ among them",
     ),
-    "an empty one": (with_set(7, lambda s, t: []), r"kept set, at token 7, is \[\] \(0 ids\), expected the sampled"),
+    "an empty one": (
+        with_set(7, lambda s, t: []),
+        r"sampling mask, at token 7, is \[\] \(0 ids\), expected the sampled",
+    ),
 }
 VALUES: dict[str, tuple[Callable[[Generation], Generation], str]] = {
     "alone, but not certain": (
@@ -110,7 +125,7 @@ VALUES: dict[str, tuple[Callable[[Generation], Generation], str]] = {
     ),
     "a Top-K id that was cut": (
         put("topk_token_ids", (11, 0), 1),
-        "Top-K, at token 11, is .*, expected ids of the kept",
+        "Top-K, at token 11, is .*, expected ids of the sampling mask",
     ),
     "a slot that should be filled": (put("topk_token_ids", (11, 3), -1), "Top-K, at token 11, is .* then -1"),
     "an id that can never be sampled": (put("topk_logprobs", (11, 3), -np.inf), "Top-K, at token 11, is"),
@@ -147,5 +162,7 @@ def test_more_ids_than_top_k_and_sets_that_nobody_asked_for_are_refused() -> Non
     check_generation(given, replace(request, params=replace(request.params, top_k=most)), CONTRACT, URL)
     with pytest.raises(ContractViolation, match=f"is {most} ids, expected {most - 1} at most, the top-k"):
         check_generation(given, replace(request, params=replace(request.params, top_k=most - 1)), CONTRACT, URL)
-    with pytest.raises(ContractViolation, match="kept sets is there, expected none: they were not asked for"):
-        check_generation(given, replace(request, params=replace(request.params, kept_sets=False)), CONTRACT, URL)
+    with pytest.raises(ContractViolation, match="sampling mask is there, expected none: they were not asked for"):
+        check_generation(
+            given, replace(request, params=replace(request.params, return_sampling_mask=False)), CONTRACT, URL
+        )

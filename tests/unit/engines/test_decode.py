@@ -39,7 +39,7 @@ def sample(parts: Any, **params: Any) -> Decoded:
         end=END,
         pad=0,
         topk=settings.topk_logprobs,
-        kept_sets=settings.kept_sets,
+        return_sampling_mask=settings.return_sampling_mask,
     )
 
 
@@ -98,19 +98,19 @@ def filtered(
     ids=["top-k", "top-p", "min-p", "all"],
 )
 @pytest.mark.parametrize("k", [2, 40])
-def test_under_filters_mu_is_the_distribution_after_them_and_the_kept_ids_are_recorded(
+def test_under_filters_mu_is_the_distribution_after_them_and_the_allowed_ids_are_recorded(
     parts: Any, temperature: float, top_k: int, top_p: float, min_p: float, k: int
 ) -> None:
     model, prompts = parts
     rules: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    decoded = sample(parts, **rules, topk_logprobs=k, kept_sets=True)
-    assert torch.equal(decoded.tokens, sample(parts, **rules).tokens) and sample(parts, **rules).kept is None
-    assert decoded.topk_ids is not None and decoded.topk_logprobs is not None and decoded.kept is not None
+    decoded = sample(parts, **rules, topk_logprobs=k, return_sampling_mask=True)
+    assert torch.equal(decoded.tokens, sample(parts, **rules).tokens) and sample(parts, **rules).sampling_mask is None
+    assert decoded.topk_ids is not None and decoded.topk_logprobs is not None and decoded.sampling_mask is not None
     sizes = []
     for row, (prompt, response) in enumerate(zip(prompts, responses(decoded), strict=True)):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        sets = decoded.kept[row]
+        sets = decoded.sampling_mask[row]
         recorded = sets.ids.split(sets.counts.tolist())
         assert len(recorded) >= len(response)
         for step, allowed in enumerate(filtered(logits, **rules)):

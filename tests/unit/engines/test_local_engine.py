@@ -241,5 +241,5 @@ def test_what_does_not_fit_is_refused() -> None:
     key = next(iter(one.unfinished()))
     with pytest.raises(ValueError, match=f"group {key} is held with 3 responses, not 2"):
         one.submit([GroupRequest(key, PROMPTS[key], 2)], params(), 1)[0].result()
-    with pytest.raises(ValueError, match="without the Top-K, routes or kept sets of this run"):
+    with pytest.raises(ValueError, match="without the Top-K, routes or sampling masks of this run"):
         one.submit(requests([key]), params(topk_logprobs=2), 1)[0].result()

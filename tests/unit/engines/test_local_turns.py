@@ -85,13 +85,13 @@ def test_turns_are_those_of_each_response_alone_and_tool_text_stands_between_the
 
 
 def test_under_filters_every_sampled_token_has_its_set_and_given_ones_have_none() -> None:
-    found = engine(with_tool).generate(PROMPTS, params(top_p=0.7, min_p=0.01, kept_sets=True))
+    found = engine(with_tool).generate(PROMPTS, params(top_p=0.7, min_p=0.01, return_sampling_mask=True))
     for prompt, completion in zip(PROMPTS, found, strict=True):
-        assert completion.kept is not None and len(completion.kept) == len(completion.token_ids)
+        assert completion.sampling_mask is not None and len(completion.sampling_mask) == len(completion.token_ids)
         tokens, sampled = completion.token_ids.tolist(), completion.loss_mask
         with torch.no_grad():
             logits = MODELS[0](input_ids=torch.tensor([[*prompt.token_ids, *tokens]])).logits[0]
-        for i, kept in enumerate(completion.kept.ids.long().split(completion.kept.counts.tolist())):
+        for i, kept in enumerate(completion.sampling_mask.ids.long().split(completion.sampling_mask.counts.tolist())):
             assert (tokens[i] in kept) if sampled is None or sampled[i] else not len(kept)
             if len(kept) and completion.logprobs is not None:
                 own = logits[len(prompt.token_ids) - 1 + i, kept].log_softmax(0)[kept == tokens[i]]

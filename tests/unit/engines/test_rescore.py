@@ -64,7 +64,7 @@ def of_engine(engine: LocalEngine, **settings: object) -> list[TrainingSample]:
         **settings,  # type: ignore[arg-type]
     )
     return [
-        to_training_sample(p.token_ids, c.token_ids, c.logprobs, 1.0, None, c.routed_experts, None, c.kept)
+        to_training_sample(p.token_ids, c.token_ids, c.logprobs, 1.0, None, c.routed_experts, None, c.sampling_mask)
         for p, c in zip(prompts, engine.generate(prompts, params), strict=True)
     ]
 
@@ -83,15 +83,15 @@ def test_an_engine_with_noisy_routers_and_a_hidden_filter_scores_its_own_answers
     engine.reveal_filters()
     shown = of_engine(engine)
     for before, after in zip(hidden, shown, strict=True):
-        assert before.kept is None and after.kept is not None
+        assert before.sampling_mask is None and after.sampling_mask is not None
         assert torch.equal(before.labels, after.labels), "the same draws, told otherwise"
     for sample, row in zip(shown, engine.rescore(shown, TEMPERATURE), strict=True):
-        assert sample.rollout_logprobs is not None and sample.kept is not None
+        assert sample.rollout_logprobs is not None and sample.sampling_mask is not None
         difference = (row - sample.rollout_logprobs)[sample.loss_mask].abs().max()
         assert difference < 1e-5
     head = engine.rescore(shown, TEMPERATURE, fp32_head=True)
     assert all(torch.equal(a, b) for a, b in zip(head, engine.rescore(shown, TEMPERATURE), strict=True)), "fp32 already"
-    live = rescore(model, [replace(sample, kept=None) for sample in shown], temperature=TEMPERATURE)
+    live = rescore(model, [replace(sample, sampling_mask=None) for sample in shown], temperature=TEMPERATURE)
     assert max(float((a - b).abs().max()) for a, b in zip(live, head, strict=True)) > 0.1, "noise and filter do matter"
     engine.close()
 
@@ -101,10 +101,12 @@ def test_the_sets_of_a_filter_are_those_that_the_engine_records() -> None:
     engine = LocalEngine(model.config, TOKENIZER, dtype=torch.float32, device=torch.device("cpu"))
     engine.update_weights(stream_model(model), 0)
     prompt = Prompt(prompt_id="", text="", token_ids=(5, 9), label="")
-    params = SamplingParams(max_new_tokens=9, temperature=TEMPERATURE, top_k=7, top_p=0.8, seed=3, kept_sets=True)
+    params = SamplingParams(
+        max_new_tokens=9, temperature=TEMPERATURE, top_k=7, top_p=0.8, seed=3, return_sampling_mask=True
+    )
     (found,) = engine.generate([prompt], params)
     engine.close()
     plain = to_training_sample(prompt.token_ids, found.token_ids, found.logprobs, 1.0)
-    cut = with_filter(model, plain, params, len(found.token_ids)).kept
-    assert cut is not None and found.kept is not None
-    assert torch.equal(cut.counts, found.kept.counts) and torch.equal(cut.ids, found.kept.ids)
+    cut = with_filter(model, plain, params, len(found.token_ids)).sampling_mask
+    assert cut is not None and found.sampling_mask is not None
+    assert torch.equal(cut.counts, found.sampling_mask.counts) and torch.equal(cut.ids, found.sampling_mask.ids)

@@ -1,4 +1,4 @@
-"""What SGLang says of a filtered distribution: the kept ids, and log-probabilities over them."""
+"""What SGLang says of a filtered distribution: the allowed ids, and log-probabilities over them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.http_stub import Stub
 
 FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 40, "min_p": 0.05}
 MASS = (0.5, 0.25, 0.9, 1.0, 0.8, 0.6)
-"""of the kept ids of each token, before the renormalisation"""
+"""of the allowed ids of each token, before the renormalisation"""
 
 
 def filtered() -> tuple[GenerateRequest, dict[str, Any], Generation]:
@@ -37,15 +37,15 @@ def filtered() -> tuple[GenerateRequest, dict[str, Any], Generation]:
         for row, (first, token) in enumerate(zip(best, tokens, strict=True))
     ]
     meta["output_token_sampling_logprobs"] = (plain.logprobs.double().numpy() - np.log(MASS)).tolist()
-    return replace(request, params=replace(request.params, kept_sets=True, **FILTERS)), answer, plain
+    return replace(request, params=replace(request.params, return_sampling_mask=True, **FILTERS)), answer, plain
 
 
-def test_kept_ids_are_read_and_all_log_probabilities_are_those_over_them() -> None:
+def test_allowed_ids_are_read_and_all_log_probabilities_are_those_over_them() -> None:
     request, answer, plain = filtered()
     found = decode(request, answer)
-    assert found.kept is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
+    assert found.sampling_mask is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
     assert plain.topk_token_ids is not None and plain.topk_logprobs is not None and found.echo is not None
-    sets = [part.tolist() for part in found.kept.ids.split(found.kept.counts.tolist())]
+    sets = [part.tolist() for part in found.sampling_mask.ids.split(found.sampling_mask.counts.tolist())]
     assert sets == answer["meta_info"]["output_token_sampling_mask"]
     np.testing.assert_allclose(found.logprobs.numpy(), plain.logprobs.numpy() - np.log(MASS), atol=1e-6)
     for row, kept in enumerate(sets):
@@ -65,7 +65,9 @@ def test_the_request_asks_for_them_and_evaluation_has_filters_without_them() -> 
     assert body["return_sampling_mask"] is True and body["sampling_logprobs_mode"] == "selected"
     plain = wire.generate_body(recorded("0.5.23")[0], flat=True)
     assert "return_sampling_mask" not in plain and plain["sampling_params"]["top_k"] == -1
-    evaluation = wire.generate_body(replace(request, params=replace(request.params, kept_sets=False)), flat=True)
+    evaluation = wire.generate_body(
+        replace(request, params=replace(request.params, return_sampling_mask=False)), flat=True
+    )
     assert "return_sampling_mask" not in evaluation
     assert {name: evaluation["sampling_params"][name] for name in FILTERS} == FILTERS
 
@@ -116,7 +118,7 @@ def test_a_request_that_is_aborted_in_the_queue_lacks_them() -> None:
 
 
 @pytest.mark.slow
-def test_kept_sets_come_through_a_process_as_they_were_read() -> None:
+def test_sampling_masks_come_through_a_process_as_they_were_read() -> None:
     case = Case("sglang")
     request, answer, _ = filtered()
     meta = answer["meta_info"]
@@ -132,7 +134,7 @@ def test_kept_sets_come_through_a_process_as_they_were_read() -> None:
         )
     ]
     expected = replace(wire.decode_generation(answer, request, "http://s"), echo=None)
-    assert expected.kept is not None and len(expected.kept.ids) > len(expected.kept)
+    assert expected.sampling_mask is not None and len(expected.sampling_mask.ids) > len(expected.sampling_mask)
 
     async def run(answers: AnswerProcesses, server: Any) -> None:
         found = await answers.ask(server, request)
@@ -140,7 +142,7 @@ def test_kept_sets_come_through_a_process_as_they_were_read() -> None:
         broken = meta["output_token_sampling_mask"]
         broken[3] = [next(i for i in range(100, 200) if i not in broken[3])]
         with pytest.raises(
-            ContractViolation, match=r"kept set, at token 3, is .*expected the sampled token \d+ among them"
+            ContractViolation, match=r"sampling mask, at token 3, is .*expected the sampled token \d+ among them"
         ):
             await answers.ask(server, request)
 

@@ -221,15 +221,15 @@ def filtered() -> tuple[GenerateRequest, Any, Generation]:
         for candidate in entry["top_logprobs"]:
             if candidate["token_id"] not in kept:
                 candidate["logprob"] = -9999.0
-    return replace(request, params=replace(request.params, kept_sets=True, **FILTERS)), answer, plain
+    return replace(request, params=replace(request.params, return_sampling_mask=True, **FILTERS)), answer, plain
 
 
 def test_the_ids_that_filters_left_are_read_and_the_others_leave_the_topk() -> None:
     request, answer, plain = filtered()
     found, sets = decode(request, answer), answer["choices"][0]["sampling_mask"]
-    assert found.kept is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
-    assert [part.tolist() for part in found.kept.ids.split(found.kept.counts.tolist())] == sets
-    assert same(found.logprobs, plain.logprobs), "vLLM's are those over the kept ids already"
+    assert found.sampling_mask is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
+    assert [part.tolist() for part in found.sampling_mask.ids.split(found.sampling_mask.counts.tolist())] == sets
+    assert same(found.logprobs, plain.logprobs), "vLLM's are those over the allowed ids already"
     assert plain.topk_token_ids is not None and plain.topk_logprobs is not None
     cut = 0
     for row, kept in enumerate(sets):
@@ -252,21 +252,21 @@ def test_the_ids_that_filters_left_are_read_and_the_others_leave_the_topk() -> N
         (lambda c: c["sampling_mask"].__setitem__(1, [3, "4"]), r"sampling_mask\[1\]\[1\] is '4', expected an integer"),
     ],
 )
-def test_junk_among_the_kept_ids_is_named(damage: Callable[[Any], Any], message: str) -> None:
+def test_junk_among_the_allowed_ids_is_named(damage: Callable[[Any], Any], message: str) -> None:
     request, answer, _ = filtered()
     damage(answer["choices"][0])
     with pytest.raises(ContractViolation, match=message):
         decode(request, answer)
 
 
-def test_an_aborted_request_without_its_kept_ids_counts_as_one_without_tokens() -> None:
+def test_an_aborted_request_without_its_allowed_ids_counts_as_one_without_tokens() -> None:
     request, answer, _ = filtered()
     answer["choices"][0] |= {"sampling_mask": None, "finish_reason": "abort"}
     found = decode(request, answer)
     assert found.finish_reason == FinishReason.ABORT and not len(found.token_ids)
 
 
-def test_greedy_requests_of_a_server_that_tells_kept_ids_are_for_the_one_token_of_top_k_1() -> None:
+def test_greedy_requests_of_a_server_that_returns_allowed_ids_are_for_the_one_token_of_top_k_1() -> None:
     request, answer, _ = filtered()
     plain = replace(request, params=SamplingParams(max_new_tokens=6, temperature=0.0, topk_logprobs=3))
     stub = Stub(server_answers(**{"/inference/v1/generate": answer}))

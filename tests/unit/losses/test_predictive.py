@@ -16,7 +16,7 @@ from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.stats import loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.losses import divergence_rate, policy_loss, policy_objective, predictive_sums
 from megatron_dppo.losses.parts.predictive import Tail, tail_square
-from megatron_dppo.types import KeptSets, LossInputs, TokenTargets
+from megatron_dppo.types import LossInputs, SamplingMask, TokenTargets
 from tests.unit.loss_inputs import loss_config, topk_fields, value
 
 VOCABULARY, TOKENS = 12, 400
@@ -178,8 +178,8 @@ def test_the_mask_drops_what_is_beyond_and_would_raise_the_divergence(kind: str)
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
-def test_under_a_filter_a_uniform_tail_is_flat_over_the_kept_ids(kind: str) -> None:
-    """Each token's twelve kept ids of 200, against a vocabulary of those twelve; both ways through the head."""
+def test_under_a_filter_a_uniform_tail_is_flat_over_the_allowed_ids(kind: str) -> None:
+    """Each token's twelve allowed ids of 200, against a vocabulary of those twelve; both ways through the head."""
     logits, mu, sampled = policies(10)
     advantages = torch.randn(TOKENS, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
     config = LossConfig(
@@ -189,7 +189,7 @@ def test_under_a_filter_a_uniform_tail_is_flat_over_the_kept_ids(kind: str) -> N
     inputs, _ = inputs_of(logits, mu, sampled, advantages, 4)
     want = policy_loss(inputs, config).keep_mask
     assert not torch.equal(want, policy_loss(dataclasses.replace(inputs, vocab_size=200), config).keep_mask)
-    none = dataclasses.replace(inputs, kept_counts=torch.zeros(TOKENS, dtype=torch.int32))
+    none = dataclasses.replace(inputs, allowed_counts=torch.zeros(TOKENS, dtype=torch.int32))
     assert torch.equal(want, policy_loss(none, config).keep_mask)
 
     generator = torch.Generator().manual_seed(12)
@@ -205,7 +205,7 @@ def test_under_a_filter_a_uniform_tail_is_flat_over_the_kept_ids(kind: str) -> N
         rollout_logprobs=inputs.rollout_logprobs,
         rollout_topk_ids=torch.cat([places.gather(1, top), last], 1).int(),
         rollout_topk_logprobs=inputs.rollout_topk_logprobs,
-        kept=KeptSets(places.flatten().int(), torch.full((TOKENS,), VOCABULARY, dtype=torch.int32)),
+        sampling_mask=SamplingMask(places.flatten().int(), torch.full((TOKENS,), VOCABULARY, dtype=torch.int32)),
     )
     head: dict[str, Any] = {"group": None, "vocab_size": 200}
     eye, objective = torch.eye(200, dtype=torch.float64), policy_objective(config)
@@ -213,7 +213,14 @@ def test_under_a_filter_a_uniform_tail_is_flat_over_the_kept_ids(kind: str) -> N
     assert torch.equal(fused.keep_mask, want)
     slots = targets.rollout_topk_ids[:, :-1].long()
     found = vocab_parallel_head_stats(
-        wide, eye, targets.labels, ids=slots, ids_valid=slots >= 0, kept=targets.kept, needs=objective.needs, **head
+        wide,
+        eye,
+        targets.labels,
+        ids=slots,
+        ids_valid=slots >= 0,
+        sampling_mask=targets.sampling_mask,
+        needs=objective.needs,
+        **head,
     )
     assert torch.equal(policy_loss(loss_inputs(targets, found, 200), config).keep_mask, want)
 

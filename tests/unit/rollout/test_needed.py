@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from megatron_dppo.rollout.batch import Needed
-from megatron_dppo.types import Completion, FinishReason, KeptSets, Prompt, Rollout, RolloutGroup
+from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, SamplingMask
 from tests.unit.columns import ids, logs, same
 
 PROMPT = Prompt(prompt_id="p", text="", token_ids=(1, 2), label="")
@@ -19,7 +19,7 @@ COMPLETION = Completion(
     text="x",
     topk_token_ids=ids([5, -1, 6, -1]).view(2, 2),
     topk_logprobs=logs([-0.5, 0, -0.25, 0]).view(2, 2),
-    kept=KeptSets(ids([5, 9, 6]), ids([2, 1])),
+    sampling_mask=SamplingMask(ids([5, 9, 6]), ids([2, 1])),
     routed_experts=torch.arange(24, dtype=torch.uint8).view(3, 4, 2),
 )
 
@@ -35,7 +35,7 @@ def test_a_rank_gets_the_columns_that_its_stage_computes_with_and_all_else() -> 
         COMPLETION,
         topk_token_ids=None,
         topk_logprobs=None,
-        kept=None,
+        sampling_mask=None,
         routed_experts=torch.tensor([[[2, 3], [6, 7]], [[10, 11], [14, 15]], [[18, 19], [22, 23]]], dtype=torch.uint8),
     )
     assert same(Needed(topk=False, layers=(1, 3)).of([None, group(COMPLETION)]), [None, group(middle)])

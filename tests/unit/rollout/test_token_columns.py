@@ -221,7 +221,7 @@ def test_a_recorded_step_holds_it_and_older_files_have_none(tmp_path: Path) -> N
     ],
 )
 def test_each_field_of_tensors_is_declared(cls: Any, attribute: str, others: set[str]) -> None:
-    tensors: list[Field[Any]] = [f for f in fields(cls) if "Tensor" in str(f.type) or "KeptSets" in str(f.type)]
+    tensors: list[Field[Any]] = [f for f in fields(cls) if "Tensor" in str(f.type) or "SamplingMask" in str(f.type)]
     declared_names = {getattr(column, attribute) for column in TOKEN_COLUMNS}
     assert {f.name for f in tensors} - others <= declared_names
     optional = {c.name for c in TOKEN_COLUMNS if c.is_optional}

@@ -1,4 +1,4 @@
-"""The column of kept sets: picked, joined, packed, saved, grown, and cut out of logits, against plain lists."""
+"""The column of sampling masks: picked, joined, packed, saved, grown, and cut out of logits, against plain lists."""
 
 from __future__ import annotations
 
@@ -13,71 +13,71 @@ from megatron_dppo.head.vocab_topk import keep_only, keep_only_
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import Generation
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
-from megatron_dppo.types import FinishReason, KeptSets, Prompt, TrainingSample, VersionSpan
+from megatron_dppo.types import FinishReason, Prompt, SamplingMask, TrainingSample, VersionSpan
 
 Lists = list[list[int]]
 SETS: Lists = [[4, 2], [], [9], [1, 0, 7, 3], [5, 6]]
 
 
-def column(sets: Lists) -> KeptSets:
+def column(sets: Lists) -> SamplingMask:
     ids = torch.tensor([i for part in sets for i in part], dtype=torch.int32)
-    return KeptSets(ids, torch.tensor([len(part) for part in sets], dtype=torch.int32))
+    return SamplingMask(ids, torch.tensor([len(part) for part in sets], dtype=torch.int32))
 
 
-def lists(kept: KeptSets | None) -> Lists:
-    assert kept is not None and kept.ids.dtype == kept.counts.dtype == torch.int32
-    return [part.tolist() for part in kept.ids.split(kept.counts.tolist())]
+def lists(sampling_mask: SamplingMask | None) -> Lists:
+    assert sampling_mask is not None and sampling_mask.ids.dtype == sampling_mask.counts.dtype == torch.int32
+    return [part.tolist() for part in sampling_mask.ids.split(sampling_mask.counts.tolist())]
 
 
 def test_rows_are_picked_as_from_a_list() -> None:
-    kept = column(SETS)
-    assert lists(kept) == SETS and len(kept) == 5
+    sampling_mask = column(SETS)
+    assert lists(sampling_mask) == SETS and len(sampling_mask) == 5
     for part in (slice(None), slice(1, 4), slice(-2, None), slice(3, 3), slice(0, 99)):
-        assert lists(kept[part]) == SETS[part]
+        assert lists(sampling_mask[part]) == SETS[part]
     for chosen in ([3, 0, 0, 2], [1], [], [4, 3, 2, 1, 0]):
-        assert lists(kept[torch.tensor(chosen, dtype=torch.int64)]) == [SETS[i] for i in chosen]
-    assert lists(kept[torch.tensor([True, False, False, True, False])]) == [SETS[0], SETS[3]]
-    assert lists(KeptSets.cat([kept, KeptSets.none(2), kept[:1]])) == [*SETS, [], [], SETS[0]]
+        assert lists(sampling_mask[torch.tensor(chosen, dtype=torch.int64)]) == [SETS[i] for i in chosen]
+    assert lists(sampling_mask[torch.tensor([True, False, False, True, False])]) == [SETS[0], SETS[3]]
+    assert lists(SamplingMask.cat([sampling_mask, SamplingMask.none(2), sampling_mask[:1]])) == [*SETS, [], [], SETS[0]]
 
 
 def sample(sets: Lists) -> TrainingSample:
-    return to_training_sample([1, 2, 3], [5] * len(sets), [-0.5] * len(sets), 1.0, kept=column(sets))
+    return to_training_sample([1, 2, 3], [5] * len(sets), [-0.5] * len(sets), 1.0, sampling_mask=column(sets))
 
 
 def test_a_packed_row_has_each_set_at_its_label_and_none_elsewhere() -> None:
     row = pack([sample(SETS), sample(SETS[2:4])], RowShape(row_multiple=32, sequence_multiple=8))
     expected: Lists = [[], [], *SETS, [], [], [], SETS[2], SETS[3], *[[]] * 4, *[[]] * 16]
-    assert lists(row.kept) == expected
+    assert lists(row.sampling_mask) == expected
     index = torch.tensor([10, 3, 2])
-    assert lists(row.select(index).kept) == [expected[i] for i in index.tolist()]
-    assert lists(row.to(torch.device("cpu")).kept) == expected
-    assert lists(pack([], RowShape(row_multiple=4), like=sample(SETS)).kept) == [[]] * 4
+    assert lists(row.select(index).sampling_mask) == [expected[i] for i in index.tolist()]
+    assert lists(row.to(torch.device("cpu")).sampling_mask) == expected
+    assert lists(pack([], RowShape(row_multiple=4), like=sample(SETS)).sampling_mask) == [[]] * 4
 
 
 def test_what_does_not_fit_is_refused() -> None:
     plain = to_training_sample([1], [5], [-0.5], 1.0)
-    with pytest.raises(ValueError, match="with and without kept sets"):
+    with pytest.raises(ValueError, match="with and without sampling_mask"):
         pack([sample(SETS), plain])
-    for kept, message in (
+    for sampling_mask, message in (
         (column(SETS), r"counts \[4\] are expected, one a token, got torch.int32 \[9\] and torch.int32 \[5\]"),
         (
-            KeptSets(torch.zeros(3).int(), torch.tensor([1, 1, 1, 1]).int()),
+            SamplingMask(torch.zeros(3).int(), torch.tensor([1, 1, 1, 1]).int()),
             "4 in all, expected 0 or more, and the 3 ids",
         ),
-        (KeptSets(torch.zeros(1).int(), torch.tensor([-1, 1, 1, 0]).int()), "-1 at least"),
-        (KeptSets(torch.zeros(4), torch.ones(4).int()), "got torch.float32"),
+        (SamplingMask(torch.zeros(1).int(), torch.tensor([-1, 1, 1, 0]).int()), "-1 at least"),
+        (SamplingMask(torch.zeros(4), torch.ones(4).int()), "got torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
-            to_training_sample([1], [5] * 4, [-0.5] * 4, 1.0, kept=kept)
+            to_training_sample([1], [5] * 4, [-0.5] * 4, 1.0, sampling_mask=sampling_mask)
 
 
-def generation(sets: Lists, kept: bool = True) -> Generation:
+def generation(sets: Lists, sampling_mask: bool = True) -> Generation:
     n = len(sets)
     tokens = torch.tensor([part[0] for part in sets], dtype=torch.int32)
     spans = (VersionSpan(0, 0, n),)
-    own = column(sets) if kept else None
+    own = column(sets) if sampling_mask else None
     return Generation(
-        token_ids=tokens, logprobs=torch.zeros(n), finish_reason=FinishReason.ABORT, versions=spans, kept=own
+        token_ids=tokens, logprobs=torch.zeros(n), finish_reason=FinishReason.ABORT, versions=spans, sampling_mask=own
     )
 
 
@@ -87,7 +87,7 @@ class Tokenizer:
 
 
 def test_a_response_of_parts_keeps_the_sets_of_each_through_cuts_and_a_checkpoint(tmp_path: Path) -> None:
-    response = GrowingResponse((1, 2), kept=True)
+    response = GrowingResponse((1, 2), sampling_mask=True)
     response.append_sampled(generation([[4, 2], [9]]))
     response.append_given([7, 7])
     response.append_sampled(generation([[1, 0], [5]]))
@@ -96,19 +96,19 @@ def test_a_response_of_parts_keeps_the_sets_of_each_through_cuts_and_a_checkpoin
     save_groups(tmp_path / "f.safetensors", [Stored(0, prompt, (state,))])
     content = load_groups(tmp_path / "f.safetensors", lambda _: prompt)[0].content
     assert isinstance(content, tuple) and isinstance(content[0], PartialResponse)
-    other = GrowingResponse((1, 2), kept=True)
+    other = GrowingResponse((1, 2), sampling_mask=True)
     other.take(content[0])
     other.append_sampled(generation([[8, 3]]))
     done = other.completion(FinishReason.LENGTH, Tokenizer())
-    assert lists(done.kept) == [[4, 2], [9], [], [], [1, 0], [8, 3]]
+    assert lists(done.sampling_mask) == [[4, 2], [9], [], [], [1, 0], [8, 3]]
     assert other.tokens == array("i", [4, 9, 7, 7, 1, 8])
-    with pytest.raises(ValueError, match="without the kept sets"):
-        other.append_sampled(generation([[1]], kept=False))
+    with pytest.raises(ValueError, match="without the sampling_mask"):
+        other.append_sampled(generation([[1]], sampling_mask=False))
     plain = GrowingResponse((1, 2))
-    plain.append_sampled(generation([[4]], kept=False))
-    assert plain.completion(FinishReason.LENGTH, Tokenizer()).kept is None
-    with pytest.raises(ValueError, match="kept sets of this run"):
-        GrowingResponse((1, 2), kept=True).take(plain.state())
+    plain.append_sampled(generation([[4]], sampling_mask=False))
+    assert plain.completion(FinishReason.LENGTH, Tokenizer()).sampling_mask is None
+    with pytest.raises(ValueError, match="sampling masks of this run"):
+        GrowingResponse((1, 2), sampling_mask=True).take(plain.state())
 
 
 @pytest.mark.parametrize(("first", "own"), [(0, 10), (0, 7), (5, 5), (5, 2), (8, 2), (20, 0)])
@@ -119,8 +119,8 @@ def test_what_is_outside_the_sets_is_cut_out_of_a_shard(first: int, own: int) ->
         for place in range(10):
             if ids and not (place < own and first + place in ids):
                 expected[row, place] = -torch.inf
-    kept = column(SETS)
-    assert torch.equal(keep_only(logits, kept.ids, kept.counts, first, own), expected)
+    sampling_mask = column(SETS)
+    assert torch.equal(keep_only(logits, sampling_mask.ids, sampling_mask.counts, first, own), expected)
     work = torch.cat([logits, logits])
-    assert torch.equal(keep_only_(work[:5], kept.ids, kept.counts, first, own), expected)
+    assert torch.equal(keep_only_(work[:5], sampling_mask.ids, sampling_mask.counts, first, own), expected)
     assert torch.equal(work[5:], logits)

@@ -1,16 +1,16 @@
-"""Kept sets as a reference has them: over whole rows of log-probabilities in float64."""
+"""Sampling masks as a reference has them: over whole rows of log-probabilities in float64."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import KeptSets
+from megatron_dppo.types import SamplingMask
 
 TOP_P = 0.8
 
 
-def keep(log_p: Tensor, sets: KeptSets | None) -> Tensor:
+def keep(log_p: Tensor, sets: SamplingMask | None) -> Tensor:
     """``[T, V]`` renormalised over the sets of the last positions."""
     if sets is None:
         return log_p
