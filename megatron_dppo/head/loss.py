@@ -59,7 +59,7 @@ def dppo_head_loss(
 
     Args:
         hidden, weight, group, vocab_size, temperature, bias: as in ``vocab_parallel_head_stats``.
-        targets: of the T rows, the same on all ranks, and without ``sequence_ids``; the softmax is over ``sampling_mask``.
+        targets: of the T rows, the same on all ranks, without ``sequence_ids``; the softmax is over ``sampling_mask``.
         loss: a sum over tokens whose terms depend on that token alone; called on some rows at a time on all ranks.
         needs: what the loss gets beside the usual statistics; ``topk_sums`` if several shards exchange them.
         lesson: a teacher, the divergence from which is added; with a ``plan`` that is made without advantages.
@@ -78,7 +78,8 @@ def dppo_head_loss(
             dtypes or devices do not fit, the shards cannot hold the vocabulary, the temperature is not positive, a
             label or a valid id is outside the vocabulary (on CUDA a device-side assertion, as for the next three), a
             valid id stands twice in its row, a label is not in its Top-K set, or outside its sampling mask, or
-            ``main_grad`` does not fit. After them: the loss has a gradient in a row without one in the plan. In backward: a second.
+            ``main_grad`` does not fit. After them: the loss has a gradient in a row without one in the plan. In
+            backward: a second.
     """
     _check_needs(needs)
     head = VocabShard.of(hidden, weight, bias, group, vocab_size, temperature)
