@@ -33,10 +33,10 @@ the joined configuration.
 ## Before the first step
 
 `megatron-dppo train CONFIG.toml --dry-run` makes every check that a run makes before its first step, creates nothing,
-and lists all that is wrong in one message (exit code 2), or prints the resolved configuration and the batch
-arithmetic, with what stands where the file leaves a default to a rule, and the checkpoint that a run would go on
-from. A run starts with the same list (`megatron_dppo/run/preflight.py`). `--world-size N` checks the layout for N
-processes; without it and without WORLD_SIZE, for the fewest that the layout can have.
+and lists all problems in one message (exit code 2). Without problems it prints layout, batch sizes, data, the
+checkpoint that a run would resume from, and the defaults that depend on other keys. `--verbose` adds the resolved
+configuration. A run starts with the same list (`megatron_dppo/run/preflight.py`). `--world-size N` checks the layout
+for N processes; without it and without WORLD_SIZE, for the fewest that the layout can have.
 
 - the file and the flags: unknown keys, wrong values, combinations; `model.transformer` against the names and types of
   Megatron's TransformerConfig, which is then built for the model and the layout

@@ -1,4 +1,7 @@
-"""``megatron-dppo convert NAME``: weights between Hugging Face and Megatron; also under torchrun, for large models."""
+"""``megatron-dppo convert NAME``: convert weights between Hugging Face and Megatron.
+
+Large models are converted under torchrun, split over its processes.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +21,30 @@ if TYPE_CHECKING:
     from megatron_dppo.weights.quantization import Format
 
 _TORCHRUN = "torchrun --nproc-per-node {} -m megatron_dppo.commands.main convert"
-_SIZES = (
+_SIZE_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
 _LOGPROB_BOUNDS = {"fp32": 1e-4, "bf16": 0.25}
+"""Largest allowed difference of log-probabilities to transformers, in nats, by dtype."""
 
 
 @dataclass(frozen=True)
 class _Conversion:
-    """One conversion."""
+    """A subcommand of ``convert``."""
 
     description: str
-    """First line: what it does. Then an example and details."""
+    """Summary in the first line, then an example and details."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    """Returns the exit code."""
+    """Function that returns the exit code."""
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the conversions with their arguments."""
-    conversions = parser.add_subparsers(dest="conversion", required=True, help="NAME --help has its arguments")
+    conversions = parser.add_subparsers(dest="conversion", required=True, help="NAME --help lists its arguments")
     for name, conversion in CONVERSIONS.items():
         conversion.add_arguments(
             conversions.add_parser(
@@ -56,34 +60,34 @@ def run_convert(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run one conversion; only rank 0 prints.
 
     Returns:
-        The exit code: 0, or 1 where ``check`` finds a difference.
+        The exit code: 0, or 1 if ``check`` finds a difference.
 
     Raises:
-        UserError: arguments or files cannot be used.
+        UserError: Arguments or files cannot be used.
     """
     if overrides:
         raise ConfigError(
             f"unexpected argument {overrides[0]!r}; see megatron-dppo convert {options.conversion} --help"
         )
-    is_first = os.environ.get("RANK", "0") == "0"
-    with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    with contextlib.nullcontext() if is_rank_0 else contextlib.redirect_stdout(io.StringIO()):
         return CONVERSIONS[options.conversion].run(options)
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
-    """Add the layout, in Megatron's words, and the dtype of the weights."""
-    for name in _SIZES:
+    """Add Megatron's flags of the layout, and the dtype of the weights."""
+    for name in _SIZE_KEYS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
 
 
 def _layout(options: argparse.Namespace) -> ParallelConfig:
-    """Return the layout that the arguments name.
+    """Return the layout from the arguments.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: A size below 1.
     """
-    sizes = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
+    sizes = {name: value for name in _SIZE_KEYS if (value := getattr(options, name)) is not None}
     for name, value in sizes.items():
         if value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected a number of ranks, at least 1")
@@ -91,10 +95,10 @@ def _layout(options: argparse.Namespace) -> ParallelConfig:
 
 
 def _new_folder(path: str) -> Path:
-    """Return the folder that a conversion writes.
+    """Return the output folder of a conversion.
 
     Raises:
-        CheckpointError: something of that name is there already.
+        CheckpointError: The path exists.
     """
     if Path(path).exists():
         raise CheckpointError(f"{path} already exists; choose another folder or delete it")
@@ -102,10 +106,10 @@ def _new_folder(path: str) -> Path:
 
 
 def quantized_format(text: str) -> Format:
-    """Return the format that ``--format`` or ``--quantize`` names.
+    """Parse the value of ``--format`` or ``--quantize``.
 
     Raises:
-        argparse.ArgumentTypeError: another one; with what to use for one that was removed.
+        argparse.ArgumentTypeError: Unknown or removed format. The message names a replacement.
     """
     from megatron_dppo.weights.quantization import FORMATS
 
@@ -144,7 +148,7 @@ def _add_megatron_to_hf(parser: argparse.ArgumentParser) -> None:
         "--quantize",
         type=quantized_format,
         metavar="{fp8,int4}",
-        help="of the weights after they were rounded to --dtype",
+        help="quantize the weights after rounding them to --dtype",
     )
 
 
@@ -178,12 +182,12 @@ def _adapter(options: argparse.Namespace) -> int:
 def _add_upcycle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dense", type=Path, help="folder of a llama, mistral, qwen2 or qwen3 model")
     parser.add_argument("out", type=Path, help="new folder")
-    parser.add_argument("--experts", type=int, required=True, help="experts of every layer, at least 2")
-    parser.add_argument("--top-k", type=int, required=True, help="experts that each token passes through")
+    parser.add_argument("--experts", type=int, required=True, help="number of experts in each layer, at least 2")
+    parser.add_argument("--top-k", type=int, required=True, help="number of experts for each token")
     parser.add_argument(
-        "--noise", type=float, required=True, help="noise on every expert, in standard deviations of each weight"
+        "--noise", type=float, required=True, help="noise added to each expert, in standard deviations of each weight"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of noise and routers (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of noise and routers (default 0)")
 
 
 def _upcycle(options: argparse.Namespace) -> int:
@@ -195,7 +199,7 @@ def _upcycle(options: argparse.Namespace) -> int:
     print(f"parameters: {model.parameters_before:,} before, {model.parameters_after:,} after")
     print(f"wrote {options.out} ({model.model_type}, {settings.num_experts} experts, top-k {settings.top_k})")
     if settings.top_k == 1:
-        print("note: with top-k 1 the weight of an expert is always 1: routers learn nothing, and Megatron refuses it")
+        print("note: with top-k 1 an expert's weight is always 1: routers do not learn, and Megatron rejects the model")
     return 0
 
 
@@ -204,7 +208,10 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out_folder")
     parser.add_argument("--format", type=quantized_format, metavar="{fp8,int4}", required=True)
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16"), default="bf16", help="of what is not quantised; rollout.dtype of a run"
+        "--dtype",
+        choices=("bf16", "fp16"),
+        default="bf16",
+        help="dtype of the weights that stay unquantized; rollout.dtype of a run",
     )
 
 
@@ -215,7 +222,7 @@ def _quantize(options: argparse.Namespace) -> int:
     target = _new_folder(options.out_folder)
     count = quantize_folder(Path(options.in_folder), target, options.format, DTYPES[options.dtype])
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    print(f"wrote {target}: {count} of its weights in {options.format}, {size / 1e9:.3g} GB in all")
+    print(f"wrote {target}: {count} weights in {options.format}, {size / 1e9:.3g} GB in total")
     return 0
 
 
@@ -258,8 +265,8 @@ CONVERSIONS: Mapping[str, _Conversion] = {
 {_TORCHRUN.format(8)} megatron-to-hf CHECKPOINT HF_FOLDER OUT_FOLDER \\
     --expert-model-parallel-size 8 [--quantize fp8]
 
-HF_FOLDER gives config.json and the tokenizer; its weights are read for a checkpoint of adapters alone (docs/lora.md).
-docs/precision.md says what the quantised formats are.
+config.json and the tokenizer come from HF_FOLDER; its weights are read only for a checkpoint of adapters
+(docs/lora.md). docs/precision.md describes the quantized formats.
 """,
         _add_megatron_to_hf,
         _megatron_to_hf,
@@ -285,23 +292,23 @@ megatron-dppo convert upcycle DENSE OUT --experts 4 --top-k 2 --noise 0.02
 
 megatron-dppo convert quantize IN_FOLDER OUT_FOLDER --format fp8
 
-docs/precision.md says what the formats are. It is one pass over the weights on the CPU, at most one file of 5 GB in
+docs/precision.md describes the formats. Makes one pass over the weights on the CPU, with at most one file of 5 GB in
 memory.
 """,
         _add_quantize,
         _quantize,
     ),
     "check": _Conversion(
-        f"""Check that a Hugging Face folder and Megatron's model of it are the same: names, shapes, bits, log-probs.
+        f"""Check that a Hugging Face folder and its Megatron model are the same: names, shapes, bits, log-probs.
 
 {_TORCHRUN.format(2)} check HF_FOLDER [--checkpoint CHECKPOINT] \\
     --expert-model-parallel-size 2
 
-Without --checkpoint the folder goes into Megatron and out again; with it, the checkpoint is compared with the folder.
-Exit code 0 = the same, 1 = not.
+Without --checkpoint, converts the folder to Megatron and back; with it, compares the checkpoint with the folder.
+Exit code 0 = the same, 1 = different.
 """,
         _add_check,
         _check,
     ),
 }
-"""Name on the command line -> conversion."""
+"""Conversions by the name on the command line."""

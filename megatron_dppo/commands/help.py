@@ -1,4 +1,4 @@
-"""``megatron-dppo help KEY``: what a key of the configuration means."""
+"""``megatron-dppo help KEY``: explanation of a key of the configuration."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from megatron_dppo.errors import ConfigError
 
 
 def add_help_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``help``."""
+    """Add the arguments of ``help``."""
     parser.add_argument(
-        "key", nargs="?", help="section.key, a section, a key or flag alone, a loss; without it: the sections"
+        "key", nargs="?", help="section.key, a section, a bare key or flag, or a loss (default: list the sections)"
     )
 
 
 def run_help(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print it.
+    """Print the explanation of a key, or the list of sections.
 
     Raises:
-        ConfigError: nothing is called so.
+        ConfigError: Unknown key, or more than one.
     """
     from megatron_dppo.config.describe import explain, sections
 
+    # `help --lr` arrives as an override, since argparse does not know the flag.
     key = options.key or (overrides[0] if overrides else None)
-    if len(overrides) > (options.key is None):
-        raise ConfigError(f"help takes one key, got also {overrides[-1]!r}")
+    num_expected = 1 if options.key is None else 0
+    if len(overrides) > num_expected:
+        raise ConfigError(f"Expected one key, also got {overrides[-1]!r}. Fix: run `megatron-dppo help` once per key")
     if key is not None:
         print(explain(key))
         return 0
     for name, model in sections():
         if name:
-            print(f"[{name}]  {(model.__doc__ or '').partition(chr(10))[0]}")
+            first_line = (model.__doc__ or "").partition("\n")[0]
+            print(f"[{name}]  {first_line}")
     return 0

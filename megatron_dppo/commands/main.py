@@ -1,4 +1,4 @@
-"""``megatron-dppo COMMAND``."""
+"""Command line of the package: ``megatron-dppo COMMAND``."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_dppo import __version__
-from megatron_dppo.commands.answers import add_eval_arguments, add_generate_arguments, run_eval, run_generate
 from megatron_dppo.commands.convert import add_convert_arguments, run_convert
 from megatron_dppo.commands.diagnose.command import add_diagnose_arguments, run_diagnose
 from megatron_dppo.commands.doctor.command import add_doctor_arguments, run_doctor
+from megatron_dppo.commands.examples import add_examples_arguments, run_examples
 from megatron_dppo.commands.experiments.command import add_experiment_arguments, run_experiment
 from megatron_dppo.commands.experiments.demo_command import add_demo_arguments, run_demo
 from megatron_dppo.commands.help import add_help_arguments, run_help
+from megatron_dppo.commands.inference import add_eval_arguments, add_generate_arguments, run_eval, run_generate
 from megatron_dppo.commands.plan.command import add_plan_arguments, run_plan
 from megatron_dppo.commands.port.command import add_port_arguments, run_port
 from megatron_dppo.commands.replay.command import add_replay_arguments, run_replay
 from megatron_dppo.commands.report import add_report_arguments, run_report
 from megatron_dppo.commands.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.commands.serve import add_serve_arguments, run_serve
-from megatron_dppo.commands.shipped import add_examples_arguments, run_examples
 from megatron_dppo.errors import ConfigError, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code (docs/launch.md has them all)."""
+    """Run a command and return its exit code (docs/launch.md lists them)."""
     parser = argparse.ArgumentParser(prog="megatron-dppo", description=__doc__)
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _COMMANDS[options.command].run(options, overrides)
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _has_lost_its_reader():
+        if not _is_stdout_closed():
             raise
-        # As `head` does when it has seen enough; at its end Python would try to flush the output again.
+        # The reader, such as `head`, has exited. Python flushes stdout again at exit, which would raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -57,18 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _has_lost_its_reader() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+def _is_stdout_closed() -> bool:
+    """Return True if standard output is a pipe without a reader."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 class _Version(argparse.Action):
-    """The package's version and what a report of a fault needs of the environment."""
+    """``--version``: the versions of the package and its main dependencies, for bug reports."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="print the versions of the package and what it stands on")
+        super().__init__(option_strings, dest, nargs=0, help="print the versions of the package and its dependencies")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parts = [f"python {platform.python_version()}"]
@@ -83,7 +83,7 @@ _Run = Callable[[argparse.Namespace, Sequence[str]], int]
 
 
 def run_or_report(command: _Run, options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run a command; a UserError becomes its message and exit code."""
+    """Run a command; report a UserError by its message and exit code."""
     try:
         return command(options, overrides)
     except UserError as error:
@@ -91,26 +91,25 @@ def run_or_report(command: _Run, options: argparse.Namespace, overrides: Sequenc
 
 
 _OVERRIDES = (
-    "Overrides: --section.key VALUE for any key of the configuration, and Megatron's own flags as they stand, e.g. "
-    "--tensor-model-parallel-size 2. `megatron-dppo help KEY` says what a key means."
+    "Overrides: --section.key VALUE for any key of the configuration, and Megatron's own flags, e.g. "
+    "--tensor-model-parallel-size 2. `megatron-dppo help KEY` explains a key."
 )
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``train``; all others are overrides of the configuration."""
+    """Add the arguments of ``train``; unknown arguments are overrides of the configuration."""
     parser.add_argument("config", help="TOML configuration file")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print the resolved configuration, stop"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="run all checks, print layout and batch sizes, stop")
     parser.add_argument(
         "--world-size",
         type=int,
-        help="with --dry-run: processes of the run (default: WORLD_SIZE, or the fewest of the layout)",
+        help="with --dry-run: number of processes (default: WORLD_SIZE, or the smallest that fits the layout)",
     )
+    parser.add_argument("--verbose", action="store_true", help="with --dry-run: also print the resolved configuration")
 
 
 def train_main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m megatron_dppo.train CONFIG``: the same program as ``megatron-dppo train CONFIG``."""
+    """Run ``python -m megatron_dppo.train CONFIG``, the same as ``megatron-dppo train CONFIG``."""
     parser = argparse.ArgumentParser(prog="python -m megatron_dppo.train", epilog=_OVERRIDES)
     add_train_arguments(parser)
     options, overrides = parser.parse_known_args(arguments)
@@ -124,50 +123,58 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     try:
         if options.world_size is not None and not options.dry_run:
-            raise ConfigError(f"--world-size {options.world_size} is for --dry-run; a run counts its own processes")
-        found = read_config(options.config, overrides)
+            raise ConfigError(
+                f"--world-size {options.world_size} needs --dry-run. Fix: remove it; torchrun or srun sets the number "
+                "of processes of a run"
+            )
+        loaded = read_config(options.config, overrides)
         if options.dry_run:
-            return dry_run(options.config, found, options.world_size)
-        if found.problems or found.config is None:
-            raise invalid_config(options.config, found.problems)
+            return dry_run(options.config, loaded, options.world_size, verbose=options.verbose)
+        if loaded.problems or loaded.config is None:
+            raise invalid_config(options.config, loaded.problems)
         from megatron_dppo.run.loop import run
 
-        return run(found.config)
+        return run(loaded.config)
     except UserError as error:
         return report_error(error)
     except RuntimeError as error:
-        if not any(text in str(error) for text in _LOST_PEER):
+        if not any(text in str(error) for text in _LOST_PEER_MESSAGES):
             raise
-        print(f"[rank {os.environ.get('RANK', '0')}] ends because another rank has ended", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK", "0")
+        print(f"[rank {rank}] stops because another rank exited; see that rank's error", file=sys.stderr, flush=True)
         return 1
 
 
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What gloo says of a rank that is gone; that rank, or its launcher, says why."""
+_LOST_PEER_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Messages of gloo after another rank exited. The cause is in that rank's output or its launcher's."""
 
 
 def report_error(error: UserError) -> int:
-    """Print the message once, on the rank that should; the exit code is the error's."""
+    """Print the message once, on the rank that should, and return the error's exit code."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not error.on_every_rank:
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        prefix = "" if error.on_every_rank or alone else f"[rank {rank}] "
+        is_single_process = os.environ.get("WORLD_SIZE", "1") == "1"
+        prefix = "" if error.on_every_rank or is_single_process else f"[rank {rank}] "
         print(f"\n{prefix}error: {error}", file=sys.stderr, flush=True)
     else:
-        # torchrun ends all processes when the first one leaves: give rank 0 the time to say what is wrong.
+        # torchrun ends all processes when the first one exits: leave rank 0 the time to print the error.
         time.sleep(2.0)
     return error.exit_code
 
 
 @dataclass(frozen=True)
 class _Command:
+    """A command of the command line."""
+
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: _Run
     has_overrides: bool = True
+    """True if unknown arguments are overrides of a configuration."""
 
 
 def _reported(command: _Run) -> _Run:
+    """Wrap a command so that a UserError ends it with a message instead of a traceback."""
     return partial(run_or_report, command)
 
 
@@ -189,25 +196,29 @@ _COMMANDS = {
         _reported(run_convert),
         has_overrides=False,
     ),
-    "train": _Command("post-train a model by a configuration file", add_train_arguments, run_train),
-    "help": _Command("what a key of the configuration means", add_help_arguments, _reported(run_help), False),
+    "train": _Command("post-train a model with a configuration file", add_train_arguments, run_train),
+    "help": _Command("explain a key of the configuration", add_help_arguments, _reported(run_help), False),
     "serve": _Command("start the inference servers of a run", add_serve_arguments, _reported(run_serve)),
     "eval": _Command("evaluate a run's weights, or a Hugging Face folder", add_eval_arguments, _reported(run_eval)),
-    "generate": _Command("answer prompts with such weights", add_generate_arguments, _reported(run_generate)),
-    "plan": _Command("rehearse a run without GPUs: memory, collectives, time", add_plan_arguments, _reported(run_plan)),
+    "generate": _Command(
+        "generate responses with a run's weights, or a Hugging Face folder's",
+        add_generate_arguments,
+        _reported(run_generate),
+    ),
+    "plan": _Command("estimate a run without GPUs: memory, collectives, time", add_plan_arguments, _reported(run_plan)),
     "port": _Command(
-        "a launch script or configuration of verl, slime or prime-rl as ours",
+        "translate a launch script or configuration of verl, slime or prime-rl",
         add_port_arguments,
         _reported(run_port),
         has_overrides=False,
     ),
     "doctor": _Command(
-        "what is installed, what does not go together, servers, a self-test; text for a report",
+        "check versions, known-bad combinations and servers, run a self-test; paste its output into bug reports",
         add_doctor_arguments,
         _reported(run_doctor),
     ),
     "restarts": _Command(
-        "for launch scripts: whether a job is queued again", add_restarts_arguments, _reported(run_restarts)
+        "for launch scripts: decide whether to requeue a job", add_restarts_arguments, _reported(run_restarts)
     ),
     "experiment": _Command(
         "compare losses under controlled mismatches, on small embedded tasks",
@@ -216,14 +227,14 @@ _COMMANDS = {
         has_overrides=False,
     ),
     "report": _Command(
-        "a run, or two, as one HTML file: curves, masked tokens, responses, findings",
+        "write one or two runs as an HTML file: curves, masked tokens, responses, findings",
         add_report_arguments,
         _reported(run_report),
         has_overrides=False,
     ),
-    "replay": _Command("compute a recorded step again", add_replay_arguments, _reported(run_replay)),
+    "replay": _Command("recompute a recorded step and compare", add_replay_arguments, _reported(run_replay)),
     "diagnose": _Command(
-        "split |log pi - log mu| of a run into its causes", add_diagnose_arguments, _reported(run_diagnose)
+        "attribute |log pi - log mu| of a run to its causes", add_diagnose_arguments, _reported(run_diagnose)
     ),
 }
 

@@ -1,4 +1,4 @@
-"""``megatron-dppo report``: a run, or two, as one HTML file."""
+"""``megatron-dppo report``: one or two runs as a single HTML file."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ if TYPE_CHECKING:
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``report``."""
-    parser.add_argument("run", type=Path, help="folder of a run (run.output_dir), which may be running")
-    parser.add_argument("second", type=Path, nargs="?", help="another one, to compare with")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where it is written (default: RUN/report.html)")
-    parser.add_argument("--ledger", type=Path, metavar="FILE", help="what diagnose --json wrote, to show it too")
+    """Add the arguments of ``report``."""
+    parser.add_argument("run", type=Path, help="folder of a run (run.output_dir), finished or running")
+    parser.add_argument("second", type=Path, nargs="?", help="folder of a second run to compare with")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="output of diagnose --json, to include it")
     parser.add_argument(
-        "--watch", nargs="?", type=float, const=10.0, metavar="SECONDS", help="write it again while the run goes"
+        "--watch",
+        nargs="?",
+        type=float,
+        const=10.0,
+        metavar="SECONDS",
+        help="rewrite the report while the run continues, at most this often (default 10)",
     )
 
 
 def run_report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Write the report; with ``--watch`` until the run is finished, or an interrupt.
+    """Write the report; with ``--watch``, repeatedly until the run is finished or the command interrupted.
 
     Raises:
-        UserError: there is no such run, or the file cannot be written.
+        UserError: No such run, or the file cannot be written.
     """
     from megatron_dppo.report.page.build import FILE, build, check_target, write_report
 
@@ -40,18 +45,20 @@ def run_report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.watch is not None and not 1 <= options.watch < math.inf:
         raise ConfigError(f"--watch {options.watch:g}: expected a number of seconds, at least 1")
     folders = [options.run, *([options.second] if options.second else [])]
-    runs, target = [_opened(folder) for folder in folders], options.output or options.run / FILE
+    runs = [_open_run(folder) for folder in folders]
+    target = options.output or options.run / FILE
     check_target(target)
     refresh = options.watch or 0.0
     try:
         while True:
-            is_over = not refresh or all(_is_finished(folder) for folder in folders)
-            before = _stamp(folders)
-            write_report(target, build(runs, ledger=options.ledger, refresh=0 if is_over else refresh))
+            is_last = not refresh or all(_is_finished(folder) for folder in folders)
+            # Read before the report is built: a step that is logged meanwhile triggers another report.
+            times_before = _modification_times(folders)
+            write_report(target, build(runs, ledger=options.ledger, refresh=0 if is_last else refresh))
             print(f"report   {target}", flush=True)
-            if is_over:
+            if is_last:
                 return 0
-            while _stamp(folders) == before:
+            while _modification_times(folders) == times_before:
                 time.sleep(min(refresh, 1.0))
             time.sleep(refresh)
     except KeyboardInterrupt:
@@ -59,21 +66,21 @@ def run_report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
 
 
-def _stamp(folders: Sequence[Path]) -> list[int]:
-    """Changes when a run has logged a step, or ended."""
+def _modification_times(folders: Sequence[Path]) -> list[int]:
+    """Return times that change when a run logs a step or ends."""
     files = [folder / name for folder in folders for name in ("metrics.jsonl", "summary.json")]
     return [file.stat().st_mtime_ns if file.exists() else 0 for file in files]
 
 
 def _is_finished(folder: Path) -> bool:
-    """A summary is written at the end, and one of an earlier end is older than the records."""
+    """Return True if the run has ended. The summary of an earlier end is older than the metrics."""
     summary, records = folder / "summary.json", folder / "metrics.jsonl"
     if not (summary.is_file() and records.is_file()):
         return summary.is_file()
     return summary.stat().st_mtime_ns >= records.stat().st_mtime_ns
 
 
-def _opened(folder: Path) -> ReportedRun:
+def _open_run(folder: Path) -> ReportedRun:
     from megatron_dppo.report.page.build import ReportedRun
 
     if not folder.is_dir():
@@ -82,17 +89,17 @@ def _opened(folder: Path) -> ReportedRun:
 
 
 def _decoder(folder: Path) -> Decode | None:
-    """Texts of tokens by the run's tokenizer; None, and a note, when it is not there."""
+    """Return a function from token ids to texts. None, with a printed note, if rollouts or tokenizer are missing."""
     from megatron_dppo.data.chat import load_tokenizer, token_texts
     from megatron_dppo.report.steps.files import recorded_steps
     from megatron_dppo.run.starts import load_run_config
 
     if not recorded_steps(folder):
-        print(f"note     {folder} has no rollouts: curves only (log.rollouts_every = 1 writes them)", flush=True)
+        print(f"note     {folder} has no rollouts: curves only. Fix: set log.rollouts_every = 1 in a run", flush=True)
         return None
     try:
         tokenizer = load_tokenizer(load_run_config(folder, []).model.path)
     except UserError as error:
-        print(f"note     tokens are shown by their ids: {error}", flush=True)
+        print(f"note     tokens are shown as ids: {error}", flush=True)
         return None
     return lambda ids: token_texts(tokenizer, ids)

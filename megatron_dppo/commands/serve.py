@@ -1,4 +1,4 @@
-"""``megatron-dppo serve CONFIG``: the inference servers of a run, or a look at those that it names."""
+"""``megatron-dppo serve CONFIG``: start the inference servers of a run, or check the ones that it names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ from megatron_dppo.config.schema import Config
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``serve``; all others are overrides of the configuration."""
+    """Add the arguments of ``serve``; unknown arguments are overrides of the configuration."""
     parser.add_argument("config", help="TOML configuration file")
     parser.add_argument("--urls-file", type=Path, help="write the servers' URLs here, one a line, when all are healthy")
-    parser.add_argument("--log-dir", type=Path, help="folder of the servers' output (default: run.output_dir-servers)")
+    parser.add_argument("--log-dir", type=Path, help="folder of the servers' logs (default: run.output_dir-servers)")
     parser.add_argument(
-        "--start-timeout", type=float, default=1800.0, metavar="SECONDS", help="until one is healthy (default 1800)"
+        "--start-timeout",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="time limit for a server to become healthy (default 1800)",
     )
     parser.add_argument(
-        "--grace", type=float, default=0.0, metavar="SECONDS", help="go on so long after a first SIGTERM (default 0)"
+        "--grace",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="keep serving for this long after the first SIGTERM (default 0)",
     )
     parser.add_argument(
         "--skip-gpus", type=int, default=0, metavar="N", help="leave the first N visible GPUs to the trainer"
@@ -29,23 +37,26 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-mode",
         action="store_true",
-        help="print what this command is for with this file, for scripts: start (starts servers), colocated (on "
-        "the trainer's GPUs), attach (checks those of rollout.servers.urls) or none (rollout.engine = local)",
+        help="for scripts, print what this command does with this file: start (starts servers), colocated (starts "
+        "them on the trainer's GPUs), attach (checks rollout.servers.urls) or none (rollout.engine = local)",
     )
 
 
 def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Start the servers and keep them running until a signal, or check those that are named; the exit code.
+    """Start the servers and keep them running until a signal, or check the servers of ``rollout.servers.urls``.
+
+    Returns:
+        The exit code.
 
     Raises:
-        UserError: a wrong configuration, a server that does not start, or not again after it has died.
+        UserError: A wrong configuration, or a server that does not start or restart.
     """
     from megatron_dppo.config.io import load_config
     from megatron_dppo.engines.serving.command import check_engine, plan_servers, server_options
     from megatron_dppo.engines.serving.processes import visible_gpus
 
     config = load_config(options.config, overrides)
-    if config.model.transformer:  # else without torch, which takes seconds to import
+    if config.model.transformer:  # Otherwise this command needs no torch, which takes seconds to import.
         from megatron_dppo.run.preflight import check_flags
 
         check_flags(config)
@@ -74,12 +85,12 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.urls_file is not None:
         options.urls_file.unlink(missing_ok=True)
     log_dir = options.log_dir or Path(config.run.output_dir.rstrip("/") + "-servers")
-    group = ServerGroup(plans, log_dir, options.start_timeout, _say)
+    group = ServerGroup(plans, log_dir, options.start_timeout, _log)
     with no_orphans(), StopRequest(options.grace) as stop, group:
         if group.wait_healthy(stop):
             _write_urls(options.urls_file, config.rollout.servers.resolved_urls)
             group.watch(stop)
-        _say("ending the servers")
+        _log("stopping the servers")
     return 0
 
 
@@ -91,7 +102,7 @@ def _attach(config: Config, urls_file: Path | None) -> int:
     key = api_key(servers.api_key_env, os.environ, "rollout.servers.api_key_env")
     admin = api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
     for url in servers.urls:
-        _say(describe_server(url, config.rollout.engine, admin or key))
+        _log(describe_server(url, config.rollout.engine, admin or key))
     _write_urls(urls_file, servers.urls)
     return 0
 
@@ -105,14 +116,14 @@ def _mode(config: Config) -> str:
 
 
 def _write_urls(file: Path | None, urls: Sequence[str]) -> None:
-    """All URLs or no file: who waits for it may read it as soon as it is there."""
+    """Write the file atomically: launch scripts read it as soon as it exists."""
     if file is None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    half = file.with_name(f".{file.name}.{os.getpid()}")
-    half.write_text("".join(f"{url}\n" for url in urls))
-    half.replace(file)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text("".join(f"{url}\n" for url in urls))
+    partial.replace(file)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"serve: {text}", flush=True)

@@ -92,7 +92,7 @@ def test_generate_without_labels_tells_the_distribution_that_it_drew_from(
     ("arguments", "message"),
     [
         (["eval", "{run}", "--step", "7"], "no checkpoint of step 7; there are step_000025"),
-        (["eval", "{config}", "--step", "7"], "--step 7 is for the folder of a run"),
+        (["eval", "{config}", "--step", "7"], "--step 7 needs the folder of a run"),
         (["eval", "{run}/hf"], "is not the folder of a run"),
         (["eval", "{config}", "--model", "{run}/hf", "--data.eval", "null"], "set data.eval"),
         (["eval", "{config}", "--json", "{run}/summary.json"], "exists already"),

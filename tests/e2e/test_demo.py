@@ -84,7 +84,7 @@ def test_the_wheel_has_the_examples_the_launch_scripts_and_the_conversions(progr
         assert set(tracked) <= copied and len(tracked) > 2
         for name in tracked:
             assert (tmp_path / "mine" / name).read_bytes() == (ROOT / name).read_bytes(), name
-    example = ["train", "mine/examples/chain_sum/dppo.toml", "--dry-run", "--world-size", "2"]
+    example = ["train", "mine/examples/chain_sum/dppo.toml", "--dry-run", "--world-size", "2", "--verbose"]
     assert "chain_sum" in done([str(program), *example], tmp_path, PYTHONWARNINGS="ignore")
     assert os.access(tmp_path / "mine/launch/torchrun.sh", os.X_OK)
     done(["bash", "launch/torchrun.sh", "--help"], tmp_path / "mine", PYTHON=str(program.with_name("python")))

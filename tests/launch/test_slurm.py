@@ -145,7 +145,7 @@ def test_a_trainer_that_always_crashes_is_tried_as_often_as_allowed_and_one_that
     (tmp_path / "code").write_text("3")
     job = Job(slurm, tmp_path, 1, *options, str(EXAMPLES / "dppo.toml"), "--run.output_dir", "run", PYTHON=python)
     assert job.end() == "FAILED" and job.exit_code == 3, job.output
-    assert "the trainer has ended with exit code 3, which another try would not change" in job.output
+    assert "the trainer exited with code 3: a restart would fail in the same way" in job.output
 
 
 def test_a_step_that_is_longer_than_the_time_that_is_left_is_given_up(slurm: Slurm, tmp_path: Path) -> None:

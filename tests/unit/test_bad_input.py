@@ -93,8 +93,16 @@ def test_impossible_layout_shows_the_arithmetic(refused) -> None:
     assert "1 is not a multiple" not in message
 
 
-def test_dry_run_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(EXAMPLE / "dppo.toml"), "--dry-run", "--parallel.expert_model_parallel_size", "1", "--lr", "1e-4"]
+def test_verbose_dry_run_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        str(EXAMPLE / "dppo.toml"),
+        "--dry-run",
+        "--verbose",
+        "--expert-model-parallel-size",
+        "1",
+        "--lr",
+        "1e-4",
+    ]
     assert main(["train", *arguments]) == train_main(arguments) == 0
     output = capsys.readouterr().out
     assert "lr = 0.0001" in output and "16 prompts x 16 samples = 256 samples a step" in output

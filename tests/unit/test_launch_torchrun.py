@@ -112,7 +112,7 @@ def test_sigterm_reaches_the_ranks_while_the_servers_stay_until_they_have_saved(
     launch.process.send_signal(signal.SIGTERM)
     code, output = launch.end()
     assert code == 0 and "the trainer finishes its step and saves" in output
-    assert output.index("saves") < output.index("ending the servers")
+    assert output.index("saves") < output.index("stopping the servers")
     assert (folder / "saved").exists() and not (folder / "killed").exists()
     assert not any(map(runs, launch.server_pids()))
 

@@ -12,11 +12,11 @@ import pytest
 
 from megatron_dppo.commands import main as program
 from megatron_dppo.commands.doctor.command import _Scrubber
+from megatron_dppo.commands.examples import run_examples
 from megatron_dppo.commands.port.command import run_port
 from megatron_dppo.commands.replay.command import run_replay
 from megatron_dppo.commands.replay.replay import _record_of
 from megatron_dppo.commands.report import run_report
-from megatron_dppo.commands.shipped import run_examples
 from megatron_dppo.config.io import load_config
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError, DiskError
 from megatron_dppo.hf.folder import read_hf_config

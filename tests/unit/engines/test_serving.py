@@ -106,7 +106,7 @@ def test_urls_are_written_when_all_are_healthy_and_a_signal_ends_all(serve: Any,
     assert len(running.left_behind()) == 4
     running.process.send_signal(number)
     code, output = running.end()
-    assert code == 0 and "ending the servers" in output
+    assert code == 0 and "stopping the servers" in output
     assert running.left_behind() == []
 
 

@@ -1,4 +1,4 @@
-"""``megatron-dppo eval`` and ``megatron-dppo generate``: answers of a run's weights, or of a Hugging Face folder's."""
+"""``megatron-dppo eval`` and ``megatron-dppo generate``: responses of a run's or a Hugging Face folder's weights."""
 
 from __future__ import annotations
 
@@ -18,29 +18,27 @@ if TYPE_CHECKING:
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``eval``; all others are overrides of the configuration."""
+    """Add the arguments of ``eval``; unknown arguments are overrides of the configuration."""
     _add_weights_arguments(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the values as JSON")
-    parser.add_argument("--answers", type=Path, metavar="FILE", help="also write every answer, as JSON lines")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics as JSON")
+    parser.add_argument("--answers", type=Path, metavar="FILE", help="also write all responses as JSON lines")
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``generate``; all others are overrides of the configuration."""
+    """Add the arguments of ``generate``; unknown arguments are overrides of the configuration."""
     _add_weights_arguments(parser)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", metavar="TEXT", help="answer this one")
-    source.add_argument("--prompts", metavar="SOURCE", help="answer these, as in data.train (default: data.train)")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write JSON lines there (default: print the answers)"
-    )
-    parser.add_argument("--score", action="store_true", help="ask the reward function, too")
+    source.add_argument("--prompt", metavar="TEXT", help="a single prompt")
+    source.add_argument("--prompts", metavar="SOURCE", help="prompts, as in data.train (default: data.train)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON lines (default: print the responses)")
+    parser.add_argument("--score", action="store_true", help="also compute the rewards")
 
 
 def run_eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the values.
+    """Evaluate the weights and print the metrics.
 
     Raises:
-        UserError: see ``offline_config``, ``open_offline`` and ``evaluate``.
+        UserError: See ``offline_config``, ``open_offline`` and ``evaluate``.
     """
     from megatron_dppo.run.offline import evaluate
 
@@ -56,32 +54,35 @@ def run_eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def run_generate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print answers, or write them to a file.
+    """Generate responses and print them or write them to a file.
 
     Raises:
-        UserError: see ``offline_config``, ``open_offline`` and ``generate``.
+        UserError: See ``offline_config``, ``open_offline`` and ``generate``.
     """
     from megatron_dppo.run.offline import generate, write_lines
 
     require_new(options.output, "--output")
     if options.prompt is not None and options.score:
-        raise ConfigError("--score compares with labels, and --prompt has none; use --prompts FILE")
+        raise ConfigError("--score needs labels, and --prompt has none. Fix: use --prompts FILE")
     with tempfile.TemporaryDirectory() as folder:
-        source, labels = options.prompts, []
+        source = options.prompts
+        key_overrides: list[str] = []
         if options.prompt is not None:
-            source, labels = f"{folder}/prompt.jsonl", ["--data.prompt_key", "prompt", "--data.label_key", ""]
+            # The single prompt goes through the data pipeline of files, so that chat template and limits apply.
+            source = f"{folder}/prompt.jsonl"
+            key_overrides = ["--data.prompt_key", "prompt", "--data.label_key", ""]
             Path(source).write_text(json.dumps({"prompt": options.prompt}) + "\n", encoding="utf-8")
-        with _open(options, [*overrides, *labels]) as offline:
+        with _open(options, [*overrides, *key_overrides]) as offline:
             rows = generate(offline, source or offline.config.data.train, scored=options.score)
             if options.output is None:
-                _print(rows)
+                _print_responses(rows)
             else:
                 count = write_lines(options.output, map(json.dumps, rows))
-                print(f"{count} answers in {options.output}")
+                print(f"{count} responses in {options.output}")
     return 0
 
 
-def _print(rows: Iterator[dict[str, Any]]) -> None:
+def _print_responses(rows: Iterator[dict[str, Any]]) -> None:
     for row in rows:
         reward = f" [{row['reward']:.4g}]" if "reward" in row else ""
         print(f"--- {row['prompt_id']} ({row['finish_reason']}){reward}\n{row['response']}", flush=True)
@@ -89,9 +90,9 @@ def _print(rows: Iterator[dict[str, Any]]) -> None:
 
 def _add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=Path, help="TOML configuration file, or the folder of a run (run.output_dir)")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", type=Path, metavar="FOLDER", help="weights: this Hugging Face folder")
-    which.add_argument("--step", type=int, help="weights: this checkpoint of the run (default: its newest one)")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", type=Path, metavar="FOLDER", help="use the weights of this Hugging Face folder")
+    weights.add_argument("--step", type=int, help="use the run's checkpoint of this step (default: its newest one)")
 
 
 @contextmanager
@@ -100,7 +101,9 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Off
 
     is_run = options.target.is_dir()
     if options.step is not None and not is_run:
-        raise ConfigError(f"--step {options.step} is for the folder of a run, and {str(options.target)!r} is none")
+        raise ConfigError(
+            f"--step {options.step} needs the folder of a run, got {str(options.target)!r}. Fix: give run.output_dir"
+        )
     config = offline_config(options.target, overrides)
     run = options.target if is_run else None
     with open_offline(config, run=run, model=options.model, step=options.step) as offline:

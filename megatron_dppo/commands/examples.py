@@ -1,4 +1,4 @@
-"""``megatron-dppo examples``: examples and launch scripts, which come with the package beside its code."""
+"""``megatron-dppo examples``: list, copy or run the examples and launch scripts of the package."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ _NOT_COPIED = shutil.ignore_patterns("__pycache__")
 
 
 def add_examples_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``examples``."""
-    parser.add_argument("name", nargs="*", help="which to copy, or to copy and run; without any: list them")
-    parser.add_argument("--to", default=".", help="copy to DIR/examples/NAME and DIR/launch (the current folder)")
+    """Add the arguments of ``examples``."""
+    parser.add_argument("name", nargs="*", help="examples to copy, or one to copy and run (default: list them)")
+    parser.add_argument(
+        "--to", default=".", help="copy to DIR/examples/NAME and DIR/launch (default: the current folder)"
+    )
     runnable = ", ".join(RUNNABLE)
-    parser.add_argument("--copy-only", action="store_true", help=f"do not run it ({runnable})")
-    parser.add_argument("--output", type=Path, help="folder of the run (runs/NAME)")
-    parser.add_argument("--processes", type=int, default=2, help="training processes of the run (2)")
-    parser.add_argument("--seed", type=int, default=0, help="of the run (0)")
+    parser.add_argument("--copy-only", action="store_true", help=f"copy without running ({runnable})")
+    parser.add_argument("--output", type=Path, help="folder of the run (default: runs/NAME)")
+    parser.add_argument("--processes", type=int, default=2, help="training processes of the run (default 2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run (default 0)")
 
 
 def run_examples(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """List, copy or run examples; nothing that exists is touched.
+    """List, copy or run examples. Existing files stay as they are.
 
     Raises:
-        UserError: no such example, or its target exists; nothing was copied then. A model cannot be made.
+        UserError: Unknown example, an existing target (nothing is copied then), or a model that cannot be built.
     """
     if len(options.name) == 1 and options.name[0] in RUNNABLE and not options.copy_only:
         return _run_example(options, overrides)
@@ -65,7 +67,7 @@ def run_examples(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _run_example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Copy the example's files, where they are not there yet, and run it."""
+    """Copy the example's files unless they exist, and run it."""
     (name,) = options.name
     if options.processes < 1:
         raise ConfigError(f"--processes {options.processes}: expected at least 1")
@@ -74,7 +76,7 @@ def _run_example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     files = Path(options.to) / "examples" / RUNNABLE[name].files
     if not files.exists():
         _copy(shipped_folder("examples") / RUNNABLE[name].files, files)
-    print(f"files    {files}: your own settings, data and reward go there", flush=True)
+    print(f"files    {files}: edit settings, data and reward there", flush=True)
     return run_example(
         name,
         files,
@@ -86,7 +88,7 @@ def _run_example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Whole or not at all."""
+    """Copy a folder atomically."""
     with disk_errors(target, "the files"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
