@@ -1,4 +1,7 @@
-"""The run: collect, train, publish, log, evaluate, save. Every rank runs the same loop."""
+"""Training loop: collect rollouts, update the policy, publish weights, evaluate, log, save.
+
+Every rank runs this loop. Almost every call in it is a collective, so all ranks take the same branches.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,26 @@ from megatron_dppo.run.stop_signal import Stopped, StopSignal
 
 
 def run(config: Config) -> int:
-    """Train with ``config``; return the exit code (0, also when a signal ended the run after a save)."""
+    """Train with ``config`` and return the exit code.
+
+    The code is 0, also when a signal stopped the run after it saved a checkpoint.
+    """
     with no_orphans(), StopSignal() as stop:
         stop_when_torchrun_dies()
         try:
             with open_session(config, stop) as session:
                 session.begin()
+                # From here on a signal lets the current step end and be saved.
                 stop.deferring = True
                 _train(session, stop)
         except Stopped as reason:
+            # The session's console is closed, so this line needs one of its own.
             Console(enabled=os.environ["RANK"] == "0" and config.log.progress).say(f"stopped  {reason}")
     return 0
 
 
 def _train(session: Session, stop: StopSignal) -> None:
+    """Train until the last step, the target accuracy or a signal, then export the model."""
     config = session.config
     state = session.state
     trainer = session.trainer
@@ -42,56 +51,76 @@ def _train(session: Session, stop: StopSignal) -> None:
     records = session.records
     recorder = session.recorder
     dp = session.inputs.layout.dp
+
+    # Evaluate before training, or repeat the evaluation that ran beside training when the checkpoint was saved.
     with PROGRESS.part("publish"):
         records.show_servers(gpus.for_sampling())
     if state.step == 0 or state.evaluation_due:
         records.log(state.step, evaluator.evaluate(state.step))
     if stop.requested():
-        raise Stopped(f"by {stop.name} before the next step; the same command continues the run")
+        raise Stopped(f"by {stop.name} before the next step. Rerun the same command to resume")
+
     records.console.start("training", config.run.num_steps, state.step)
     while state.step < config.run.num_steps and not state.has_reached(config.eval.stop_at_accuracy):
         PROGRESS.enter("loop", state.step)
         clock = Clock()
+
+        # Collect: the engine samples, the reward functions score.
         with clock.part("publish"):
             records.show_servers(gpus.for_sampling())
         collected = stream.collect(state.step, trainer.policy_version, clock)
         samples = make_samples(collected.groups, config.train)
+
+        # Train: one optimizer update per mini-batch. `collect` may already sample the next step beside it.
         with clock.part("publish"):
             records.show_servers(gpus.for_training())
         record = recorder.begin(state.step + 1)
         results = update_policy(trainer, config, session.teacher, state.step, collected, samples, clock, record)
         state.count_skipped(results)
+
+        # Wait until the engine can get new weights: for rollouts of the next step, unless they may change weights
+        # in mid-response, and for an evaluation that started after the previous update.
         stream.settle(clock)
-        if late := evaluator.finish():  # of the weights that the engine still has
-            records.log(*late)
+        finished_evaluation = evaluator.finish()
+        if finished_evaluation is not None:
+            records.log(*finished_evaluation)
         state.step += 1
         if record is not None:
             with clock.part("record"):
                 recorder.write(state.step, record, collected, records.writer)
-        evaluating = config.eval.is_due(state.step, config.run.num_steps)
+
+        # Publish: the engine gets the new weights. Colocated servers that would sleep again at once are left asleep.
+        is_evaluating = config.eval.is_due(state.step, config.run.num_steps)
         with clock.part("publish"):
-            records.show_servers(gpus.after_update(samples_next=evaluating))
+            records.show_servers(gpus.after_update(samples_next=is_evaluating))
+
+        # Log and evaluate. An evaluation beside training returns no metrics here; `evaluator.finish` does later.
         requests = request_metrics(session.engine, has_servers=config.rollout.engine != "local", dp=dp)
-        values = step_metrics(session.groups, collected, samples, results, clock, requests, dp=dp)
-        if evaluating:
-            values |= evaluator.evaluate(state.step)
-        records.log(state.step, values)
-        stopping = stop.requested()
-        stuck = state.skipped_in_a_row >= config.train.max_skipped_updates
-        best = state.is_new_best(values.get("eval/accuracy")) and config.checkpoint.keep_best
-        if best or stopping or stuck or checkpoints.is_due(state):
+        metrics = step_metrics(session.groups, collected, samples, results, clock, requests, dp=dp)
+        if is_evaluating:
+            metrics |= evaluator.evaluate(state.step)
+        records.log(state.step, metrics)
+
+        # Save. `stop.requested` is a collective: all ranks agree on whether a signal came in this step.
+        is_stopping = stop.requested()
+        is_stuck = state.skipped_in_a_row >= config.train.max_skipped_updates
+        is_best = state.is_new_best(metrics.get("eval/accuracy")) and config.checkpoint.keep_best
+        if is_best or is_stopping or is_stuck or checkpoints.is_due(state):
             with PROGRESS.part("save"):
                 records.show_servers(gpus.for_training())
                 checkpoints.save(state, evaluator)
-        checkpoints.finish(wait=stopping or stuck or checkpoints.waits)
-        if stuck:
-            raise _stuck(state.skipped_in_a_row, config)
-        if stopping:
-            raise Stopped(f"by {stop.name} after step {state.step}; the same command continues the run")
+        checkpoints.finish(wait=is_stopping or is_stuck or checkpoints.waits)
+        if is_stuck:
+            raise _stuck_error(state.skipped_in_a_row, config)
+        if is_stopping:
+            raise Stopped(f"by {stop.name} after step {state.step}. Rerun the same command to resume")
+
+    # Finish: wait for the last checkpoint, export the model, write the summary.
     checkpoints.finish(wait=True)
     if state.best is not None and state.has_reached(config.eval.stop_at_accuracy):
+        accuracy, step = state.best
         records.console.say(
-            f"solved   eval/accuracy {state.best[0]:.3f} at step {state.best[1]} reached eval.stop_at_accuracy = "
+            f"solved   eval/accuracy {accuracy:.3f} at step {step} reached eval.stop_at_accuracy = "
             f"{config.eval.stop_at_accuracy}"
         )
     with PROGRESS.part("export"):
@@ -100,11 +129,12 @@ def _train(session: Session, stop: StopSignal) -> None:
         records.summarize(trainer.policy_version, evaluator.answers_before)
 
 
-def _stuck(skipped: int, config: Config) -> TrainingStopped:
+def _stuck_error(skipped: int, config: Config) -> TrainingStopped:
+    """Return the error of a run whose updates are all skipped."""
+    metrics = Path(config.run.output_dir) / "metrics.jsonl"
     return TrainingStopped(
         f"the gradient was not finite in {skipped} updates in a row (train.max_skipped_updates = "
-        f"{config.train.max_skipped_updates}); none of them was applied, and the weights were saved. Look at "
-        f"train/ratio_max, train/prob_rise_max and train/grad_norm in {Path(config.run.output_dir) / 'metrics.jsonl'}: "
-        "a rollout engine whose log-probabilities do not fit the weights, a learning rate that is too high, and bf16 "
-        "overflow are usual causes"
+        f"{config.train.max_skipped_updates}). None of them was applied, and the weights were saved. Check "
+        f"train/ratio_max, train/prob_rise_max and train/grad_norm in {metrics}. Usual causes: rollout "
+        "log-probabilities that do not fit the weights, a learning rate that is too high, or bf16 overflow"
     )

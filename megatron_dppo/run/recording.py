@@ -1,4 +1,4 @@
-"""A step's samples to its file (``log.rollouts_every``): from the ranks that have them, by rank 0."""
+"""Recording of a step's samples (``log.rollouts_every``): gathered from all ranks, written by rank 0."""
 
 from __future__ import annotations
 
@@ -30,62 +30,73 @@ if TYPE_CHECKING:
 
 
 class StepRecord:
-    """What is remembered of a step while it trains.
+    """Samples of one step and what the updates compute for their tokens, on this rank.
+
+    Args:
+        policy_version: Policy version before the first update of the step.
 
     Attributes:
-        watch: gets the tokens of the updates.
-        policy_version: before the first of them.
+        watch: Collects the tokens of the updates.
+        policy_version: See above.
     """
 
     def __init__(self, policy_version: int) -> None:
-        self.watch, self.policy_version = TokenWatch(), policy_version
+        self.watch = TokenWatch()
+        self.policy_version = policy_version
         self._samples: list[TrainingSample] = []
 
-    def numbered(self, samples: Sequence[TrainingSample], dp_rank: int) -> list[TrainingSample]:
-        """The samples that are trained on, each with its place in the step; every rank has as many."""
+    def number_samples(self, samples: Sequence[TrainingSample], dp_rank: int) -> list[TrainingSample]:
+        """Remember the samples and return them with their index in the step; every rank must have as many."""
         first = dp_rank * len(samples)
         self._samples = [replace(sample, number=first + i) for i, sample in enumerate(samples)]
         return list(self._samples)
 
-    def take_seen(self, trainer: PolicyTrainer) -> dict[int, SeenSample]:
-        """Return what the updates saw since the last call, by ``TrainingSample.number``.
+    def pop_seen(self, trainer: PolicyTrainer) -> dict[int, SeenSample]:
+        """Return what the updates computed since the last call, by ``TrainingSample.number``.
 
-        Of the ranks that compute the same loss the first has it; the others return nothing.
+        Tensor- and context-parallel ranks compute the same loss: the first of them on the last pipeline stage returns
+        it, the others return nothing.
         """
         groups = trainer.groups
         is_first = all(group is None or dist.get_rank(group) == 0 for group in (groups.tp, groups.cp))
-        seen = self.watch.samples if is_first and trainer.is_last_stage else {}
+        samples = self.watch.samples if is_first and trainer.is_last_stage else {}
         self.watch = TokenWatch()
-        return seen
+        return samples
 
-    def part(self, collected: Collected, dp_rank: int, seen: dict[int, SeenSample]) -> RankPart:
-        """The samples of one data-parallel rank, with what was seen of them anywhere."""
+    def build_rank_part(self, collected: Collected, dp_rank: int, seen: dict[int, SeenSample]) -> RankPart:
+        """Return the samples of one data-parallel rank.
+
+        Args:
+            collected: Rollouts of the rank.
+            dp_rank: Data-parallel rank.
+            seen: Result of ``pop_seen`` on all ranks, merged: balancing moves samples to other ranks.
+        """
         completions = [rollout.completion for group in collected.groups for rollout in group.rollouts]
         trained = [
-            _trained(sample, completion, seen.get(sample.number))
+            _trained_tokens(sample, completion, seen.get(sample.number))
             for sample, completion in zip(self._samples, completions, strict=True)
         ]
         return RankPart(dp_rank=dp_rank, groups=collected.groups, ages=collected.ages, trained=trained)
 
 
-class _FromRank(NamedTuple):
-    """What one rank gives."""
+class _RankRecord(NamedTuple):
+    """Record of one rank, as rank 0 receives it."""
 
     dp_rank: int
-    own: tuple[Collected, StepRecord] | None
-    """None = another rank of the same replica gives it"""
+    rollouts: tuple[Collected, StepRecord] | None
+    """None on ranks other than the leader of their replica, which has the same rollouts."""
     seen: dict[int, SeenSample]
-    """by ``TrainingSample.number``, from one rank of those that compute the same loss"""
+    """Result of ``StepRecord.pop_seen``."""
 
 
 class StepRecorder:
     """Writes the samples of every ``log.rollouts_every`` steps to a Parquet file.
 
     Args:
-        config: configuration of the run.
-        trainer: policy of this rank.
-        groups: parallel groups of this rank.
-        tokenizer: turns masked tokens to text for the trackers that show tables.
+        config: Configuration of the run.
+        trainer: Policy of this rank.
+        groups: Parallel groups of this rank.
+        tokenizer: Decodes masked tokens for the trackers that show tables.
     """
 
     def __init__(self, config: Config, trainer: PolicyTrainer, groups: ParallelGroups, tokenizer: Any) -> None:
@@ -97,38 +108,38 @@ class StepRecorder:
         self._tokenizer = tokenizer
 
     def begin(self, step: int) -> StepRecord | None:
-        """Return an empty record for a step that will be written, or None. Steps count from 1."""
+        """Return an empty record for a step that will be written, else None. Steps count from 1."""
         if not self._every or step % self._every:
             return None
         return StepRecord(self._trainer.policy_version)
 
     def write(self, step: int, record: StepRecord, collected: Collected, writer: MetricsWriter | None) -> None:
-        """Write the step that was just trained; a collective of all ranks, after which rank 0 has written.
+        """Write the step that was just trained; a collective of all ranks, which returns after rank 0 has written.
 
         Args:
-            step: rollout steps done.
-            record: what ``begin`` returned for it.
-            collected: rollouts of this rank.
-            writer: gets a table of masked tokens, on rank 0.
+            step: Rollout steps done.
+            record: Result of ``begin`` for this step.
+            collected: Rollouts of this rank.
+            writer: Writes a table of masked tokens, on rank 0.
 
         Raises:
-            DiskError: on all ranks, when it cannot be written.
+            DiskError: On all ranks, when the file cannot be written.
         """
-        groups, trainer = self._groups, self._trainer
-        seen = record.take_seen(trainer)
-        own = (collected, record) if is_leader(groups.replica) else None
-        every = at_leader(_FromRank(trainer.dp_rank, own, seen), groups.world)
+        groups = self._groups
+        seen = record.pop_seen(self._trainer)
+        rollouts = (collected, record) if is_leader(groups.replica) else None
+        records = at_leader(_RankRecord(self._trainer.dp_rank, rollouts, seen), groups.world)
 
         def write() -> None:
-            if every:
-                file = self._write_file(step, record.policy_version, every)
+            if records:
+                file = self._write_file(step, record.policy_version, records)
                 self._write_table(step, file, writer)
 
         agreed(write, groups.world)
 
-    def _write_file(self, step: int, policy_version: int, every: Sequence[_FromRank]) -> Path:
-        together = {number: sample for each in every for number, sample in each.seen.items()}
-        leaders = sorted((each for each in every if each.own is not None), key=lambda each: each.dp_rank)
+    def _write_file(self, step: int, policy_version: int, records: Sequence[_RankRecord]) -> Path:
+        seen = {number: sample for record in records for number, sample in record.seen.items()}
+        leaders = sorted((record for record in records if record.rollouts is not None), key=lambda r: r.dp_rank)
         marker = read_marker(self._folder)
         layout = self._trainer.layout
         meta = StepMeta(
@@ -140,11 +151,15 @@ class StepRecorder:
             loss=self._loss,
             run_id=marker.run_id if marker is not None else "",
         )
-        parts = [each.own[1].part(each.own[0], each.dp_rank, together) for each in leaders if each.own]
+        parts = []
+        for leader in leaders:
+            assert leader.rollouts is not None
+            collected, step_record = leader.rollouts
+            parts.append(step_record.build_rank_part(collected, leader.dp_rank, seen))
         return write_step(self._folder, meta, parts)
 
     def _write_table(self, step: int, file: Path, writer: MetricsWriter | None) -> None:
-        """Show what the step masked in the trackers that have tables."""
+        """Send the masked tokens of the step to the trackers that have tables."""
         if writer is None or not writer.has_tables:
             return
         rows = masked_table(masked_tokens(read_tokens(file)), lambda ids: token_texts(self._tokenizer, ids))
@@ -154,22 +169,33 @@ class StepRecorder:
             writer.write_table(step, "rollouts/masked_tokens", TABLE_COLUMNS, rows)
 
 
-def _trained(sample: TrainingSample, completion: Completion, seen: SeenSample | None) -> TrainedTokens:
+def _trained_tokens(sample: TrainingSample, completion: Completion, seen: SeenSample | None) -> TrainedTokens:
+    """Return a sample's columns, one row per response token; ``seen`` is None if no update used the sample."""
     count = len(completion.token_ids)
-    mask = _last(sample.loss_mask, count)
-    logprobs = None if seen is None else torch.where(mask, _last(seen.logprobs, count), torch.nan)
+    mask = _response_rows(sample.loss_mask, count)
+    if seen is None:
+        return TrainedTokens(
+            update=None,
+            loss_mask=mask,
+            advantages=_response_rows(sample.advantages, count),
+            logprobs=None,
+            keep=None,
+        )
     return TrainedTokens(
-        update=None if seen is None else seen.update,
+        update=seen.update,
         loss_mask=mask,
-        advantages=_last(sample.advantages, count),
-        logprobs=logprobs,
-        keep=None if seen is None else mask & _last(seen.keep, count),
+        advantages=_response_rows(sample.advantages, count),
+        logprobs=torch.where(mask, _response_rows(seen.logprobs, count), torch.nan),
+        keep=mask & _response_rows(seen.keep, count),
     )
 
 
-def _last(column: Tensor, count: int) -> Tensor:
-    """``[T]`` of the labels to the ``[count]`` response tokens; an agent's first token has no label, and gets 0."""
+def _response_rows(column: Tensor, count: int) -> Tensor:
+    """Return the last ``count`` rows of a column of labels ``[T]``, the response tokens.
+
+    An agent's first token has no label, so it has no row in ``column`` and gets 0.
+    """
     result = column.new_zeros(count)
-    own = column[-count:]
-    result[count - len(own) :] = own
+    rows = column[-count:]
+    result[count - len(rows) :] = rows
     return result

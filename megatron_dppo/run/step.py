@@ -1,4 +1,4 @@
-"""One step's update: rewards to advantages to samples, and the optimizer updates on them."""
+"""One training step: rewards to advantages, advantages to samples, samples to optimizer updates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import reduce_metrics, reduce_over_samples
 from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.requests import sampling_seed
-from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
+from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
 from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
 
@@ -39,14 +39,16 @@ if TYPE_CHECKING:
 
 
 def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig) -> list[TrainingSample]:
-    """Rewards to group-relative advantages to training samples."""
-    samples = to_samples(groups, group_advantages(groups, train).tolist())
+    """Turn scored groups into training samples with the advantages of ``train.advantage``."""
+    samples = to_samples(groups, compute_group_advantages(groups, train).tolist())
     if not train.mask_truncated:
         return samples
-    cut = [r.completion.finish_reason == FinishReason.LENGTH for group in groups for r in group.rollouts]
+    # Responses that were cut off at max_new_tokens keep their place in the batch, outside the loss.
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    is_truncated = [rollout.completion.finish_reason == FinishReason.LENGTH for rollout in rollouts]
     return [
-        replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if is_cut else sample
-        for sample, is_cut in zip(samples, cut, strict=True)
+        replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if truncated else sample
+        for sample, truncated in zip(samples, is_truncated, strict=True)
     ]
 
 
@@ -59,77 +61,102 @@ def update_policy(
     samples: Sequence[TrainingSample],
     clock: Clock,
     record: StepRecord | None = None,
-    parts: Callable[[int], list[list[int]]] | None = None,
+    mini_batches: Callable[[int], list[list[int]]] | None = None,
 ) -> list[StepResult]:
-    """One optimizer update for each mini-batch of each epoch.
+    """Apply one optimizer update per mini-batch and epoch; a collective of all ranks.
 
     Args:
-        trainer: policy of this rank.
-        config: configuration of the run.
-        teacher: teacher of a distillation, if there is one.
-        step: rollout steps done before this one.
-        collected: rollouts of this rank.
-        samples: what ``make_samples`` made of them.
-        clock: gets the time of each part.
-        record: gets what the updates saw of each token; None = nobody wants it.
-        parts: the samples of each mini-batch of an epoch; None = by the run's seed.
+        trainer: Policy of this rank.
+        config: Configuration of the run.
+        teacher: Teacher of a distillation, in the trainer or behind servers.
+        step: Rollout steps done before this one.
+        collected: Rollouts of this rank.
+        samples: Result of ``make_samples`` for them.
+        clock: Adds up the seconds of each phase.
+        record: Records what the updates compute for each token. None disables recording.
+        mini_batches: Sample indices of each mini-batch, by epoch. None shuffles by the run's seed.
+
+    Returns:
+        The result of each update, in order.
 
     Raises:
-        TrainingStopped: the rollouts are not those of the policy; nothing was updated.
+        TrainingStopped: The rollouts do not fit the policy. No update was applied.
     """
     trainer.optimizer.set_step(step)
-    exact = config.distillation.is_exact
-    inside = None if isinstance(teacher, TeacherServers) else teacher
+    is_exact = config.distillation.is_exact
+    local_teacher = None if isinstance(teacher, TeacherServers) else teacher
     updater = Updater(
         trainer,
         config.train,
         config.loss,
         with_reference=config.needs_reference,
-        teacher=inside if exact else None,
-        score=None if exact else inside,
+        teacher=local_teacher if is_exact else None,
+        score=None if is_exact else local_teacher,
         watch=None if record is None else record.watch,
     )
-    guard = first_update_guard(trainer.groups, config, collected)
+    guard = build_first_update_guard(trainer.groups, config, collected)
+
+    # Log-probabilities of the anchor, the reference and the teacher, before the first update changes the policy.
     samples = updater.add_recomputed(samples, clock)
     if isinstance(teacher, TeacherServers):
         with clock.part("recompute"):
-            samples = scored(samples, teacher, trainer.groups.replica)
-    with clock.part("waiting"):  # for the slowest rank's rollouts, where all ranks' are needed
-        samples = refined_advantages(samples, collected.groups, config.train, config.reward, group=trainer.groups.dp)
-        own = teacher_metrics(samples, trainer.groups) if teacher is not None and not exact else {}
-        samples = samples if teacher is None else taught_advantages(samples, config.distillation)
+            samples = add_teacher_logprobs(samples, teacher, trainer.groups.replica)
+
+    # Advantages that need these log-probabilities or the samples of all ranks. Waits for the slowest rank's rollouts.
+    step_metrics: dict[str, float] = {}
+    with clock.part("waiting"):
+        samples = refine_advantages(samples, collected.groups, config.train, config.reward, group=trainer.groups.dp)
+        if teacher is not None:
+            if not is_exact:
+                step_metrics |= compute_teacher_metrics(samples, trainer.groups)
+            samples = add_distillation_advantages(samples, config.distillation)
     if record is not None:
-        samples = record.numbered(samples, trainer.dp_rank)
+        samples = record.number_samples(samples, trainer.dp_rank)
+
     seed = sampling_seed(config.run.seed, "order", step, trainer.dp_rank)
-    results = list(updater.run(samples, seed, clock, guard, parts))
+    results = list(updater.run(samples, seed, clock, guard, mini_batches))
+
+    # Metrics of the step stand with its first update.
     if config.reward.kl_coef:
-        own |= kl_metrics(samples, config.reward, trainer.groups)
-    if own:
-        results[0] = replace(results[0], metrics={**results[0].metrics, **own})
+        step_metrics |= compute_kl_metrics(samples, config.reward, trainer.groups)
+    if step_metrics:
+        results[0] = replace(results[0], metrics={**results[0].metrics, **step_metrics})
     return results
 
 
-def first_update_guard(groups: ParallelGroups, config: Config, collected: Collected) -> FirstUpdateGuard:
-    """Return the guard of this step's first update; a collective over all ranks."""
+def build_first_update_guard(groups: ParallelGroups, config: Config, collected: Collected) -> FirstUpdateGuard:
+    """Return the guard of this step's first update; a collective of all ranks."""
     local = {
-        "dropped": dropped_tokens(collected.groups),
+        "dropped": count_nonfinite_tokens(collected.groups),
         "oldest": Metric(max(collected.token_ages, default=0), kind="max"),
     }
-    found = reduce_over_samples(groups, local)
-    return FirstUpdateGuard.of(
-        config.train, config.rollout, config.model, dropped=found["dropped"], on_policy=found["oldest"] == 0
+    reduced = reduce_over_samples(groups, local)
+    return FirstUpdateGuard.from_config(
+        config.train,
+        config.rollout,
+        config.model,
+        dropped_fraction=reduced["dropped"],
+        is_on_policy=reduced["oldest"] == 0,
     )
 
 
-def group_advantages(groups: Sequence[RolloutGroup], train: TrainConfig, taken: Tensor | None = None) -> Tensor:
-    """``[groups, samples]`` by ``train.advantage``, of the rewards less what is ``taken [groups, samples]`` of them."""
+def compute_group_advantages(
+    groups: Sequence[RolloutGroup], train: TrainConfig, penalties: Tensor | None = None
+) -> Tensor:
+    """Return the advantages ``[groups, samples]`` of ``train.advantage``.
+
+    Args:
+        groups: Scored groups, all of the same size.
+        train: Name and options of the advantage.
+        penalties: Subtracted from the rewards first. Shape ``[groups, samples]``. None subtracts nothing.
+    """
     rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
-    if taken is not None:
-        rewards = rewards - taken
-    return advantages_by(train.advantage, rewards, _valid(groups), options=train.advantage_options, groups=groups)
+    if penalties is not None:
+        rewards = rewards - penalties
+    return advantages_by(train.advantage, rewards, _is_scored(groups), options=train.advantage_options, groups=groups)
 
 
-def refined_advantages(
+def refine_advantages(
     samples: Sequence[TrainingSample],
     groups: Sequence[RolloutGroup],
     train: TrainConfig,
@@ -137,120 +164,134 @@ def refined_advantages(
     *,
     group: ProcessGroup | None,
 ) -> list[TrainingSample]:
-    """The samples with advantages that take more than the groups' rewards; a collective of the data-parallel ranks.
+    """Apply the KL penalty and the batch normalization to the advantages; a collective of the data-parallel ranks.
 
-    With ``reward.kl_coef`` a token's reward is ``-kl_coef * KL_t``, mu against the reference, and the response's score
-    comes with its last token. Advantages of groups are of the sums over a response. With ``train.advantage = "none"``
-    each token has the sum from itself on (REINFORCE++, arXiv 2501.03262).
+    With ``reward.kl_coef`` the reward of token t is ``-kl_coef * KL_t`` (rollout policy against the reference). The
+    response's score is added at its last token. Group advantages use the sum over the response. With
+    ``train.advantage = "none"`` each token gets its return-to-go (REINFORCE++, arXiv 2501.03262).
 
     Args:
-        samples: of this rank, siblings side by side, in the order of the groups; with ``reference_logprobs`` for a
-            penalty, but on pipeline stages that compute no loss.
-        groups: their rollouts.
-        train: how advantages are formed.
-        reward: the KL penalty.
-        group: the data-parallel ranks; None = this one alone.
+        samples: Samples of this rank in the order of the groups, siblings side by side. A penalty needs their
+            ``reference_logprobs``, except on pipeline stages that compute no loss.
+        groups: Their rollouts.
+        train: Advantage and its normalization.
+        reward: KL penalty.
+        group: Data-parallel ranks. None is this rank alone.
     """
     result = list(samples)
-    valid = _valid(groups).flatten().tolist()
+    is_scored = _is_scored(groups).flatten().tolist()
     if reward.kl_coef and result:
-        penalties = [kl_penalty(sample, reward) for sample in result]
+        penalties = [compute_kl_penalty(sample, reward) for sample in result]
         if train.advantage == "none":
             values = [sample.advantages - returns_to_go(p) for sample, p in zip(result, penalties, strict=True)]
         else:
-            taken = torch.stack([penalty.sum() for penalty in penalties]).view(len(groups), -1)
-            values = list(group_advantages(groups, train, taken).flatten())
-        result = [_with(*each) for each in zip(result, values, valid, strict=True)]
-    return _whitened(result, valid, group) if train.advantage_normalization == "batch" else result
+            sums = torch.stack([penalty.sum() for penalty in penalties]).view(len(groups), -1)
+            values = list(compute_group_advantages(groups, train, sums).flatten())
+        result = [_with_advantages(*each) for each in zip(result, values, is_scored, strict=True)]
+    return _whiten(result, is_scored, group) if train.advantage_normalization == "batch" else result
 
 
-def taught_advantages(samples: Sequence[TrainingSample], distillation: DistillationConfig) -> list[TrainingSample]:
-    """The samples with advantages that have the teacher's part by ``[distillation]``, and no ``teacher_logprobs``.
+def add_distillation_advantages(
+    samples: Sequence[TrainingSample], distillation: DistillationConfig
+) -> list[TrainingSample]:
+    """Add the teacher's part of ``[distillation]`` to the advantages and drop ``teacher_logprobs``.
 
-    With ``divergence = "sampled"`` that of a token is ``coef`` times log teacher - log mu, at most 20 either way: the
-    gradient of KL(policy || teacher) at each position for itself. It is no part of a mean or deviation of the group,
-    and a sample whose reward failed has it too. Without ``task_reward`` the rest is 0.
+    With ``divergence = "sampled"`` a token's part is ``coef * (log teacher - log mu)``, clamped to +-20 before the
+    product: the gradient of KL(policy || teacher) at each position by itself. No group mean or deviation includes it,
+    and samples without a reward get it too. Without ``task_reward`` it is the whole advantage.
     """
     result = []
     for sample in samples:
         values = sample.advantages if distillation.task_reward else torch.zeros_like(sample.advantages)
         if sample.teacher_logprobs is not None:
-            values = values - distillation.coef * _distance(sample)
-        result.append(replace(_with(sample, values, is_valid=True), teacher_logprobs=None))
+            values = values - distillation.coef * _teacher_log_ratio(sample)
+        result.append(replace(_with_advantages(sample, values, is_scored=True), teacher_logprobs=None))
     return result
 
 
-def teacher_metrics(samples: Sequence[TrainingSample], groups: ParallelGroups) -> dict[str, float]:
-    """``teacher_reverse_kl``: the mean of log mu - log teacher of all ranks' tokens; a collective.
+def compute_teacher_metrics(samples: Sequence[TrainingSample], groups: ParallelGroups) -> dict[str, float]:
+    """Return ``teacher_reverse_kl``, the mean of log mu - log teacher over all ranks' tokens; a collective.
 
-    ``samples`` still have their ``teacher_logprobs``, where the pipeline stage computes them.
+    Args:
+        samples: Samples that still have ``teacher_logprobs``, on the pipeline stage that computes the loss.
+        groups: Parallel groups of this rank.
     """
-    first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
-    known = [sample for sample in samples if sample.teacher_logprobs is not None]
-    total = sum(float(_distance(sample).sum()) for sample in known)
-    mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in known))
-    return reduce_metrics([{"teacher_reverse_kl": mean}], groups.world, contributes=first)
+    is_first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
+    with_teacher = [sample for sample in samples if sample.teacher_logprobs is not None]
+    total = sum(float(_teacher_log_ratio(sample).sum()) for sample in with_teacher)
+    mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in with_teacher))
+    return reduce_metrics([{"teacher_reverse_kl": mean}], groups.world, contributes=is_first)
 
 
-def _distance(sample: TrainingSample) -> Tensor:
-    """``[T]`` log mu - log teacher, 0 outside the loss mask."""
+def _teacher_log_ratio(sample: TrainingSample) -> Tensor:
+    """Return log mu - log teacher ``[T]``, 0 outside the loss mask."""
     assert sample.teacher_logprobs is not None and sample.rollout_logprobs is not None
     return torch.where(sample.loss_mask, kl_estimate(sample.rollout_logprobs, sample.teacher_logprobs, "k1"), 0.0)
 
 
-def kl_penalty(sample: TrainingSample, reward: RewardConfig) -> Tensor:
-    """``[T]`` what the KL to the reference takes from the reward of each token; 0 where the sample has no reference."""
+def compute_kl_penalty(sample: TrainingSample, reward: RewardConfig) -> Tensor:
+    """Return ``kl_coef * KL_t`` of each token ``[T]``; 0 where the sample has no reference."""
     reference = sample.reference_logprobs
-    own = sample.rollout_logprobs
-    if reference is None or own is None:
+    rollout = sample.rollout_logprobs
+    if reference is None or rollout is None:
         return torch.zeros(sample.num_tokens)
-    penalty = reward.kl_coef * kl_estimate(own, reference, reward.kl_estimator)
+    penalty = reward.kl_coef * kl_estimate(rollout, reference, reward.kl_estimator)
     return torch.where(sample.loss_mask, penalty, 0.0)
 
 
-def kl_metrics(samples: Sequence[TrainingSample], reward: RewardConfig, groups: ParallelGroups) -> dict[str, float]:
-    """``kl_in_reward``: the mean estimate of a token of all ranks, before ``reward.kl_coef``; a collective."""
-    first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
-    known = [sample for sample in samples if sample.reference_logprobs is not None]
-    total = sum(float(kl_penalty(sample, reward).sum()) for sample in known) / reward.kl_coef
-    mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in known))
-    return reduce_metrics([{"kl_in_reward": mean}], groups.world, contributes=first)
+def compute_kl_metrics(
+    samples: Sequence[TrainingSample], reward: RewardConfig, groups: ParallelGroups
+) -> dict[str, float]:
+    """Return ``kl_in_reward``, the mean KL estimate of all ranks' tokens without ``kl_coef``; a collective."""
+    is_first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
+    with_reference = [sample for sample in samples if sample.reference_logprobs is not None]
+    total = sum(float(compute_kl_penalty(sample, reward).sum()) for sample in with_reference) / reward.kl_coef
+    mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in with_reference))
+    return reduce_metrics([{"kl_in_reward": mean}], groups.world, contributes=is_first)
 
 
-def _whitened(
-    samples: Sequence[TrainingSample], valid: Sequence[bool], group: ProcessGroup | None
+def _whiten(
+    samples: Sequence[TrainingSample], is_scored: Sequence[bool], group: ProcessGroup | None
 ) -> list[TrainingSample]:
-    """The advantages over the mean and deviation of all ranks' tokens; failed rewards stay at 0 and do not count."""
-    own = [s.advantages[s.loss_mask] for s, is_valid in zip(samples, valid, strict=True) if is_valid]
-    moments = reduce(add, from_each(Moments.of(torch.cat([torch.empty(0), *own])), group))
-    return [_with(s, moments.whiten(s.advantages), is_valid) for s, is_valid in zip(samples, valid, strict=True)]
+    """Normalize advantages by the mean and deviation of all ranks' tokens; failed rewards stay at 0 and are ignored."""
+    local = [s.advantages[s.loss_mask] for s, scored in zip(samples, is_scored, strict=True) if scored]
+    # The empty tensor lets a rank without scored samples take part in the collective.
+    moments = reduce(add, from_each(Moments.of(torch.cat([torch.empty(0), *local])), group))
+    return [
+        _with_advantages(sample, moments.whiten(sample.advantages), scored)
+        for sample, scored in zip(samples, is_scored, strict=True)
+    ]
 
 
-def _with(sample: TrainingSample, values: Tensor, is_valid: bool) -> TrainingSample:
-    mask = sample.loss_mask if is_valid else torch.zeros_like(sample.loss_mask)
+def _with_advantages(sample: TrainingSample, values: Tensor, is_scored: bool) -> TrainingSample:
+    """Return the sample with other advantages, 0 outside the loss mask and on samples without a reward."""
+    mask = sample.loss_mask if is_scored else torch.zeros_like(sample.loss_mask)
     return replace(sample, advantages=torch.where(mask, values, 0.0))
 
 
-def _valid(groups: Sequence[RolloutGroup]) -> Tensor:
+def _is_scored(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Return ``[groups, samples]``: True for rollouts whose reward did not fail."""
     return torch.tensor([[not r.reward_failed for r in group.rollouts] for group in groups])
 
 
-def scored(
+def add_teacher_logprobs(
     samples: Sequence[TrainingSample], servers: TeacherServers, group: ProcessGroup | None
 ) -> list[TrainingSample]:
-    """The samples with ``teacher_logprobs``; a collective of the ranks that have the same ones, whose first one asks.
+    """Return the samples with ``teacher_logprobs`` from servers; a collective of the ranks that share the samples.
+
+    The first of these ranks sends the requests.
 
     Raises:
-        ServerError: on all of them.
+        ServerError: On all of these ranks, when the servers could not score a sample.
     """
 
-    def ask() -> tuple[list[Tensor], str]:
+    def request() -> tuple[list[Tensor], str]:
         try:
             return servers.logprobs(samples), ""
         except ServerError as error:
             return [], str(error)
 
-    found, problem = from_leader(ask, group)
+    logprobs, problem = from_leader(request, group)
     if problem:
         raise ServerError("distillation.teacher_urls", problem)
-    return [replace(sample, teacher_logprobs=row) for sample, row in zip(samples, found, strict=True)]
+    return [replace(sample, teacher_logprobs=row) for sample, row in zip(samples, logprobs, strict=True)]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.losses.parts.returns import kl_estimate
-from megatron_dppo.run.step import group_advantages, refined_advantages
+from megatron_dppo.run.step import compute_group_advantages, refine_advantages
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, TrainingSample
 from tests.distributed.spawn import run_distributed
 from tests.unit import configs
@@ -124,9 +124,9 @@ def check(rank: int, world_size: int) -> None:
         )
         first = [
             TrainingSample(**{**vars(s), "advantages": torch.where(s.loss_mask, value, 0.0)})
-            for s, value in zip(samples, group_advantages(groups, config.train).flatten(), strict=True)
+            for s, value in zip(samples, compute_group_advantages(groups, config.train).flatten(), strict=True)
         ]
-        found = refined_advantages(first, groups, config.train, config.reward, group=group)
+        found = refine_advantages(first, groups, config.train, config.reward, group=group)
         expected = plain(case)[before : before + len(samples)]
         for sample, row in zip(found, expected, strict=True):
             torch.testing.assert_close(sample.advantages, torch.tensor(row), rtol=1e-4, atol=1e-5, msg=str(case))

@@ -93,7 +93,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
             "learning_rate": last.learning_rate,
             "policy_version": float(last.policy_version),
         }
-        every = at_leader(record.take_seen(run.trainer), run.groups.world)
+        every = at_leader(record.pop_seen(run.trainer), run.groups.world)
         if not every:
             return None
         together = {number: sample for each in every for number, sample in each.items()}

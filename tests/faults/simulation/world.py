@@ -20,7 +20,7 @@ from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers
 from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
-from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
+from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
 from tests.faults.simulation import invariants, seams
 from tests.faults.simulation.broadcast import Broadcasts
 from tests.faults.simulation.chaos import Chaos
@@ -239,11 +239,13 @@ class _Run:
 
     def _guard(self, collected: Collected, trainer: SimTrainer, wrong: list[str]) -> None:
         """The guard of the first update, as ``loop.update_policy`` has it; what it lets through has trained."""
-        dropped = dropped_tokens(collected.groups)
+        dropped = count_nonfinite_tokens(collected.groups)
         share = float(dropped.numerator) / max(float(dropped.denominator), 1.0)
         on_policy = max(collected.token_ages, default=0) == 0
         config = self.config
-        guard = FirstUpdateGuard.of(config.train, config.rollout, config.model, dropped=share, on_policy=on_policy)
+        guard = FirstUpdateGuard.from_config(
+            config.train, config.rollout, config.model, dropped_fraction=share, is_on_policy=on_policy
+        )
         difference = trainer.difference(collected.groups)
         try:
             guard({"abs_prob_diff": difference})

@@ -64,10 +64,10 @@ def test_all_that_is_wrong_is_named_at_once_and_the_rest_is_fine() -> None:
 
 def test_the_guard_allows_nothing_on_policy() -> None:
     made = configured("run")
-    guard = FirstUpdateGuard.of(made.train, made.rollout, made.model, dropped=0.0, on_policy=True)
-    assert guard.largest_difference == 0.0
+    guard = FirstUpdateGuard.from_config(made.train, made.rollout, made.model, dropped_fraction=0.0, is_on_policy=True)
+    assert guard.max_prob_diff == 0.0
     guard({"abs_prob_diff": 0.0})
     with pytest.raises(Exception, match="allows 0"):
         guard({"abs_prob_diff": 1e-12})
-    stale = FirstUpdateGuard.of(made.train, made.rollout, made.model, dropped=0.0, on_policy=False)
-    assert stale.largest_difference is None
+    stale = FirstUpdateGuard.from_config(made.train, made.rollout, made.model, dropped_fraction=0.0, is_on_policy=False)
+    assert stale.max_prob_diff is None

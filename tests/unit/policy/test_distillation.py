@@ -19,7 +19,7 @@ from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.hf.folder import build_hf_model, model_shape, read_hf_config
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.run.inputs import ModelInputs
-from megatron_dppo.run.step import scored, taught_advantages
+from megatron_dppo.run.step import add_distillation_advantages, add_teacher_logprobs
 from megatron_dppo.run.teacher_setup import teacher_problems
 from megatron_dppo.types import LossInputs, TrainingSample
 from tests.unit.configs import config
@@ -102,16 +102,17 @@ def test_the_advantages_of_the_sampled_form_by_hand() -> None:
         sample([False, True, True, True], [0.0, -1.0, -0.5, -0.1], [-9.0, -0.25, -2.0, -90.0]),
         sample([True], [-1.0], None),  # of a pipeline stage that computes no log-probabilities
     ]
-    both, stage = taught_advantages(given, config(distillation=TEACHER | {"coef": 2.0}).distillation)
+    both, stage = add_distillation_advantages(given, config(distillation=TEACHER | {"coef": 2.0}).distillation)
     assert both.advantages.tolist() == [0.0, 0.5 + 1.5, 0.5 - 3.0, 0.5 - 40.0]
     assert both.teacher_logprobs is None and stage.advantages.tolist() == [0.5]
-    alone, _ = taught_advantages(given, config(distillation=TEACHER | {"task_reward": False}).distillation)
+    alone, _ = add_distillation_advantages(given, config(distillation=TEACHER | {"task_reward": False}).distillation)
     assert alone.advantages.tolist() == [0.0, 0.75, -1.5, -20.0]
     exact = TEACHER | {"task_reward": False, "divergence": "reverse_kl"}
     untaught = [sample([False, True], [0.0, -1.0], None)]
-    assert taught_advantages(untaught, config(distillation=exact).distillation)[0].advantages.tolist() == [0.0, 0.0]
-    kept = taught_advantages(untaught, config(distillation=exact | {"task_reward": True}).distillation)
-    assert kept[0].advantages.tolist() == [0.0, 0.5]
+    (alone,) = add_distillation_advantages(untaught, config(distillation=exact).distillation)
+    assert alone.advantages.tolist() == [0.0, 0.0]
+    (both,) = add_distillation_advantages(untaught, config(distillation=exact | {"task_reward": True}).distillation)
+    assert both.advantages.tolist() == [0.0, 0.5]
 
 
 def test_its_mean_gradient_is_that_of_the_reverse_kl() -> None:
@@ -125,7 +126,7 @@ def test_its_mean_gradient_is_that_of_the_reverse_kl() -> None:
     expected, logits.grad = logits.grad.clone(), None
     mu = logits.detach().log_softmax(0)
     drawn = sample([True] * 9, mu.tolist(), log_q.tolist())
-    (taught,) = taught_advantages([drawn], config(distillation=TEACHER | {"task_reward": False}).distillation)
+    (taught,) = add_distillation_advantages([drawn], config(distillation=TEACHER | {"task_reward": False}).distillation)
     inputs = LossInputs(
         logprobs=logits.log_softmax(0),
         advantages=taught.advantages,
@@ -248,7 +249,7 @@ def test_servers_score_the_sampled_tokens(engine: Any) -> None:
     busy = (503, {"error": "busy"})
     with running({path: answer}) as stub, running({path: busy}) as ill:
         servers = TeacherServers([ill.url, stub.url], engine)
-        found = [sample.teacher_logprobs for sample in scored(samples, servers, None)]
+        found = [sample.teacher_logprobs for sample in add_teacher_logprobs(samples, servers, None)]
         assert {call.path for call in stub.calls} == {path} and ill.calls, "both are asked, the one that is ill too"
         assert [error.status for error in servers.problems()] == [503]
         first = stub.calls[0].body
@@ -277,4 +278,4 @@ def test_an_answer_about_something_else_ends_the_step(answer: Any) -> None:
     tokens, labels = torch.tensor([7]), torch.tensor([8])
     one = TrainingSample(tokens=tokens, labels=labels, loss_mask=torch.tensor([True]), advantages=zeros)
     with running({"/generate": answer}) as stub, pytest.raises(ServerError, match=r"distillation\.teacher_urls"):
-        scored([one], TeacherServers([stub.url], "sglang"), None)
+        add_teacher_logprobs([one], TeacherServers([stub.url], "sglang"), None)

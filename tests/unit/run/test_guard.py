@@ -12,7 +12,7 @@ from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import ConfigError, TrainingStopped
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.run.guard import FirstUpdateGuard, dropped_tokens
+from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 from tests.unit.columns import ids, logs, mask
 from tests.unit.configs import config
@@ -20,7 +20,9 @@ from tests.unit.configs import config
 
 def guard(dropped: float = 0.0, *, on_policy: bool = True, **sections: dict[str, Any]) -> FirstUpdateGuard:
     made = config(**sections)
-    return FirstUpdateGuard.of(made.train, made.rollout, made.model, dropped=dropped, on_policy=on_policy)
+    return FirstUpdateGuard.from_config(
+        made.train, made.rollout, made.model, dropped_fraction=dropped, is_on_policy=on_policy
+    )
 
 
 FP32 = {"model": {"dtype": "fp32"}, "rollout": {"dtype": "fp32"}}
@@ -143,4 +145,4 @@ def test_dropped_tokens_are_those_without_a_finite_number_among_the_sampled_ones
         group((-1.0, math.nan, -math.inf, math.inf)),
         group((-1.0, math.nan, -1.0), (True, False, True)),
     ]
-    assert tuple(dropped_tokens(groups)) == (3, 6, "mean")
+    assert tuple(count_nonfinite_tokens(groups)) == (3, 6, "mean")
