@@ -25,8 +25,8 @@ GALLERY = Path(__file__).parents[1] / "docs/losses"
 CELLS = 161
 STRIDE = 20
 """of the numbers that are written"""
-ANCHOR = 0.8
-"""Where a loss has an anchor: the trainer's own probability at the rollout's weights, over mu."""
+RECOMPUTED = 0.8
+"""pi' / mu in the pictures: the probability that the trainer recomputes at the rollout's weights, over mu."""
 HEAD_MU, HEAD_PI = (0.7, 0.2), (0.4, 0.5)
 """Where it has a Top-K: the parts that the two other ids of the head have of what the sampled token leaves, under mu
 and pi; a tenth is outside the head. So the head has swapped, and the divergence is above that of the token alone."""
@@ -62,7 +62,7 @@ def factors(config: LossConfig, advantage: float) -> Tensor:
         rollout_logprobs=mu.log(),
         advantages=advantage * ones,
         loss_mask=ones.bool(),
-        anchor_logprobs=(ANCHOR * mu).log() if config.uses_anchor else None,
+        recomputed_logprobs=(RECOMPUTED * mu).log() if config.uses_recomputed_logprobs else None,
         sequence_ids=torch.arange(len(mu)) if "sequence_ids" in config.required_inputs else None,
         token_weights=ones if "token_weights" in config.required_inputs else None,
         **head,

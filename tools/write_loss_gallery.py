@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from draw_losses import ANCHOR, HEAD_MU, HEAD_PI, entries
+from draw_losses import HEAD_MU, HEAD_PI, RECOMPUTED, entries
 
 from megatron_dppo.commands.experiments.statistics import SCORES, Band, Cell, Row, bands
 from megatron_dppo.commands.experiments.verdicts import judge
@@ -35,8 +35,8 @@ HEAD = f"""# Losses: what each does with a token
 Written by `tools/write_loss_gallery.py` from `gallery.toml`; the pictures by `tools/draw_losses.py`, which takes them
 from the gradient of the losses themselves. Details: [loss.md](../loss.md), keys:
 [configuration.md](../configuration.md#loss). Each loss is one file of `megatron_dppo/losses`: formula, keys, inputs,
-rule, source and a worked example. mu is the rollout's probability, pi the present one, pi' the anchor
-(recomputed by the trainer).
+rule, source and a worked example. mu is the rollout's probability, pi the present one, pi' the one that the
+trainer recomputes with the rollout's weights.
 
 {{axes}}
 
@@ -47,7 +47,7 @@ more than (μ, π):
 
 - Top-K (K = 2): the two other ids of the head have the parts {HEAD_MU} under μ and {HEAD_PI} under π of what
   the token leaves, a tenth is outside. So the head has swapped, and a divergence is there on the diagonal too.
-- An anchor π': the trainer's probability at the rollout's weights is {ANCHOR} μ.
+- π', the probability that the trainer recomputes at the rollout's weights, is {RECOMPUTED} μ.
 - Whole sequences: of one token.
 
 **Verdict**: bands (mean [least, largest] over seeds) of the mean training reward over the last quarter of the steps, on

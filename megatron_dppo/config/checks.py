@@ -38,7 +38,7 @@ def check(config: Config) -> None:
     _check_distillation(config.distillation, config.rollout, config.model)
     _check_agent(config.agent, config.rollout, config.data)
     _check_batch_invariant(config)
-    _check_anchor(config.loss, config.rollout, config.train)
+    _check_recomputed_logprobs(config.loss, config.rollout, config.train)
     _check_order(config.rollout, config.train)
     _check_recorded_routes(config.train)
     _check_sync_time(config.rollout, config.run)
@@ -290,16 +290,16 @@ def _check_batch_invariant(config: Config) -> None:
         raise ValueError(f"rollout.batch_invariant = true does not go with {'; '.join(problems)}")
 
 
-# Training steps: anchor, order, routes, time, length and number of samples, weights to start from.
+# Training steps: recomputed log-probabilities, order, routes, time, length and number of samples, weights to start from.
 
 
-def _check_anchor(loss: LossConfig, rollout: RolloutConfig, train: TrainConfig) -> None:
+def _check_recomputed_logprobs(loss: LossConfig, rollout: RolloutConfig, train: TrainConfig) -> None:
     if not rollout.return_logprobs:
         raise ValueError(
             f"loss.name = {loss.name!r} is anchored on the rollout policy's own log-probabilities, but "
-            "rollout.return_logprobs = false; set it to true (a recomputed anchor is not the same algorithm)"
+            "rollout.return_logprobs = false; set it to true (recomputed log-probabilities make another algorithm)"
         )
-    if loss.uses_anchor and train.max_staleness:
+    if loss.uses_recomputed_logprobs and train.max_staleness:
         raise ValueError(
             f"train.max_staleness = {train.max_staleness} with loss.name = {loss.name!r}, which needs "
             "log-probabilities recomputed at the rollout's weights: those are gone when an older batch is trained "

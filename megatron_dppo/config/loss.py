@@ -70,7 +70,7 @@ class LossConfig(Section):
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty, added for every token of the loss mask."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of KL(pi || anchor) from one token: log ratio, half its square, or r - 1 - log r."""
+    """Estimator of KL(pi || kl_anchor) from one token: log ratio, half its square, or r - 1 - log r."""
     kl_anchor: Literal["reference", "rollout"] = "reference"
     """Policy that the penalty pulls towards."""
     entropy_coef: float = Field(0.0, ge=0)
@@ -83,10 +83,10 @@ class LossConfig(Section):
     forms: ClassVar[tuple[Form, ...]] = ("reinforce", "ratio")
     """Values that ``form`` may have, the default first; empty where the loss has no such choice."""
     default_aggregation: ClassVar[Aggregation] = "token_mean"
-    mismatch_by_anchor: ClassVar[bool] = False
-    """``mismatch`` compares trainer and engine at the same weights (the anchor), else pi and mu."""
+    mismatch_uses_recomputed: ClassVar[bool] = False
+    """``mismatch`` compares trainer and engine at the same weights (pi' and mu), else pi and mu."""
     truncates_mismatch: ClassVar[bool] = False
-    """The weight has a factor anchor / mu of its own, which ``mismatch = "truncate"`` limits."""
+    """The weight has a factor pi' / mu, which ``mismatch = "truncate"`` limits."""
 
     def __new__(cls, **values: Any) -> Self:
         """Make an object of the class that ``name`` chooses."""
@@ -208,9 +208,9 @@ class LossConfig(Section):
         return by_mask or (self.needs.topk and self.topk_summary is None)
 
     @property
-    def uses_anchor(self) -> bool:
+    def uses_recomputed_logprobs(self) -> bool:
         """Whether the loss compares with log-probabilities that the trainer recomputed at the rollout's weights."""
-        return self.needs.anchor or (self.user_mask is not None and self.user_mask.needs.anchor)
+        return self.needs.recomputed or (self.user_mask is not None and self.user_mask.needs.recomputed)
 
     @property
     def mismatch_limits(self) -> tuple[float, float]:

@@ -26,8 +26,8 @@ class FunctionNeeds:
     """the sum of pi^2 outside the Top-K set"""
     entropy_gradient: bool = False
     """``entropy`` with a gradient (without one it is always there); only a loss"""
-    anchor: bool = False
-    """``anchor_logprobs``, recomputed by the trainer at the rollout's weights"""
+    recomputed: bool = False
+    """``recomputed_logprobs``, recomputed by the trainer at the rollout's weights"""
     reference: bool = False
     """``reference_logprobs``"""
     sequences: bool = False
@@ -47,7 +47,7 @@ class FunctionNeeds:
             "rollout_topk_logprobs": self.topk,
             "topk_valid": self.topk,
             "topk_other_square": self.topk_other_square,
-            "anchor_logprobs": self.anchor,
+            "recomputed_logprobs": self.recomputed,
             "reference_logprobs": self.reference,
             "entropy": self.entropy_gradient,
             "sequence_ids": self.sequences,

@@ -1,11 +1,11 @@
-"""DPPO anchored on the trainer: an ablation, which the paper shows to diverge.
+"""DPPO with a mask on log-probabilities that the trainer recomputed: an ablation, which the paper shows to diverge.
 
     grad = - sum over t of  A_t min(r_t, C) keep_t grad log pi(a_t | s_t),        r_t = pi / mu
     keep_t = not (D(pi', pi) > threshold and A_t (log pi - log pi') > 0)
 
 Differentiated: log pi of the sampled token
 Weight: pi / mu, capped (C = 5)
-Mask: divergence of pi from the anchor pi' (recomputed by the trainer), by token; outward updates
+Mask: divergence of pi from pi' (recomputed by the trainer), by token; outward updates
 Source: arXiv 2602.04879, section 5.2
 """
 
@@ -25,26 +25,26 @@ class RecomputeDPPO(DPPOConfig):
     """DPPO whose mask compares with log-probabilities that the trainer recomputed.
 
     Example:
-        Both tokens have moved 0.1 from mu; the second has moved 0.2 from the anchor, and would move on.
+        Both tokens have moved 0.1 from mu; the second has moved 0.2 from pi', and would move on.
 
         >>> config = RecomputeDPPO(name="dppo_recompute_binary_tv")
-        >>> losses.show(config, pi=[0.5, 0.5], mu=[0.4, 0.4], anchor=[0.4, 0.3], advantages=[1.0, 1.0])
+        >>> losses.show(config, pi=[0.5, 0.5], mu=[0.4, 0.4], recomputed=[0.4, 0.3], advantages=[1.0, 1.0])
         kept      True False
         gradient -1.25  0.00
     """
 
     name: Literal["dppo_recompute_binary_tv", "dppo_recompute_binary_kl"] = "dppo_recompute_binary_tv"
 
-    mismatch_by_anchor: ClassVar[bool] = True
+    mismatch_uses_recomputed: ClassVar[bool] = True
 
     @property
     def needs(self) -> FunctionNeeds:
-        """The anchor."""
-        return FunctionNeeds(anchor=True, zero_advantage=False)
+        """The recomputed log-probabilities."""
+        return FunctionNeeds(recomputed=True, zero_advantage=False)
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Drop what is beyond the threshold from the anchor and leads outward of it."""
+        """Drop what is further than the threshold from pi' and leads further away."""
         measure = losses.binary_kl if self.kind == "kl" else losses.binary_tv
-        divergence = measure(tokens.logprobs, tokens.anchor)
-        keep = losses.divergence_keep_mask(divergence, tokens.anchor_log_ratio, tokens.advantages, *self.thresholds)
+        divergence = measure(tokens.logprobs, tokens.recomputed)
+        keep = losses.divergence_keep_mask(divergence, tokens.recomputed_log_ratio, tokens.advantages, *self.thresholds)
         return losses.weigh_by_ratio(tokens, divergence, keep)

@@ -5,7 +5,7 @@
 
 Differentiated: log pi of the sampled token
 Weight: pi / mu
-Mask: ratio of pi to the anchor pi' (recomputed by the trainer), by token; outward updates
+Mask: ratio of pi to pi' (recomputed by the trainer), by token; outward updates
 Source: arXiv 2512.01374
 """
 
@@ -26,23 +26,23 @@ class MiniRL(RatioClipping, RatioCap, Loss):
     """MiniRL; ``ratio_cap`` makes it MiniRL-TIS.
 
     Example:
-        The first token is 1.25 times its anchor, the second 1.67 times; both are 1.25 times mu.
+        The first token is 1.25 times pi', the second 1.67 times; both are 1.25 times mu.
 
-        >>> losses.show(MiniRL(), pi=[0.5, 0.5], mu=[0.4, 0.4], anchor=[0.4, 0.3], advantages=[1.0, 1.0])
+        >>> losses.show(MiniRL(), pi=[0.5, 0.5], mu=[0.4, 0.4], recomputed=[0.4, 0.3], advantages=[1.0, 1.0])
         kept      True False
         gradient -1.25  0.00
     """
 
     name: Literal["minirl"] = "minirl"
 
-    mismatch_by_anchor: ClassVar[bool] = True
+    mismatch_uses_recomputed: ClassVar[bool] = True
 
     @property
     def needs(self) -> FunctionNeeds:
-        """The anchor."""
-        return FunctionNeeds(anchor=True, zero_advantage=False)
+        """The recomputed log-probabilities."""
+        return FunctionNeeds(recomputed=True, zero_advantage=False)
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Drop what is beyond the ratio of its side to the anchor."""
-        keep = losses.ratio_keep_mask(tokens.anchor_log_ratio, tokens.advantages, *self.clip_ratios)
+        """Drop what is beyond the ratio of its side to pi'."""
+        keep = losses.ratio_keep_mask(tokens.recomputed_log_ratio, tokens.advantages, *self.clip_ratios)
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs), keep)

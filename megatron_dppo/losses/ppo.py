@@ -5,7 +5,7 @@
 
 Differentiated: the ratio r
 Weight: pi / mu, the decoupled form as pi / pi' times pi' / mu (which may be truncated)
-Mask: ratio to mu, or to the anchor pi' (recomputed by the trainer), by token; outward updates
+Mask: ratio to mu, or to pi' (recomputed by the trainer), by token; outward updates
 Source: arXiv 1707.06347, dual clip 1912.09729, decoupled 2110.00641
 """
 
@@ -49,12 +49,12 @@ class PPO(RatioClipping, Loss):
 
 
 class DecoupledPPO(RatioClipping, Loss):
-    """PPO on the ratio to the anchor, times anchor / mu, which ``mismatch`` limits.
+    """PPO on the ratio pi / pi', times pi' / mu, which ``mismatch`` limits.
 
     Example:
-        The first token is 1.25 times its anchor, which is mu; the second has the ratio 1.67 to its anchor.
+        The first token is 1.25 times pi', which is mu; the second is 1.67 times pi'.
 
-        >>> losses.show(DecoupledPPO(), pi=[0.5, 0.5], mu=[0.4, 0.4], anchor=[0.4, 0.3], advantages=[1.0, 1.0])
+        >>> losses.show(DecoupledPPO(), pi=[0.5, 0.5], mu=[0.4, 0.4], recomputed=[0.4, 0.3], advantages=[1.0, 1.0])
         kept      True False
         gradient -1.25  0.00
     """
@@ -64,21 +64,21 @@ class DecoupledPPO(RatioClipping, Loss):
     """Tokens with negative advantage and r above this are dropped; None = no such limit."""
 
     forms: ClassVar[tuple[Form, ...]] = ("ratio",)
-    mismatch_by_anchor: ClassVar[bool] = True
+    mismatch_uses_recomputed: ClassVar[bool] = True
     truncates_mismatch: ClassVar[bool] = True
 
     @property
     def needs(self) -> FunctionNeeds:
-        """The anchor."""
-        return FunctionNeeds(anchor=True, zero_advantage=False)
+        """The recomputed log-probabilities."""
+        return FunctionNeeds(recomputed=True, zero_advantage=False)
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Clip the ratio to the anchor, and correct for what the anchor differs from the engine."""
+        """Clip pi / pi', and correct for the difference of trainer and engine by pi' / mu."""
         mismatch = losses.mismatch_log_ratio(tokens, self).exp()
         if self.mismatch == "truncate":
             mismatch = mismatch.clamp(*self.mismatch_limits)
         divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)
         clipped = losses.clipped_surrogate(
-            tokens, tokens.anchor_log_ratio, divergence, self.clip_ratios, self.dual_clip
+            tokens, tokens.recomputed_log_ratio, divergence, self.clip_ratios, self.dual_clip
         )
         return clipped._replace(weight=clipped.weight * mismatch, clipped_weight=clipped.clipped_weight * mismatch)

@@ -111,10 +111,10 @@ class Updater:
             own = shape if layers is None else replace(shape, num_layers=len(layers))
             result = with_all_routes(result, shape, own)
         records = self._train.router_replay == "recorded"
-        for field in ("anchor_logprobs", "reference_logprobs", "teacher_logprobs"):
+        for field in ("recomputed_logprobs", "reference_logprobs", "teacher_logprobs"):
             needed = field in self._recomputed or (field == "teacher_logprobs" and self._score is not None)
-            # The anchor's pass computes what recording needs; without it recording has a pass of its own.
-            with_routes = records and field == "anchor_logprobs"
+            # The pass for recomputed log-probabilities computes what recording needs; without it recording has a pass of its own.
+            with_routes = records and field == "recomputed_logprobs"
             if needed or with_routes:
                 with clock.part("recompute"):
                     result = self._recompute(result, field if needed else None, with_routes=with_routes)

@@ -97,7 +97,7 @@ class LossInputs:
     allowed_counts: Tensor | None = None
     """[T] int on the CPU, how many ids a sampling filter left to a token, over which pi and mu are distributions then;
     0 = all"""
-    anchor_logprobs: Tensor | None = None
+    recomputed_logprobs: Tensor | None = None
     """[T] log-probabilities recomputed by the trainer at the rollout's weights; only for the losses named so"""
     reference_logprobs: Tensor | None = None
     """[T] log-probabilities of the labels under a frozen reference policy, for the KL penalty"""

@@ -31,7 +31,7 @@ class TokenFields:
     sampling_mask: SamplingMask | None = None
     """of T tokens: what the rollout's filters left. Every log-probability here is of the softmax over it. None = no
     filter"""
-    anchor_logprobs: Tensor | None = None
+    recomputed_logprobs: Tensor | None = None
     """[T] float32, recomputed by the trainer at the start of the step"""
     reference_logprobs: Tensor | None = None
     """[T] float32, under the reference policy"""

@@ -370,7 +370,7 @@ TOKEN_COLUMNS: list[TokenColumn] = [
     TokenColumn(name="tokens", dtype=torch.int64, alignment=Alignment.LABELS, fill=0, is_optional=False),
     TokenColumn(name="labels", dtype=torch.int64, alignment=Alignment.LABELS, fill=0, is_optional=False),
     TokenColumn(name="advantages", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_optional=False),
-    TokenColumn(name="anchor_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
+    TokenColumn(name="recomputed_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
     TokenColumn(name="reference_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
     TokenColumn(name="teacher_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_packed=False),
 ]

@@ -160,7 +160,7 @@ def make_targets(case: HeadCase, labels: Tensor, generator: torch.Generator) -> 
         rollout_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float(),
         rollout_topk_ids=ids.int(),
         rollout_topk_logprobs=rollout_topk,
-        anchor_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float() + 0.05,
+        recomputed_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float() + 0.05,
         reference_logprobs=rollout.gather(1, labels[:, None]).squeeze(1).float() - 0.1,
         token_weights=torch.rand(tokens, generator=generator),
         sampling_mask=make_sampling_mask(case, labels, generator) if case.filtered else None,

@@ -199,7 +199,7 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
     errors["logprobs"] = errors["reference"] = 0.0
     for sample, i in zip(updater.add_recomputed(own, Clock()), mine, strict=True):
         for name, found, expected in (
-            ("logprobs", sample.anchor_logprobs, reference.logprobs[i]),
+            ("logprobs", sample.recomputed_logprobs, reference.logprobs[i]),
             ("reference", sample.reference_logprobs, reference.base_logprobs[i]),
         ):
             if found is not None:
@@ -236,9 +236,11 @@ def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Upd
     with torch.no_grad():
         expected, base = side.logprobs(side.weights()), side.logprobs(side.base)
     for sample, i in zip(found, mine, strict=True):
-        if sample.anchor_logprobs is not None:
+        if sample.recomputed_logprobs is not None:
             own = expected[i][sample.loss_mask]
-            worst_apart = max(worst_apart, float((sample.anchor_logprobs[sample.loss_mask] - own).norm() / own.norm()))
+            worst_apart = max(
+                worst_apart, float((sample.recomputed_logprobs[sample.loss_mask] - own).norm() / own.norm())
+            )
             moved.append(float((own - base[i][sample.loss_mask]).abs().mean()))
     assert not moved or max(moved) > 0.02, moved
     return worst_apart

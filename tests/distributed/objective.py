@@ -161,7 +161,7 @@ def make_samples(model: Any, *, filtered: bool = False) -> list[TrainingSample]:
                 rollout_topk_ids=torch.cat([top, torch.where(outside, labels[first:, None], -1)], 1).int(),
                 rollout_topk_logprobs=torch.cat([values, at_label], 1).float(),
                 sampling_mask=sampling_mask,
-                anchor_logprobs=near(log_p, 0.3).gather(1, labels[:, None])[:, 0].float(),
+                recomputed_logprobs=near(log_p, 0.3).gather(1, labels[:, None])[:, 0].float(),
                 reference_logprobs=near(log_p, 0.8).gather(1, labels[:, None])[:, 0].float(),
             )
         )
@@ -196,7 +196,7 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
         topk_valid=valid,
         topk_other_logprob=torch.where(used, -torch.inf, log_p.detach()).logsumexp(-1),
         topk_other_square=torch.where(used, 0.0, log_p.detach().exp()).square().sum(-1),
-        anchor_logprobs=joined("anchor_logprobs"),
+        recomputed_logprobs=joined("recomputed_logprobs"),
         reference_logprobs=joined("reference_logprobs"),
         sequence_ids=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(row) for row in rows])),
     )

@@ -281,7 +281,7 @@ def gradient_reader(trainer: Any) -> Callable[[Tensor], Tensor]:
 
 def logprob_error(updater: Updater, hf: HFSide, mine: list[TrainingSample]) -> float:
     """Relative error of the recomputed log-probabilities in the loss; 0 on ranks that have none."""
-    found = [sample.anchor_logprobs for sample in updater.add_recomputed(mine, Clock())]
+    found = [sample.recomputed_logprobs for sample in updater.add_recomputed(mine, Clock())]
     if found[0] is None:
         return 0.0
     with torch.no_grad():

@@ -86,19 +86,19 @@ def token_weights(x: LossInputs, c: Keys) -> list[float]:
 
 
 def probabilities(x: LossInputs, t: int) -> tuple[float, float, float]:
-    """pi, mu and the anchor of the sampled token."""
-    assert x.rollout_logprobs is not None and x.anchor_logprobs is not None
-    columns = (x.logprobs.detach(), x.rollout_logprobs, x.anchor_logprobs)
-    pi, mu, anchor = (math.exp(float(column[t])) for column in columns)
-    return pi, mu, anchor
+    """pi, mu and pi' of the sampled token."""
+    assert x.rollout_logprobs is not None and x.recomputed_logprobs is not None
+    columns = (x.logprobs.detach(), x.rollout_logprobs, x.recomputed_logprobs)
+    pi, mu, recomputed = (math.exp(float(column[t])) for column in columns)
+    return pi, mu, recomputed
 
 
 def divergence(x: LossInputs, c: Keys, t: int) -> float:
     """D of the token: binary or on the Top-K set, total variation or KL with mu first."""
-    pi, mu, anchor = probabilities(x, t)
+    pi, mu, recomputed = probabilities(x, t)
     kind = {"cppo": "tv", "trm": "kl"}.get(c.name, c.name[-2:])
     if "topk" not in c.name and c.divergence != "topk":
-        old = anchor if "recompute" in c.name else mu
+        old = recomputed if "recompute" in c.name else mu
         pairs = [(pi, old), (1 - pi, 1 - old)]
     else:
         used = used_slots(x, c, t)
@@ -148,8 +148,8 @@ def divergence_slope(x: LossInputs, c: Keys, t: int) -> float:
 
 def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
     """``-A sg(min(r, C)) M log pi``, or with ``form = "ratio"`` ``-A min(r, C) M``."""
-    pi, mu, anchor = probabilities(x, t)
-    old = anchor if "recompute" in c.name or c.name == "minirl" else mu
+    pi, mu, recomputed = probabilities(x, t)
+    old = recomputed if "recompute" in c.name or c.name == "minirl" else mu
     if c.name in ("grpo", "minirl"):
         low, high = c.clip_ratio_low or CLIP[0], c.clip_ratio_high or CLIP[1]
         outside = pi / old > 1 + high if advantage > 0 else pi / old < 1 - low
@@ -273,11 +273,11 @@ def ppo_clip(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Te
 
 
 def ppo_decoupled(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
-    """Ratio pi / anchor, times anchor / mu limited to [0, 2]."""
-    assert x.anchor_logprobs is not None
-    _, mu, anchor = probabilities(x, t)
-    keep, term = surrogate((x.logprobs[t] - x.anchor_logprobs[t].double()).exp(), c, advantage)
-    return keep, min(anchor / mu, MISMATCH[1]) * term
+    """Ratio pi / pi', times pi' / mu limited to [0, 2]."""
+    assert x.recomputed_logprobs is not None
+    _, mu, recomputed = probabilities(x, t)
+    keep, term = surrogate((x.logprobs[t] - x.recomputed_logprobs[t].double()).exp(), c, advantage)
+    return keep, min(recomputed / mu, MISMATCH[1]) * term
 
 
 def gspo(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:

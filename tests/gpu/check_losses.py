@@ -33,7 +33,7 @@ def random_inputs() -> LossInputs:
     return LossInputs(
         logprobs=policy[rows, sampled],
         rollout_logprobs=rollout[rows, sampled],
-        anchor_logprobs=rollout[rows, sampled] + 0.01 * normal(TOKENS),
+        recomputed_logprobs=rollout[rows, sampled] + 0.01 * normal(TOKENS),
         advantages=torch.where(mask, normal(TOKENS), torch.nan),
         loss_mask=mask,
         sequence_ids=rows // SEQUENCE,

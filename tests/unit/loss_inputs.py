@@ -45,7 +45,7 @@ def make_inputs(
     """Inputs from probabilities, and their leaf ``logprobs``; every field of every loss is there.
 
     The Top-K fields are those of a vocabulary of the sampled token, one that is never sampled, and a third. The
-    anchor is mu. All tokens are one sequence with weight 1.
+    The recomputed policy is mu. All tokens are one sequence with weight 1.
     """
     logprobs = torch.tensor(pi, dtype=torch.float64).log().requires_grad_()
 
@@ -56,7 +56,7 @@ def make_inputs(
     sampled = torch.zeros(len(pi), dtype=torch.int64)
     fields: dict[str, Any] = {
         **topk_fields(whole(pi), whole(mu).nan_to_num(0.5), sampled, TOPK),
-        "anchor_logprobs": torch.tensor(mu, dtype=torch.float64).log(),
+        "recomputed_logprobs": torch.tensor(mu, dtype=torch.float64).log(),
         "sequence_ids": torch.zeros(len(pi), dtype=torch.int64),
         "token_weights": torch.ones(len(pi)),
         "vocab_size": 3,

@@ -153,7 +153,7 @@ def _sample(length: int, config: Config, routing: RoutingShape | None, vocab_siz
         ids = torch.arange(1, number + 1, dtype=torch.int32) % vocab_size
         sampling_mask = SamplingMask(ids.repeat(length), torch.full((length,), number, dtype=torch.int32))
     sample = to_training_sample([1], [1] * length, [-0.5] * length, 1.0, topk, routes, sampling_mask=sampling_mask)
-    extra = {name: torch.full((length,), -0.5) for name in ("anchor_logprobs", "reference_logprobs")}
+    extra = {name: torch.full((length,), -0.5) for name in ("recomputed_logprobs", "reference_logprobs")}
     needed = config.loss.required_inputs | ({"reference_logprobs"} if config.needs_reference else set())
     changes: dict[str, Any] = {name: column for name, column in extra.items() if name in needed}
     return replace(sample, **changes)

@@ -48,8 +48,8 @@ def drop(decision: Decision, inside: Tensor) -> Decision:
 
 
 def mismatch_log_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
-    """Return the log ratio of trainer to engine at the same weights where the loss has the anchor, else pi to mu."""
-    return tokens.anchor - tokens.rollout_logprobs if config.mismatch_by_anchor else tokens.log_ratio
+    """Return the log ratio of trainer to engine at the same weights (pi' / mu) where the loss reads pi', else pi / mu."""
+    return tokens.recomputed - tokens.rollout_logprobs if config.mismatch_uses_recomputed else tokens.log_ratio
 
 
 def weigh_by_ratio(tokens: Tokens, divergence: Tensor, keep: Tensor | None = None) -> Decision:

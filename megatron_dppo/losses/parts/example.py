@@ -20,7 +20,7 @@ def show(
     pi: Sequence[float],
     mu: Sequence[float],
     advantages: Sequence[float],
-    anchor: Sequence[float] | None = None,
+    recomputed: Sequence[float] | None = None,
 ) -> None:
     """Print which tokens a loss keeps, and its gradient by log pi of each: ``-A w`` or 0.
 
@@ -34,7 +34,7 @@ def show(
         pi: probability of each sampled token now.
         mu: that in the rollout. Two more tokens share the rest of both, by 3 : 1 in mu and by 1 : 3 in pi.
         advantages: of each token. All tokens are one sequence.
-        anchor: probabilities that the trainer recomputed; None = ``mu``.
+        recomputed: pi', probabilities that the trainer recomputed; None = ``mu``.
     """
     p, m = torch.tensor(pi, dtype=torch.float64), torch.tensor(mu, dtype=torch.float64)
     logprobs = p.log().requires_grad_()
@@ -45,7 +45,7 @@ def show(
         rollout_logprobs=m.log(),
         advantages=torch.tensor(advantages, dtype=torch.float64),
         loss_mask=torch.ones(len(pi), dtype=torch.bool),
-        anchor_logprobs=torch.tensor(mu if anchor is None else anchor, dtype=torch.float64).log(),
+        recomputed_logprobs=torch.tensor(mu if recomputed is None else recomputed, dtype=torch.float64).log(),
         sequence_ids=torch.zeros(len(pi), dtype=torch.int64),
         topk_logprobs=topk_logprobs,
         rollout_topk_logprobs=torch.cat([mu_rest, m[:, None]], 1).log(),

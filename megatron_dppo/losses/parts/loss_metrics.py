@@ -50,9 +50,9 @@ def policy_metrics(tokens: Tokens, decision: Decision, keep: Tensor, cap: float)
         # r - 1 - log r, the estimator "k3" of KL(mu || pi); expm1 because r is close to 1.
         "kl_k3": mean(tokens.log_ratio.expm1() - tokens.log_ratio),
     }
-    if tokens.anchor_logprobs is not None:
+    if tokens.recomputed_logprobs is not None:
         # The mismatch of trainer and engine at the same weights, apart from what the update did.
-        metrics["anchor_abs_prob_diff"] = mean((tokens.anchor.exp() - tokens.rollout_logprobs.exp()).abs())
+        metrics["anchor_abs_prob_diff"] = mean((tokens.recomputed.exp() - tokens.rollout_logprobs.exp()).abs())
     return metrics | _topk_metrics(tokens)
 
 

@@ -142,12 +142,12 @@ def aggregate(token_loss: Tensor, inputs: LossInputs, tokens: Tokens) -> Tensor:
 
 
 def kl_term(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> Tensor:
-    """Return ``[T]`` differentiable estimates of KL(pi || anchor), see ``kl_estimate``."""
-    anchor = tokens.rollout_logprobs
+    """Return ``[T]`` differentiable estimates of KL(pi || ``kl_anchor``), see ``kl_estimate``."""
+    target = tokens.rollout_logprobs
     if config.kl_anchor == "reference":
         assert inputs.reference_logprobs is not None
-        anchor = torch.where(tokens.mask, inputs.reference_logprobs.detach().to(anchor.dtype), 0.0)
-    return kl_estimate(tokens.logprobs, anchor, config.kl_estimator)
+        target = torch.where(tokens.mask, inputs.reference_logprobs.detach().to(target.dtype), 0.0)
+    return kl_estimate(tokens.logprobs, target, config.kl_estimator)
 
 
 def entropy_term(inputs: LossInputs) -> Tensor:

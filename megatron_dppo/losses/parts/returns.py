@@ -15,18 +15,18 @@ _MAX_LOG_KL_RATIO = 20.0
 _VARIANCE_FLOOR = 1e-8
 
 
-def kl_estimate(logprobs: Tensor, anchor_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
-    """``[T]`` estimates of KL(p || anchor) from one token that p sampled (joschu.net/blog/kl-approx.html).
+def kl_estimate(logprobs: Tensor, target_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
+    """``[T]`` estimates of KL(p || target) from one token that p sampled (joschu.net/blog/kl-approx.html).
 
     Example:
-        log p - log anchor = ln 2: k1 = .693, k2 = .240, k3 = 1/2 - 1 + ln 2 = .193.
+        log p - log target = ln 2: k1 = .693, k2 = .240, k3 = 1/2 - 1 + ln 2 = .193.
 
     Args:
         logprobs: ``[T]`` log p of the token; a gradient passes through.
-        anchor_logprobs: ``[T]``.
+        target_logprobs: ``[T]``.
         estimator: k1 is unbiased and may be negative, k3 is unbiased and never is, k2 is half the square.
     """
-    log_ratio = (logprobs - anchor_logprobs).clamp(-_MAX_LOG_KL_RATIO, _MAX_LOG_KL_RATIO)
+    log_ratio = (logprobs - target_logprobs).clamp(-_MAX_LOG_KL_RATIO, _MAX_LOG_KL_RATIO)
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":

@@ -25,7 +25,7 @@ _ADVICE = {
     "topk_valid": "mark the slots in use; slot K only where the sampled token is outside the Top-K",
     "topk_other_square": "sum pi^2 over the ids outside the slots, or set tail to 'aggregated'",
     "vocab_size": "give V, or set tail to 'aggregated'",
-    "anchor_logprobs": "recompute them in the trainer at the rollout's weights, before the first update",
+    "recomputed_logprobs": "recompute them in the trainer at the rollout's weights, before the first update",
     "sequence_ids": "give each token the index of its sequence",
     "reference_logprobs": "compute them with the reference policy, or set kl_coef to 0",
     "entropy": "pass the entropy of pi with its gradient, or set entropy_coef to 0",
@@ -93,7 +93,7 @@ class Tokens:
     advantages: Tensor
     log_ratio: Tensor
     """log pi - log mu, clamped"""
-    anchor_logprobs: Tensor | None
+    recomputed_logprobs: Tensor | None
     sequence_ids: Tensor | None
     topk: TopK | None
 
@@ -117,16 +117,16 @@ class Tokens:
         return self.topk
 
     @property
-    def anchor(self) -> Tensor:
+    def recomputed(self) -> Tensor:
         """The recomputed log-probabilities, where the loss has checked that they are there."""
-        if self.anchor_logprobs is None:
-            raise ValueError("anchor_logprobs is None")
-        return self.anchor_logprobs
+        if self.recomputed_logprobs is None:
+            raise ValueError("recomputed_logprobs is None")
+        return self.recomputed_logprobs
 
     @property
-    def anchor_log_ratio(self) -> Tensor:
-        """log pi - log of the recomputed anchor, clamped."""
-        return (self.logprobs.detach() - self.anchor).clamp(max=_MAX_LOG_RATIO)
+    def recomputed_log_ratio(self) -> Tensor:
+        """log pi - log pi' of the recomputed log-probabilities, clamped."""
+        return (self.logprobs.detach() - self.recomputed).clamp(max=_MAX_LOG_RATIO)
 
 
 def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
@@ -159,7 +159,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
         rollout_logprobs=rollout_logprobs,
         advantages=constant(inputs.advantages),
         log_ratio=(logprobs.detach() - rollout_logprobs).clamp(max=_MAX_LOG_RATIO),
-        anchor_logprobs=None if inputs.anchor_logprobs is None else constant(inputs.anchor_logprobs),
+        recomputed_logprobs=None if inputs.recomputed_logprobs is None else constant(inputs.recomputed_logprobs),
         sequence_ids=inputs.sequence_ids,
         topk=_topk(inputs, mask, config) if config.is_topk else None,
     )

@@ -131,7 +131,7 @@ def made_up_inputs(k: int) -> LossInputs:
         topk_other_logprob=rest.logsumexp(-1),
         topk_other_square=(2 * rest).exp().sum(-1),
         vocab_size=vocab_size,
-        anchor_logprobs=at_label((log_m + normal(count, vocab_size).mul(0.1)).log_softmax(-1)),
+        recomputed_logprobs=at_label((log_m + normal(count, vocab_size).mul(0.1)).log_softmax(-1)),
         reference_logprobs=at_label((log_m + normal(count, vocab_size)).log_softmax(-1)),
         sequence_ids=torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)),
         token_weights=torch.ones(count),

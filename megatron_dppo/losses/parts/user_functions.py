@@ -93,7 +93,7 @@ def _inputs(function: UserFunction, inputs: LossInputs, tokens: Tokens) -> LossI
         topk_other_square=constant(inputs.topk_other_square) if needs.topk_other_square else None,
         vocab_size=inputs.vocab_size,
         allowed_counts=inputs.allowed_counts,
-        anchor_logprobs=tokens.anchor_logprobs if needs.anchor else None,
+        recomputed_logprobs=tokens.recomputed_logprobs if needs.recomputed else None,
         reference_logprobs=constant(inputs.reference_logprobs) if needs.reference else None,
         sequence_ids=inputs.sequence_ids if needs.sequences else None,
     )

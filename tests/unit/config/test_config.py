@@ -234,9 +234,9 @@ def test_values_that_do_not_fit_each_other_are_refused(sections: dict[str, Any],
     assert part in str(error.value)
 
 
-def test_a_recomputed_anchor_is_refused_for_rollouts_of_older_weights() -> None:
+def test_losses_with_recomputed_logprobs_are_refused_for_rollouts_of_older_weights() -> None:
     for name in ("minirl", "ppo_decoupled", "dppo_recompute_binary_kl"):
-        assert config(loss={"name": name}).loss.uses_anchor
+        assert config(loss={"name": name}).loss.uses_recomputed_logprobs
         with pytest.raises(ConfigError, match="those are gone when an older batch is trained on"):
             config(loss={"name": name}, train={"max_staleness": 1})
 

@@ -134,11 +134,11 @@ def test_packing_loses_nothing_and_holds_its_promises(
 def test_topk_and_recomputed_fields_are_padded_with_what_does_nothing() -> None:
     topk = (torch.tensor([[3, 4, -1], [5, 6, 2]], dtype=torch.int32), torch.full((2, 3), -1.0))
     first = to_training_sample([5, 6], [3, 2], [-0.5, -0.25], 2.0, topk)
-    first = replace(first, anchor_logprobs=torch.full((3,), -2.0))
+    first = replace(first, recomputed_logprobs=torch.full((3,), -2.0))
     batch = pack([first], RowShape(row_multiple=8, sequence_multiple=4))
-    assert batch.rollout_topk_ids is not None and batch.anchor_logprobs is not None
+    assert batch.rollout_topk_ids is not None and batch.recomputed_logprobs is not None
     assert batch.rollout_topk_ids.tolist() == [[-1] * 3, [3, 4, -1], [5, 6, 2]] + [[-1] * 3] * 5
-    assert batch.anchor_logprobs.tolist() == [-2.0] * 3 + [0.0] * 5 and batch.reference_logprobs is None
+    assert batch.recomputed_logprobs.tolist() == [-2.0] * 3 + [0.0] * 5 and batch.reference_logprobs is None
     assert batch.cu_seqlens.tolist() == [0, 4, 8]
     empty = pack([], RowShape(row_multiple=4), like=first)
     assert empty.rollout_topk_ids is not None and empty.rollout_topk_ids.tolist() == [[-1] * 3] * 4

@@ -78,24 +78,24 @@ def test_sequence_mismatch_drops_whole_sequences_by_product_or_geometric_mean() 
 @pytest.mark.parametrize("mode", ["mask_token", "mask_sequence", "mask_geometric"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mismatch_mask_removes_the_gradient_and_the_value_but_not_the_count(name: str, mode: str) -> None:
-    # The second sequence is far off, in pi and in the anchor.
+    # The second sequence is far off, in pi and in pi'.
     pi, mu = [0.5, 0.5, 0.9], [0.5, 0.5, 0.1]
-    anchor = torch.tensor(pi, dtype=torch.float64).log()
+    recomputed = torch.tensor(pi, dtype=torch.float64).log()
     inputs, logprobs = make_inputs(
-        pi, mu, [1.0, -1.0, -1.0], anchor_logprobs=anchor, sequence_ids=torch.tensor([0, 0, 1])
+        pi, mu, [1.0, -1.0, -1.0], recomputed_logprobs=recomputed, sequence_ids=torch.tensor([0, 0, 1])
     )
     output = policy_loss(inputs, loss_config(name, mismatch=mode))
     output.loss_sum.backward()
     assert output.keep_mask.tolist() == [True, True, False]
     assert logprobs.grad[2] == 0 and logprobs.grad[0] != 0
     assert int(output.num_tokens) == 3
-    rest, _ = make_inputs(pi[:2], mu[:2], [1.0, -1.0], anchor_logprobs=anchor[:2])
+    rest, _ = make_inputs(pi[:2], mu[:2], [1.0, -1.0], recomputed_logprobs=recomputed[:2])
     assert output.loss_sum.item() == pytest.approx(policy_loss(rest, loss_config(name)).loss_sum.item())
 
 
-def test_minirl_masks_by_the_anchor_and_weighs_by_mu() -> None:
+def test_minirl_masks_by_recomputed_logprobs_and_weighs_by_mu() -> None:
     inputs, logprobs = make_inputs(
-        [0.6, 0.6], [0.5, 0.3], [1.0, 1.0], anchor_logprobs=torch.tensor([0.3, 0.55], dtype=torch.float64).log()
+        [0.6, 0.6], [0.5, 0.3], [1.0, 1.0], recomputed_logprobs=torch.tensor([0.3, 0.55], dtype=torch.float64).log()
     )
     output = policy_loss(inputs, LossConfig(name="minirl"))
     output.loss_sum.backward()
@@ -103,19 +103,19 @@ def test_minirl_masks_by_the_anchor_and_weighs_by_mu() -> None:
     assert logprobs.grad.tolist() == pytest.approx([0.0, -2.0])
 
 
-def test_the_recompute_anchor_sets_the_direction_too() -> None:
-    # pi moved down from the anchor, up from mu: pushing it further down leads away from the anchor only.
-    anchor = torch.tensor([0.7], dtype=torch.float64).log()
-    inputs, _ = make_inputs([0.4], [0.2], [-1.0], anchor_logprobs=anchor)
+def test_recomputed_logprobs_set_the_direction_too() -> None:
+    # pi moved down from pi', up from mu: pushing it further down leads away from pi' only.
+    recomputed = torch.tensor([0.7], dtype=torch.float64).log()
+    inputs, _ = make_inputs([0.4], [0.2], [-1.0], recomputed_logprobs=recomputed)
     assert not policy_loss(inputs, LossConfig(name="dppo_recompute_binary_tv")).keep_mask.any()
     assert not policy_loss(inputs, LossConfig(name="dppo_recompute_binary_kl")).keep_mask.any()
     assert policy_loss(inputs, LossConfig(name="dppo_binary_tv")).keep_mask.all()
 
 
-def test_decoupled_ppo_clips_by_the_anchor_and_weighs_even_the_clipped_value_by_anchor_over_mu() -> None:
-    # pi / anchor = 2 and 1.25, anchor / mu = 1.5 and 4 (limited to 2)
-    anchor = torch.tensor([0.3, 0.4], dtype=torch.float64).log()
-    inputs, logprobs = make_inputs([0.6, 0.5], [0.2, 0.1], [1.0, 1.0], anchor_logprobs=anchor)
+def test_decoupled_ppo_clips_by_recomputed_logprobs_and_weighs_even_the_clipped_value() -> None:
+    # pi / pi' = 2 and 1.25, pi' / mu = 1.5 and 4 (limited to 2)
+    recomputed = torch.tensor([0.3, 0.4], dtype=torch.float64).log()
+    inputs, logprobs = make_inputs([0.6, 0.5], [0.2, 0.1], [1.0, 1.0], recomputed_logprobs=recomputed)
     output = policy_loss(inputs, LossConfig(name="ppo_decoupled", mismatch="truncate"))
     output.loss_sum.backward()
     assert output.loss_sum.item() == pytest.approx(-1.28 * 1.5 - 1.25 * 2)
@@ -123,10 +123,10 @@ def test_decoupled_ppo_clips_by_the_anchor_and_weighs_even_the_clipped_value_by_
 
 
 @pytest.mark.parametrize("name", ["minirl", "ppo_decoupled", "dppo_recompute_binary_tv", "dppo_recompute_binary_kl"])
-def test_a_missing_anchor_is_named(name: str) -> None:
+def test_missing_recomputed_logprobs_are_named(name: str) -> None:
     inputs, _ = make_inputs([0.5], [0.5], [1.0])
-    with pytest.raises(ValueError, match=f"'{name}' needs anchor_logprobs.*recompute them in the trainer"):
-        policy_loss(dataclasses.replace(inputs, anchor_logprobs=None), LossConfig(name=name))
+    with pytest.raises(ValueError, match=f"'{name}' needs recomputed_logprobs.*recompute them in the trainer"):
+        policy_loss(dataclasses.replace(inputs, recomputed_logprobs=None), LossConfig(name=name))
 
 
 def _kl(estimator: str, log_pi: Tensor, log_ref: Tensor) -> Tensor:

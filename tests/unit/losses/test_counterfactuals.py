@@ -34,7 +34,7 @@ def make(seed: int) -> LossInputs:
         advantages=normal(TOKENS) * (torch.rand(TOKENS, generator=generator) < 0.9),
         loss_mask=torch.rand(TOKENS, generator=generator) < 0.8,
         token_weights=torch.rand(TOKENS, generator=generator),
-        anchor_logprobs=mu[rows, sampled].log() + 0.1,
+        recomputed_logprobs=mu[rows, sampled].log() + 0.1,
         sequence_ids=rows // 30,
         **fields | {"topk_logprobs": fields["topk_logprobs"].requires_grad_()},
     )

@@ -75,7 +75,7 @@ def run_case(
         rollout_logprobs=mu[:, case["a"]].log().to(dtype),
         sequence_ids=torch.tensor([0]),
         token_weights=torch.ones(1),
-        anchor_logprobs=torch.tensor([case["pi_old_a"]], dtype=torch.float64).log().to(dtype),
+        recomputed_logprobs=torch.tensor([case["pi_old_a"]], dtype=torch.float64).log().to(dtype),
         **{k: v.to(dtype) if v is not None and v.is_floating_point() else v for k, v in topk.items()},
     )
     output = policy_loss(inputs, config)
@@ -114,7 +114,7 @@ def test_divergence_of_the_worked_case(case: dict[str, Any], variant: str, dtype
     assert value(output, "divergence") == pytest.approx(case["divergence"][variant], abs=tolerance)
 
 
-def test_the_recompute_anchor_measures_the_divergence_from_it_and_weighs_with_mu() -> None:
+def test_recompute_measures_the_divergence_from_recomputed_logprobs_and_weighs_with_mu() -> None:
     case = CASES["09_anchor_disagrees"]
     output, _ = run_case(case_config("binary_tv_recompute", case), case, torch.float64)
     assert value(output, "divergence") == pytest.approx(abs(case["pi_a"] - case["pi_old_a"]))

@@ -53,7 +53,7 @@ def test_a_loss_works_with_what_it_declares_and_no_more(name: str) -> None:
     inputs, _ = make_inputs([0.3, 0.5, 0.6], [0.4, 0.4, 0.4], [1.0, -1.0, 0.5])
     expected = policy_loss(inputs, config).loss_sum
     optional = {
-        "anchor_logprobs",
+        "recomputed_logprobs",
         "sequence_ids",
         "token_weights",
         "topk_logprobs",

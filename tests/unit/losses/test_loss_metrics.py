@@ -16,7 +16,7 @@ def test_metrics_are_those_of_a_hand_calculation() -> None:
     inputs, _ = make_inputs(
         *([0.9, 0.1, 0.5, 0.4], [0.6, 0.5, 0.5, 0.2], [1.0, -1.0, 0.0, -1.0]),
         entropy=torch.tensor([1.0, 2.0, 3.0, 4.0]),
-        anchor_logprobs=torch.tensor([0.7, 0.5, 0.5, 0.2], dtype=torch.float64).log(),
+        recomputed_logprobs=torch.tensor([0.7, 0.5, 0.5, 0.2], dtype=torch.float64).log(),
     )
     output = policy_loss(inputs, LossConfig(ratio_cap=1.9))
     want = {

@@ -61,7 +61,7 @@ def test_gradient_is_the_finite_difference_of_the_loss_with_frozen_weight_and_ma
 
 
 FLOAT_FIELDS = (
-    *("logprobs", "advantages", "rollout_logprobs", "anchor_logprobs", "token_weights"),
+    *("logprobs", "advantages", "rollout_logprobs", "recomputed_logprobs", "token_weights"),
     *("topk_logprobs", "rollout_topk_logprobs", "topk_other_logprob", "reference_logprobs"),
 )
 
@@ -229,7 +229,7 @@ def test_a_ratio_exactly_at_its_bound_has_its_gradient_and_one_beyond_has_none(n
             advantages=torch.tensor([sign]),
             loss_mask=torch.tensor([True]),
             rollout_logprobs=torch.zeros(1, dtype=torch.float64),
-            anchor_logprobs=torch.zeros(1, dtype=torch.float64),
+            recomputed_logprobs=torch.zeros(1, dtype=torch.float64),
             sequence_ids=torch.zeros(1, dtype=torch.int64),
             token_weights=torch.ones(1),
         )
@@ -254,7 +254,7 @@ def test_backward_runs_without_a_single_token_in_the_mask(name: str, tokens: int
         topk_logprobs=torch.zeros(tokens, TOPK + 1, requires_grad=True),
         rollout_topk_logprobs=torch.zeros(tokens, TOPK + 1),
         topk_valid=torch.ones(tokens, TOPK + 1, dtype=torch.bool),
-        anchor_logprobs=torch.zeros(tokens),
+        recomputed_logprobs=torch.zeros(tokens),
         sequence_ids=torch.zeros(tokens, dtype=torch.int64),
         token_weights=torch.ones(tokens),
     )
@@ -305,9 +305,9 @@ def test_an_absurd_ratio_stays_finite_and_visible() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_missing_rollout_log_probabilities_name_the_loss_and_refuse_a_recomputed_anchor(name: str) -> None:
+def test_missing_rollout_log_probabilities_name_the_loss_and_refuse_recomputed_ones(name: str) -> None:
     inputs, _ = make_inputs([0.5], [0.5], [1.0])
-    inputs = dataclasses.replace(inputs, rollout_logprobs=None, anchor_logprobs=inputs.logprobs.detach())
+    inputs = dataclasses.replace(inputs, rollout_logprobs=None, recomputed_logprobs=inputs.logprobs.detach())
     with pytest.raises(ValueError, match=f"'{name}'.*rollout_logprobs is None.*different algorithm"):
         policy_loss(inputs, loss_config(name))
 

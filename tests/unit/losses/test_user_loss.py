@@ -320,7 +320,7 @@ def test_bad_advantages_are_told(tmp_path: Path) -> None:
 def test_everything_that_a_function_declares_is_there_and_the_rest_is_not(tmp_path: Path) -> None:
     file = write(
         tmp_path,
-        "seen = []\n@needs(topk=True, topk_other_square=True, anchor=True, reference=True, entropy_gradient=True)\n"
+        "seen = []\n@needs(topk=True, topk_other_square=True, recomputed=True, reference=True, entropy_gradient=True)\n"
         "def f(x):\n    seen.append(x)\n    return term(x) + 0 * x.entropy\n"
         "def g(x):\n    seen.append(x)\n    return term(x)\n",
     )
@@ -330,7 +330,7 @@ def test_everything_that_a_function_declares_is_there_and_the_rest_is_not(tmp_pa
         gradients(config)
         assert isinstance(config, UserLoss)
         got: LossInputs = config.user_loss.function.__globals__["seen"][-1]
-        for field in ("topk_valid", "topk_other_square", "anchor_logprobs", "reference_logprobs"):
+        for field in ("topk_valid", "topk_other_square", "recomputed_logprobs", "reference_logprobs"):
             assert (getattr(got, field) is not None) == fields
         assert got.sequence_ids is None and bool(got.logprobs[~got.loss_mask].eq(0).all())
         assert got.entropy is not None and got.entropy.requires_grad == fields
