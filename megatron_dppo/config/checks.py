@@ -290,7 +290,7 @@ def _check_batch_invariant(config: Config) -> None:
         raise ValueError(f"rollout.batch_invariant = true does not go with {'; '.join(problems)}")
 
 
-# Training steps: recomputed log-probabilities, order, routes, time, length and number of samples, weights to start from.
+# Training steps: recomputed log-probabilities, order, routes, time, length and number of samples, initial weights.
 
 
 def _check_recomputed_logprobs(loss: LossConfig, rollout: RolloutConfig, train: TrainConfig) -> None:

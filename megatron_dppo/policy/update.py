@@ -113,7 +113,7 @@ class Updater:
         records = self._train.router_replay == "recorded"
         for field in ("recomputed_logprobs", "reference_logprobs", "teacher_logprobs"):
             needed = field in self._recomputed or (field == "teacher_logprobs" and self._score is not None)
-            # The pass for recomputed log-probabilities computes what recording needs; without it recording has a pass of its own.
+            # The pass that recomputes log-probabilities computes what recording needs; otherwise recording runs a pass.
             with_routes = records and field == "recomputed_logprobs"
             if needed or with_routes:
                 with clock.part("recompute"):

@@ -48,7 +48,7 @@ def drop(decision: Decision, inside: Tensor) -> Decision:
 
 
 def mismatch_log_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
-    """Return the log ratio of trainer to engine at the same weights (pi' / mu) where the loss reads pi', else pi / mu."""
+    """Return log pi' - log mu (both at the rollout's weights) if the loss reads pi', else log pi - log mu."""
     return tokens.recomputed - tokens.rollout_logprobs if config.mismatch_uses_recomputed else tokens.log_ratio
 
 
