@@ -20,7 +20,7 @@ from head_bench.timing import Ratio, cpu_seconds, paired_ratios, steadiest
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
-from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.types import Divergence, SamplingMask
 
@@ -54,10 +54,10 @@ def _runner(task: Task, keys: Mapping[str, Any], filtered: bool, divergence: str
         counts = torch.full((rows,), width, dtype=torch.int32)
         targets = replace(targets, sampling_mask=SamplingMask(targets.rollout_topk_ids.flatten(), counts))
 
-    lesson, plan = None, task.plan
+    teacher, plan = None, task.plan
     if divergence is not None:
         hidden, weight = task.hidden.detach().clone(), task.weight.detach().flip(0)
-        lesson, plan = Lesson(hidden, weight, Divergence(divergence)), RowPlan.of(targets.loss_mask, None)
+        teacher, plan = TeacherTargets(hidden, weight, Divergence(divergence)), RowPlan.of(targets.loss_mask, None)
 
     def run() -> None:
         output = dppo_head_loss(
@@ -69,7 +69,7 @@ def _runner(task: Task, keys: Mapping[str, Any], filtered: bool, divergence: str
             vocab_size=task.vocab_size,
             needs=objective.needs,
             plan=plan,
-            lesson=lesson,
+            teacher=teacher,
         )
         output.loss_sum.backward()
         task.hidden.grad = task.weight.grad = None

@@ -24,7 +24,7 @@ from megatron_dppo.head.row_plan import RowChunk, RowPlan, Rows, chunk_size, chu
 from megatron_dppo.head.rows import RowTotals, SlotGradient, VocabShard, gather_shards, merge
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs
 from megatron_dppo.head.sums import joined, merge_narrow, narrow, reduce_slots
-from megatron_dppo.head.teacher import COLUMNS, Lesson, Teaching, add_, with_lesson
+from megatron_dppo.head.teacher import COLUMNS, Distillation, TeacherTargets, add_, add_distillation
 from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, TokenTargets
 
 LossFunction = Callable[[LossInputs], LossOutput]
@@ -41,7 +41,7 @@ def dppo_head_loss(
     temperature: float = 1.0,
     bias: Tensor | None = None,
     needs: LossNeeds = NO_NEEDS,
-    lesson: Lesson | None = None,
+    teacher: TeacherTargets | None = None,
     plan: RowPlan | None = None,
     chunk_tokens: int | None = None,
     accumulate_main_grad: bool = False,
@@ -62,7 +62,7 @@ def dppo_head_loss(
         targets: of the T rows, the same on all ranks, without ``sequence_ids``; the softmax is over ``sampling_mask``.
         loss: a sum over tokens whose terms depend on that token alone; called on some rows at a time on all ranks.
         needs: what the loss gets beside the usual statistics; ``topk_sums`` if several shards exchange them.
-        lesson: a teacher, the divergence from which is added; with a ``plan`` that is made without advantages.
+        teacher: a teacher, the divergence from which is added; with a ``plan`` that is made without advantages.
         plan: the rows with loss; None = all. A row that it leaves out has no loss, whatever the mask says.
         chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
         accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward (Megatron's gradient
@@ -85,10 +85,10 @@ def dppo_head_loss(
     head = VocabShard.of(hidden, weight, bias, group, vocab_size, temperature)
     check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
     columns, rows = RowColumns.of(head, targets, plan, vocab_size), Rows.of(hidden, plan)
-    teaching = None if lesson is None else Teaching(lesson, head, rows, vocab_size, targets)
-    main_grad, models = checked_main_grad(weight, accumulate_main_grad), 1 if teaching is None else 2
+    distillation = None if teacher is None else Distillation(teacher, head, rows, vocab_size, targets)
+    main_grad, models = checked_main_grad(weight, accumulate_main_grad), 1 if distillation is None else 2
     gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad, grad_scale, models)
-    run = _Run(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient, teaching)
+    run = _Run(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient, distillation)
     output = joined([_finish(run, pending) for pending in _pending(run)], rows)
     return replace(output, loss_sum=attach_gradient(output.loss_sum, hidden, weight, bias, gradient))
 
@@ -136,7 +136,7 @@ class _Run:
     in_flight: int
     """chunks whose logits are in memory at the same time"""
     gradient: HeadGradient
-    teaching: Teaching | None
+    distillation: Distillation | None
 
     @property
     def differentiates(self) -> bool:
@@ -151,7 +151,7 @@ class _Run:
     @property
     def overwrites(self) -> bool:
         """On the CPU exponentials cost more than memory, and without an entropy term the gradient needs no more."""
-        rereads = self.needs.entropy_gradient or self.teaching is not None
+        rereads = self.needs.entropy_gradient or self.distillation is not None
         return self.differentiates and not rereads and not self.hidden.is_cuda
 
 
@@ -176,7 +176,7 @@ def _pending(run: _Run) -> Iterator[_Pending]:
     are no rows."""
     chunks = list(run.rows.chunks(run.gradient.chunk)) or [RowChunk(0, 0, 0)]
     number = min(run.in_flight, len(chunks))
-    rows, taught = min(run.gradient.chunk, run.rows.count), run.teaching
+    rows, taught = min(run.gradient.chunk, run.rows.count), run.distillation
     buffers = [(run.head.new_logits(rows), None if taught is None else taught.new_logits(rows)) for _ in range(number)]
     started: list[_Pending] = []
     for place, chunk in enumerate(chunks):
@@ -197,8 +197,8 @@ def _start(run: _Run, chunk: RowChunk, buffer: Tensor, teacher_buffer: Tensor | 
     if run.exchanges_sums and columns.ids is not None and columns.valid is not None:
         sent = narrow(mine, columns.targets.labels, columns.ids, columns.valid)
     of_teacher = None
-    if run.teaching is not None and teacher_buffer is not None:
-        of_teacher, totals = run.teaching.start(chunk, teacher_buffer)
+    if run.distillation is not None and teacher_buffer is not None:
+        of_teacher, totals = run.distillation.start(chunk, teacher_buffer)
         sent = torch.cat([sent, totals], 1)
     return _Pending(chunk, columns, logits, mine, *gather_shards(sent, head.group), of_teacher)
 
@@ -212,8 +212,8 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
     totals, sums = _totals(run, pending)
     output, of_logprobs, of_entropy, of_ids = _differentiate(run, columns.targets, totals, sums)
     stop, taught = pending.chunk.num_gradient if run.differentiates else 0, None
-    if run.teaching is not None and pending.of_teacher is not None:
-        taught = run.teaching.finish(
+    if run.distillation is not None and pending.of_teacher is not None:
+        taught = run.distillation.finish(
             pending.logits,
             totals,
             pending.of_teacher,
@@ -222,7 +222,7 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
             scale=run.gradient.scale,
             differentiates=run.differentiates,
         )
-        output = with_lesson(output, taught.loss_sum, taught.metrics)
+        output = add_distillation(output, taught.loss_sum, taught.metrics)
     if run.differentiates:
         check_rest(stop, of_logprobs, of_entropy, of_ids)
     if stop:
@@ -252,7 +252,7 @@ def _slots(columns: RowColumns, of_ids: Tensor | None, part: slice) -> SlotGradi
 def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
     """The totals of the rows, and ``losses.topk_sums`` of all slots where those are exchanged in place of the slots."""
     (targets, _, ids, valid, local_ids), head = pending.columns, run.head
-    parts = pending.parts if run.teaching is None else pending.parts[..., :-COLUMNS]
+    parts = pending.parts if run.distillation is None else pending.parts[..., :-COLUMNS]
     if not run.exchanges_sums:
         return merge(parts, targets.labels, ids, valid, head.temperature), None
     slots, of_rollout = targets.rollout_topk_ids, targets.rollout_topk_logprobs

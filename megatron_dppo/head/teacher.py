@@ -147,7 +147,7 @@ COLUMNS = 2
 """Numbers of a row that the teacher's shard adds to what is gathered."""
 
 
-class Lesson(NamedTuple):
+class TeacherTargets(NamedTuple):
     """A teacher's side of the loss of T rows."""
 
     hidden: Tensor
@@ -158,7 +158,7 @@ class Lesson(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Taught:
+class DistillationTerm:
     """What became of a chunk."""
 
     loss_sum: Tensor
@@ -168,11 +168,11 @@ class Taught:
     """[n, W] of the student's logits"""
 
 
-class Teaching:
-    """A lesson in one call of the head.
+class Distillation:
+    """A teacher in one call of the head.
 
     Args:
-        lesson: of the T rows of the call.
+        teacher: of the T rows of the call.
         student: the policy's output layer.
         rows: the rows of the call.
         vocab_size: V without padding, of both.
@@ -182,8 +182,10 @@ class Teaching:
         ValueError: the two do not fit each other, or a row that is computed has no gradient by the plan.
     """
 
-    def __init__(self, lesson: Lesson, student: VocabShard, rows: Rows, vocab_size: int, targets: TokenTargets) -> None:
-        hidden, weight, self._divergence = lesson
+    def __init__(
+        self, teacher: TeacherTargets, student: VocabShard, rows: Rows, vocab_size: int, targets: TokenTargets
+    ) -> None:
+        hidden, weight, self._divergence = teacher
         self._head = VocabShard.of(hidden, weight, None, student.group, vocab_size, student.temperature)
         if len(hidden) != rows.length or len(weight) != len(student.weight) or self._head.dtype != student.dtype:
             raise ValueError(
@@ -218,7 +220,7 @@ class Teaching:
         *,
         scale: Tensor | None,
         differentiates: bool,
-    ) -> Taught:
+    ) -> DistillationTerm:
         """The divergence of a chunk.
 
         Args:
@@ -248,10 +250,10 @@ class Teaching:
         if differentiates:
             weights = weights if scale is None else weights * scale
             gradient = gradient_(student, teacher_logits, head.own, kls, weights, head.temperature, divergence.name)
-        return Taught(terms.sum(), metrics, gradient)
+        return DistillationTerm(terms.sum(), metrics, gradient)
 
 
-def with_lesson(output: LossOutput, loss_sum: Tensor, metrics: Mapping[str, Metric]) -> LossOutput:
+def add_distillation(output: LossOutput, loss_sum: Tensor, metrics: Mapping[str, Metric]) -> LossOutput:
     """The output with a divergence added: to the loss, also as it is reported."""
     merged = {**output.metrics, **metrics}
     if "loss" in output.metrics:

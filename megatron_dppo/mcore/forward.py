@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, OutputHead, hidden_states_only
 from megatron_dppo.mcore.layer_noise import NoiseOf
@@ -31,13 +31,14 @@ def forward_backward(
     head: OutputHead,
     objective: Objective,
     cp_group: ProcessGroup | None = None,
-    lessons: Sequence[Lesson] = (),
+    teacher_targets: Sequence[TeacherTargets] = (),
     seen: list[SeenRow] | None = None,
     noise: NoiseOf | None = None,
 ) -> list[Mapping[str, Metric]]:
     """Accumulate the gradients of all micro-batches by Megatron's schedule.
 
-    With ``lessons``, one for each micro-batch, the divergence from the teacher is added to the loss. ``seen`` gets what
+    With ``teacher_targets``, one for each micro-batch, the divergence from the teacher is added to the loss. ``seen``
+    gets what
     the loss saw and decided of each micro-batch, on the last pipeline stage. ``noise`` is that of the layers' inputs.
 
     Megatron sums the losses, sums the token counts over micro-batches and ranks of data and context parallelism, and
@@ -53,8 +54,8 @@ def forward_backward(
             seen.append(seen_row(output, row))
         return output.loss_sum, output.num_tokens.to(torch.int), output.metrics
 
-    make = _rows(chunks, cp_group, objective.skips_zero_advantage and not lessons, noise)
-    return _run_schedule(chunks, batches, make, loss_function, forward_only=False, lessons=lessons)
+    make = _rows(chunks, cp_group, objective.skips_zero_advantage and not teacher_targets, noise)
+    return _run_schedule(chunks, batches, make, loss_function, forward_only=False, teacher_targets=teacher_targets)
 
 
 @torch.no_grad()
@@ -95,12 +96,12 @@ def _read(
 
 def _rows(
     chunks: Sequence[Any], cp_group: ProcessGroup | None, skips_zero_advantage: bool, noise: NoiseOf | None = None
-) -> Callable[[MicroBatch, Lesson | None], MicroBatchRow]:
+) -> Callable[[MicroBatch, TeacherTargets | None], MicroBatchRow]:
     device = next(chunks[0].parameters()).device
 
-    def make(batch: MicroBatch, lesson: Lesson | None) -> MicroBatchRow:
+    def make(batch: MicroBatch, teacher: TeacherTargets | None) -> MicroBatchRow:
         row = MicroBatchRow.of(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage, noise=noise)
-        return row if lesson is None else replace(row, lesson=lesson)
+        return row if teacher is None else replace(row, teacher=teacher)
 
     return make
 
@@ -123,15 +124,15 @@ def _forward_step(loss_function: Callable[..., Any], data: Iterator[MicroBatchRo
 def _run_schedule(
     chunks: Sequence[Any],
     batches: Sequence[MicroBatch],
-    make: Callable[[MicroBatch, Lesson | None], MicroBatchRow],
+    make: Callable[[MicroBatch, TeacherTargets | None], MicroBatchRow],
     loss_function: Callable[..., Any],
     *,
     forward_only: bool,
-    lessons: Sequence[Lesson] = (),
+    teacher_targets: Sequence[TeacherTargets] = (),
 ) -> list[Any]:
     if not batches:
         raise ValueError("the schedule needs at least one micro-batch on every rank (an empty one will do)")
-    iterators = [map(make, batches, lessons or repeat(None)) for _ in chunks]
+    iterators = [map(make, batches, teacher_targets or repeat(None)) for _ in chunks]
     single = len(chunks) == 1
     tokens = batches[0].tokens.numel()  # of the whole row: Megatron divides by the context-parallel size itself
     config = get_model_config(chunks[0])

@@ -24,7 +24,7 @@ from megatron_dppo.head.checks import check_slots
 from megatron_dppo.head.loss import LossFunction, dppo_head_loss
 from megatron_dppo.head.mixed_gemm import logits_into
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
-from megatron_dppo.head.teacher import Lesson, with_lesson
+from megatron_dppo.head.teacher import TeacherTargets, add_distillation
 from megatron_dppo.head.vocab_logprobs import shard_range
 from megatron_dppo.head.vocab_topk import keep_only, vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.losses import SUPERVISED, Objective, no_policy_loss
@@ -105,12 +105,12 @@ class OutputHead:
         output = objective.loss(self.statistics(hidden, row, objective))
         if row.shard is not None and row.shard.group.rank() != 0:
             # The divergence is of its own tokens: that part of the reported loss is still to come.
-            left = {} if row.lesson is None else {"loss": Metric(0.0, 0.0)}
+            left = {} if row.teacher is None else {"loss": Metric(0.0, 0.0)}
             output = replace(output, num_tokens=torch.zeros_like(output.num_tokens), metrics=left)
-        if row.lesson is None:
+        if row.teacher is None:
             return output
         taught = self._in_one_pass(hidden, row, no_policy_loss, NO_NEEDS)
-        return with_lesson(output, taught.loss_sum, taught.metrics)
+        return add_distillation(output, taught.loss_sum, taught.metrics)
 
     def _in_one_pass(self, hidden: Tensor, row: MicroBatchRow, loss: LossFunction, needs: LossNeeds) -> LossOutput:
         """A loss of single tokens, and the divergence from the teacher where there is one."""
@@ -120,21 +120,21 @@ class OutputHead:
             replace(row.own, sequence_ids=None),
             loss,
             needs=needs,
-            lesson=None if row.lesson is None else self._lesson(row.lesson),
+            teacher=None if row.teacher is None else self._teacher_on_device(row.teacher),
             plan=row.plan,
             accumulate_main_grad=self._accumulates(),
             grad_scale=self._loss_scale(),
             **self._common,
         )
 
-    def _lesson(self, lesson: Lesson) -> Lesson:
+    def _teacher_on_device(self, teacher: TeacherTargets) -> TeacherTargets:
         """With the hidden states of all of the row's tokens that this rank computes, on the device."""
-        hidden = lesson.hidden.to(self.weight().device, non_blocking=True)
+        hidden = teacher.hidden.to(self.weight().device, non_blocking=True)
         if self._model.config.sequence_parallel and self._group is not None:
             parts = hidden.new_empty(self._group.size() * len(hidden), hidden.shape[1])
             torch.distributed.all_gather_into_tensor(parts, hidden, group=self._group)
             hidden = parts
-        return lesson._replace(hidden=hidden)
+        return teacher._replace(hidden=hidden)
 
     def statistics(self, hidden: Tensor, row: MicroBatchRow, objective: Objective = SUPERVISED) -> LossInputs:
         """The inputs of a loss over the whole row, with the gradients that it needs; 0 where the row has no loss."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.row_plan import RowPlan
-from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.mcore.compat.attention import PackedRow
 from megatron_dppo.mcore.layer_noise import NoiseOf
 from megatron_dppo.parallel.context import ContextShard
@@ -29,7 +29,7 @@ class MicroBatchRow:
     packing: PackedRow
     """for attention"""
     shard: ContextShard | None
-    lesson: Lesson | None = None
+    teacher: TeacherTargets | None = None
     """what a teacher says of the tokens whose hidden states are on this rank; in host memory, on the last stage only"""
 
     @classmethod

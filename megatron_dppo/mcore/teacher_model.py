@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import ModelConfig
-from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.forward import forward_logprobs, forward_readings
@@ -88,7 +88,7 @@ class TeacherModel:
         with self._away.present():
             return forward_logprobs(self._chunks, without_routes(batches), self._head, self._cp_group)
 
-    def lessons(self, batches: Sequence[MicroBatch]) -> list[Lesson]:
+    def teacher_targets(self, batches: Sequence[MicroBatch]) -> list[TeacherTargets]:
         """The teacher's side of the loss of each micro-batch; empty but on the last pipeline stage.
 
         Its hidden states wait in host memory; its share of the output layer is on the device until these are dropped.
@@ -96,7 +96,7 @@ class TeacherModel:
         with self._away.present():
             rows = forward_readings(self._chunks, without_routes(batches), _own_hidden, self._cp_group)
             weight = self._head.weight().detach() if self._has_head else None
-        return [] if weight is None else [Lesson(hidden, weight, self._divergence) for hidden in rows]
+        return [] if weight is None else [TeacherTargets(hidden, weight, self._divergence) for hidden in rows]
 
 
 def teacher_model_config(model: ModelConfig, *, has_experts: bool) -> ModelConfig:

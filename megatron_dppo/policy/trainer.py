@@ -17,7 +17,7 @@ from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.train import LayerNoiseConfig, TrainConfig
 from megatron_dppo.data.samples import RowShape
-from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import model_shape, routing_shape
 from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
@@ -144,7 +144,7 @@ class PolicyTrainer:
         self,
         batches: Sequence[MicroBatch],
         objective: Objective,
-        lessons: Sequence[Lesson] = (),
+        teacher_targets: Sequence[TeacherTargets] = (),
         seen: list[SeenRow] | None = None,
     ) -> dict[str, float]:
         """Gradients of the global batch by its token count; returns metrics. See ``forward_backward``."""
@@ -153,7 +153,9 @@ class PolicyTrainer:
         self.optimizer.zero_grad()
         noise = None if self._noise is None else self._noise.of_version(self.policy_version)
         with self._routing(batches, self._replay_mode) as plain:
-            local = forward_backward(self._chunks, plain, self._head, objective, self._cp_group, lessons, seen, noise)
+            local = forward_backward(
+                self._chunks, plain, self._head, objective, self._cp_group, teacher_targets, seen, noise
+            )
         first = dist.get_rank(self.groups.tp) == 0
         metrics = with_cosines(reduce_metrics(local, self.groups.world, contributes=first))
         first = first and dist.get_rank(self.groups.cp) == 0

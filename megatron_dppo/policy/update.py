@@ -15,7 +15,7 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.balance import deal
 from megatron_dppo.data.routing import with_all_routes
-from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
 from megatron_dppo.parallel.objects import exchange, from_each
 from megatron_dppo.report.clock import Clock
@@ -82,16 +82,16 @@ class Updater:
                 with clock.part("waiting"):  # for the slowest rank's rollouts
                     own, packed = self._packed([samples[i] for i in part])
                     batches = self._weighted(packed)
-                lessons: list[Lesson] = []
+                teacher_targets: list[TeacherTargets] = []
                 if self._teacher is not None:
                     with clock.part("recompute"):
-                        lessons = self._teacher.lessons(batches)
+                        teacher_targets = self._teacher.teacher_targets(batches)
                 with clock.part("forward_backward"):
                     last = epoch == self._train.epochs - 1 and number == len(every) - 1
                     objective = self._last_objective if last else self._objective
                     seen: list[SeenRow] | None = None if self._watch is None else []
-                    metrics = self._trainer.accumulate(batches, objective, lessons, seen)
-                    del lessons
+                    metrics = self._trainer.accumulate(batches, objective, teacher_targets, seen)
+                    del teacher_targets
                 if self._watch is not None and seen is not None:
                     self._watch.add(own, packed, seen, self._trainer.row_shape)
                 if check is not None and epoch == number == 0:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.head.loss import dppo_head_loss
-from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import no_policy_loss
 from megatron_dppo.types import Divergence, TokenTargets
 from tests.gpu.checks import Result
@@ -40,8 +40,8 @@ def check(device: torch.device) -> Iterator[Result]:
             total = _plain(name, *leaves, *(t.double() for t in rounded[2:]))
             wanted = torch.autograd.grad(total, leaves)
             found = [t.to(device).requires_grad_() for t in rounded[:2]]
-            lesson = Lesson(rounded[2].to(device), rounded[3].to(device), Divergence(name))
-            output = dppo_head_loss(*found, targets, no_policy_loss, lesson=lesson, **sizes)
+            teacher_targets = TeacherTargets(rounded[2].to(device), rounded[3].to(device), Divergence(name))
+            output = dppo_head_loss(*found, targets, no_policy_loss, teacher=teacher_targets, **sizes)
             grads = torch.autograd.grad(output.loss_sum, found)
             title = f"{name} {str(dtype).removeprefix('torch.')}"
             yield Result(f"{title} value", _error(output.loss_sum.detach(), total.detach()), 1e-5)

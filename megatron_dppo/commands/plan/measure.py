@@ -15,7 +15,7 @@ from megatron_dppo.commands.plan.measured import STATIC, TEACHER, Measured
 from megatron_dppo.commands.plan.meter import HOST, Meter
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore import forward, head, offload, optim, rehearsal, router_replay
 from megatron_dppo.mcore.bridge import WeightSource
@@ -56,9 +56,9 @@ def measured_update(
     batches: Sequence[MicroBatch],
     objective: Objective,
     meter: Meter,
-    lesson: Callable[[], Lesson] | None = None,
+    make_targets: Callable[[], TeacherTargets] | None = None,
 ) -> Measured:
-    """Build a trainer and do its first update, each micro-batch with this teacher's lesson."""
+    """Build a trainer and do its first update, each micro-batch with a teacher's targets if they are given."""
     with meter, phases(meter):
         with meter.during("start"):
             trainer = build()
@@ -69,9 +69,9 @@ def measured_update(
         static["other"] = meter.now - sum(static.values())
         meter.start_step()
         with meter.during(TEACHER):
-            lessons = [] if lesson is None else [lesson()] * len(batches)
+            teacher_targets = [] if make_targets is None else [make_targets()] * len(batches)
         with meter.during("forward"):
-            trainer.apply(trainer.accumulate(batches, objective, lessons))
+            trainer.apply(trainer.accumulate(batches, objective, teacher_targets))
         return Measured(
             static=static,
             start_peak=start_peak,

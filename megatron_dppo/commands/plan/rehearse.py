@@ -55,7 +55,7 @@ def rehearse(
     from megatron_dppo.commands.plan.meter import Meter
     from megatron_dppo.commands.plan.models import rows
     from megatron_dppo.commands.plan.replacements import replace_for_rehearsal
-    from megatron_dppo.commands.plan.teacher import lesson_of
+    from megatron_dppo.commands.plan.teacher import make_teacher_targets
     from megatron_dppo.losses import policy_objective
     from megatron_dppo.mcore.model import padded_vocab_size
     from megatron_dppo.mcore.rehearsal import Assumptions
@@ -66,12 +66,12 @@ def rehearse(
     assumed = Assumptions(row=(local, 1, hf_config.hidden_size), expert_load=role.expert_load)
     replace_for_rehearsal(assumed, as_gpu=role.as_gpu)
     build = trainer_builder(config, hf_config, layout, platform, DictWeights(()))
-    lesson, is_last = None, role.rank * layout.pp // layout.world_size == layout.pp - 1
+    make_targets, is_last = None, role.rank * layout.pp // layout.world_size == layout.pp - 1
     if teacher is not None and is_last:
         width = padded_vocab_size(hf_config.vocab_size, layout.tp) // layout.tp
-        lesson = partial(lesson_of, config, teacher.hidden_size, local, width)
+        make_targets = partial(make_teacher_targets, config, teacher.hidden_size, local, width)
     with FakeTensorMode(allow_non_fake_inputs=True), Answers():
-        measured = measured_update(build, batches, policy_objective(config.loss), Meter(time_of), lesson)
+        measured = measured_update(build, batches, policy_objective(config.loss), Meter(time_of), make_targets)
     return measured if kept is None else with_smaller_optimizer(measured, kept / optimizer_bytes(config))
 
 

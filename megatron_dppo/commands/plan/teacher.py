@@ -11,7 +11,7 @@ from megatron_dppo.commands.plan.arithmetic import Batch
 from megatron_dppo.commands.plan.models import model_config, parameter_counts
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.head.teacher import Lesson
+from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.types import Divergence
 
@@ -66,8 +66,8 @@ class TeacherModel:
         return int(tokens * self.hf_config.hidden_size * DTYPES[config.model.dtype].itemsize)
 
 
-def lesson_of(config: Config, hidden_size: int, rows: int, width: int) -> Lesson:
+def make_teacher_targets(config: Config, hidden_size: int, rows: int, width: int) -> TeacherTargets:
     """One micro-batch's, of ``rows`` tokens and a shard of ``width`` entries of the vocabulary."""
     chosen, dtype = config.distillation, DTYPES[config.model.dtype]
     hidden, weight = (torch.zeros(number, hidden_size, dtype=dtype) for number in (rows, width))
-    return Lesson(hidden, weight, Divergence(chosen.divergence, chosen.coef))
+    return TeacherTargets(hidden, weight, Divergence(chosen.divergence, chosen.coef))

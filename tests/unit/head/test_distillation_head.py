@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
-from megatron_dppo.head.teacher import COLUMN, Lesson, Side, gradient_, merge_totals, shard_kls, shard_totals
+from megatron_dppo.head.teacher import COLUMN, Side, TeacherTargets, gradient_, merge_totals, shard_kls, shard_totals
 from megatron_dppo.losses import no_policy_loss, policy_loss
 from megatron_dppo.types import Divergence, LossInputs, LossNeeds, LossOutput, TokenTargets
 
@@ -73,7 +73,7 @@ class Problem:
             group=None,
             vocab_size=VOCABULARY,
             temperature=TEMPERATURE,
-            lesson=Lesson(self.teacher_hidden, self.teacher_weight, divergence),
+            teacher=TeacherTargets(self.teacher_hidden, self.teacher_weight, divergence),
             **options,
         )
         output.loss_sum.backward()
@@ -209,7 +209,7 @@ def test_the_gradient_has_the_loss_scale_from_the_start_and_is_not_made_in_vain(
         group=None,
         vocab_size=VOCABULARY,
         temperature=TEMPERATURE,
-        lesson=Lesson(problem.teacher_hidden, problem.teacher_weight, KINDS[0]),
+        teacher=TeacherTargets(problem.teacher_hidden, problem.teacher_weight, KINDS[0]),
         plan=RowPlan.of(problem.targets.loss_mask, None),
         accumulate_main_grad=True,
         grad_scale=scale,
@@ -228,7 +228,7 @@ def test_the_gradient_has_the_loss_scale_from_the_start_and_is_not_made_in_vain(
             group=None,
             vocab_size=VOCABULARY,
             temperature=TEMPERATURE,
-            lesson=Lesson(problem.teacher_hidden, problem.teacher_weight, KINDS[0]),
+            teacher=TeacherTargets(problem.teacher_hidden, problem.teacher_weight, KINDS[0]),
             plan=RowPlan.of(problem.targets.loss_mask, None),
         )
     torch.testing.assert_close(again.loss_sum, output.loss_sum.detach())
@@ -237,13 +237,13 @@ def test_the_gradient_has_the_loss_scale_from_the_start_and_is_not_made_in_vain(
 def test_by_hand() -> None:
     """Two words; the student says 1/2 and 1/2, the teacher 3/4 and 1/4."""
     hidden, weight = torch.ones(1, 1, requires_grad=True), torch.zeros(2, 1)
-    teacher = torch.tensor([[0.75], [0.25]]).log()
+    teacher_weight = torch.tensor([[0.75], [0.25]]).log()
     targets = TokenTargets(labels=torch.tensor([0]), loss_mask=torch.tensor([True]), advantages=torch.zeros(1))
     found = {}
     for name in COLUMN:
         student = weight.clone().requires_grad_()
-        lesson = Lesson(torch.ones(1, 1), teacher, Divergence(name))
-        output = dppo_head_loss(hidden, student, targets, no_policy_loss, group=None, vocab_size=2, lesson=lesson)
+        teacher = TeacherTargets(torch.ones(1, 1), teacher_weight, Divergence(name))
+        output = dppo_head_loss(hidden, student, targets, no_policy_loss, group=None, vocab_size=2, teacher=teacher)
         output.loss_sum.backward()
         assert student.grad is not None
         found[name] = float(output.loss_sum.detach()), student.grad[:, 0].tolist()
@@ -256,14 +256,14 @@ def test_by_hand() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     problem = Problem()
-    narrow = Lesson(problem.teacher_hidden, problem.teacher_weight[:-1], KINDS[0])
+    narrow = TeacherTargets(problem.teacher_hidden, problem.teacher_weight[:-1], KINDS[0])
     options: dict[str, Any] = {"group": None, "vocab_size": VOCABULARY}
     with pytest.raises(ValueError, match="the teacher has 37 rows and 103 entries"):
-        dppo_head_loss(problem.hidden, problem.weight, problem.targets, no_policy_loss, lesson=narrow, **options)
-    lesson = Lesson(problem.teacher_hidden, problem.teacher_weight, KINDS[0])
+        dppo_head_loss(problem.hidden, problem.weight, problem.targets, no_policy_loss, teacher=narrow, **options)
+    teacher = TeacherTargets(problem.teacher_hidden, problem.teacher_weight, KINDS[0])
     advantages = torch.where(torch.arange(TOKENS) % 2 == 0, 0.0, problem.targets.advantages)
     plan = RowPlan.of(problem.targets.loss_mask, advantages)
     with pytest.raises(ValueError, match="make the plan without advantages"):
         dppo_head_loss(
-            problem.hidden, problem.weight, problem.targets, no_policy_loss, lesson=lesson, plan=plan, **options
+            problem.hidden, problem.weight, problem.targets, no_policy_loss, teacher=teacher, plan=plan, **options
         )

@@ -89,7 +89,9 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def accumulate(self, batches: Sequence[Any], objective: Any, lessons: Sequence[Any], seen: Any) -> dict[str, float]:
+    def accumulate(
+        self, batches: Sequence[Any], objective: Any, teacher_targets: Sequence[Any], seen: Any
+    ) -> dict[str, float]:
         self.calls.append("accumulate")
         return {"abs_prob_diff": 0.25 * len(self.calls)}
 
