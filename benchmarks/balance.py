@@ -26,12 +26,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_dppo.data.balance import Rows, cost, deal, time_of
+from megatron_dppo.data.balance import RowAssignment, assign_samples, compute_makespan, cost
 
 ATTENTION = 15_471.0
 """``attention_length`` of Qwen3-30B-A3B"""
 RANKS, TOGETHER = 64, 4
-Way = Callable[[list[int], int], Rows]
+Way = Callable[[list[int], int], RowAssignment]
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int, *, equal: bool = False) -> list[list[int]]:
@@ -56,7 +56,7 @@ def karmarkar_karp(costs: Sequence[float], parts: int, *, equal: bool = False) -
     return [part for _, part in heap[0][2]]
 
 
-def verl(lengths: list[int], budget: int) -> Rows:
+def verl(lengths: list[int], budget: int) -> RowAssignment:
     """Each rank's samples by cost, the number of micro-batches by the tokens of the fullest rank."""
     costs = [24576 * n + n * n for n in lengths]
     owned = karmarkar_karp(costs, RANKS, equal=True)
@@ -69,7 +69,7 @@ def verl(lengths: list[int], budget: int) -> Rows:
     return rows
 
 
-def slime(lengths: list[int], budget: int) -> Rows:
+def slime(lengths: list[int], budget: int) -> RowAssignment:
     """Micro-batches first, then ranks for them."""
     rows: list[list[int]] = []
     for i, length in enumerate(lengths):
@@ -83,12 +83,12 @@ def slime(lengths: list[int], budget: int) -> Rows:
     return [[rows[i] for i in mine] for mine in karmarkar_karp(costs, RANKS, equal=True)]
 
 
-def first_fit(lengths: list[int], budget: int) -> Rows:
+def first_fit(lengths: list[int], budget: int) -> RowAssignment:
     """This package before: tokens longest first, first-fit on each rank, the fullest rows halved to be as many."""
     owned: list[list[int]] = [[] for _ in range(RANKS)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         min(owned, key=lambda mine: (sum(lengths[j] for j in mine), len(mine))).append(i)
-    rows: Rows = []
+    rows: RowAssignment = []
     for mine in owned:
         bins: list[list[int]] = []
         for i in mine:
@@ -104,14 +104,14 @@ def first_fit(lengths: list[int], budget: int) -> Rows:
     return rows
 
 
-def by_flops(lengths: list[int], budget: int) -> Rows:
+def by_flops(lengths: list[int], budget: int) -> RowAssignment:
     """What the trainer does."""
-    return deal(lengths, RANKS, budget, attention_length=ATTENTION, lockstep=TOGETHER)
+    return assign_samples(lengths, RANKS, budget, attention_length=ATTENTION, lockstep=TOGETHER)
 
 
-def by_tokens(lengths: list[int], budget: int) -> Rows:
+def by_tokens(lengths: list[int], budget: int) -> RowAssignment:
     """The same as if attention cost nothing."""
-    return deal(lengths, RANKS, budget, attention_length=1e12, lockstep=TOGETHER)
+    return assign_samples(lengths, RANKS, budget, attention_length=1e12, lockstep=TOGETHER)
 
 
 WAYS: dict[str, Way] = {
@@ -165,7 +165,7 @@ def measure(way: Way, budget: int, made: Callable[[random.Random], list[int]]) -
         fullest = max(sum(lengths[i] for i in row) for mine in rows for row in mine)
         used = []
         for costs in ([float(n) for n in lengths], [cost(n, ATTENTION) for n in lengths]):
-            used.append(sum(costs) / (RANKS * time_of(rows, costs, TOGETHER)))
+            used.append(sum(costs) / (RANKS * compute_makespan(rows, costs, TOGETHER)))
         found.append([*used, len(rows[0]), seconds, max(1.0, fullest / budget)])
     return [statistics.mean(column) for column in zip(*found, strict=True)]
 

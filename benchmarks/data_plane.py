@@ -32,7 +32,7 @@ import torch
 from made_answers import CONTRACT, MAKERS, SHAPE, K, columns, request_of
 
 from megatron_dppo.data.routing import with_all_routes
-from megatron_dppo.data.samples import pack, to_samples
+from megatron_dppo.data.training_samples import pack, to_samples
 from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.engines.servers.contract import check_generation
 from megatron_dppo.engines.servers.http import Deadlines, decode_body

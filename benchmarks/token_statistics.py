@@ -39,7 +39,7 @@ from megatron_dppo.config.io import validate
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
-from megatron_dppo.data.rows import iter_rows
+from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation, require_modelopt
 from megatron_dppo.hf.folder import FolderWeights, build_hf_model, copy_into_model, read_hf_config
@@ -140,7 +140,7 @@ def score(config: Config, engine_folder: Path, policy_folder: Path) -> Scored:
     for row in iter_rows(config.data.train, "train"):
         text = str(row.prompt)
         token_ids = tuple(tokenizer(text).input_ids)
-        prompt = Prompt(prompt_id=row.place, text=text, token_ids=token_ids, label=row.label)
+        prompt = Prompt(prompt_id=row.location, text=text, token_ids=token_ids, label=row.label)
         prompts += [prompt] * SAMPLES
     engine = LocalEngine(
         hf_config,

@@ -16,14 +16,14 @@ _CLOSE = 0.002
 _GOOD = 0.995
 """The used share of the time from which on no other way is tried."""
 
-Rows = list[list[list[int]]]
+RowAssignment = list[list[list[int]]]
 """``[ranks][rows of a rank]``, or ``[levels][rows of a level]``: lists of indices of samples"""
 
 
-def deal(
+def assign_samples(
     lengths: Sequence[int], ranks: int, budget: int, *, attention_length: float, lockstep: int = 1, multiple: int = 1
-) -> Rows:
-    """The rows of every rank: of three ways to deal the samples, the one that takes the least time (``time_of``).
+) -> RowAssignment:
+    """The rows of every rank: the fastest of three assignments (``compute_makespan``).
 
     Level by level (a level is the i-th rows of all ranks), in as few levels as the token budget allows: the longest
     samples left begin one row each, then each row takes the longest sample that still fits, up to a cost that is the
@@ -46,9 +46,9 @@ def deal(
         empty. Every rank gets a sample if there are as many as ranks.
     """
     costs = [cost(length, attention_length) for length in lengths]
-    best, least = Rows(), math.inf
+    best, least = RowAssignment(), math.inf
     for rows in _ways(lengths, costs, ranks, budget, attention_length, multiple):
-        time = time_of(rows, costs, lockstep)
+        time = compute_makespan(rows, costs, lockstep)
         if time < least:
             best, least = rows, time
         if least * ranks * _GOOD <= sum(costs):
@@ -64,7 +64,7 @@ def cost(length: int, attention_length: float) -> float:
     return length + length * length / attention_length
 
 
-def time_of(rows: Rows, costs: Sequence[float], lockstep: int) -> float:
+def compute_makespan(rows: RowAssignment, costs: Sequence[float], lockstep: int) -> float:
     """How long the slowest group of ``lockstep`` ranks takes, a micro-batch being as long as its costliest row."""
     by_rank = [[sum(costs[i] for i in row) for row in mine] for mine in rows]
     groups = (by_rank[first : first + lockstep] for first in range(0, len(rows), lockstep))
@@ -78,7 +78,7 @@ def _ways(
     budget: int,
     attention_length: float,
     multiple: int,
-) -> Iterator[Rows]:
+) -> Iterator[RowAssignment]:
     of_all = _Filler(range(len(lengths)), lengths, ranks, budget, attention_length)
     fullest = of_all.fill(math.inf)
     count = -(-len(fullest) // multiple) * multiple
@@ -112,7 +112,7 @@ class _Filler:
         self._lengths = [lengths[i] for i in self._ids]
         self._ranks, self._budget, self._attention = ranks, budget, attention_length
 
-    def evenly(self, count: int) -> Rows | None:
+    def evenly(self, count: int) -> RowAssignment | None:
         """At most ``count`` levels of about the same cost; None if rows have to be as full as the budget allows."""
         found, too_low, high, tried = None, 0.0, cost(self._budget, self._attention), 0.0
         while too_low < high * (1 - _CLOSE):
@@ -124,9 +124,9 @@ class _Filler:
             tried = (too_low + high) / 2
         return found
 
-    def fill(self, highest: float, count: int | None = None) -> Rows:
+    def fill(self, highest: float, count: int | None = None) -> RowAssignment:
         """Levels of rows up to a cost, until there are ``count`` or nothing is left."""
-        ids, lengths, levels = list(self._ids), list(self._lengths), Rows()
+        ids, lengths, levels = list(self._ids), list(self._lengths), RowAssignment()
         while lengths and len(levels) != count:
             top = max(highest, cost(lengths[-1], self._attention))
             begun = min(self._ranks, len(lengths))
@@ -150,9 +150,9 @@ class _Filler:
         return math.sqrt(half * half + self._attention * left) - half if 0 < left < math.inf else left
 
 
-def _to_ranks(levels: Rows, ranks: int, count: int, costs: Sequence[float]) -> Rows:
+def _to_ranks(levels: RowAssignment, ranks: int, count: int, costs: Sequence[float]) -> RowAssignment:
     """The costliest row of each level to the rank with the least so far, the next to the next; ``count`` rows each."""
-    rows: Rows = [[] for _ in range(ranks)]
+    rows: RowAssignment = [[] for _ in range(ranks)]
     load = [0.0] * ranks
     for level in levels:
         by_cost = sorted(((sum(costs[i] for i in row), row) for row in level), key=lambda r: -r[0])

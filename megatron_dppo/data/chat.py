@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.data.rows import DataRow, Messages
+from megatron_dppo.data.data_rows import DataRow, Messages
 from megatron_dppo.errors import CheckpointError, DataError
 
 _OURS = ("messages", "add_generation_prompt", "tokenize", "return_dict", "return_tensors")
@@ -51,14 +51,14 @@ class ChatOptions:
             return self._through_template(row, tokenizer), True
         if not isinstance(row.prompt, str):
             raise DataError(
-                f"{row.place}: the prompt is a list of messages, but data.apply_chat_template = false. Use a plain "
+                f"{row.location}: the prompt is a list of messages, but data.apply_chat_template = false. Use a plain "
                 "string, or leave the key out"
             )
         if self.system_prompt is not None or self.template_kwargs:
             name = "system_prompt" if self.system_prompt is not None else "chat_template_kwargs"
             raise DataError(
-                f"{row.place}: data.{name} is set, but the prompt is a plain string that no chat template is applied "
-                f"to. Set data.apply_chat_template = true, or remove data.{name}"
+                f"{row.location}: data.{name} is set, but the prompt is a plain string, to which no chat template is "
+                f"applied. Set data.apply_chat_template = true, or remove data.{name}"
             )
         return row.prompt, False
 
@@ -71,7 +71,7 @@ class ChatOptions:
         if not tokenizer.chat_template:
             reason = "the prompt is a list of messages" if self.apply is None else "data.apply_chat_template = true"
             raise DataError(
-                f"{row.place}: {reason}, but the tokenizer has no chat template. Use a plain string, or a model "
+                f"{row.location}: {reason}, but the tokenizer has no chat template. Use a plain string, or a model "
                 "folder whose tokenizer has one"
             )
         messages: Messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
@@ -82,7 +82,7 @@ class ChatOptions:
                 messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
             )
         except Exception as error:  # a template is a program of the model's authors and may raise anything
-            raise DataError(f"{row.place}: the chat template refuses the messages: {error}") from error
+            raise DataError(f"{row.location}: the chat template refuses the messages: {error}") from error
 
 
 def load_tokenizer(path: str | Path) -> Any:

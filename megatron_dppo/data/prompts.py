@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.data.chat import ChatOptions
-from megatron_dppo.data.rows import DataRow, drop_duplicates, iter_rows
+from megatron_dppo.data.data_rows import DataRow, drop_duplicates, iter_rows
 from megatron_dppo.data.sources import HUB
 from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import DataError
@@ -143,12 +143,12 @@ class PromptDataset:
         limits = {"data.max_prompt_tokens": max_prompt_tokens, "the context": context_length - max_new_tokens}
         self._seed, self.num_dropped, self.num_truncated, self.longest = seed, 0, 0, 0
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
-        digest, place = hashlib.sha256(), ""
+        digest, location = hashlib.sha256(), ""
 
         def kept() -> Iterator[Prompt]:
-            nonlocal place
+            nonlocal location
             for row in rows:
-                place = row.place
+                location = row.location
                 prompt = _to_prompt(row, tokenizer, chat)
                 prompt = _as_task(prompt, row) if are_tasks else prompt
                 exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
@@ -168,7 +168,7 @@ class PromptDataset:
             self._prompts = PackedList(kept())
         except pickle.PicklingError as error:
             raise DataError(
-                f"{place}: the row holds an object that cannot be sent to the other ranks: {error}. Write it as "
+                f"{location}: the row holds an object that cannot be sent to the other ranks: {error}. Write it as "
                 "text or as numbers, or leave its column out"
             ) from error
         if not len(self):
@@ -222,9 +222,9 @@ def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions) -> Prompt:
     text, is_templated = chat.render(row, tokenizer)
     ids = tokenizer(text, add_special_tokens=not is_templated).input_ids
     if not ids:
-        raise DataError(f"{row.place}: the prompt has no tokens")
+        raise DataError(f"{row.location}: the prompt has no tokens")
     return Prompt(
-        prompt_id=row.place,
+        prompt_id=row.location,
         text=text,
         token_ids=tuple(ids),
         label=row.label,

@@ -15,7 +15,7 @@ INSTRUCTION = "\nPut the final answer in \\boxed{}."
 _SIZE = 2000
 
 Problem = tuple[str, str | list[dict[str, str]], str, Mapping[str, Any]]
-"""place, prompt, label, metadata"""
+"""location, prompt, label, metadata"""
 
 
 def problems(source: str, split: Literal["train", "eval"]) -> list[Problem]:

@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.data.json_values import check_values, parse_object
 from megatron_dppo.data.tasks import TASKS
-from megatron_dppo.data.values import check_values, parse_object
 from megatron_dppo.errors import DataError
 
 HUB = "hf:"
@@ -16,11 +16,11 @@ _PARQUET_MAGIC = b"PAR1"
 _BATCH_ROWS = 4096
 
 Record = tuple[str, dict[str, Any]]
-"""The place of a row, for example ``train.jsonl:12``, and its columns."""
+"""The location of a row, for example ``train.jsonl:12``, and its columns."""
 
 
 def read_records(source: str) -> Iterator[Record]:
-    """``(place, columns)`` of each row, in the order of the source; the whole file is never in memory.
+    """``(location, columns)`` of each row, in the order of the source; the whole file is never in memory.
 
     Every value is one that can be tokenized, sent and written later (``values.check_values``).
 
@@ -31,9 +31,9 @@ def read_records(source: str) -> Iterator[Record]:
         DataError: no such source, a missing optional package, or a file or row that cannot be read.
     """
     try:
-        for place, record in _open(source):
-            check_values(place, record)
-            yield place, record
+        for location, record in _open(source):
+            check_values(location, record)
+            yield location, record
     except OSError as error:
         raise DataError(f"data file {source!r} cannot be read: {error}") from error
 
@@ -54,7 +54,7 @@ def _open(source: str) -> Iterator[Record]:
     return _read_parquet(file) if _is_parquet(file) else _read_jsonl(file)
 
 
-def require(place: str, record: Mapping[str, Any], key: str) -> Any:
+def require(location: str, record: Mapping[str, Any], key: str) -> Any:
     """The value of a column; ``a.b`` is the field ``b`` inside the column ``a``.
 
     Raises:
@@ -67,7 +67,7 @@ def require(place: str, record: Mapping[str, Any], key: str) -> Any:
         if not isinstance(value, Mapping) or part not in value:
             inside = f"{'.'.join(parts[:depth])!r}" if depth else "the row"
             found = sorted(value) if isinstance(value, Mapping) else repr(value)
-            raise DataError(f"{place}: field {key!r} is missing; {inside} has {found}")
+            raise DataError(f"{location}: field {key!r} is missing; {inside} has {found}")
         value = value[part]
     return value
 
@@ -82,8 +82,8 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            place = f"{file.name}:{number}"
-            yield place, parse_object(place, line)
+            location = f"{file.name}:{number}"
+            yield location, parse_object(location, line)
 
 
 def _is_parquet(file: Path) -> bool:

@@ -6,14 +6,14 @@ import random
 from typing import Any
 
 from megatron_dppo.data.prompts import PackedList
-from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.data.sources import read_records, require
 from megatron_dppo.data.tasks import TASKS
+from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import TrainingSample
 
 Pairs = PackedList[tuple[str, str, str]]
-"""(place, prompt, response) of each row"""
+"""(location, prompt, response) of each row"""
 
 
 _MOST_KNOWN = 100_000
@@ -51,14 +51,14 @@ class SupervisedDataset:
         Raises:
             DataError: naming the first one.
         """
-        for place, prompt, response in self.pairs:
+        for location, prompt, response in self.pairs:
             prompt_ids, response_ids = self._ids(prompt, response)
             if not prompt_ids:
-                raise DataError(f"{place}: the prompt has no tokens")
+                raise DataError(f"{location}: the prompt has no tokens")
             length = len(prompt_ids) + len(response_ids)
             if length > context_length:
                 raise DataError(
-                    f"{place}: prompt and response have {length} tokens together, more than the model's context of "
+                    f"{location}: prompt and response have {length} tokens together, more than the model's context of "
                     f"{context_length}. Shorten or remove the row"
                 )
 
@@ -88,10 +88,10 @@ class SupervisedDataset:
         return self._tokenizer(prompt).input_ids, [*response_ids, self._tokenizer.eos_token_id]
 
 
-def _pair(place: str, record: dict[str, Any]) -> tuple[str, str, str]:
-    prompt, response = require(place, record, "prompt"), require(place, record, "response")
+def _pair(location: str, record: dict[str, Any]) -> tuple[str, str, str]:
+    prompt, response = require(location, record, "prompt"), require(location, record, "response")
     if not isinstance(prompt, str) or not isinstance(response, str) or not prompt:
         raise DataError(
-            f"{place}: 'prompt' must be a non-empty string and 'response' a string, got {prompt!r} and {response!r}"
+            f"{location}: 'prompt' must be a non-empty string and 'response' a string, got {prompt!r} and {response!r}"
         )
-    return place, prompt, response
+    return location, prompt, response

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.data.samples import RowShape, fill_bins, pack, split_evenly
+from megatron_dppo.data.training_samples import RowShape, fill_bins, pack, split_evenly
 from megatron_dppo.hf.families import family_of
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.losses import BatchTotals

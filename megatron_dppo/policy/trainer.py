@@ -16,7 +16,7 @@ from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.train import LayerNoiseConfig, TrainConfig
-from megatron_dppo.data.samples import RowShape
+from megatron_dppo.data.training_samples import RowShape
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import model_shape, routing_shape
 from megatron_dppo.losses import Objective, with_cosines

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.data.balance import deal
+from megatron_dppo.data.balance import assign_samples
 from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
@@ -165,7 +165,7 @@ class Updater:
         """The samples that this rank trains on, taken from all ranks, and which of them make up each micro-batch."""
         trainer, me = self._trainer, dist.get_rank(group)
         lengths = from_each([trainer.row_shape.padded(sample.num_tokens) for sample in samples], group)
-        rows = deal(
+        rows = assign_samples(
             [length for mine in lengths for length in mine],
             len(lengths),
             self._train.micro_batch_tokens,

@@ -33,7 +33,7 @@ _ROWS = 32
 """Rows that the head scores are filled up to a multiple of this."""
 
 
-class OwnEngine:
+class BatchInvariantEngine:
     """A ``RolloutEngine`` whose calls are collectives of all ranks and return when everything is sampled.
 
     The ranks of a replica make the same calls; those of different data-parallel ranks may ask for different prompts, or
@@ -72,7 +72,7 @@ class OwnEngine:
             RuntimeError: nothing was ever published.
         """
         if self.policy_version < 0:
-            raise RuntimeError("OwnEngine is to sample before anything was published")
+            raise RuntimeError("BatchInvariantEngine is to sample before anything was published")
         with PROGRESS.part("rollout"):
             decoded = self._decode([list(prompt.token_ids) for prompt in prompts], params)
         found = []

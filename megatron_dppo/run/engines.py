@@ -28,7 +28,7 @@ from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.requests import sampling_params
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
-from megatron_dppo.run.batch_invariant_engine import OwnEngine
+from megatron_dppo.run.batch_invariant_engine import BatchInvariantEngine
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.server_checks import served_quantization
 from megatron_dppo.types import SamplingParams
@@ -55,7 +55,7 @@ def open_scorer(config: Config) -> RewardScorer:
     )
 
 
-def rollout_params(config: Config) -> SamplingParams:
+def rollout_sampling_params(config: Config) -> SamplingParams:
     """Return how ``[rollout]`` samples and what engines report; the seed is that of the run."""
     routed_experts = config.train.needs_engine_routing
     return sampling_params(
@@ -116,7 +116,7 @@ def _answers(
 
 
 @contextmanager
-def open_function(config: Config) -> Iterator[GenerateFunction | None]:
+def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
     """The user's ``rollout.generate``, or the agent of ``[agent]``, until the end.
 
     Raises:
@@ -154,17 +154,17 @@ def build_engine(
         trainer: whose rollouts these are.
         platform: where the local engine computes.
         servers: what ``connect_servers`` gave.
-        function: what ``open_function`` gave.
+        function: what ``open_generate_function`` gave.
     """
     if config.rollout.batch_invariant:
-        return OwnEngine(trainer, inputs.hf_config, inputs.tokenizer, config.train.micro_batch_tokens)
+        return BatchInvariantEngine(trainer, inputs.hf_config, inputs.tokenizer, config.train.micro_batch_tokens)
     if not is_leader(trainer.groups.replica):
         return None
     model = (inputs.hf_config, inputs.tokenizer)
-    return sampling_engine(config, *model, platform.device, servers, function, first=trainer.dp_rank)
+    return build_sampling_engine(config, *model, platform.device, servers, function, first=trainer.dp_rank)
 
 
-def sampling_engine(
+def build_sampling_engine(
     config: Config,
     hf_config: Any,
     tokenizer: Any,
@@ -182,7 +182,7 @@ def sampling_engine(
         tokenizer: the model's.
         device: where the local engine computes.
         servers: what ``connect_servers`` gave.
-        function: what ``open_function`` gave.
+        function: what ``open_generate_function`` gave.
         first: the server that is asked first.
     """
     if config.rollout.engine == "local":
@@ -207,7 +207,9 @@ def sampling_engine(
     )
 
 
-def weight_sync(config: Config, hf_config: Any, device: torch.device, sharing: Sharing | None = None) -> WeightSync:
+def build_weight_sync(
+    config: Config, hf_config: Any, device: torch.device, sharing: Sharing | None = None
+) -> WeightSync:
     """What sends weights to the servers of the run, by clients of its own.
 
     Args:
@@ -244,16 +246,16 @@ def build_publisher(
     from megatron_dppo.weights.probe import Probe
     from megatron_dppo.weights.publish import LocalPublisher, OwnPublisher, ServerPublisher
 
-    if isinstance(engine, OwnEngine):
+    if isinstance(engine, BatchInvariantEngine):
         return OwnPublisher(trainer, engine)
     if config.rollout.engine == "local":
         assert engine is None or isinstance(engine, LocalEngine)
         return LocalPublisher(trainer, engine)
     assert engine is None or isinstance(engine, ServerEngine)
-    sync = weight_sync(config, inputs.hf_config, platform.device, sharing) if dist.get_rank() == 0 else None
+    sync = build_weight_sync(config, inputs.hf_config, platform.device, sharing) if dist.get_rank() == 0 else None
     probe = Probe(
         trainer,
-        rollout_params(config),
+        rollout_sampling_params(config),
         hf_config=inputs.hf_config,
         tokenizer=inputs.tokenizer,
         prompts=inputs.train_prompts,

@@ -26,7 +26,7 @@ from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.types import Metric, Prompt, Rollout, RolloutGroup, SamplingParams
 
 
-def eval_params(config: Config) -> SamplingParams:
+def eval_sampling_params(config: Config) -> SamplingParams:
     """How ``[eval]`` says that answers are sampled."""
     return sampling_params(config.eval, config.eval_max_new_tokens, config.run.seed)
 
@@ -165,7 +165,7 @@ class Evaluator:
         every = [(name, prompts[i]) for name, prompts in self._sets.items() for i in range(len(prompts))]
         share = every[self._dp_rank :: self._dp]
         prompts = [prompt for _, prompt in share]
-        draw = self._stream.ask(prompts, config.eval.samples_per_prompt, eval_params(config), step)
+        draw = self._stream.ask(prompts, config.eval.samples_per_prompt, eval_sampling_params(config), step)
         evaluation = Evaluation(step, share, draw)
         if config.evaluates_beside_training and step < config.run.num_steps:
             self._running = evaluation
@@ -181,7 +181,7 @@ class Evaluator:
 
     def _metrics(self, evaluation: Evaluation) -> dict[str, float]:
         groups = self._stream.answered(evaluation.draw, Clock())
-        answers = record_answers(self._folder, groups, evaluation.step, self._groups.world)
+        answers = write_sample_responses(self._folder, groups, evaluation.step, self._groups.world)
         if evaluation.step == 0:
             self.answers_before = answers
         owners = [name for name, _ in evaluation.prompts]
@@ -189,7 +189,7 @@ class Evaluator:
         return prefixed("eval", reduce_over_samples(self._groups, local))
 
 
-def record_answers(
+def write_sample_responses(
     folder: Path, groups: Sequence[RolloutGroup], step: int, world: dist.ProcessGroup | None
 ) -> list[dict[str, Any]]:
     """Write a few answers of an evaluation to ``samples.jsonl`` on rank 0; a collective of all ranks.
@@ -226,7 +226,7 @@ def record_answers(
     return answers
 
 
-def read_answers(folder: Path) -> list[dict[str, Any]]:
+def read_sample_responses(folder: Path) -> list[dict[str, Any]]:
     """Return the answers of the last evaluation."""
     records = read_records(_samples_file(folder))
     return [record for record in records if record["step"] == records[-1]["step"]][-_SHOWN_ANSWERS:]

@@ -34,7 +34,7 @@ class Gpus(Protocol):
         """
 
 
-class OwnGpus:
+class DedicatedGpus:
     """Trainer and engine have GPUs of their own: new weights are published at once."""
 
     def __init__(self, publisher: Publisher) -> None:
@@ -96,12 +96,12 @@ class SharedGpus:
         return self.for_sampling() if samples_next else []
 
 
-def gpus_of(config: Config, trainer: PolicyTrainer, publisher: Publisher) -> Gpus:
+def build_gpus(config: Config, trainer: PolicyTrainer, publisher: Publisher) -> Gpus:
     """By ``rollout.servers.colocated``."""
     from megatron_dppo.weights.publish import ServerPublisher
 
     if not config.rollout.servers.colocated:
-        return OwnGpus(publisher)
+        return DedicatedGpus(publisher)
     assert isinstance(publisher, ServerPublisher)
     return SharedGpus(trainer, publisher)
 

@@ -54,7 +54,7 @@ class Inputs(ModelInputs, DataSets):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundModel:
+class PartialModelInputs:
     """What there is of the ``ModelInputs``: data are looked at even if some of it is wrong."""
 
     tokenizer: Any
@@ -77,7 +77,7 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
     return Inputs(**vars(model.complete), **vars(data))
 
 
-def with_num_steps(config: Config, inputs: DataSets) -> Config:
+def resolve_num_steps(config: Config, inputs: DataSets) -> Config:
     """The configuration with ``run.num_steps`` for its ``run.num_epochs``; as it is without."""
     epochs = config.run.num_epochs
     if epochs is None:
@@ -87,7 +87,7 @@ def with_num_steps(config: Config, inputs: DataSets) -> Config:
     return config.model_copy(update={"run": run})
 
 
-def read_model(config: Config, world_size: int, problems: ErrorCollector) -> FoundModel:
+def read_model(config: Config, world_size: int, problems: ErrorCollector) -> PartialModelInputs:
     """Read the model's configuration and tokenizer, and check its files and the layout; ``problems`` gets the rest."""
     found = ErrorCollector()
     hf_config = found.attempt(read_hf_config, config.model.path)
@@ -104,10 +104,10 @@ def read_model(config: Config, world_size: int, problems: ErrorCollector) -> Fou
     for error in found.errors:
         problems.add(error)
     context_length = None if hf_config is None else hf_config.max_position_embeddings
-    return FoundModel(tokenizer=tokenizer, context_length=context_length, complete=complete)
+    return PartialModelInputs(tokenizer=tokenizer, context_length=context_length, complete=complete)
 
 
-def read_data(config: Config, model: FoundModel, problems: ErrorCollector) -> DataSets | None:
+def read_data(config: Config, model: PartialModelInputs, problems: ErrorCollector) -> DataSets | None:
     """Read and tokenize the data; None and ``problems`` when something is wrong, or is missing of the model."""
     reader = PromptReader(config, model.tokenizer, model.context_length)
     train = problems.attempt(reader.read, config.data.train, "train", "train")

@@ -28,8 +28,14 @@ from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.requests import sampling_params, sampling_seed
 from megatron_dppo.rollout.server import ServerInfo
-from megatron_dppo.run.engines import connect_servers, open_function, open_scorer, sampling_engine, weight_sync
-from megatron_dppo.run.evaluation import eval_params, metrics_by_set
+from megatron_dppo.run.engines import (
+    build_sampling_engine,
+    build_weight_sync,
+    connect_servers,
+    open_generate_function,
+    open_scorer,
+)
+from megatron_dppo.run.evaluation import eval_sampling_params, metrics_by_set
 from megatron_dppo.run.inputs import PromptReader
 from megatron_dppo.run.preflight import check_flags
 from megatron_dppo.run.resume import newest_usable
@@ -88,8 +94,8 @@ def open_offline(config: Config, *, run: Path | None, model: Path | None, step: 
     hf_config, tokenizer = read_hf_config(config.model.path), load_tokenizer(config.model.path)
     prompts = PromptReader(config, tokenizer, hf_config.max_position_embeddings)
     open_parts = ExitStack()
-    servers, function = connect_servers(config), open_parts.enter_context(open_function(config))
-    engine = sampling_engine(config, hf_config, tokenizer, platform.device, servers, function)
+    servers, function = connect_servers(config), open_parts.enter_context(open_generate_function(config))
+    engine = build_sampling_engine(config, hf_config, tokenizer, platform.device, servers, function)
     try:
         if run is not None and model is None:
             name = _give_checkpoint(config, engine, hf_config, platform.device, run, step)
@@ -143,7 +149,7 @@ def _give(
             f"rollout.weight_sync.method = {method!r} gives servers {_OF_A_TRAINER[method]}, and there is none here; "
             "override it: --rollout.weight_sync.method distributed (or disk)"
         )
-    sync, good = weight_sync(config, hf_config, device), dict[str, ServerInfo]()
+    sync, good = build_weight_sync(config, hf_config, device), dict[str, ServerInfo]()
     problems: dict[str, str] = {}
     try:
         for _ in range(config.rollout.weight_sync.attempts):
@@ -186,7 +192,7 @@ def evaluate(offline: Offline, answers: Path | None = None) -> dict[str, float]:
         asked += [(name, prompts[i]) for i in range(len(prompts))]
     scorer = open_scorer(config)
     try:
-        completions = _sampled(offline, [prompt for _, prompt in asked], n, eval_params(config))
+        completions = _sampled(offline, [prompt for _, prompt in asked], n, eval_sampling_params(config))
         groups = score_completions(scorer, [prompt for _, prompt in asked], completions)
     finally:
         scorer.close()

@@ -22,10 +22,10 @@ from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.parallel.platform import Platform, require_devices
 from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.steps.files import require_pyarrow
-from megatron_dppo.run.engines import connect_servers, open_function, open_scorer
-from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, share_inputs, with_num_steps
+from megatron_dppo.run.engines import connect_servers, open_generate_function, open_scorer
+from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, resolve_num_steps, share_inputs
 from megatron_dppo.run.output_checks import output_problems, space_problems
-from megatron_dppo.run.run_folder import check_place
+from megatron_dppo.run.run_folder import check_output_dir
 from megatron_dppo.run.server_checks import check_served_model, check_servers
 from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
 
@@ -73,7 +73,7 @@ def _inputs(start: Start) -> Iterable[UserError]:
     data = read_data(start.config, found, problems) if start.reads_data else None
     if found.complete is not None and data is not None:
         start.inputs = Inputs(**vars(found.complete), **vars(data))
-        start.config = with_num_steps(start.config, start.inputs)
+        start.config = resolve_num_steps(start.config, start.inputs)
     return problems.errors
 
 
@@ -92,7 +92,7 @@ def _device(start: Start) -> Iterable[UserError]:
 
 
 def _functions(start: Start) -> Iterable[UserError]:
-    with open_function(start.config):
+    with open_generate_function(start.config):
         return ()
 
 
@@ -168,7 +168,7 @@ def _output(start: Start) -> Iterable[UserError]:
     problems = list(output_problems(start.config))
     if problems:
         return problems
-    check_place(start.config)
+    check_output_dir(start.config)
     return ()
 
 

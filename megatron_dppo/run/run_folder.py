@@ -69,7 +69,7 @@ def open_folder(config: Config) -> Iterator[list[str]]:
 
     def take() -> list[str]:
         try:
-            check_place(config)
+            check_output_dir(config)
             folder.mkdir(parents=True, exist_ok=True)
             lock.append(FolderLock(folder))
             notes = _prepare(folder, config)
@@ -84,7 +84,7 @@ def open_folder(config: Config) -> Iterator[list[str]]:
             lock[0].release()
 
 
-def check_place(config: Config) -> None:
+def check_output_dir(config: Config) -> None:
     """Refuse a place that no run may write to; reads only.
 
     Raises:

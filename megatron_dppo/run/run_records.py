@@ -26,7 +26,7 @@ from megatron_dppo.report.records import before_after_table, sample_answers, sum
 from megatron_dppo.report.trackers import Labels
 from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.run.evaluation import read_answers
+from megatron_dppo.run.evaluation import read_sample_responses
 from megatron_dppo.types import (
     FinishReason,
     Metric,
@@ -69,7 +69,7 @@ def step_metrics(
     tokens = reduce_over_samples(groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
     # Before the first update pi and mu have the same weights: what differs is the engine.
     first = {f"{name}_first": value for name, value in results[0].metrics.items() if name == "abs_prob_diff"}
-    train = over_updates([result.metrics for result in results]) | first
+    train = reduce_updates([result.metrics for result in results]) | first
     train |= {
         "grad_norm": _mean(r.grad_norm for r in results),
         "learning_rate": results[-1].learning_rate,
@@ -87,7 +87,7 @@ def step_metrics(
     return prefixed("train", train) | prefixed("rollout", rollout) | prefixed("perf", perf)
 
 
-def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def reduce_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The largest or the mean of each metric over the updates that have it."""
     found: dict[str, list[float]] = {}
     for metrics in updates:
@@ -233,7 +233,7 @@ class Records:
                 write_curves(self.writer.path, folder / "curves.png", f"{config.loss.name} on {sources}")
         console.finish()
         console.say("\n" + before_after_table(folder, config.reward.eval_score_name))
-        after = read_answers(folder)
+        after = read_sample_responses(folder)
         if answers_before and after:
             console.say("\nheld-out problems\n" + sample_answers(answers_before, after))
         console.say("\nwritten\n" + written_files(folder))

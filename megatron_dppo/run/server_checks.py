@@ -24,7 +24,7 @@ _SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class ServersFound:
+class ServerCheckResult:
     """What the servers said."""
 
     problems: list[UserError]
@@ -32,11 +32,11 @@ class ServersFound:
     """whether one of them has no problem"""
 
 
-def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) -> ServersFound:
+def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) -> ServerCheckResult:
     """Ask each server what it is, and whether it is ``generating``; no servers, no problems."""
     if config.rollout.engine == "local":
-        return ServersFound([], usable=True)
-    needs, urls = needs_of(config, inputs), config.rollout.servers.resolved_urls
+        return ServerCheckResult([], usable=True)
+    needs, urls = required_server_features(config, inputs), config.rollout.servers.resolved_urls
     key = api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
     def ask(url: str) -> Sequence[UserError]:
@@ -48,10 +48,12 @@ def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) ->
 
     with ThreadPoolExecutor(max_workers=min(32, len(urls))) as pool:
         found = list(pool.map(ask, urls))
-    return ServersFound([error for errors in found for error in errors], usable=any(not errors for errors in found))
+    return ServerCheckResult(
+        [error for errors in found for error in errors], usable=any(not errors for errors in found)
+    )
 
 
-def needs_of(config: Config, inputs: Inputs | None) -> Needs:
+def required_server_features(config: Config, inputs: Inputs | None) -> Needs:
     """What the run wants from each of its servers; without ``inputs`` with the longest prompt that it may have."""
     assert config.rollout.engine != "local"
     answers = {"train": config.rollout.max_new_tokens, "eval": config.eval_max_new_tokens if config.data.eval else 0}

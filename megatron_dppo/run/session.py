@@ -35,14 +35,14 @@ from megatron_dppo.run.engines import (
     build_engine,
     build_publisher,
     connect_servers,
-    open_function,
+    open_generate_function,
     open_scorer,
-    rollout_params,
+    rollout_sampling_params,
 )
 from megatron_dppo.run.evaluation import Evaluator
 from megatron_dppo.run.export import export_hf
-from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
-from megatron_dppo.run.inputs import Inputs, ModelInputs, with_num_steps
+from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
+from megatron_dppo.run.inputs import Inputs, ModelInputs, resolve_num_steps
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.recording import StepRecorder
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
@@ -145,9 +145,9 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     try:
         world = setup.host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
-        config = with_num_steps(config, inputs)
+        config = resolve_num_steps(config, inputs)
         sharing = _find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
-        function = parts.enter_context(open_function(config))
+        function = parts.enter_context(open_generate_function(config))
         for note in parts.enter_context(open_folder(config)):
             console.say(note)
         servers, scorer = connect_servers(config), open_scorer(config)
@@ -171,7 +171,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             engine=engine,
             teacher=teacher,
             stream=stream,
-            gpus=gpus_of(config, trainer, publisher),
+            gpus=build_gpus(config, trainer, publisher),
             evaluator=Evaluator(
                 config, inputs.eval_prompts, stream, groups, dp=inputs.layout.dp, dp_rank=trainer.dp_rank
             ),
@@ -282,7 +282,7 @@ def _stream(
     needed = from_each(Needed(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
     return Stream(
         rollout=config.rollout,
-        params=rollout_params(config),
+        params=rollout_sampling_params(config),
         prompts=inputs.train_prompts,
         groups=groups,
         dp_rank=trainer.dp_rank,
@@ -300,7 +300,7 @@ def _base_folder(config: Config) -> Path:
     return Path(config.run.output_dir) / "base"
 
 
-def warmup_for(config: Config) -> Warmup:
+def warmup_from_config(config: Config) -> Warmup:
     """Return the warm-up of a run."""
     return Warmup(
         model=config.model,
@@ -318,7 +318,7 @@ def _build_policy(
     for note in free_gpus(config, groups.world):
         console.say(f"servers  {note}")
     base = _base_folder(config)
-    warmup = warmup_for(config)
+    warmup = warmup_from_config(config)
     checkpoints = checkpoints_folder(Path(config.run.output_dir))
     if inputs.warmup_data is not None and not is_warm(base, warmup):
         steps = config.warmup.num_steps

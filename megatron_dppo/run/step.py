@@ -17,7 +17,7 @@ from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.data.samples import to_samples
+from megatron_dppo.data.training_samples import to_samples
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.errors import ServerError
 from megatron_dppo.losses import advantages_by

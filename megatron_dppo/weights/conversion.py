@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_dppo.config.layout import Layout, resolve_parallel
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
-from megatron_dppo.data.samples import RowShape, pack, to_training_sample
+from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import FolderWeights, model_shape, read_hf_config
 from megatron_dppo.parallel.platform import Platform

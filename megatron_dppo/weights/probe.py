@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.routing import count_differences
-from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.engines.serving.checks import UNUSED
 from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.hf.folder import end_tokens

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.train import LayerNoiseConfig
-from megatron_dppo.data.samples import pack
+from megatron_dppo.data.training_samples import pack
 from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.mcore.layer_noise import RowNoise

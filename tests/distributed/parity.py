@@ -14,7 +14,7 @@ from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import LayerNoiseConfig
-from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform

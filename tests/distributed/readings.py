@@ -66,7 +66,7 @@ def make_answers(case: Case) -> tuple[Expectation, list[ProbeAnswer]]:
 
 
 def _routes(length: int, model: Any, seed: int) -> Tensor:
-    from megatron_dppo.data.samples import to_training_sample
+    from megatron_dppo.data.training_samples import to_training_sample
 
     return foreign_routes(to_training_sample(PROMPT, [1] * length, None, 0.0), model, seed)
 

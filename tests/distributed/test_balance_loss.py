@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.data.samples import pack, to_training_sample
+from megatron_dppo.data.training_samples import pack, to_training_sample
 from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
@@ -83,13 +83,13 @@ def run_steps(rank: int, world_size: int, case: Case, setting: str, steps: int, 
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
-    from megatron_dppo.run.batch_invariant_engine import OwnEngine
+    from megatron_dppo.run.batch_invariant_engine import BatchInvariantEngine
 
     settings = SETTINGS[setting]
     rollout = {"batch_invariant": True, "dtype": "fp32", "temperature": settings.get("temperature", 1.0)}
     model = hf_reference(case.tied, case.dense, case.shared)
     trainer = build_trainer(case, model, platform, "fp32", rollout=rollout)
-    engine = OwnEngine(trainer, model.config, TOKENIZER, 96)
+    engine = BatchInvariantEngine(trainer, model.config, TOKENIZER, 96)
     train = config_for(case, rollout=rollout).train
     loss = LossConfig(name="dppo_topk_tv", topk=4) if setting == "topk" else LossConfig(name="dppo_binary_tv")
     updater = Updater(trainer, train, loss)

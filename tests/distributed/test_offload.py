@@ -68,7 +68,7 @@ def compare(trained: Any, reference: Any, what: str) -> None:
         assert torch.equal(tensor, expected[key]), f"{what}: {key} differs"
 
 
-def check_place(trainer: Any, name: str) -> None:
+def check_output_dir(trainer: Any, name: str) -> None:
     """How many optimizers Megatron has made for host and GPU of the two parts of the state."""
     for part in trainer.optimizer.megatron.chained_optimizers:
         hosts, device = getattr(part.optimizer, "cpu_optimizers", []), getattr(part.optimizer, "gpu_optimizer", None)
@@ -100,7 +100,7 @@ def offload(rank: int, world_size: int, path: str) -> None:
     expected: Any = None
     for name, settings in SETTINGS.items():
         trainer = build(settings)
-        check_place(trainer, name)
+        check_output_dir(trainer, name)
         update(trainer, range(2))
         trainer.save(Path(path) / name, 2, {}, keep=1)
         found = update(trainer, range(2, 4), lends=name != "plain")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.data.chat import load_tokenizer
-from megatron_dppo.data.samples import pack, to_training_sample
+from megatron_dppo.data.training_samples import pack, to_training_sample
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, read_hf_config, stream_model
 from megatron_dppo.parallel.platform import Platform

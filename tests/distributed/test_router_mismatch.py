@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.parallel.platform import Platform

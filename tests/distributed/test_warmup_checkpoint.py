@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.run.session import warmup_for
+from megatron_dppo.run.session import warmup_from_config
 from tests.distributed.parity import Case, config_for, samples
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_checkpoints import damages, make_trainer, put
@@ -43,7 +43,7 @@ def warm_up(trainer: Any, folder: Path, stop_after: int) -> list[int]:
         run_warmup(
             trainer,
             samples(),  # type: ignore[arg-type]
-            warmup_for(config),
+            warmup_from_config(config),
             checkpoints=folder / "checkpoints",
             resume=config.checkpoint,
             report=lambda step, loss: done.append(step),

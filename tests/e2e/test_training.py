@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.hf.folder import FolderWeights
 from tests.e2e.runs import flags, records, train
 

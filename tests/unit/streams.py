@@ -16,7 +16,7 @@ from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
 from megatron_dppo.rollout.saved import SavedStream, why_unusable
 from megatron_dppo.rollout.stream import Stream
-from megatron_dppo.run.engines import rollout_params
+from megatron_dppo.run.engines import rollout_sampling_params
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.unit.columns import ids, logs
 from tests.unit.configs import config
@@ -135,7 +135,7 @@ def stream_of(config: Config, prompts: Any, groups: Any, rank: int, dp: int, eng
     """The stream of a configuration."""
     return Stream(
         rollout=config.rollout,
-        params=rollout_params(config),
+        params=rollout_sampling_params(config),
         prompts=prompts,
         groups=groups,
         dp_rank=rank,

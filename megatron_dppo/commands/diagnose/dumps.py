@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.commands.diagnose.columns import DumpRow
-from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.json_values import parse_object
 from megatron_dppo.data.sources import parquet_rows
-from megatron_dppo.data.values import parse_object
+from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import SamplingMask, TrainingSample
 

@@ -31,7 +31,7 @@ from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folde
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.saved import SavedStream
-from megatron_dppo.run.session import Session, open_session, warmup_for
+from megatron_dppo.run.session import Session, open_session, warmup_from_config
 from megatron_dppo.run.starts import load_run_config, read_starts
 from megatron_dppo.run.step import make_samples, update_policy
 from megatron_dppo.run.stop_signal import StopSignal
@@ -87,7 +87,7 @@ def run_config(folder: Path, overrides: Sequence[str]) -> Config:
     if (
         config.warmup.num_steps
         and not checkpoints(checkpoints_folder(folder))
-        and not is_warm(base, warmup_for(config))
+        and not is_warm(base, warmup_from_config(config))
     ):
         raise ConfigError(
             f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model: no weights to ask"

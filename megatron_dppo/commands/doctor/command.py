@@ -51,9 +51,9 @@ def run_doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     hide.say("\n## Known-bad combinations\n", *(findings if findings else ("none",)))
     wrong += sum(finding.row.stops for finding in findings)
     if urls or (config is not None and config.rollout.engine != "local"):
-        from megatron_dppo.run.server_checks import needs_of
+        from megatron_dppo.run.server_checks import required_server_features
 
-        needs = None if config is None or config.rollout.engine == "local" else needs_of(config, None)
+        needs = None if config is None or config.rollout.engine == "local" else required_server_features(config, None)
         servers = ask_servers(urls, needs, key)
         hide.say("\n## Servers\n", *(line for server in servers for line in _lines(server)))
         wrong += sum(len(server.problems) for server in servers)

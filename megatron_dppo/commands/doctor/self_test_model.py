@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_dppo.commands.doctor.self_test import SelfTestResult
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, routing_shape, stream_model
 from megatron_dppo.losses import policy_objective

@@ -119,7 +119,7 @@ def carry_out(demo: Demo) -> None:
     """
     folder = Path(demo.output)
     store = Store(folder)
-    store.check_place()
+    store.check_output_dir()
     for name in PICTURES:
         if (folder / name).exists() and not (folder / "rows").is_dir():
             raise UserError(

@@ -41,7 +41,7 @@ def carry_out(experiment: Experiment, request: Request) -> None:
             works in the folder.
     """
     store = Store(Path(request.output), request.warmup_steps)
-    store.check_place()
+    store.check_output_dir()
     handed = [_Source(file, read_handed(Path(file))) for file in request.rows]
     if request.list_only:
         _list(store, experiment, request, handed)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron_dppo.commands.experiments.grid import GridRun
 from megatron_dppo.commands.experiments.statistics import Row
-from megatron_dppo.data.values import check_values, parse_object
+from megatron_dppo.data.json_values import check_values, parse_object
 from megatron_dppo.errors import DataError, UserError
 
 _REWARD = "rollout/reward"

@@ -110,7 +110,7 @@ class Store:
             for key, row in rows.items():
                 write_synced(files[key], json.dumps(row) + "\n")
 
-    def check_place(self) -> None:
+    def check_output_dir(self) -> None:
         """Refuse a place where no folder can be; reads only.
 
         Raises:
@@ -129,7 +129,7 @@ class Store:
         Raises:
             UserError: one of them cannot be.
         """
-        self.check_place()
+        self.check_output_dir()
         for name in (*_FOLDERS, *more):
             self._make(self.folder / name)
 
@@ -149,7 +149,7 @@ class Store:
         Raises:
             UserError: another command works here, or they cannot be made.
         """
-        self.check_place()
+        self.check_output_dir()
         self._make(self.folder)
         lock = FolderLock(self.folder, words=_WORDS)
         try:

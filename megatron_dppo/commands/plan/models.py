@@ -14,7 +14,7 @@ from megatron_dppo.commands.plan.arithmetic import kept_ids
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.samples import RowShape, pack, to_training_sample
+from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import adapter_sizes, read_hf_config, routing_shape, weight_shapes
 from megatron_dppo.losses import BatchTotals

@@ -32,7 +32,7 @@ from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.requests import sampling_seed
 from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.run.resume import CANNOT_RESHARD, layout_identity
-from megatron_dppo.run.run_records import over_updates
+from megatron_dppo.run.run_records import reduce_updates
 from megatron_dppo.run.session import build_groups, build_trainer
 from megatron_dppo.run.starts import load_config_of_step
 from megatron_dppo.run.step import make_samples, update_policy
@@ -88,7 +88,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
         samples = make_samples(groups, config.train)
         results = update_policy(run.trainer, config, run.teacher, run.step, collected, samples, Clock(), record, parts)
         last = results[-1]
-        metrics = over_updates([result.metrics for result in results]) | {
+        metrics = reduce_updates([result.metrics for result in results]) | {
             "grad_norm": sum(result.grad_norm for result in results) / len(results),
             "learning_rate": last.learning_rate,
             "policy_version": float(last.policy_version),

@@ -106,7 +106,7 @@ def _warm_too_early() -> None:
     def wrong(trainer: Any, inputs: Any, config: Any, target: Path, dtype: Any) -> None:
         if target.name == "base":
             target.mkdir()
-            mark(target, session.warmup_for(config), target.parent / "checkpoints")
+            mark(target, session.warmup_from_config(config), target.parent / "checkpoints")
         export(trainer, inputs, config, target, dtype)
 
     session.export_hf = wrong

@@ -19,7 +19,7 @@ from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import Collected
 from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers
-from megatron_dppo.run.gpus import Gpus, free_gpus, gpus_of
+from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
 from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
 from tests.faults.simulation import invariants, seams
 from tests.faults.simulation.broadcast import Broadcasts
@@ -195,7 +195,7 @@ class _Run:
         stream = stream_of(config, _INPUTS.train_prompts, SimTrainer.groups, 0, 1, engine, Scorer())
         if saved.stream is not None:
             stream.restore(saved.stream, saved.contents)
-        gpus = gpus_of(config, trainer, publisher)
+        gpus = build_gpus(config, trainer, publisher)
         self._publish(gpus.for_sampling())
         for step in range(saved.step, plan.steps):
             self._step(stream, step, trainer, gpus)

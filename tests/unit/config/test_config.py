@@ -15,7 +15,7 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.inputs import with_num_steps
+from megatron_dppo.run.inputs import resolve_num_steps
 from tests.unit.configs import config, minimal
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"
@@ -249,7 +249,7 @@ def test_the_length_of_a_run_is_said_once(tmp_path: Path) -> None:
     by_epochs = load_config(file, ["--run.num_steps", "null", "--run.num_epochs", "1.5"])
     prompts = SimpleNamespace(train_prompts=range(33))
     for settings, steps in ((by_epochs, 4), (config(), 10)):  # 33 * 1.5 / 16 = 3.1
-        resolved = with_num_steps(settings, prompts)
+        resolved = resolve_num_steps(settings, prompts)
         assert resolved.run.num_steps == steps and resolved.run.num_epochs is None
         file.write_text(dump_toml(resolved))
         assert load_config(file) == resolved

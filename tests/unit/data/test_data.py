@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_dppo.data.chat import load_tokenizer
+from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.prompts import PromptDataset, load_rows
-from megatron_dppo.data.rows import DataRow
-from megatron_dppo.data.samples import to_training_sample
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.data.tasks import problems
+from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.errors import CheckpointError, DataError
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
@@ -118,7 +118,7 @@ def test_each_epoch_of_the_stream_is_another_permutation_of_all_rows(tokenizer: 
     data = dataset(rows, tokenizer, seed=5)
     n = len(data)
     epochs = [[data[e * n + i].prompt_id for i in range(n)] for e in range(3)]
-    expected = Counter(r.place for r in rows)
+    expected = Counter(r.location for r in rows)
     assert n == len(rows) and all(Counter(epoch) == expected for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
@@ -136,7 +136,7 @@ def test_a_prompt_depends_on_seed_and_index_alone(tokenizer: Any) -> None:
 def test_without_a_seed_the_rows_keep_their_order_and_there_is_no_index_below_zero(tokenizer: Any) -> None:
     rows = load_rows("task:chain_sum", "eval").rows[:5]
     data = dataset(rows, tokenizer)
-    assert [data[i].prompt_id for i in range(10)] == [r.place for r in rows] * 2
+    assert [data[i].prompt_id for i in range(10)] == [r.location for r in rows] * 2
     with pytest.raises(IndexError):
         data[-1]
 

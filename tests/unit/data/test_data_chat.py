@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
+from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.prompts import PromptDataset
-from megatron_dppo.data.rows import DataRow
 from megatron_dppo.errors import DataError
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"

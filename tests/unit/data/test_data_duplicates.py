@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.data.rows import DataRow, drop_duplicates
+from megatron_dppo.data.data_rows import DataRow, drop_duplicates
 from megatron_dppo.errors import DataError
 
 
-def verl(place: str, text: str, label: str, index: object, source: str = "dapo") -> DataRow:
+def verl(location: str, text: str, label: str, index: object, source: str = "dapo") -> DataRow:
     return DataRow(
-        place, [{"role": "user", "content": text}], label, {"data_source": source, "extra_info": {"index": index}}
+        location, [{"role": "user", "content": text}], label, {"data_source": source, "extra_info": {"index": index}}
     )
 
 
 def places(rows: list[DataRow], mode: str) -> list[str]:
     kept, count = drop_duplicates(iter(rows), mode)
     assert count == len(rows)
-    return [row.place for row in kept]
+    return [row.location for row in kept]
 
 
 def test_a_problem_repeated_a_hundred_times_is_kept_once_in_its_first_place() -> None:

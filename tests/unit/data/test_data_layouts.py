@@ -28,7 +28,7 @@ def test_every_layout_gives_the_same_problems_from_jsonl_and_from_parquet(tmp_pa
     for rows, file in ((jsonl, "rows.jsonl"), (parquet, "rows.parquet")):
         assert [r.prompt for r in rows] == [user(q) if chat else q for q, _ in SUMS]
         assert [r.label for r in rows] == [a for _, a in SUMS]
-        assert [r.place for r in rows] == [f"{file}:{i}" for i in range(1, 5)]
+        assert [r.location for r in rows] == [f"{file}:{i}" for i in range(1, 5)]
     assert [r.metadata for r in jsonl] == [r.metadata for r in parquet]
     assert set(jsonl[0].metadata) == set(LAYOUTS[name][0]) - OWN_COLUMNS - (
         set()
@@ -87,7 +87,7 @@ def test_two_files_may_have_two_layouts_but_not_one_name(tmp_path: Path) -> None
     first = write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"][:2])
     second = write_parquet(tmp_path / "b.parquet", LAYOUTS["verl"][2:])
     rows = load_rows([first, second], "train").rows
-    assert [r.place for r in rows] == ["a.jsonl:1", "a.jsonl:2", "b.parquet:1", "b.parquet:2"]
+    assert [r.location for r in rows] == ["a.jsonl:1", "a.jsonl:2", "b.parquet:1", "b.parquet:2"]
     (tmp_path / "other").mkdir()
     third = write_jsonl(tmp_path / "other/a.jsonl", LAYOUTS["slime text"][2:])
     with pytest.raises(DataError, match=r"two data sources are called 'a\.jsonl'"):

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.data.chat import load_tokenizer
+from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.prompts import PackedList, PromptDataset, load_rows
-from megatron_dppo.data.rows import DataRow
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.errors import DataError
 from megatron_dppo.parallel.objects import from_message, to_message
@@ -117,7 +117,7 @@ def plain(given: list[DataRow], tokenizer: Any) -> list[Prompt]:
         ids = tuple(tokenizer(text).input_ids)
         made.append(
             Prompt(
-                prompt_id=row.place,
+                prompt_id=row.location,
                 text=text,
                 token_ids=ids,
                 label=row.label,

@@ -118,7 +118,7 @@ def test_a_hub_name_says_owner_name_configuration_and_split(monkeypatch: pytest.
     calls = fake_hub(monkeypatch, Split(rows))
     for source in ("hf:math-ai/aime25:test", "hf:openai/gsm8k/main:train", "hf:a/b"):
         found = load_rows(source, "eval").rows
-        assert [r.place for r in found] == [f"{source}:{i}" for i in range(1, 5)]
+        assert [r.location for r in found] == [f"{source}:{i}" for i in range(1, 5)]
         assert [r.label for r in found] == [r["answer"] for r in rows]
     assert calls == [("math-ai/aime25", None, "test"), ("openai/gsm8k", "main", "train"), ("a/b", None, None)]
 

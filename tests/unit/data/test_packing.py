@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.samples import RowShape, fill_bins, pack, split_evenly, to_training_sample
+from megatron_dppo.data.training_samples import RowShape, fill_bins, pack, split_evenly, to_training_sample
 from megatron_dppo.types import MicroBatch, MicroBatches, TrainingSample
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_dppo.config.io import load_config
 from megatron_dppo.data.chat import load_tokenizer
-from megatron_dppo.data.rows import iter_rows
+from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.data.tasks import TASKS, write_model_folder
 from megatron_dppo.errors import DataError
@@ -29,7 +29,7 @@ SIZES = {"rare_words": (1, 0.05), "rare_chain": (4, 0.08)}
 def test_each_key_has_one_fixed_answer_of_rare_words(name: str) -> None:
     rows = list(iter_rows(f"task:{name}", "train"))
     assert [(r.prompt, r.label) for r in rows] == [(r.prompt, r.label) for r in iter_rows(f"task:{name}", "eval")]
-    assert len({r.prompt for r in rows}) == len(rows) == 64 and rows[0].place == f"{name}/train:0"
+    assert len({r.prompt for r in rows}) == len(rows) == 64 and rows[0].location == f"{name}/train:0"
     words = [word for r in rows for word in r.label.split()]
     assert len(words) == 64 * SIZES[name][0]
     assert all(word[0] == "w" and 200 <= int(word[1:]) < 4024 for word in words)

@@ -17,7 +17,7 @@ from megatron_dppo.data.routing import (
     missing_rows,
     with_all_routes,
 )
-from megatron_dppo.data.samples import RowShape, pack, to_training_sample
+from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, RoutingShape
 from megatron_dppo.types.token_columns import ROUTES, GrowingColumn

@@ -16,9 +16,9 @@ import torch
 
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.prompts import PromptDataset
-from megatron_dppo.data.rows import DataRow
-from megatron_dppo.data.samples import to_samples
+from megatron_dppo.data.training_samples import to_samples
 from megatron_dppo.engines.agents.generate import MOST_FAILURES, AgentFunction
 from megatron_dppo.engines.agents.requests import CallError, read_chat, read_completion, split_tool_calls
 from megatron_dppo.engines.agents.runner import AgentTask
@@ -28,7 +28,7 @@ from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
-from megatron_dppo.run.engines import open_function
+from megatron_dppo.run.engines import open_generate_function
 from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Prompt, RolloutGroup, SamplingParams
 from tests.engines.tiny import byte_tokenizer
@@ -506,5 +506,5 @@ def test_a_program_gets_no_key_of_any_server() -> None:
         rollout={"engine": "sglang", "servers": {"api_key_env": "MY_SERVERS", "admin_api_key_env": "MY_ADMIN"}},
         distillation={"teacher_urls": ["http://127.0.0.1:9"], "teacher_api_key_env": "MY_TEACHER"},
     )
-    with open_function(found) as function:
+    with open_generate_function(found) as function:
         assert isinstance(function, AgentFunction) and names <= function._agent._hidden  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dppo.data.samples import to_training_sample
+from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore, with_filter

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.train import LayerNoiseConfig
-from megatron_dppo.data.samples import RowShape, pack, to_training_sample
+from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.layer_noise import RowNoise
 from megatron_dppo.types import TrainingSample

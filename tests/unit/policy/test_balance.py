@@ -18,8 +18,8 @@ from megatron_dppo.config.layout import ModelShape, resolve_parallel
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.data.balance import Rows, deal
-from megatron_dppo.data.samples import RowShape, to_training_sample
+from megatron_dppo.data.balance import RowAssignment, assign_samples
+from megatron_dppo.data.training_samples import RowShape, to_training_sample
 from megatron_dppo.policy import update
 from megatron_dppo.policy.packed import attention_length
 from megatron_dppo.policy.update import Updater
@@ -40,7 +40,7 @@ QWEN3_30B_A3B = Qwen3MoeConfig(
 SQUARE = attention_length(QWEN3_30B_A3B)
 
 
-def efficiency(rows: Rows, costs: Sequence[float], together: int) -> float:
+def efficiency(rows: RowAssignment, costs: Sequence[float], together: int) -> float:
     """Useful cost over what all ranks could do in the time of the slowest group of ``together`` ranks."""
     times = []
     for first in range(0, len(rows), together):
@@ -61,8 +61,8 @@ def efficiency(rows: Rows, costs: Sequence[float], together: int) -> float:
 def test_every_dealing_is_whole_and_within_the_budget(
     lengths: list[int], ranks: int, budget: int, attention: float, together: int, multiple: int
 ) -> None:
-    def dealt() -> Rows:
-        return deal(lengths, ranks, budget, attention_length=attention, lockstep=together, multiple=multiple)
+    def dealt() -> RowAssignment:
+        return assign_samples(lengths, ranks, budget, attention_length=attention, lockstep=together, multiple=multiple)
 
     rows = dealt()
     assert rows == dealt()
@@ -75,7 +75,7 @@ def test_every_dealing_is_whole_and_within_the_budget(
 def test_a_worked_case() -> None:
     # Two ranks, 10 tokens a row: the 8 stands against the 8 of the other rank, and the rest share a second row each.
     lengths = [8, 3, 3, 3, 8, 3]
-    rows = deal(lengths, 2, 10, attention_length=1e9, lockstep=2)
+    rows = assign_samples(lengths, 2, 10, attention_length=1e9, lockstep=2)
     assert [[sorted(lengths[i] for i in row) for row in mine] for mine in rows] == [[[8], [3, 3]], [[8], [3, 3]]]
 
 
@@ -88,20 +88,22 @@ def test_64_ranks_in_lockstep_waste_less_than_a_twentieth() -> None:
     by_cost, tokens, by_tokens = [], [], []
     for seed in range(3):
         lengths = log_normal(random.Random(seed), 512)
-        rows = deal(lengths, 64, 17408, attention_length=SQUARE, lockstep=4)
+        rows = assign_samples(lengths, 64, 17408, attention_length=SQUARE, lockstep=4)
         assert len(rows[0]) == -(-sum(lengths) // (64 * 17408))
         by_cost.append(efficiency(rows, [n + n * n / SQUARE for n in lengths], 4))
         tokens.append(efficiency(rows, lengths, 4))
-        by_tokens.append(efficiency(deal(lengths, 64, 17408, attention_length=1e12, lockstep=64), lengths, 64))
+        by_tokens.append(
+            efficiency(assign_samples(lengths, 64, 17408, attention_length=1e12, lockstep=64), lengths, 64)
+        )
     assert min(by_cost) >= 0.95 and min(by_tokens) >= 0.98 and sum(tokens) / 3 >= 0.95, (by_cost, tokens, by_tokens)
 
 
-def longest_first(costs: Sequence[float], lengths: Sequence[int], ranks: int, budget: int) -> Rows:
+def longest_first(costs: Sequence[float], lengths: Sequence[int], ranks: int, budget: int) -> RowAssignment:
     """Each sample to the rank with the least so far, then first-fit decreasing on each rank."""
     owned: list[list[int]] = [[] for _ in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         min(owned, key=lambda mine: sum(costs[j] for j in mine)).append(i)
-    rows: Rows = []
+    rows: RowAssignment = []
     for mine in owned:
         bins: list[list[int]] = []
         for i in mine:
@@ -131,7 +133,9 @@ def test_it_is_no_worse_than_longest_first_on_any_distribution(name: str) -> Non
         lengths = DISTRIBUTIONS[name](random.Random(f"{ranks}/{each}"), ranks * each)
         costs = [n + n * n / SQUARE for n in lengths]
         plain = efficiency(longest_first(costs, lengths, ranks, 17408), costs, together)
-        found = efficiency(deal(lengths, ranks, 17408, attention_length=SQUARE, lockstep=together), costs, together)
+        found = efficiency(
+            assign_samples(lengths, ranks, 17408, attention_length=SQUARE, lockstep=together), costs, together
+        )
         assert found > min(0.999 * plain, 0.995), (ranks, each, together, found, plain)
         gains.append(found / plain)
     assert name == "equal" or max(gains) > 1.01, gains
@@ -145,7 +149,7 @@ def test_a_few_samples_are_dealt_as_well_as_they_can_be() -> None:
             efficiency([[[i for i in range(6) if owner[i] == rank]] for rank in range(2)], lengths, 2)
             for owner in itertools.product(range(2), repeat=6)
         )
-        assert efficiency(deal(lengths, 2, 1000, attention_length=1e9, lockstep=2), lengths, 2) > 0.9 * best
+        assert efficiency(assign_samples(lengths, 2, 1000, attention_length=1e9, lockstep=2), lengths, 2) > 0.9 * best
 
 
 def dense(intermediate: int) -> Qwen3Config:
@@ -221,7 +225,7 @@ def test_every_rank_packs_the_rows_that_were_dealt(monkeypatch: pytest.MonkeyPat
         bins.append(updater._balance(held[rank], group)[1])
     received = [[s for outgoing in sent for s in outgoing[rank]] for rank in range(ranks)]
     lengths = [shape.padded(s.num_tokens) for mine in held for s in mine]
-    dealt = deal(lengths, ranks, budget, attention_length=50.0, lockstep=3)
+    dealt = assign_samples(lengths, ranks, budget, attention_length=50.0, lockstep=3)
     flat = [s for mine in held for s in mine]
     for mine, rows, expected in zip(received, bins, dealt, strict=True):
         assert [[id(mine[i]) for i in row] for row in rows] == [[id(flat[i]) for i in row] for row in expected]

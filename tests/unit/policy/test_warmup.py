@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.run.session import warmup_for
+from megatron_dppo.run.session import warmup_from_config
 from megatron_dppo.run.warmup import MARKER, is_warm, mark_warm
 from tests.unit import configs
 
@@ -16,15 +16,17 @@ from tests.unit import configs
 def test_weights_count_for_exactly_the_warm_up_that_made_them(tmp_path: Path) -> None:
     interrupted = tmp_path / "checkpoints/warmup"
     interrupted.mkdir(parents=True)
-    warmup = warmup_for(configs.config())
+    warmup = warmup_from_config(configs.config())
     assert not is_warm(tmp_path, warmup)
     mark_warm(tmp_path, warmup, tmp_path / "checkpoints")
     assert is_warm(tmp_path, warmup) and not interrupted.exists()
-    assert not is_warm(tmp_path, warmup_for(configs.config(run={"seed": 5})))
+    assert not is_warm(tmp_path, warmup_from_config(configs.config(run={"seed": 5})))
 
 
 def test_what_names_a_warm_up_stays_so_that_finished_ones_stay_valid() -> None:
-    identity = json.loads(warmup_for(configs.config(run={"seed": 5}, train={"micro_batch_tokens": 64})).identity)
+    identity = json.loads(
+        warmup_from_config(configs.config(run={"seed": 5}, train={"micro_batch_tokens": 64})).identity
+    )
     assert list(identity) == ["micro_batch_tokens", "model", "seed", "warmup"]
     assert (identity["seed"], identity["micro_batch_tokens"], identity["model"]["path"]) == (5, 64, "model")
 
@@ -33,4 +35,4 @@ def test_what_names_a_warm_up_stays_so_that_finished_ones_stay_valid() -> None:
 def test_a_damaged_marker_is_an_error_and_no_fresh_warm_up(content: bytes, tmp_path: Path) -> None:
     (tmp_path / MARKER).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{MARKER} cannot be read .*delete {tmp_path} to warm up again"):
-        is_warm(tmp_path, warmup_for(configs.config()))
+        is_warm(tmp_path, warmup_from_config(configs.config()))

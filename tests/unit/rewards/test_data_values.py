@@ -20,7 +20,7 @@ from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.worker import Worker
 from megatron_dppo.rollout.store import Stored, load_groups, save_groups
-from megatron_dppo.run.evaluation import record_answers
+from megatron_dppo.run.evaluation import write_sample_responses
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 from tests.unit.columns import ids, logs, same
 
@@ -71,7 +71,7 @@ def downstream(prompt: Prompt, folder: Path) -> None:
     group = RolloutGroup(prompt=prompt, rollouts=(rollout,))
     save_groups(folder / "groups", [Stored(0, prompt, group)])
     assert same(load_groups(folder / "groups", lambda position: prompt)[0].content, group)
-    answers = record_answers(folder, [group], 0, None)
+    answers = write_sample_responses(folder, [group], 0, None)
     (record,) = read_records(folder / "samples.jsonl")
     assert (record["prompt"], record["label"]) == (prompt.text, prompt.label)
     (folder / "state.json").write_text(json.dumps({"answers_before": answers}, indent=2), "utf-8")

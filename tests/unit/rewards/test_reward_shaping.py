@@ -125,7 +125,7 @@ def test_evaluation_counts_unshaped_scores(monkeypatch: pytest.MonkeyPatch) -> N
     settings = config(eval={"samples_per_prompt": 2, "temperature": 1.0})
     stream = SimpleNamespace(ask=lambda *_: None, answered=lambda *_: groups)
     prompts = {"": [group.prompt for group in groups]}
-    monkeypatch.setattr(evaluation, "record_answers", lambda *_: [])
+    monkeypatch.setattr(evaluation, "write_sample_responses", lambda *_: [])
     parallel = SimpleNamespace(world=None)
     values = evaluation.Evaluator(settings, prompts, stream, parallel, dp=1, dp_rank=0).evaluate(0)  # type: ignore[arg-type]
     names = ("accuracy", "pass_at_1", "pass_at_2")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.data.routing import is_missing, missing_rows, with_all_routes
-from megatron_dppo.data.samples import RowShape, pack, to_training_sample
+from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.contract import check_generation
 from megatron_dppo.errors import ConfigError, ContractViolation

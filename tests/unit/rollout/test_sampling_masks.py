@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.data.samples import RowShape, pack, to_training_sample
+from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.head.vocab_topk import keep_only, keep_only_
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import Generation

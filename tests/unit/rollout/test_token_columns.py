@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.samples import RowShape, pack, to_samples
+from megatron_dppo.data.training_samples import RowShape, pack, to_samples
 from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.report.steps.files import StepMeta, read_rows, write_step
 from megatron_dppo.report.steps.rows import RankPart, TrainedTokens, groups_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_dppo.data.routing import is_missing
-from megatron_dppo.data.samples import to_samples, to_training_sample
+from megatron_dppo.data.training_samples import to_samples, to_training_sample
 from megatron_dppo.engines import server_engine
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import ConfigError, GenerateError

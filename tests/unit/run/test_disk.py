@@ -24,7 +24,7 @@ from megatron_dppo.files import disk_errors, format_bytes, require_space
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.records import read_metrics
-from megatron_dppo.run.evaluation import record_answers
+from megatron_dppo.run.evaluation import write_sample_responses
 from megatron_dppo.weights.hf_folder import save_hf_folder
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
@@ -75,7 +75,7 @@ def write_answers(folder: Path) -> tuple[Callable[[], None], Callable[[], object
     group = SimpleNamespace(
         prompt=SimpleNamespace(text="p", label="l"), rollouts=[SimpleNamespace(completion=completion, score=1.0)]
     )
-    return lambda: record_answers(folder, [group], 3, None), target.read_text  # type: ignore[list-item,return-value]
+    return lambda: write_sample_responses(folder, [group], 3, None), target.read_text  # type: ignore[list-item,return-value]
 
 
 def write_model(folder: Path) -> tuple[Callable[[], None], Callable[[], object]]:

@@ -14,7 +14,7 @@ import pytest
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.lock import LOCK
-from megatron_dppo.run.run_folder import MARKER, OLD, OURS, check_place, open_folder
+from megatron_dppo.run.run_folder import MARKER, OLD, OURS, check_output_dir, open_folder
 from tests.unit.configs import config
 
 SCHEDULER = (
@@ -273,5 +273,5 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_checking_a_place_writes_nothing(tmp_path: Path) -> None:
-    check_place(config_in(tmp_path / "new" / "run", overwrite=True))
+    check_output_dir(config_in(tmp_path / "new" / "run", overwrite=True))
     assert not list(tmp_path.iterdir())

@@ -55,7 +55,7 @@ def test_each_version_is_published_as_the_folder_is(folder: Path, form: str, mon
     check_served_model(settings)
     server = FakeServer("a:1")
     monkeypatch.setattr(engines, "connect_servers", lambda _: [server])
-    sync = engines.weight_sync(settings, qwen3_moe(), torch.device("cpu"))
+    sync = engines.build_weight_sync(settings, qwen3_moe(), torch.device("cpu"))
     result = sync.send(iter(weights(1).items()), 1)
     assert result.good
     assert server.holds(dict(quantized(weights(1).items(), Quantization(form))))  # type: ignore[arg-type]

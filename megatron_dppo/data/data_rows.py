@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dppo.data import reasoning_gym
+from megatron_dppo.data.json_values import number_to_text
 from megatron_dppo.data.sources import read_records, require
 from megatron_dppo.data.tasks import PREFIX, TASKS, Split
-from megatron_dppo.data.values import text_of_number
 from megatron_dppo.errors import DataError
 
 PROBLEM_COLUMNS = ("problem", "question", "Problem", "Question")
@@ -39,7 +39,7 @@ Messages = list[dict[str, Any]]
 class DataRow:
     """One data row."""
 
-    place: str
+    location: str
     """Where it came from, for example ``train.jsonl:12``."""
     prompt: str | Messages
     label: str
@@ -84,36 +84,36 @@ def iter_rows(
         yield from (DataRow(*problem) for problem in reasoning_gym.problems(source, split))
         return
     first: tuple[str, RowLayout] | None = None
-    for place, record in read_records(source):
-        layout = recognise(place, record, prompt_key, label_key)
+    for location, record in read_records(source):
+        layout = detect_layout(location, record, prompt_key, label_key)
         if first is None:
-            first = (place, layout)
+            first = (location, layout)
         elif layout != first[1]:
             raise DataError(
-                f"{place}: this row looks like {layout}, the rows before it (from {first[0]}) like {first[1]}. All "
+                f"{location}: this row looks like {layout}, the rows before it (from {first[0]}) like {first[1]}. All "
                 "rows of a file must have one layout: convert the row or, if only the columns differ, name them with "
                 "data.prompt_key and data.label_key"
             )
-        yield _parse_row(place, record, layout)
+        yield _parse_row(location, record, layout)
     if first is None:
         raise DataError(f"{source} has no rows; expected rows with a prompt and a label (layouts: docs/data.md)")
 
 
-def recognise(place: str, record: Mapping[str, Any], prompt_key: str | None, label_key: str | None) -> RowLayout:
+def detect_layout(location: str, record: Mapping[str, Any], prompt_key: str | None, label_key: str | None) -> RowLayout:
     """The layout of a row.
 
     Raises:
         DataError: a column is missing, or holds something else than a prompt.
     """
-    prompt_key = prompt_key or _first(place, record, PROMPT_COLUMNS, "prompt")
-    label_key = _first(place, record, LABEL_COLUMNS, "label") if label_key is None else label_key
-    prompt = require(place, record, prompt_key)
+    prompt_key = prompt_key or _first(location, record, PROMPT_COLUMNS, "prompt")
+    label_key = _first(location, record, LABEL_COLUMNS, "label") if label_key is None else label_key
+    prompt = require(location, record, prompt_key)
     if isinstance(prompt, str) and prompt:
         return RowLayout(prompt_key, label_key, "text")
     if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
         return RowLayout(prompt_key, label_key, "messages")
     raise DataError(
-        f"{place}: field {prompt_key!r} must be a non-empty string or a list of messages {{role, content}}, got "
+        f"{location}: field {prompt_key!r} must be a non-empty string or a list of messages {{role, content}}, got "
         f"{prompt!r}"
     )
 
@@ -122,7 +122,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("content"), str) and isinstance(value.get("role"), str)
 
 
-def _first(place: str, record: Mapping[str, Any], names: tuple[str, ...], meaning: str) -> str:
+def _first(location: str, record: Mapping[str, Any], names: tuple[str, ...], meaning: str) -> str:
     for name in names:
         outer, _, inner = name.partition(".")
         value = record.get(outer)
@@ -133,7 +133,7 @@ def _first(place: str, record: Mapping[str, Any], names: tuple[str, ...], meanin
             return name
     filled = sorted(key for key, value in record.items() if value is not None)
     raise DataError(
-        f"{place}: field {meaning!r} is missing; the row has {filled}. Known names are {', '.join(names)}; "
+        f"{location}: field {meaning!r} is missing; the row has {filled}. Known names are {', '.join(names)}; "
         f"any other column can be named with data.{meaning}_key"
     )
 
@@ -149,15 +149,15 @@ def _answer(text: str) -> str:
     return text.rpartition(_LAST_LINE)[2]
 
 
-def _parse_row(place: str, record: Mapping[str, Any], layout: RowLayout) -> DataRow:
-    label = require(place, record, layout.label_key) if layout.label_key else ""
+def _parse_row(location: str, record: Mapping[str, Any], layout: RowLayout) -> DataRow:
+    label = require(location, record, layout.label_key) if layout.label_key else ""
     if isinstance(label, bool) or not isinstance(label, str | int | float):
-        raise DataError(f"{place}: field {layout.label_key!r} must be a string or a number, got {label!r}")
-    text = label if isinstance(label, str) else text_of_number(place, layout.label_key, label)
+        raise DataError(f"{location}: field {layout.label_key!r} must be a string or a number, got {label!r}")
+    text = label if isinstance(label, str) else number_to_text(location, layout.label_key, label)
     used = (layout.prompt_key, layout.label_key)
     return DataRow(
-        place,
-        require(place, record, layout.prompt_key),
+        location,
+        require(location, record, layout.prompt_key),
         _answer(text) if layout.label_key in _ANSWER_COLUMNS else text,
         {key: value for key, value in record.items() if key not in used},
         is_problem=layout.prompt_key.rpartition(".")[2] in PROBLEM_COLUMNS,
@@ -199,7 +199,7 @@ def drop_duplicates(rows: Iterable[DataRow], mode: str) -> tuple[list[DataRow], 
 def _contradiction(row: DataRow, earlier: DataRow, key: _Key) -> str:
     what = "the same prompt" if key[0] == "prompt" else f"{key[0]} = {key[-1]}"
     return (
-        f"{row.place}: the label {row.label!r} contradicts {earlier.place}, a row of the same problem ({what}) "
+        f"{row.location}: the label {row.label!r} contradicts {earlier.location}, a row of the same problem ({what}) "
         f"with the label {earlier.label!r}. Correct one of them, or say with data.deduplicate what makes two rows the "
         "same problem ('prompt', a column, or 'off')"
     )
@@ -210,13 +210,13 @@ def _keys(row: DataRow, mode: str) -> list[_Key]:
     if mode == "off":
         return []
     if mode not in ("auto", "prompt"):
-        return [(mode, _text(require(row.place, row.metadata, mode)))]
+        return [(mode, _text(require(row.location, row.metadata, mode)))]
     prompt = (row.prompt,) if isinstance(row.prompt, str) else tuple((m["role"], m["content"]) for m in row.prompt)
     keys: list[_Key] = [("prompt", prompt)]
     extra = row.metadata.get("extra_info")
     if mode == "auto" and isinstance(extra, Mapping) and extra.get("index") is not None:
         # Two files may both count from 0, and so may two data sources in one file.
-        scope = (row.place.rpartition(":")[0], _text(row.metadata.get("data_source")), _text(extra.get("split")))
+        scope = (row.location.rpartition(":")[0], _text(row.metadata.get("data_source")), _text(extra.get("split")))
         keys.append(("extra_info.index", scope, _text(extra["index"])))
     return keys
 

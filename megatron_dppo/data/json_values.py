@@ -1,7 +1,7 @@
 """Which values a data row may hold: those that everything after the reader can tokenize, send, write and read back.
 
 Python's JSON reader takes more than JSON: halves of UTF-16 pairs, NaN, keys that stand twice. What it takes here is
-kept exactly or refused with the place, never changed.
+kept exactly or refused with the location, never changed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _MAX_DEPTH = 64
 """Levels of nesting; rows are pickled to the reward workers, which recurses."""
 
 
-def parse_object(place: str, line: bytes, *, non_finite: bool = False) -> dict[str, Any]:
+def parse_object(location: str, line: bytes, *, non_finite: bool = False) -> dict[str, Any]:
     """One line of a JSONL file.
 
     Args:
-        place: for the messages.
+        location: for the messages.
         line: one row.
         non_finite: take NaN and infinities, as Python writes them; for readers that look at every number themselves.
 
@@ -31,18 +31,18 @@ def parse_object(place: str, line: bytes, *, non_finite: bool = False) -> dict[s
     try:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+        raise DataError(f"{location}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
     constants = float if non_finite else _refuse_constant
     try:
         record = json.loads(text, parse_constant=constants, object_pairs_hook=_refuse_repeated)
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from error
+        raise DataError(f"{location}: not valid JSON ({error.msg} at column {error.colno})") from error
     except RecursionError as error:
-        raise DataError(f"{place}: nested more than {_MAX_DEPTH} levels deep; flatten the row") from error
+        raise DataError(f"{location}: nested more than {_MAX_DEPTH} levels deep; flatten the row") from error
     except ValueError as error:  # of the hooks, or a number with more digits than Python converts
-        raise DataError(f"{place}: not usable JSON ({error})") from error
+        raise DataError(f"{location}: not usable JSON ({error})") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}")
+        raise DataError(f"{location}: expected a JSON object, got {type(record).__name__}")
     return record
 
 
@@ -59,50 +59,52 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def check_values(place: str, record: Mapping[str, Any]) -> None:
+def check_values(location: str, record: Mapping[str, Any]) -> None:
     """Refuse text that has no UTF-8 form and nesting without end, anywhere in a row.
 
     Raises:
         DataError: naming the column.
     """
     for column, value in record.items():
-        _check_text(place, column, column)
+        _check_text(location, column, column)
         waiting = [(value, 1)]
         while waiting:
             current, depth = waiting.pop()
             if depth > _MAX_DEPTH:
                 raise DataError(
-                    f"{place}: field {column!r} is nested more than {_MAX_DEPTH} levels deep; flatten the row"
+                    f"{location}: field {column!r} is nested more than {_MAX_DEPTH} levels deep; flatten the row"
                 )
             if isinstance(current, str):
-                _check_text(place, column, current)
+                _check_text(location, column, current)
             elif isinstance(current, Mapping):
                 waiting += [(part, depth + 1) for item in current.items() for part in item]
             elif isinstance(current, list | tuple):
                 waiting += [(part, depth + 1) for part in current]
 
 
-def _check_text(place: str, column: str, text: str) -> None:
+def _check_text(location: str, column: str, text: str) -> None:
     if text.isascii():
         return
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: field {column!a} holds half of a UTF-16 pair, {text[error.start]!a} at character {error.start}: "
-            "no file can hold it. Write the whole character, or remove it"
+            f"{location}: field {column!a} holds half of a UTF-16 pair, {text[error.start]!a} at character "
+            f"{error.start}: no file can hold it. Write the whole character, or remove it"
         ) from error
 
 
-def text_of_number(place: str, key: str, value: float) -> str:
+def number_to_text(location: str, key: str, value: float) -> str:
     """A number as the text of a label.
 
     Raises:
         DataError: it is not finite, or has more digits than Python writes.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"{place}: field {key!r} must be a string or a finite number, got {value!r}")
+        raise DataError(f"{location}: field {key!r} must be a string or a finite number, got {value!r}")
     try:
         return str(value)
     except ValueError as error:
-        raise DataError(f"{place}: field {key!r} is a number that cannot be written ({error}); use a string") from error
+        raise DataError(
+            f"{location}: field {key!r} is a number that cannot be written ({error}); use a string"
+        ) from error
