@@ -15,7 +15,7 @@ from megatron_dppo.config.loss_aliases import LOSS_ALIASES
 from tests.unit.losses.test_loss_cases import CASES, run_case
 
 ALIASES = sorted(LOSS_ALIASES)
-DOC = (Path(__file__).parents[3] / "docs/loss.md").read_text(encoding="utf-8")
+DOC = (Path(__file__).parents[3] / "docs/loss_details.md").read_text(encoding="utf-8")
 
 
 def binary_tv(case: dict[str, Any], old: float) -> float:

@@ -1,0 +1,93 @@
+#!/usr/bin/env python
+"""Draw the first picture of the README: three losses on a real language model with stale rollouts.
+
+python tools/draw_overview.py [docs/real_model/rows.jsonl.xz] [docs/overview.png]
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+CONDITION = "staleness 4"
+EVAL_EVERY = 5
+
+
+class Curve(NamedTuple):
+    """One loss of the picture."""
+
+    loss: str
+    """Name of the loss in the rows."""
+    label: str
+    color: str
+    label_height: float
+    """Height of the label beside the end of the curve, in units of accuracy."""
+
+
+CURVES = (
+    Curve("grpo", "GRPO clip-higher", "#c77700", 1.03),
+    Curve("dppo_binary_tv cap 5", "DPPO", "#0072b2", 0.865),
+    Curve("pg_is", "PG-IS, no trust region", "#6e6e6e", 0.70),
+)
+
+
+def main() -> None:
+    """Write the picture."""
+    arguments = (*sys.argv[1:], "docs/real_model/rows.jsonl.xz", "docs/overview.png")
+    with lzma.open(arguments[0], "rt") as file:
+        rows = [row for row in map(json.loads, file) if row["mismatch"] == CONDITION]
+    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 12}):
+        figure, axis = plt.subplots(figsize=(9, 4.4), layout="constrained")
+        for curve in CURVES:
+            draw(axis, curve, [row["curves"] for row in rows if row["loss"] == curve.loss])
+        axis.set_xlim(0, 20)
+        axis.set_ylim(0.3, 1.03)
+        axis.set_xticks(range(0, 21, EVAL_EVERY))
+        axis.set_xlabel("rollout step; SmolLM2-135M-Instruct learns sums, two seeds (thin) and their mean")
+        axis.set_ylabel("held-out accuracy")
+        axis.grid(alpha=0.2)
+        axis.set_title(
+            "Rollouts of 4 steps ago: DPPO holds the accuracy\nand masks less than half as many tokens as GRPO",
+            loc="left",
+            fontsize=14,
+            fontweight="bold",
+        )
+        figure.savefig(Path(arguments[1]), dpi=130, bbox_inches="tight")
+        plt.close(figure)
+
+
+def draw(axis: Any, curve: Curve, seeds: list[dict[str, list[float]]]) -> None:
+    """Draw the accuracy of each seed, their mean, and the share of masked tokens as the label."""
+    accuracies = [seed["eval/accuracy"] for seed in seeds]
+    steps = [EVAL_EVERY * index for index in range(len(accuracies[0]))]
+    for accuracy in accuracies:
+        axis.plot(steps, accuracy, color=curve.color, alpha=0.35, linewidth=1.2)
+    mean = [statistics.fmean(values) for values in zip(*accuracies, strict=True)]
+    axis.plot(steps, mean, color=curve.color, linewidth=3)
+
+    masked = [statistics.fmean(seed["train/mask_fraction"]) for seed in seeds]
+    share = statistics.fmean(masked)
+    masks = f"masks {100 * share:.0f} % of the tokens" if share else "masks nothing"
+    ends = " and ".join(f"{accuracy[-1]:.2f}" for accuracy in sorted(accuracies, key=lambda values: values[-1]))
+    axis.text(
+        1.02,
+        curve.label_height,
+        f"{curve.label}\nends at {ends}\n{masks}",
+        color=curve.color,
+        transform=axis.get_yaxis_transform(),
+        verticalalignment="top",
+        linespacing=1.25,
+    )
+
+
+if __name__ == "__main__":
+    main()
