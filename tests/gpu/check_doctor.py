@@ -7,24 +7,24 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dppo.commands.doctor.combinations import known_bad
-from megatron_dppo.commands.doctor.machine import format_bytes, look
+from megatron_dppo.commands.doctor.combinations import find_bad_combinations
+from megatron_dppo.commands.doctor.machine import format_machine, inspect_machine
 from megatron_dppo.commands.doctor.self_test import run_self_test
 from tests.gpu.checks import Result
 
 
 def check(device: torch.device) -> Iterator[Result]:
     """Prints what the machine has; its known-bad combinations are rows too."""
-    machine = look()
-    print("\n".join(f"doctor: {line}" for line in format_bytes(machine)))
-    for finding in known_bad(machine):
+    machine = inspect_machine()
+    print("\n".join(f"doctor: {line}" for line in format_machine(machine)))
+    for finding in find_bad_combinations(machine):
         print(f"doctor: {finding}")
-        yield Result(finding.here.splitlines()[0], float(finding.row.stops), 0.0)
-    found = run_self_test(len(machine.gpus) if device.type == "cuda" else 0)
-    for one in found.checks:
+        yield Result(finding.observed.splitlines()[0], float(finding.combination.is_fatal), 0.0)
+    report = run_self_test(len(machine.gpus) if device.type == "cuda" else 0)
+    for one in report.checks:
         if one.bound is None:
             print(f"doctor: {one}")
         else:
             yield Result(one.name, one.value, one.bound)
-    if found.failure is not None:
-        raise RuntimeError(found.failure)
+    if report.failure is not None:
+        raise RuntimeError(report.failure)

@@ -1,1 +1,1 @@
-"""What is installed here, what is known not to work together, and whether the parts compute what they should."""
+"""``megatron-dppo doctor``: installed versions, known-bad combinations, servers, and a self-test."""

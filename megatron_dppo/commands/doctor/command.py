@@ -1,4 +1,4 @@
-"""``megatron-dppo doctor``: what is here, what of it does not go together, and a test that all parts compute right."""
+"""``megatron-dppo doctor``: installed versions, known-bad combinations, servers, self-test."""
 
 from __future__ import annotations
 
@@ -14,63 +14,85 @@ from urllib.parse import urlsplit
 from megatron_dppo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_dppo.commands.doctor.servers import Server
+    from megatron_dppo.commands.doctor.self_test import SelfTestReport
+    from megatron_dppo.commands.doctor.servers import ServerReport
     from megatron_dppo.config.schema import Config
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_LOCAL = {"localhost", "127.0.0.1", "::1"}
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``doctor``; all others are overrides of the configuration."""
-    parser.add_argument("config", nargs="?", help="TOML configuration file: servers are held against what it needs")
-    parser.add_argument("--servers", nargs="+", default=[], metavar="URL", help="inference servers to ask")
+    """Add the arguments of ``doctor``; unknown arguments are overrides of the configuration."""
+    parser.add_argument("config", nargs="?", help="TOML configuration file; servers are checked for its run")
+    parser.add_argument("--servers", nargs="+", default=[], metavar="URL", help="inference servers to inspect")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the servers' key")
-    parser.add_argument("--no-self-test", action="store_true", help="start no processes")
+    parser.add_argument("--no-self-test", action="store_true", help="skip the self-test")
+    parser.add_argument("--verbose", action="store_true", help="also print the checks of the self-test that pass")
 
 
 def run_doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print what was found; 0 = nothing is wrong, 1 = something is.
+    """Print versions, known-bad combinations, servers and the self-test.
+
+    Returns:
+        0, or 1 if there is a problem.
 
     Raises:
-        UserError: the arguments or the configuration cannot be used (exit code 2).
+        UserError: The arguments or the configuration cannot be used (exit code 2).
     """
-    from megatron_dppo.commands.doctor.combinations import known_bad
-    from megatron_dppo.commands.doctor.machine import format_bytes, look
+    from megatron_dppo.commands.doctor.combinations import find_bad_combinations
+    from megatron_dppo.commands.doctor.machine import format_machine, inspect_machine
     from megatron_dppo.commands.doctor.self_test import run_self_test
-    from megatron_dppo.commands.doctor.servers import ask_servers
+    from megatron_dppo.commands.doctor.servers import inspect_servers
 
     if overrides and options.config is None:
-        raise ConfigError(f"{' '.join(overrides)}: overrides are of a configuration; put its file before them")
-    config = _config(options.config, overrides)
-    urls, key = _urls(options, config), _key(options, config)
-    hide = _Scrubber(os.environ, urls)
-    machine, wrong = look(), 0
-    hide.say("## megatron-dppo doctor\n", *format_bytes(machine))
-    findings = list(known_bad(machine))
-    hide.say("\n## Known-bad combinations\n", *(findings if findings else ("none",)))
-    wrong += sum(finding.row.stops for finding in findings)
-    if urls or (config is not None and config.rollout.engine != "local"):
+        raise ConfigError(f"{' '.join(overrides)}: overrides need a configuration. Fix: put its file before them")
+    config = _load_config(options.config, overrides)
+    urls = _server_urls(options, config)
+    key = _api_key(options, config)
+    redactor = _Redactor(os.environ, urls)
+    num_problems = 0
+
+    machine = inspect_machine()
+    redactor.print("## megatron-dppo doctor\n", *format_machine(machine))
+
+    matches = list(find_bad_combinations(machine))
+    redactor.print("\n## Known-bad combinations\n", *(matches or ["none"]))
+    num_problems += sum(match.combination.is_fatal for match in matches)
+
+    uses_servers = config is not None and config.rollout.engine != "local"
+    if urls or uses_servers:
         from megatron_dppo.run.server_checks import required_server_features
 
-        needs = None if config is None or config.rollout.engine == "local" else required_server_features(config, None)
-        servers = ask_servers(urls, needs, key)
-        hide.say("\n## Servers\n", *(line for server in servers for line in _lines(server)))
-        wrong += sum(len(server.problems) for server in servers)
+        needs = required_server_features(config, None) if config is not None and uses_servers else None
+        servers = inspect_servers(urls, needs, key)
+        redactor.print("\n## Servers\n", *(line for server in servers for line in _server_lines(server)))
+        num_problems += sum(len(server.problems) for server in servers)
+
     if options.no_self_test:
-        hide.say("\n## Self-test\n", "not run (--no-self-test)")
+        redactor.print("\n## Self-test\n", "skipped (--no-self-test)")
     else:
-        hide.say("\n## Self-test (a minute or two)\n")
-        test = run_self_test(len(machine.gpus))
-        hide.say(f"{test.processes} processes, {test.device}, {test.seconds:.0f} s", *test.checks)
-        if test.failure is not None:
-            hide.say(f"FAILED: {test.failure}")
-        wrong += not test.passed
-    hide.say(f"\nproblems: {wrong or 'none'}")
-    return 1 if wrong else 0
+        redactor.print("\n## Self-test (a minute or two)\n")
+        self_test = run_self_test(len(machine.gpus))
+        redactor.print(*_self_test_lines(self_test, verbose=options.verbose))
+        num_problems += not self_test.passed
+    redactor.print(f"\nproblems: {num_problems or 'none'}")
+    return 1 if num_problems else 0
 
 
-def _config(path: str | None, overrides: Sequence[str]) -> Config | None:
+def _self_test_lines(self_test: SelfTestReport, *, verbose: bool) -> Iterable[str]:
+    checks = self_test.checks
+    failed = [check for check in checks if not check.passed]
+    yield f"{self_test.processes} processes, {self_test.device}, {self_test.seconds:.0f} s"
+    # Measurements without a bound, such as a bandwidth, are always printed.
+    yield from (str(check) for check in checks if verbose or not check.passed or check.bound is None)
+    passed = f"{len(checks) - len(failed)} of {len(checks)} checks passed"
+    yield passed if verbose else f"{passed} (--verbose lists them)"
+    if self_test.failure is not None:
+        yield f"FAILED: {self_test.failure}"
+
+
+def _load_config(path: str | None, overrides: Sequence[str]) -> Config | None:
     if path is None:
         return None
     from megatron_dppo.config.io import load_config
@@ -78,13 +100,13 @@ def _config(path: str | None, overrides: Sequence[str]) -> Config | None:
     return load_config(path, overrides)
 
 
-def _urls(options: argparse.Namespace, config: Config | None) -> list[str]:
+def _server_urls(options: argparse.Namespace, config: Config | None) -> list[str]:
     if options.servers or config is None or config.rollout.engine == "local":
         return list(options.servers)
     return list(config.rollout.servers.resolved_urls)
 
 
-def _key(options: argparse.Namespace, config: Config | None) -> str | None:
+def _api_key(options: argparse.Namespace, config: Config | None) -> str | None:
     from megatron_dppo.engines.serving.command import api_key
 
     if options.api_key_env is not None or config is None:
@@ -92,37 +114,41 @@ def _key(options: argparse.Namespace, config: Config | None) -> str | None:
     return api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
 
-def _lines(server: Server) -> Iterable[str]:
-    yield f"{server.url}: {server.description or 'cannot be told'}"
+def _server_lines(server: ServerReport) -> Iterable[str]:
+    yield f"{server.url}: {server.description or 'not identified'}"
     yield from (f"problem  {server.url}: {problem}" for problem in server.problems)
 
 
-class _Scrubber:
-    """Prints text that can be shown to others: without keys, the user's name, folders and the names of hosts."""
+class _Redactor:
+    """Printer of text that may become public.
+
+    Removes keys, the user's name, home and working folder, and host names.
+    """
 
     def __init__(self, environ: Mapping[str, str], urls: Sequence[str]) -> None:
-        words = {value: "***" for name, value in environ.items() if _SECRET.search(name) and len(value) >= 6}
+        words = {value: "***" for name, value in environ.items() if _SECRET_NAME.search(name) and len(value) >= 6}
         try:
             parts = [urlsplit(url if "//" in url else f"//{url}") for url in urls]
         except ValueError as error:
             raise ConfigError(f"--servers {' '.join(urls)}: {error}; expected URLs as http://host:port") from error
         words |= {part.password: "***" for part in parts if part.password}
-        hosts = dict.fromkeys(part.hostname for part in parts if part.hostname and part.hostname not in _LOCAL)
+        hosts = dict.fromkeys(part.hostname for part in parts if part.hostname and part.hostname not in _LOOPBACK)
         words |= {host: f"host{i}" for i, host in enumerate(hosts, 1)}
         words |= {str(Path.cwd()): ".", str(Path.home()): "~"}
-        words |= {user: "USER" for user in (_user(),) if len(user) >= 3 and user != "root"}
-        self._words = {word: words[word] for word in sorted(words, key=len, reverse=True) if len(word) > 1}
+        words |= {user: "USER" for user in (_user_name(),) if len(user) >= 3 and user != "root"}
+        # Longest first: a folder before the user name that it contains.
+        self._replacements = {word: words[word] for word in sorted(words, key=len, reverse=True) if len(word) > 1}
 
-    def say(self, *lines: object) -> None:
-        """One line each."""
+    def print(self, *lines: object) -> None:
+        """Print each argument on a line, redacted."""
         for line in lines:
             text = str(line)
-            for word, instead in self._words.items():
-                text = text.replace(word, instead)
+            for word, replacement in self._replacements.items():
+                text = text.replace(word, replacement)
             print(text, flush=True)
 
 
-def _user() -> str:
+def _user_name() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -1,4 +1,4 @@
-"""Versions and capabilities of this machine; nothing is started, no engine is imported."""
+"""Versions and capabilities of this machine. Starts nothing and imports no engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = (
     "numpy",
     "psutil",
 )
-"""What a training process may import. SGLang and vLLM have environments of their own: their servers are asked."""
+"""Packages that a training process may import. SGLang and vLLM have separate environments: see servers.py."""
 
 VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -45,107 +45,106 @@ VARIABLES = (
     "NCCL_NVLS_ENABLE",
     "OMP_NUM_THREADS",
 )
-"""Variables that change what training does here; no other one is looked at or shown."""
+"""Environment variables that affect training. No others are read or printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One CUDA device, as torch sees it."""
+    """A CUDA device as torch reports it."""
 
     name: str
     capability: tuple[int, int]
     gib: float
-    """of its memory"""
+    """Device memory in GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What the table of known-bad combinations looks at."""
+    """Facts that the table of known-bad combinations reads."""
 
     python: tuple[int, int, int] = (3, 12, 0)
     system: str = "Linux"
     packages: Mapping[str, str] = field(default_factory=dict)
-    """name -> version, of what is installed"""
+    """Installed packages, name to version."""
     torch_cuda: str | None = None
-    """the CUDA that torch was built for; None = a build for the CPU"""
+    """CUDA version of the torch build. None for a CPU build."""
     driver: str | None = None
-    """of NVIDIA, by nvidia-smi; None = there is none"""
+    """Version of the NVIDIA driver by nvidia-smi. None without a driver."""
     nccl: str | None = None
     cudnn: str | None = None
     gpus: tuple[Gpu, ...] = ()
-    engine: str = "not installed"
-    """Transformer Engine: ``works``, ``not installed``, ``not looked at`` (no GPU), or why it cannot be imported"""
+    transformer_engine: str = "not installed"
+    """``works``, ``not installed``, ``not checked`` (no GPU), or the error of its import."""
     apex: tuple[str, ...] = ()
-    """of Apex's compiled kernels, those that Megatron takes"""
+    """Compiled Apex kernels that Megatron uses."""
     variables: Mapping[str, str] = field(default_factory=dict)
     missing_build_tools: tuple[str, ...] = ()
-    """Names of what is absent of the tools that compile a C++ extension of torch"""
+    """Missing tools for compiling a C++ extension of torch."""
     c_compiler: str | None = "gcc"
-    """C compiler that Triton calls; None if there is none"""
+    """C compiler that Triton calls. None without one."""
 
 
 APEX_KERNELS = {"fused_weight_gradient_mlp_cuda": "gradient accumulation", "amp_C": "FusedAdam"}
-"""Modules of an Apex that was built with --cpp_ext and --cuda_ext, and what Megatron takes them for: the first one in
-its own linear layers, the second where Transformer Engine is not there."""
+"""Modules of an Apex built with --cpp_ext and --cuda_ext, and their use in Megatron without Transformer Engine."""
 
 
-def look() -> MachineFacts:
-    """This machine."""
+def inspect_machine() -> MachineFacts:
+    """Return the facts of this machine."""
     import torch
 
     from megatron_dppo.mcore.compat.extensions import missing_build_tools
 
     gpus = []
     for i in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(i)
-        gpus.append(Gpu(name=found.name, capability=(found.major, found.minor), gib=found.total_memory / 2**30))
+        device = torch.cuda.get_device_properties(i)
+        gpus.append(Gpu(name=device.name, capability=(device.major, device.minor), gib=device.total_memory / 2**30))
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return MachineFacts(
         python=sys.version_info[:3],
         system=f"{platform.system()} {platform.machine()}",
-        packages=_versions(),
+        packages=_installed_versions(),
         torch_cuda=torch.version.cuda,
-        driver=_driver(),
+        driver=_driver_version(),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         cudnn=None if cudnn is None else str(cudnn),
         gpus=tuple(gpus),
-        engine=_transformer_engine(looked_at=bool(gpus)),
+        transformer_engine=_check_transformer_engine(has_gpu=bool(gpus)),
         apex=tuple(use for module, use in APEX_KERNELS.items() if importlib.util.find_spec(module) is not None),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         missing_build_tools=tuple(missing_build_tools()),
-        c_compiler=_c_compiler(),
+        c_compiler=_find_c_compiler(),
     )
 
 
-def _versions() -> dict[str, str]:
-    found = {}
+def _installed_versions() -> dict[str, str]:
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def _c_compiler() -> str | None:
-    """Return the compiler that ``triton.runtime.build`` takes: CC, gcc or clang."""
+def _find_c_compiler() -> str | None:
+    """Return the compiler that ``triton.runtime.build`` uses: CC, gcc or clang."""
     named = os.environ.get("CC")
     candidates = [shlex.split(named)[0]] if named else ["gcc", "clang"]
     return next((name for name in candidates if shutil.which(name)), None)
 
 
-def _driver() -> str | None:
+def _driver_version() -> str | None:
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+        result = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.split("\n")[0].strip() or None
+    return result.stdout.split("\n")[0].strip() or None
 
 
-def _transformer_engine(*, looked_at: bool) -> str:
-    if not looked_at:
-        return "not looked at: no CUDA device, so its layers are not used"
+def _check_transformer_engine(*, has_gpu: bool) -> str:
+    if not has_gpu:
+        return "not checked: no CUDA device, so its layers are not used"
     from megatron_dppo.errors import UserError
     from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
 
@@ -155,12 +154,12 @@ def _transformer_engine(*, looked_at: bool) -> str:
         return str(error)
 
 
-def format_bytes(machine: MachineFacts) -> list[str]:
-    """One line a fact."""
+def format_machine(machine: MachineFacts) -> list[str]:
+    """Return the facts as lines for the terminal."""
     lines = [f"python {'.'.join(map(str, machine.python))}, {machine.system}"]
-    lines += [f"{name} {machine.packages.get(name, '-')}" for name in PACKAGES if name in machine.packages]
-    absent = [name for name in PACKAGES if name not in machine.packages]
-    lines.append(f"not installed: {', '.join(absent) or '-'}")
+    lines += [f"{name} {machine.packages[name]}" for name in PACKAGES if name in machine.packages]
+    missing = [name for name in PACKAGES if name not in machine.packages]
+    lines.append(f"not installed: {', '.join(missing) or '-'}")
     versions = {
         "driver": machine.driver,
         "CUDA of torch": machine.torch_cuda,
@@ -168,18 +167,18 @@ def format_bytes(machine: MachineFacts) -> list[str]:
         "cuDNN": machine.cudnn,
     }
     lines.append(", ".join(f"{name} {value or '-'}" for name, value in versions.items()))
-    for count, gpu in _counted(machine.gpus):
+    for count, gpu in _count_by_model(machine.gpus):
         capability = ".".join(map(str, gpu.capability))
         lines.append(f"{count} x {gpu.name}, compute capability {capability}, {gpu.gib:.0f} GiB")
     if not machine.gpus:
         lines.append("no CUDA device: training runs on the CPU, with gloo")
-    lines.append(f"Transformer Engine: {machine.engine}")
-    lines.append(f"Apex kernels that Megatron takes: {', '.join(machine.apex) or 'none'}")
+    lines.append(f"Transformer Engine: {machine.transformer_engine}")
+    lines.append(f"Apex kernels that Megatron uses: {', '.join(machine.apex) or 'none'}")
     lines.append(f"C compiler: {machine.c_compiler or '-'}")
-    lines.append(f"missing to compile C++ extensions: {', '.join(machine.missing_build_tools) or 'nothing'}")
+    lines.append(f"missing for compiling C++ extensions: {', '.join(machine.missing_build_tools) or 'nothing'}")
     lines += [f"{name}={value}" for name, value in machine.variables.items()]
     return lines
 
 
-def _counted(gpus: tuple[Gpu, ...]) -> list[tuple[int, Gpu]]:
+def _count_by_model(gpus: tuple[Gpu, ...]) -> list[tuple[int, Gpu]]:
     return [(gpus.count(gpu), gpu) for gpu in dict.fromkeys(gpus)]

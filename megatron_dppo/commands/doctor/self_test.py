@@ -1,4 +1,4 @@
-"""The self-test: processes on every device of this machine, each as of a run, and what they find."""
+"""The self-test: starts one process for each device, as a run does, and collects their checks."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SECONDS = 300.0
-"""until the processes are ended; collectives give up after 60"""
+TIMEOUT_SECONDS = 300.0
+"""Time limit of the processes. Collectives time out after 60 s."""
 CPU_PROCESSES = 2
 
 
 @dataclass(frozen=True)
-class SelfTestResult:
-    """One number, and the largest one that is right; the worst of all processes."""
+class SelfTestCheck:
+    """One measured error and its bound."""
 
     name: str
     value: float
+    """Worst value of all processes."""
     bound: float | None
-    """None = only told"""
+    """Largest value that passes. None for a measurement that is only printed."""
     note: str = ""
-    """what rank 0 knows of the cause"""
+    """Cause of a failure as seen by rank 0."""
 
     @property
     def passed(self) -> bool:
-        """Whether it is within the bound; NaN is not."""
+        """True if the value is within the bound. NaN is not."""
         return self.bound is None or (math.isfinite(self.value) and self.value <= self.bound)
 
     def __str__(self) -> str:
@@ -41,54 +42,56 @@ class SelfTestResult:
 
 
 @dataclass(frozen=True)
-class SelfTest:
-    """What came of it."""
+class SelfTestReport:
+    """Result of the self-test."""
 
     processes: int
     device: str
-    checks: tuple[SelfTestResult, ...]
+    checks: tuple[SelfTestCheck, ...]
     seconds: float
     failure: str | None
-    """why it did not come to its end, with the last lines of a process that says so"""
+    """Reason why the processes did not finish, with the last lines of one of them. None if they did."""
 
     @property
     def passed(self) -> bool:
-        """Whether it ended and every check is within its bound."""
+        """True if the processes finished and every check passed."""
         return self.failure is None and bool(self.checks) and all(check.passed for check in self.checks)
 
 
-def run_self_test(devices: int, *, environment: Mapping[str, str] | None = None) -> SelfTest:
-    """Start one process a device, or two on the CPU, and wait for what they find.
+def run_self_test(devices: int, *, environment: Mapping[str, str] | None = None) -> SelfTestReport:
+    """Start one process for each device, or two on the CPU, and collect their checks.
 
     Args:
-        devices: CUDA devices of this machine.
-        environment: of the processes; None = this one's.
+        devices: Number of CUDA devices of this machine.
+        environment: Environment of the processes. None inherits this one's.
     """
-    world, start = devices or CPU_PROCESSES, time.perf_counter()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        processes = _start(folder, world, dict(os.environ if environment is None else environment))
+    world_size = devices or CPU_PROCESSES
+    start_time = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        processes = _start_processes(folder, world_size, dict(os.environ if environment is None else environment))
         try:
-            failure = _wait(folder, processes, time.monotonic() + SECONDS)
+            failure = _wait_for_exit(folder, processes, time.monotonic() + TIMEOUT_SECONDS)
         finally:
             for process in processes:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        checks = tuple(_checks(folder / "checks.jsonl"))
+        checks = tuple(_read_checks(folder / "checks.jsonl"))
     device = "CUDA, nccl" if devices else "CPU, gloo"
-    return SelfTest(world, device, checks, time.perf_counter() - start, failure)
+    return SelfTestReport(world_size, device, checks, time.perf_counter() - start_time, failure)
 
 
-def _start(folder: Path, world: int, environment: dict[str, str]) -> list[subprocess.Popen[bytes]]:
+def _start_processes(folder: Path, world_size: int, environment: dict[str, str]) -> list[subprocess.Popen[bytes]]:
     processes = []
-    for rank in range(world):
-        own = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    for rank in range(world_size):
+        size = str(world_size)
+        ranks = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         with (folder / f"rank_{rank}.log").open("wb") as log:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "megatron_dppo.commands.doctor.self_test_rank", str(folder)],
-                    env=environment | own | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+                    env=environment | ranks | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -97,24 +100,24 @@ def _start(folder: Path, world: int, environment: dict[str, str]) -> list[subpro
     return processes
 
 
-def _wait(folder: Path, processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str | None:
-    """Why not all of them ended well."""
+def _wait_for_exit(folder: Path, processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str | None:
+    """Return why a process failed, or None if all of them succeed."""
     while any(process.poll() is None for process in processes):
-        ended = [rank for rank, process in enumerate(processes) if process.poll()]
-        if ended:
-            time.sleep(1.0)  # the first one to end is seldom the one that knows why
-            return _why(folder, processes)
+        if any(process.poll() for process in processes):
+            # The first process to exit is seldom the one with the cause: let the others print theirs.
+            time.sleep(1.0)
+            return _failure_text(folder, processes)
         if time.monotonic() > deadline:
-            return f"still running after {SECONDS:.0f} s. {_last_lines(folder / 'rank_0.log')}"
+            return f"still running after {TIMEOUT_SECONDS:.0f} s. {_last_lines(folder / 'rank_0.log')}"
         time.sleep(0.1)
-    return _why(folder, processes) if any(process.returncode for process in processes) else None
+    return _failure_text(folder, processes) if any(process.returncode for process in processes) else None
 
 
-def _why(folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> str:
+def _failure_text(folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> str:
     codes = {rank: process.poll() for rank, process in enumerate(processes) if process.poll()}
     rank = next(iter(codes))
-    told = ", ".join(f"{rank}: {code}" for rank, code in codes.items())
-    return f"processes ended early (rank: exit code {told}). {_last_lines(folder / f'rank_{rank}.log')}"
+    listed = ", ".join(f"{rank}: {code}" for rank, code in codes.items())
+    return f"processes failed (rank: exit code {listed}). {_last_lines(folder / f'rank_{rank}.log')}"
 
 
 def _last_lines(log: Path) -> str:
@@ -122,6 +125,6 @@ def _last_lines(log: Path) -> str:
     return "Its last lines:\n" + "\n".join(lines) if lines else "It printed nothing"
 
 
-def _checks(file: Path) -> Iterator[SelfTestResult]:
+def _read_checks(file: Path) -> Iterator[SelfTestCheck]:
     if file.exists():
-        yield from (SelfTestResult(**json.loads(line)) for line in file.read_text().splitlines())
+        yield from (SelfTestCheck(**json.loads(line)) for line in file.read_text().splitlines())

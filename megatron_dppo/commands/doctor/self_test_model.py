@@ -1,7 +1,7 @@
-"""A small model with experts through the whole of training on this machine's devices.
+"""Self-test of a small MoE model on this machine's devices.
 
-The embedded engine samples, the probe compares it with Megatron's shards, routes are replayed, one update is made, and
-the new weights are probed again.
+The local engine samples, the probe compares it with Megatron's shards under router replay, one update is made, and the
+new weights are probed again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.commands.doctor.self_test import SelfTestResult
+from megatron_dppo.commands.doctor.self_test import SelfTestCheck
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.training_samples import to_training_sample
@@ -31,23 +31,28 @@ from megatron_dppo.weights.probe import read_answers
 from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, ProbeError
 from megatron_dppo.weights.verdict import ProbeResult, judge
 
-EXPERTS, RESPONSES, TOKENS, BUDGET = 8, 4, 24, 128
-K, TEMPERATURE = 5, 0.9
+NUM_EXPERTS = 8
+NUM_RESPONSES = 4
+MAX_NEW_TOKENS = 24
+MICRO_BATCH_TOKENS = 128
+TOPK = 5
+TEMPERATURE = 0.9
 PROMPT = tuple(range(3, 20))
 
 
 class _Tokenizer:
-    """Of a vocabulary of numbers."""
+    """Tokenizer without texts: the self-test compares token ids only."""
 
-    eos_token_id, pad_token_id = 1, 0
+    eos_token_id = 1
+    pad_token_id = 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Only the numbers are looked at."""
+        """Return an empty text."""
         return ""
 
 
 def hf_config() -> Any:
-    """Qwen3-MoE with grouped queries, small enough for one second a step on a CPU."""
+    """Return the config of a Qwen3-MoE model with grouped queries; a step takes about a second on a CPU."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
@@ -59,7 +64,7 @@ def hf_config() -> Any:
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
-        num_experts=EXPERTS,
+        num_experts=NUM_EXPERTS,
         num_experts_per_tok=2,
         norm_topk_prob=True,
         max_position_embeddings=256,
@@ -68,35 +73,41 @@ def hf_config() -> Any:
     )
 
 
-def model(platform: Platform) -> Iterator[SelfTestResult]:
-    """In fp32; on CUDA in bf16 too, which is what a run uses."""
+def check_model(platform: Platform) -> Iterator[SelfTestCheck]:
+    """Check the model in fp32, and on CUDA also in bf16, the dtype of a run."""
     world_size = dist.get_world_size()
-    config = _config("fp32", world_size)
+    config = _run_config("fp32", world_size)
     layout = resolve_layout(config.parallel, config.batch, world_size, model_shape(hf_config()))
     groups = setup.initialize_megatron(layout, platform, seed=1, timeout_minutes=1)
     for dtype in ("fp32", "bf16") if platform.is_cuda else ("fp32",):
-        yield from _model(platform, dtype, layout, groups)
+        yield from _check_dtype(platform, dtype, layout, groups)
 
 
-def _config(dtype: str, world: int) -> Config:
-    expert_parallel = world if EXPERTS % world == 0 else 1
+def _run_config(dtype: str, world: int) -> Config:
+    expert_parallel = world if NUM_EXPERTS % world == 0 else 1
     return Config.model_validate(
         {
             "run": {"output_dir": "unused", "num_steps": 2},
             "model": {"path": "unused", "dtype": dtype},
             "parallel": {"expert_model_parallel_size": expert_parallel},
             "data": {"train": "unused"},
-            "rollout": {"prompts_per_step": world, "samples_per_prompt": 2, "max_new_tokens": TOKENS, "dtype": dtype}
-            | {"temperature": TEMPERATURE},
-            "train": {"micro_batch_tokens": BUDGET, "router_replay": "rollout"},
+            "rollout": {
+                "prompts_per_step": world,
+                "samples_per_prompt": 2,
+                "max_new_tokens": MAX_NEW_TOKENS,
+                "dtype": dtype,
+                "temperature": TEMPERATURE,
+            },
+            "train": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "router_replay": "rollout"},
             "loss": {"name": "pg_is"},
             "optimizer": {"lr": 1e-2},
         }
     )
 
 
-def _model(platform: Platform, dtype: str, layout: Layout, groups: ParallelGroups) -> Iterator[SelfTestResult]:
-    model_config, config = hf_config(), _config(dtype, dist.get_world_size())
+def _check_dtype(platform: Platform, dtype: str, layout: Layout, groups: ParallelGroups) -> Iterator[SelfTestCheck]:
+    model_config = hf_config()
+    config = _run_config(dtype, dist.get_world_size())
     trainer = PolicyTrainer(
         model=config.model,
         lora=config.lora,
@@ -117,23 +128,32 @@ def _model(platform: Platform, dtype: str, layout: Layout, groups: ParallelGroup
         for version, when in enumerate(("before an update", "after it")):
             engine.update_weights(trainer.export_weights(), version)
             responses = _sample(engine)
-            yield from _probed(trainer, responses, dtype, f"{dtype}, {when}")
+            yield from _check_probe(trainer, responses, dtype, f"{dtype}, {when}")
             if version == 0:
-                yield from _updated(trainer, config, responses, dtype)
+                yield from _check_update(trainer, config, responses, dtype)
     finally:
         engine.close()
 
 
 def _sample(engine: LocalEngine) -> list[Completion]:
-    prompts = [Prompt(prompt_id=str(i), text="", token_ids=PROMPT, label="") for i in range(RESPONSES)]
-    wanted = SamplingParams(
-        max_new_tokens=TOKENS, temperature=TEMPERATURE, topk_logprobs=K, routed_experts=True, seed=dist.get_rank()
+    prompts = [Prompt(prompt_id=str(i), text="", token_ids=PROMPT, label="") for i in range(NUM_RESPONSES)]
+    params = SamplingParams(
+        max_new_tokens=MAX_NEW_TOKENS,
+        temperature=TEMPERATURE,
+        topk_logprobs=TOPK,
+        routed_experts=True,
+        seed=dist.get_rank(),
     )
-    return engine.generate(prompts, wanted)
+    return engine.generate(prompts, params)
 
 
-def _probed(trainer: PolicyTrainer, responses: Sequence[Completion], dtype: str, when: str) -> Iterator[SelfTestResult]:
-    """The verdict that servers get, on the embedded engine."""
+def _check_probe(
+    trainer: PolicyTrainer,
+    responses: Sequence[Completion],
+    dtype: str,
+    when: str,
+) -> Iterator[SelfTestCheck]:
+    """Apply the probe of inference servers to the local engine."""
     shape = hf_config()
     info = ServerInfo(
         engine="sglang", engine_version="embedded", model="self-test", policy_version=0, max_context=256, world_size=1
@@ -145,11 +165,11 @@ def _probed(trainer: PolicyTrainer, responses: Sequence[Completion], dtype: str,
         end_tokens=(_Tokenizer.eos_token_id,),
         temperature=TEMPERATURE,
         dtype=dtype,
-        topk_logprobs=K,
+        topk_logprobs=TOPK,
         routing=routing_shape(shape),
     )
     answer = ProbeAnswer(info=info, url="embedded engine", generations=tuple(map(_generation, responses)))
-    (readings,) = read_answers(trainer, [answer], expected, BUDGET) or [[]]
+    (readings,) = read_answers(trainer, [answer], expected, MICRO_BATCH_TOKENS) or [[]]
     result: ProbeResult | None = None
     cause = ""
     if is_leader(trainer.groups.replica):
@@ -157,15 +177,16 @@ def _probed(trainer: PolicyTrainer, responses: Sequence[Completion], dtype: str,
             result = judge(answer, expected, readings)
         except ProbeError as error:
             cause = str(error)
+    # Only the leader has a verdict; the other ranks report 0 and the maximum over ranks decides.
     failed = float(result is None and is_leader(trainer.groups.replica))
-    yield SelfTestResult(f"probe of the embedded engine, {when} (0 = it agrees with Megatron)", failed, 0.0, note=cause)
+    yield SelfTestCheck(f"probe of the local engine, {when} (0 = it agrees with Megatron)", failed, 0.0, note=cause)
     if result is not None and result.replayed is not None:
         replayed, routes = result.replayed.mean, result.routes or 0.0
     else:
         replayed = routes = 0.0 if not failed else float("inf")
-    fp32 = dtype == "fp32"
-    yield SelfTestResult(f"router replay, {when}: mean |log p - log q|", replayed, 3e-5 if fp32 else 0.5)
-    yield SelfTestResult(f"router replay, {when}: share of live routes that differ", routes, 0.02 if fp32 else 0.4)
+    is_fp32 = dtype == "fp32"
+    yield SelfTestCheck(f"router replay, {when}: mean |log p - log q|", replayed, 3e-5 if is_fp32 else 0.5)
+    yield SelfTestCheck(f"router replay, {when}: fraction of live routes that differ", routes, 0.02 if is_fp32 else 0.4)
 
 
 def _generation(response: Completion) -> Generation:
@@ -181,17 +202,17 @@ def _generation(response: Completion) -> Generation:
     )
 
 
-def _updated(
+def _check_update(
     trainer: PolicyTrainer, config: Config, responses: Sequence[Completion], dtype: str
-) -> Iterator[SelfTestResult]:
-    """Forward with the engine's routes, backward, reduction, optimizer."""
+) -> Iterator[SelfTestCheck]:
+    """Check one update: forward with the engine's routes, backward, reduction, optimizer."""
     samples = [
-        to_training_sample(PROMPT, r.token_ids, r.logprobs, 1.0 - 0.5 * i, None, r.routed_experts)
-        for i, r in enumerate(responses)
+        to_training_sample(PROMPT, response.token_ids, response.logprobs, 1.0 - 0.5 * i, None, response.routed_experts)
+        for i, response in enumerate(responses)
     ]
     batches = Updater(trainer, config.train, config.loss).plan(samples)
     result = trainer.update(batches, policy_objective(config.loss))
-    applied = result.grad_norm > 0 and result.grad_norm < float("inf")
-    yield SelfTestResult(f"update, {dtype} (0 = its gradient is finite and not 0)", float(not applied), 0.0)
+    has_gradient = result.grad_norm > 0 and result.grad_norm < float("inf")
+    yield SelfTestCheck(f"update, {dtype} (0 = its gradient is finite and nonzero)", float(not has_gradient), 0.0)
     missing = result.metrics["router_missing"]
-    yield SelfTestResult(f"update, {dtype}: share of tokens without the engine's routes", missing, 0.0)
+    yield SelfTestCheck(f"update, {dtype}: fraction of tokens without the engine's routes", missing, 0.0)

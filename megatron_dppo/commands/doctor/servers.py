@@ -1,87 +1,89 @@
-"""Inference servers, asked over HTTP: what they are, and whether they can serve a run."""
+"""Inspection of inference servers over HTTP: program, version, model, and fitness for a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_dppo.engines.serving.checks import IDLE, Needs, fetch_json, identify_server, is_healthy, server_problems
 from megatron_dppo.errors import ServerError
 
-_SECONDS = 10.0
-_NAMES: dict[Literal["sglang", "vllm"], str] = {"sglang": "SGLang", "vllm": "vLLM"}
+_TIMEOUT_SECONDS = 10.0
+_PROGRAM_NAMES: dict[Literal["sglang", "vllm"], str] = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 @dataclass(frozen=True)
-class Server:
-    """What one server said."""
+class ServerReport:
+    """Description and problems of one server."""
 
     url: str
     description: str | None
-    """program, version, model, context; None = it could not be told"""
+    """Program, version, model and context length. None if the server does not identify itself."""
     problems: tuple[str, ...]
 
 
-def ask_servers(urls: Sequence[str], needs: Needs | None, key: str | None) -> list[Server]:
-    """All at the same time.
+def inspect_servers(urls: Sequence[str], needs: Needs | None, key: str | None) -> list[ServerReport]:
+    """Inspect servers concurrently.
 
     Args:
-        urls: of the servers.
-        needs: of a run; None = they are only described.
-        key: of their API.
+        urls: Addresses of the servers.
+        needs: Requirements of a run. None only describes the servers.
+        key: API key.
     """
     with ThreadPoolExecutor(max_workers=min(32, max(1, len(urls)))) as pool:
-        return list(pool.map(lambda url: _ask(url, needs, key), urls))
+        return list(pool.map(lambda url: _inspect_server(url, needs, key), urls))
 
 
-def _ask(url: str, needs: Needs | None, key: str | None) -> Server:
+def _inspect_server(url: str, needs: Needs | None, key: str | None) -> ServerReport:
     try:
-        engine = needs.engine if needs is not None else _engine(url, key)
+        engine = needs.engine if needs is not None else _detect_engine(url, key)
         description = _describe(url, engine, key)
     except ServerError as error:
-        return Server(url, None, (error.detail,))
+        return ServerReport(url, None, (error.detail,))
     problems = []
     try:
         if needs is not None:
-            problems = server_problems(url, needs, key, timeout=_SECONDS, generating=True)
-        elif not is_healthy(url, key, timeout=_SECONDS):
+            problems = server_problems(url, needs, key, timeout=_TIMEOUT_SECONDS, generating=True)
+        elif not is_healthy(url, key, timeout=_TIMEOUT_SECONDS):
             problems = [IDLE]
     except ServerError as error:
         problems = [error.detail]
-    return Server(url, description, tuple(problems))
+    return ServerReport(url, description, tuple(problems))
 
 
-def _engine(url: str, key: str | None) -> Literal["sglang", "vllm"]:
-    """Which of the two it is.
+def _detect_engine(url: str, key: str | None) -> Literal["sglang", "vllm"]:
+    """Return the program that serves the address.
 
     Raises:
-        ServerError: neither; with what the first one's call gave.
+        ServerError: Neither SGLang nor vLLM. The error is the one of the first attempt.
     """
-    refused: ServerError | None = None
-    for engine in _NAMES:
+    first_error: ServerError | None = None
+    for engine in _PROGRAM_NAMES:
         try:
-            identify_server(url, engine, key, timeout=_SECONDS)
+            identify_server(url, engine, key, timeout=_TIMEOUT_SECONDS)
             return engine
         except ServerError as error:
-            refused = refused or error
+            first_error = first_error or error
+            # No connection, or a wrong key: the other program's address would fail in the same way.
             if error.status is None or error.status in (401, 403):
                 break
-    assert refused is not None
-    raise refused
+    assert first_error is not None
+    raise first_error
 
 
 def _describe(url: str, engine: Literal["sglang", "vllm"], key: str | None) -> str:
-    version, model = identify_server(url, engine, key, timeout=_SECONDS)
-    facts = _sglang(url, key) if engine == "sglang" else _vllm(url, key)
-    told = [f"{name} {value}" for name, value in facts.items() if value is not None]
-    # The folder of a model is nobody's business who reads a report.
-    return ", ".join([f"{_NAMES[engine]} {version}", f"model {str(model).rstrip('/').rsplit('/', 1)[-1]}", *told])
+    version, model = identify_server(url, engine, key, timeout=_TIMEOUT_SECONDS)
+    facts = _sglang_facts(url, key) if engine == "sglang" else _vllm_facts(url, key)
+    reported = [f"{name} {value}" for name, value in facts.items() if value is not None]
+    # The report may become public: print the model's name without its folder.
+    model_name = str(model).rstrip("/").rsplit("/", 1)[-1]
+    return ", ".join([f"{_PROGRAM_NAMES[engine]} {version}", f"model {model_name}", *reported])
 
 
-def _sglang(url: str, key: str | None) -> dict[str, Any]:
-    info = fetch_json(url, "/server_info", key, _SECONDS)
+def _sglang_facts(url: str, key: str | None) -> dict[str, object]:
+    info = fetch_json(url, "/server_info", key, _TIMEOUT_SECONDS)
     return {
         "context": info.get("context_length") or info.get("max_req_input_len"),
         "tp": info.get("tp_size"),
@@ -92,6 +94,6 @@ def _sglang(url: str, key: str | None) -> dict[str, Any]:
     }
 
 
-def _vllm(url: str, key: str | None) -> dict[str, Any]:
-    models = fetch_json(url, "/v1/models", key, _SECONDS).get("data") or [{}]
+def _vllm_facts(url: str, key: str | None) -> dict[str, object]:
+    models = fetch_json(url, "/v1/models", key, _TIMEOUT_SECONDS).get("data") or [{}]
     return {"context": models[0].get("max_model_len")}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.commands import main as program
-from megatron_dppo.commands.doctor.command import _Scrubber
+from megatron_dppo.commands.doctor.command import _Redactor
 from megatron_dppo.commands.examples import run_examples
 from megatron_dppo.commands.port.command import run_port
 from megatron_dppo.commands.replay.command import run_replay
@@ -167,7 +167,7 @@ def test_messages_name_what_the_user_wrote(tmp_path: Path, capsys: pytest.Captur
         assert program.main([*conversion, *more]) == 2
         assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"--servers http://\[::1: .*expected URLs as http://host:port"):
-        _Scrubber({}, ["http://[::1"])
+        _Redactor({}, ["http://[::1"])
     model = json.loads((EXAMPLE / "model/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(model | {"hidden_size": "big"}))
     with pytest.raises(CheckpointError, match=r"config.json cannot be read by transformers: .*hidden_size"):

@@ -1,4 +1,4 @@
-"""megatron-dppo doctor: the table of known-bad combinations, servers, the self-test for real, what is shown."""
+"""megatron-dppo doctor: the table of known-bad combinations, servers, the self-test for real, redaction."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands.doctor.combinations import TABLE, known_bad
-from megatron_dppo.commands.doctor.machine import Gpu, MachineFacts, format_bytes
+from megatron_dppo.commands.doctor.combinations import TABLE, find_bad_combinations
+from megatron_dppo.commands.doctor.machine import Gpu, MachineFacts, format_machine
 from megatron_dppo.commands.doctor.self_test import run_self_test
 from megatron_dppo.commands.main import main
 
@@ -36,14 +36,14 @@ GOOD = MachineFacts(
     driver="580.95",
     nccl="2.28.9",
     gpus=(H100,) * 8,
-    engine="works",
+    transformer_engine="works",
     variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
 )
 
 
 def with_packages(**versions: str | None) -> MachineFacts:
-    found = dict(GOOD.packages) | {name.replace("_", "-"): version for name, version in versions.items()}
-    return replace(GOOD, packages={name: version for name, version in found.items() if version is not None})
+    packages = dict(GOOD.packages) | {name.replace("_", "-"): version for name, version in versions.items()}
+    return replace(GOOD, packages={name: version for name, version in packages.items() if version is not None})
 
 
 def with_variables(**values: str) -> MachineFacts:
@@ -51,7 +51,7 @@ def with_variables(**values: str) -> MachineFacts:
 
 
 BAD: dict[str, tuple[MachineFacts, str, bool]] = {
-    # name -> (machine, what is said of it, whether a run stops)
+    # name -> (machine, observed text, True if a run stops)
     "old megatron": (with_packages(megatron_core="0.15.3"), "megatron-core 0.15.3", True),
     "new megatron": (with_packages(megatron_core="0.20.0"), "megatron-core 0.20.0", True),
     "no megatron": (with_packages(megatron_core=None), "no megatron-core", True),
@@ -59,9 +59,13 @@ BAD: dict[str, tuple[MachineFacts, str, bool]] = {
     "psutil": (with_packages(psutil=None), "no psutil", True),
     "transformers": (with_packages(transformers="4.55.4"), "transformers 4.55.4", True),
     "torch": (with_packages(torch="2.5.1"), "torch 2.5.1", True),
-    "cpu build": (replace(GOOD, torch_cuda=None, gpus=(), engine="not looked at"), "driver 580.95 with torch", True),
-    "no device": (replace(GOOD, gpus=(), engine="not looked at"), "and no device", True),
-    "broken engine": (replace(GOOD, engine="cannot be used (OSError)"), "cannot be used (OSError)", True),
+    "cpu build": (
+        replace(GOOD, torch_cuda=None, gpus=(), transformer_engine="not checked"),
+        "driver 580.95 with torch",
+        True,
+    ),
+    "no device": (replace(GOOD, gpus=(), transformer_engine="not checked"), "and no device", True),
+    "broken engine": (replace(GOOD, transformer_engine="cannot be used (OSError)"), "cannot be used (OSError)", True),
     "engine of another CUDA": (
         with_packages(transformer_engine_cu13=None, transformer_engine_cu12="2.20.2"),
         "transformer-engine-cu12 with torch for CUDA 13.0",
@@ -70,7 +74,7 @@ BAD: dict[str, tuple[MachineFacts, str, bool]] = {
     "attention switch": (with_variables(NVTE_FLASH_ATTN="0"), "NVTE_FLASH_ATTN=0", True),
     "old GPU": (replace(GOOD, gpus=(replace(H100, capability=(7, 5)),)), "compute capability 7.5", True),
     "old engine": (with_packages(transformer_engine="1.13.0"), "transformer-engine 1.13.0", False),
-    "no engine": (replace(GOOD, engine="not installed"), "no Transformer Engine", False),
+    "no engine": (replace(GOOD, transformer_engine="not installed"), "no Transformer Engine", False),
     "no triton": (with_packages(triton=None), "no triton", False),
     "connections": (with_variables(CUDA_DEVICE_MAX_CONNECTIONS="8"), "CUDA_DEVICE_MAX_CONNECTIONS=8", False),
     "no connections": (replace(GOOD, variables={}), "CUDA_DEVICE_MAX_CONNECTIONS=(not set)", False),
@@ -82,36 +86,36 @@ BAD: dict[str, tuple[MachineFacts, str, bool]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_known_bad_combination_is_found_alone_with_why_and_what_to_do(case: str) -> None:
-    machine, here, stops = BAD[case]
-    (finding,) = known_bad(machine)
-    assert here in finding.here and finding.row.stops is stops
+def test_each_known_bad_combination_is_matched_alone_with_reason_and_fix(case: str) -> None:
+    machine, observed, is_fatal = BAD[case]
+    (finding,) = find_bad_combinations(machine)
+    assert observed in finding.observed and finding.combination.is_fatal is is_fatal
     text = str(finding)
-    assert text.startswith("problem" if stops else "warning")
-    assert finding.row.why in text and finding.row.fix in text and finding.row.source in text
+    assert text.startswith("problem" if is_fatal else "warning")
+    assert finding.combination.reason in text and finding.combination.fix in text and finding.combination.source in text
 
 
-def test_every_row_is_met_by_a_case_and_none_by_machines_that_are_fine() -> None:
-    met = {finding.row for machine, *_ in BAD.values() for finding in known_bad(machine)}
+def test_every_row_has_a_case_and_good_machines_match_none() -> None:
+    met = {finding.combination for machine, *_ in BAD.values() for finding in find_bad_combinations(machine)}
     assert met == set(TABLE)
     blackwell = replace(GOOD, gpus=(replace(H100, capability=(10, 0)),), variables={})
     cpu = MachineFacts(
         python=(3, 11, 7),
         packages={"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.23.0", "psutil": "7"},
-        engine="not looked at: no CUDA device",
+        transformer_engine="not checked: no CUDA device",
         missing_build_tools=("ninja",),  # megatron-core 0.16.1 compiles nothing
         c_compiler=None,
     )
-    assert [list(known_bad(machine)) for machine in (GOOD, blackwell, cpu)] == [[], [], []]
+    assert [list(find_bad_combinations(machine)) for machine in (GOOD, blackwell, cpu)] == [[], [], []]
 
 
-def test_the_facts_are_told_in_words() -> None:
-    text = "\n".join(format_bytes(replace(GOOD, apex=("FusedAdam",), missing_build_tools=("ninja",))))
+def test_the_facts_are_formatted_as_text() -> None:
+    text = "\n".join(format_machine(replace(GOOD, apex=("FusedAdam",), missing_build_tools=("ninja",))))
     assert "8 x NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GiB" in text
     assert "driver 580.95, CUDA of torch 13.0, NCCL 2.28.9" in text
-    assert "C compiler: gcc\nmissing to compile C++ extensions: ninja" in text
+    assert "C compiler: gcc\nmissing for compiling C++ extensions: ninja" in text
     assert "not installed: megatron-dppo" in text and "nvidia-modelopt" in text
-    assert "Apex kernels that Megatron takes: FusedAdam" in text and "CUDA_DEVICE_MAX_CONNECTIONS=1" in text
+    assert "Apex kernels that Megatron uses: FusedAdam" in text and "CUDA_DEVICE_MAX_CONNECTIONS=1" in text
 
 
 SGLANG = {
@@ -152,16 +156,24 @@ def serve() -> Iterator[Any]:
         server.server_close()
 
 
-def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_dppo.commands.main", "doctor", *arguments]
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, env=os.environ | hidden | variables, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
-def test_everything_for_real_with_two_kinds_of_servers(serve: Any) -> None:
+def test_doctor_end_to_end_with_two_kinds_of_servers(serve: Any) -> None:
     urls = serve(SGLANG, "a-secret-key"), serve(VLLM, "a-secret-key")
-    done = doctor("--api-key-env", "OUR_SERVERS", "--servers", *urls, OUR_SERVERS="a-secret-key", HF_TOKEN="hf_abcdef")
+    done = run_doctor(
+        "--verbose",
+        "--api-key-env",
+        "OUR_SERVERS",
+        "--servers",
+        *urls,
+        OUR_SERVERS="a-secret-key",
+        HF_TOKEN="hf_abcdef",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SGLang 0.5.23, model tiny, context 512, tp 2, returns routed experts: False" in done.stdout
     assert "vLLM 0.32.0, model tiny, context 1024" in done.stdout
@@ -169,7 +181,7 @@ def test_everything_for_real_with_two_kinds_of_servers(serve: Any) -> None:
     for check in (
         "all-to-all of uneven parts",
         "head, fp32",
-        "probe of the embedded engine",
+        "probe of the local engine",
         "router replay",
         "update",
     ):
@@ -200,7 +212,7 @@ lr = 1e-6
 """
 
 
-def test_servers_are_held_against_a_configuration(
+def test_servers_are_checked_for_a_configuration(
     serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
@@ -217,27 +229,29 @@ def test_servers_are_held_against_a_configuration(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--train.epochs=2"], "overrides are of a configuration"),
+        (["--train.epochs=2"], "overrides need a configuration"),
         (["--servers", "http://127.0.0.1:9", "--api-key-env", "NOT_SET"], "no such environment variable"),
         (["/nowhere.toml"], "/nowhere.toml"),
     ],
 )
-def test_what_cannot_be_used_ends_with_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_arguments_exit_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_what_is_shown_has_no_hosts_keys_folders_or_user(
+def test_output_contains_no_hosts_keys_folders_or_user(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron_dppo.commands.doctor import command
 
-    monkeypatch.setattr(command, "_user", lambda: "ada.lovelace")
+    monkeypatch.setattr(command, "_user_name", lambda: "ada.lovelace")
     monkeypatch.setenv("HOME", "/home/ada.lovelace")
-    hide = command._Scrubber({"WANDB_API_KEY": "1234567890"}, ["http://me:word12@gpu-7.internal:30000", "localhost:1"])
-    hide.say("gpu-7.internal 1234567890 word12 /home/ada.lovelace/x /scratch/ada.lovelace", f"{Path.cwd()}/y localhost")
+    redactor = command._Redactor(
+        {"WANDB_API_KEY": "1234567890"}, ["http://me:word12@gpu-7.internal:30000", "localhost:1"]
+    )
+    redactor.print(
+        "gpu-7.internal 1234567890 word12 /home/ada.lovelace/x /scratch/ada.lovelace", f"{Path.cwd()}/y localhost"
+    )
     assert capsys.readouterr().out == "host1 *** *** ~/x /scratch/USER\n./y localhost\n"
 
 
@@ -261,12 +275,12 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.slow
-def test_a_wrong_number_on_one_rank_and_one_that_dies_are_told(tmp_path: Path) -> None:
+def test_a_wrong_number_and_a_dead_process_on_one_rank_are_reported(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
-    found = run_self_test(0, environment=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""})
-    failed = [check.name for check in found.checks if not check.passed]
-    assert failed[:2] == [f"collective {name}, numbers that are wrong" for name in ("all-gather", "reduce-scatter")]
-    assert found.checks[0].passed
-    assert found.failure is not None and "1: 7" in found.failure and "a library is missing" in found.failure
-    assert not found.passed
+    report = run_self_test(0, environment=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""})
+    failed = [check.name for check in report.checks if not check.passed]
+    assert failed[:2] == [f"collective {name}: wrong elements" for name in ("all-gather", "reduce-scatter")]
+    assert report.checks[0].passed
+    assert report.failure is not None and "1: 7" in report.failure and "a library is missing" in report.failure
+    assert not report.passed
