@@ -57,7 +57,7 @@ def run_doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     redactor.print("## megatron-dppo doctor\n", *format_machine(machine))
 
     matches = list(find_bad_combinations(machine))
-    redactor.print("\n## Known-bad combinations\n", *(matches or ["none"]))
+    redactor.print("\n## Known-bad combinations\n", *(map(str, matches) if matches else ["none"]))
     num_problems += sum(match.combination.is_fatal for match in matches)
 
     uses_servers = config is not None and config.rollout.engine != "local"
