@@ -146,7 +146,7 @@ def test_scripts_get_the_exit_code_and_the_last_lines_of_the_rank(
     assert code == 134 and f"launch: {where}; 2 tries in a row ended without anything newer than" in output
     (tmp_path / "logs/code_0").write_text("2\n")
     code, output = call("crashed", *logs, limit=9)
-    assert code == 2 and "another try would not change" in output
+    assert code == 2 and "a restart would fail in the same way" in output
     code, output = call("begin", limit=-1)
     assert code == 2 and "--max-restarts -1: expected 0 (never) or more" in output
 
