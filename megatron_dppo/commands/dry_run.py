@@ -66,7 +66,7 @@ def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, v
 
 
 def _resume_lines(point: ResumePoint) -> list[str]:
-    skipped = [f"         {each.checkpoint.name} is passed over: {each.reason}" for each in point.passed_over]
+    skipped = [f"         {each.checkpoint.name} is skipped: {each.reason}" for each in point.skipped_checkpoints]
     changes = [f"         changed: {change}" for change in point.changes]
     return [f"resume   from {point.checkpoint}", *skipped, *changes]
 

@@ -1,8 +1,8 @@
-"""What may change between two starts of a run, and what then counts as another experiment.
+"""Configuration changes between two starts of a run: which are free, and which make it another experiment.
 
-Every key of the configuration is in one class. ``results``: the curve of the run depends on it, so a change needs
-``checkpoint.accept_changes``. ``free``: it decides where, how fast or how safely the run works; a change is printed.
-``fixed`` keys are compared by ``resume.run_identity``, and no flag lets them change.
+Every key is of one kind. ``results``: the results of the run depend on the key, so a change needs
+``checkpoint.accept_changes``. ``free``: the key decides where, how fast or how safely the run works; a change is
+printed. ``fixed``: ``resume.run_identity`` compares the key, and no flag allows a change.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, Literal, NamedTuple
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 
-Class = Literal["results", "free", "fixed"]
+ChangeKind = Literal["results", "free", "fixed"]
 
-CLASSES: dict[str, Class] = {
+KEY_KINDS: dict[str, ChangeKind] = {
     "run.seed": "fixed",
     "run.num_steps": "results",  # the schedule of the learning rate ends there; see _is_harmless
     "run.*": "free",
     "model.*": "results",
     "lora.alpha": "results",
-    "lora.*": "fixed",  # a checkpoint holds these adapters and no other weights
+    "lora.*": "fixed",  # a checkpoint has the adapters as its only weights
     "parallel.*": "free",  # the same curve up to rounding; what Megatron cannot reshard is refused
     "data.train": "fixed",
     "data.*": "results",
-    "rollout.servers.model": "results",  # what samples is coarser
+    "rollout.servers.model": "results",  # a quantized copy samples from another distribution
     "rollout.servers.*": "free",
     "rollout.weight_sync.*": "free",
     "rollout.*": "results",
@@ -54,39 +54,39 @@ CLASSES: dict[str, Class] = {
     "distillation.teacher_max_in_flight": "free",
     "distillation.*": "results",
     "train.*": "results",
-    "optimizer.use_precision_aware_optimizer": "free",  # its dtypes are not
+    "optimizer.use_precision_aware_optimizer": "free",  # its dtypes are results
     "optimizer.*offload*": "free",
     "optimizer.overlap_cpu_optimizer_d2h_h2d": "free",
     "optimizer.pin_cpu_grads": "free",
     "optimizer.*": "results",
     "warmup.*": "results",
-    "eval.stop_at_accuracy": "free",  # where the curve ends, not how it goes
+    "eval.stop_at_accuracy": "free",  # ends the run earlier, with the same results until then
     "eval.*": "results",
     "checkpoint.*": "free",
     "log.*": "free",
 }
-"""Patterns of ``section.key``; the first that matches decides, and a key that none matches counts as ``results``."""
+"""Patterns of ``section.key``. The first match decides; a key without a match counts as ``results``."""
 
 
 class Change(NamedTuple):
-    """A key whose value differs from the run's own."""
+    """A key whose value differs from the run so far."""
 
     key: str
     old: Any
     new: Any
-    kind: Class
+    kind: ChangeKind
 
     def __str__(self) -> str:
         return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}"
 
 
-def class_of(key: str) -> Class:
-    """The class of ``section.key``."""
-    return next((kind for pattern, kind in CLASSES.items() if fnmatchcase(key, pattern)), "results")
+def change_kind(key: str) -> ChangeKind:
+    """Return the kind of ``section.key``."""
+    return next((kind for pattern, kind in KEY_KINDS.items() if fnmatchcase(key, pattern)), "results")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``section.key`` and value of every key; a table that is empty counts as a value."""
+    """Yield ``section.key`` and value of every key. An empty table counts as a value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -94,21 +94,25 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def changes_between(before: Mapping[str, Any], config: Config) -> list[Change]:
-    """Every key that differs, sorted.
+def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
+    """Return every key that differs, sorted.
 
     Args:
-        before: the configuration of the run so far, as JSON.
-        config: this start's. A key that an older version did not have counts as its default.
+        before: Configuration of the run so far, as JSON. A key that its version did not have counts as its default.
+        config: Configuration of this start.
     """
-    old, new = dict(flatten(before)), dict(flatten(config.model_dump(mode="json")))
+    old = dict(flatten(before))
+    new = dict(flatten(config.model_dump(mode="json")))
     defaults = _defaults()
     changes = []
     for key in sorted(old.keys() | new.keys()):
-        was, now = old.get(key, defaults.get(key)), new.get(key, defaults.get(key))
-        if was != now and not (was in _EMPTY and now in _EMPTY):
-            kind = "free" if _is_harmless(key, old, new) else class_of(key)
-            changes.append(Change(key, was, now, kind))
+        old_value = old.get(key, defaults.get(key))
+        new_value = new.get(key, defaults.get(key))
+        # None, an empty table and an empty list all mean "not set".
+        is_unset = old_value in _EMPTY and new_value in _EMPTY
+        if old_value != new_value and not is_unset:
+            kind = "free" if _is_harmless(key, old, new) else change_kind(key)
+            changes.append(Change(key, old_value, new_value, kind))
     return changes
 
 
@@ -116,6 +120,7 @@ _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 
 def _defaults() -> dict[str, Any]:
+    """Return the default of every key that has one."""
     values: dict[str, Any] = {}
 
     def collect(model: Any, prefix: str) -> None:
@@ -130,7 +135,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _is_harmless(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """The length of a run matters to what was done so far only through a learning rate that decays towards its end."""
+    """Return True for another number of steps under a constant learning rate, which does not depend on it."""
     style = "optimizer.lr_decay_style"
     return key == "run.num_steps" and old.get(style) == new.get(style) == "constant"
 
@@ -139,14 +144,15 @@ def check_changes(changes: list[Change], checkpoint: Path, *, accepted: bool) ->
     """Refuse to continue a run with other settings.
 
     Raises:
-        CheckpointError: with every key that changes the results and differs, old and new.
+        CheckpointError: A key that changes the results differs. The message lists all of them, old and new.
     """
     refused = [str(change) for change in changes if change.kind == "results"]
     if refused and not accepted:
         listed = "\n".join(f"  {line}" for line in refused)
         raise CheckpointError(
-            f"{checkpoint} is of a run with other settings:\n{listed}\n"
-            "Use the old values, or another run.output_dir; checkpoint.accept_changes = true goes on with the new ones"
+            f"{checkpoint} is from a run with other settings:\n{listed}\n"
+            "Fix: use the old values, or another run.output_dir. checkpoint.accept_changes = true resumes with the new "
+            "values"
         )
 
 

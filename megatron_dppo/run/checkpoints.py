@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what one holds, when one is due, and the way back."""
+"""Checkpoints of a run: their contents, when one is due, saving and restoring."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.saved import SavedStream, load_contents, save_contents, why_unusable
 from megatron_dppo.rollout.stream import Stream
-from megatron_dppo.run.evaluation import Evaluator
+from megatron_dppo.run.evaluation import Evaluator, SampleResponse
 from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.run.output_checks import space_for_save
+from megatron_dppo.run.output_checks import estimate_save_bytes
 from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
 from megatron_dppo.types import StepResult
 
@@ -28,53 +28,53 @@ if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 _NOT_FINITE = (
-    "(its weights or optimizer state are NaN or infinite; the newest checkpoint with finite ones is kept, and the same "
-    "command continues from there)"
+    "(its weights or optimizer state are NaN or infinite; the newest checkpoint with finite ones is kept, and "
+    "rerunning the same command resumes from it)"
 )
 
 
 @dataclass
 class RunState:
-    """Counters of a run, which a checkpoint keeps beside the policy and the rollouts."""
+    """Counters of a run, stored in a checkpoint beside the policy and the rollouts."""
 
     step: int = 0
     """Rollout steps done."""
     skipped_in_a_row: int = 0
-    """Updates since the last one whose gradient was finite."""
+    """Updates that were skipped since the last applied one, because their gradient was not finite."""
     best: tuple[float, int] | None = None
-    """Highest evaluation accuracy after training began, and its step. None before the first evaluation."""
+    """Best accuracy of an evaluation during training, and its step. None before the first one."""
     evaluation_due: bool = False
-    """Whether an evaluation ran beside training when the checkpoint was written, and has to be repeated."""
+    """True if an evaluation ran beside training when the checkpoint was written. A resume repeats it."""
 
     def count_skipped(self, results: Sequence[StepResult]) -> None:
-        """Count the updates at the end whose gradient was not finite; those that lower the loss scale do not count."""
+        """Count updates with a non-finite gradient in a row. Updates that lower the loss scale do not count."""
         for result in results:
-            counts = result.skipped and not result.has_lower_scale
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if counts else 0
+            is_failure = result.skipped and not result.has_lower_scale
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_failure else 0
 
     def is_new_best(self, accuracy: float | None) -> bool:
-        """Remember an evaluation's accuracy; return whether it is the best so far. None is no evaluation."""
+        """Record an evaluation's accuracy and return True if it is the best so far. None stands for no evaluation."""
         if accuracy is None or (self.best is not None and accuracy <= self.best[0]):
             return False
         self.best = (accuracy, self.step)
         return True
 
     def has_reached(self, accuracy: float | None) -> bool:
-        """Return whether an evaluation has reached this accuracy. None is never reached."""
+        """Return True if an evaluation has reached this accuracy. None is never reached."""
         return accuracy is not None and self.best is not None and self.best[0] >= accuracy
 
 
 class Checkpoints:
-    """Saves a run and restores it; a collective of all ranks each time.
+    """Saves and restores a run. Every method but ``is_due`` and ``tidy`` is a collective of all ranks.
 
     Args:
-        config: configuration of the run.
-        inputs: data and model of the run.
-        trainer: policy of this rank.
-        stream: rollouts that were not trained on.
-        has_engine: whether this rank's engine samples; one rank writes for each data-parallel rank.
-        background: all ranks over the CPU, for saves in the background; None saves before it returns.
-        say: prints a line on rank 0.
+        config: Configuration of the run.
+        inputs: Data and model of the run.
+        trainer: Policy of this rank.
+        stream: Source of the rollouts; those that were not trained on are saved.
+        has_engine: True on the rank that writes the rollouts of its data-parallel rank.
+        background: Process group of all ranks over the CPU, for saves in the background. None saves synchronously.
+        say: Prints a line on rank 0.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Checkpoints:
 
     @property
     def waits(self) -> bool:
-        """Whether ``save`` returns only when the checkpoint is complete."""
+        """True if ``save`` returns only after the checkpoint is complete."""
         return self._background is None
 
     def is_due(self, state: RunState) -> bool:
-        """Return whether the step that was just done ends with a checkpoint."""
+        """Return True if the step that was just done ends with a checkpoint."""
         every = self._config.checkpoint.save_every
         is_last = state.step == self._config.run.num_steps
         is_solved = state.has_reached(self._config.eval.stop_at_accuracy)
@@ -113,23 +113,24 @@ class Checkpoints:
     def save(self, state: RunState, evaluator: Evaluator) -> None:
         """Write a checkpoint of this step, with every rollout that was not trained on.
 
-        With ``checkpoint.async_save`` it is complete only when ``finish`` has reported it. The trainer must have the
-        GPUs.
+        With ``checkpoint.async_save`` the checkpoint is complete only after ``finish`` has reported it. The trainer's
+        state must be on the GPUs (``Gpus.for_training``).
 
         Args:
-            state: counters of the run.
-            evaluator: an evaluation that runs beside training is repeated after a resume.
+            state: Counters of the run.
+            evaluator: An evaluation that it runs beside training is repeated after a resume.
 
         Raises:
-            DiskError: on all ranks, when there is not enough space or it cannot be written.
+            DiskError: On all ranks, when there is not enough space or the checkpoint cannot be written.
         """
+        # One save at a time: the previous one may still be writing in the background.
         self.finish(wait=True)
         config = self._config
         contents = self._stream.contents() if self._has_engine else []
         record = {
             "step": state.step,
             "skipped_in_a_row": state.skipped_in_a_row,
-            "answers_before": evaluator.answers_before,
+            "answers_before": evaluator.responses_before,
             "best": state.best,
             "evaluation_due": evaluator.is_running,
             "stream": self._stream.saved().plain(),
@@ -138,7 +139,7 @@ class Checkpoints:
             "config": config.model_dump(mode="json"),
         }
         agreed(
-            lambda: require_space(self.folder, space_for_save(config, self._inputs), "a checkpoint"),
+            lambda: require_space(self.folder, estimate_save_bytes(config, self._inputs), "a checkpoint"),
             self._trainer.groups.world,
         )
         self._saving = self._trainer.save(
@@ -146,19 +147,19 @@ class Checkpoints:
             state.step,
             record,
             config.checkpoint.keep,
-            self._kept_step(state),
+            self._best_step(state),
             also=partial(save_contents, contents, self._trainer.dp_rank),
             background=self._background,
         )
 
     def finish(self, *, wait: bool) -> None:
-        """Report the last checkpoint once when it is complete.
+        """Report the last checkpoint once it is complete.
 
         Args:
-            wait: wait until it is complete; False returns at once when it is not.
+            wait: Wait until it is complete. False returns at once if it is not.
 
         Raises:
-            DiskError: it cannot be written; older checkpoints are unchanged.
+            DiskError: The checkpoint cannot be written. Older checkpoints are unchanged.
         """
         saving = self._saving
         if saving is None or not (wait or saving.is_done):
@@ -169,15 +170,15 @@ class Checkpoints:
         self._say(f"saved    {path}" if saving.is_finite else f"saved    {path} {_NOT_FINITE}")
 
     def close(self) -> None:
-        """Wait for the process that writes, also when the run ended with an error."""
+        """Wait for a save in the background, also when the run ended with an error."""
         if self._saving is not None:
             self._saving.join()
 
-    def restore(self, point: ResumePoint) -> tuple[RunState, list[dict[str, Any]]]:
+    def restore(self, point: ResumePoint) -> tuple[RunState, list[SampleResponse]]:
         """Restore policy, optimizer and rollouts from a checkpoint.
 
         Returns:
-            The counters, and the answers from before training.
+            The counters, and the sample responses from before training.
         """
         record = self._trainer.load(point.checkpoint, same_layout=point.same_layout)
         state = RunState(
@@ -187,13 +188,15 @@ class Checkpoints:
             best=tuple(record["best"]) if record["best"] and not point.is_fork else None,
             evaluation_due=record["evaluation_due"],
         )
-        for each in point.passed_over:
-            self._say(f"warning  {each.checkpoint} is passed over: {each.reason}; it is renamed to end in .{each.kind}")
+        for skipped in point.skipped_checkpoints:
+            self._say(
+                f"warning  {skipped.checkpoint} is skipped: {skipped.reason}; it is renamed to end in .{skipped.kind}"
+            )
         verb = "forked " if point.is_fork else "resumed"
         version = self._trainer.policy_version
         self._say(f"{verb}  {point.checkpoint} (step {state.step}, policy version {version})")
         if not point.same_layout:
-            self._say("         on another layout: the same curve up to rounding, not bit for bit")
+            self._say("         on another layout: the curve is the same up to rounding, not bit for bit")
         for change in point.changes:
             accepted = ", by checkpoint.accept_changes" if change.kind == "results" and not point.is_fork else ""
             self._say(f"         changed{accepted}: {change}")
@@ -201,14 +204,16 @@ class Checkpoints:
         return state, record["answers_before"]
 
     def _restore_stream(self, record: Mapping[str, Any], point: ResumePoint, step: int) -> None:
-        """Restore the rollouts that were not trained on, or put their prompts back into the stream."""
+        """Restore the rollouts that were not trained on, or return their prompts to the stream."""
         dp = self._inputs.layout.dp
         before = SavedStream.of(record["stream"])
         saved = before.on(dp)
+        # A fork on other data: the saved prompts do not exist in this stream.
         if not point.same_stream:
-            self._say("         on other prompts, or in another order: from the first of them")
+            self._say("         on other prompts, or in another order: starts at the first prompt")
             self._stream.restore(saved.from_the_first(step), {})
             return
+        # Rollouts of other sampling or reward settings must not be trained on: sample their prompts again.
         problem = why_unusable(
             saved,
             record["config"],
@@ -219,7 +224,7 @@ class Checkpoints:
             reward=self._config.reward,
         )
         if problem and saved.num_prompts:
-            self._say(f"         the rollouts that were sampled ahead are sampled again: {problem}")
+            self._say(f"         rollouts that were sampled ahead are sampled again: {problem}")
         if problem:
             self._stream.restore(saved.without_draws(step), {})
             return
@@ -231,11 +236,11 @@ class Checkpoints:
 
     def tidy(self, point: ResumePoint, state: RunState) -> None:
         """Rename damaged checkpoints and delete surplus ones, after a resume (rank 0)."""
-        for each in point.passed_over:
-            set_aside(each.checkpoint, each.kind)
-        # A save that was cut off while it pruned may have been the last one.
-        prune(self.folder, self._config.checkpoint.keep, self._kept_step(state))
+        for skipped in point.skipped_checkpoints:
+            set_aside(skipped.checkpoint, skipped.kind)
+        # The last run may have been killed while it pruned.
+        prune(self.folder, self._config.checkpoint.keep, self._best_step(state))
 
-    def _kept_step(self, state: RunState) -> int | None:
-        """Return the step whose checkpoint is kept at any age."""
+    def _best_step(self, state: RunState) -> int | None:
+        """Return the step whose checkpoint is never pruned. None prunes by age alone."""
         return state.best[1] if self._config.checkpoint.keep_best and state.best is not None else None

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, each data-parallel rank its share; training may go on meanwhile."""
+"""Evaluation on held-out prompts. Each data-parallel rank samples its share, possibly beside training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import torch.distributed as dist
 
@@ -26,35 +26,45 @@ from megatron_dppo.rollout.stream import Stream
 from megatron_dppo.types import Metric, Prompt, Rollout, RolloutGroup, SamplingParams
 
 
+class SampleResponse(TypedDict):
+    """A response that the user is shown, as ``samples.jsonl`` and the checkpoints store it."""
+
+    prompt: str
+    label: str
+    response: str
+    reward: float
+
+
 def eval_sampling_params(config: Config) -> SamplingParams:
-    """How ``[eval]`` says that answers are sampled."""
+    """Return the sampling parameters of ``[eval]``."""
     return sampling_params(config.eval, config.eval_max_new_tokens, config.run.seed)
 
 
 def metrics_by_set(
-    sets: Sequence[str], owners: Sequence[str], groups: Sequence[RolloutGroup], n: int
+    set_names: Sequence[str], group_sets: Sequence[str], groups: Sequence[RolloutGroup], n: int
 ) -> dict[str, Metric]:
-    """The metrics of all groups together, and of each set that has a name under ``<name>/``.
+    """Return the metrics over all groups, and over each named set under ``<name>/``.
 
     Args:
-        sets: names of all held-out sets.
-        owners: the set that each group's prompt is of.
-        groups: answered prompts, maybe none.
-        n: answers to each.
+        set_names: Names of all held-out sets. The name ``""`` gets no metrics of its own.
+        group_sets: Name of each group's set.
+        groups: Scored groups, maybe none.
+        n: Responses per prompt.
     """
     values = eval_metrics(groups, n)
-    for name in filter(None, sets):
-        own = [group for owner, group in zip(owners, groups, strict=True) if owner == name]
-        values |= {f"{name}/{metric}": value for metric, value in eval_metrics(own, n).items()}
+    for name in filter(None, set_names):
+        members = [group for set_name, group in zip(group_sets, groups, strict=True) if set_name == name]
+        values |= {f"{name}/{metric}": value for metric, value in eval_metrics(members, n).items()}
     return values
 
 
 def eval_metrics(groups: Sequence[RolloutGroup], n: int) -> dict[str, Metric]:
-    """The metrics of some prompts, maybe none (each rank has the same names), with n answers each.
+    """Return the metrics of scored groups with n responses each; no groups give the same names.
 
-    ``accuracy`` is the mean score of all answers (avg@n). With several answers, ``pass_at_k`` for k = 1, 2, 4 ... and n
-    is the chance that the best of k answers drawn without replacement has a score of 1 or more (the unbiased estimate
-    of arXiv 2107.03374, section 2.1), and ``maj_at_n`` the score of the answer that most responses give.
+    ``accuracy`` is the mean score of all responses (avg@n). With several responses there are also ``pass_at_k`` for
+    k = 1, 2, 4 ... and n, and ``maj_at_n``. pass@k is the probability that the best of k responses, sampled without
+    replacement, has a score of 1 or more (the unbiased estimate of arXiv 2107.03374, section 2.1). maj@n is the score
+    of the answer that most responses give.
 
     Example:
         Scores 1, 0, 0, 0 of one prompt: accuracy .25, pass_at_1 .25, pass_at_2 .5, pass_at_4 1.
@@ -66,21 +76,21 @@ def eval_metrics(groups: Sequence[RolloutGroup], n: int) -> dict[str, Metric]:
     }
     if n == 1:
         return values
-    for k in _ks(n):
-        values[f"pass_at_{k}"] = Metric(sum(pass_at_k(n, _solved(group), k) for group in groups), len(groups))
+    for k in _pass_at_ks(n):
+        values[f"pass_at_{k}"] = Metric(sum(pass_at_k(n, _count_solved(group), k) for group in groups), len(groups))
     values[f"maj_at_{n}"] = Metric(sum(majority_score(group.rollouts) for group in groups), len(groups))
     return values
 
 
 def pass_at_k(n: int, solved: int, k: int) -> float:
-    """The chance that at least one of k answers, drawn without replacement from n, is among the solved ones."""
+    """Return the probability that k of n responses, sampled without replacement, include one of the solved ones."""
     return 1 - comb(n - solved, k) / comb(n, k)
 
 
 def majority_score(rollouts: Sequence[Rollout]) -> float:
-    """The mean score of the responses that give the most frequent answer; of equally frequent ones the first counts.
+    """Return the mean score of the responses that give the most frequent answer. In a tie the first answer wins.
 
-    An answer is the text of the last box or ``Answer:`` line; a response with neither is its own whole text.
+    An answer is the text of the last box or ``Answer:`` line; without either, the whole response.
     """
     by_answer: dict[str, list[float]] = {}
     for rollout in rollouts:
@@ -90,15 +100,17 @@ def majority_score(rollouts: Sequence[Rollout]) -> float:
     return sum(scores) / len(scores)
 
 
-def _ks(n: int) -> list[int]:
+def _pass_at_ks(n: int) -> list[int]:
+    """Return the powers of two below n, and n."""
     return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
-def _solved(group: RolloutGroup) -> int:
+def _count_solved(group: RolloutGroup) -> int:
     return sum(rollout.score >= 1 for rollout in group.rollouts)
 
 
-_SHOWN_ANSWERS = 4
+_NUM_SHOWN = 4
+"""Responses of an evaluation that are written to ``samples.jsonl``."""
 
 
 @dataclass(frozen=True)
@@ -106,25 +118,26 @@ class Evaluation:
     """Held-out prompts that were submitted to the engine."""
 
     step: int
-    """Rollout step whose weights answer."""
+    """Rollout step whose weights sample."""
     prompts: list[tuple[str, Prompt]]
     """Prompts of this data-parallel rank, each with the name of its set."""
     draw: Draw
+    """The submitted requests."""
 
 
 class Evaluator:
-    """Submits the held-out prompts and scores the answers.
+    """Submits the held-out prompts and scores the responses.
 
     Args:
-        config: configuration of the run.
-        sets: held-out prompts by the name of their set; empty disables evaluation.
-        stream: source of the answers.
-        groups: parallel groups of this rank.
-        dp: number of data-parallel ranks.
-        dp_rank: data-parallel rank of this process.
+        config: Configuration of the run.
+        sets: Held-out prompts by the name of their set. Empty disables evaluation.
+        stream: Source of the responses.
+        groups: Parallel groups of this rank.
+        dp: Number of data-parallel ranks.
+        dp_rank: Data-parallel rank of this process.
 
     Attributes:
-        answers_before: a few answers from before training, on rank 0.
+        responses_before: A few responses from before training, on rank 0.
     """
 
     def __init__(
@@ -145,91 +158,94 @@ class Evaluator:
         self._dp_rank = dp_rank
         self._folder = Path(config.run.output_dir)
         self._running: Evaluation | None = None
-        self.answers_before: list[dict[str, Any]] = []
+        self.responses_before: list[SampleResponse] = []
 
     @property
     def is_running(self) -> bool:
-        """Whether an evaluation runs beside training."""
+        """True if an evaluation runs beside training."""
         return self._running is not None
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the engine's weights.
 
         Returns:
-            ``eval/accuracy`` and others over the prompts of all sets together, and of each set with a name as
-            ``eval/<name>/accuracy``. Empty when the evaluation runs beside training, or when ``eval.every`` is 0.
+            ``eval/accuracy`` and others over all held-out prompts, and over each named set as ``eval/<name>/accuracy``.
+            Empty if the evaluation runs beside training, if there are no sets, or if ``eval.every`` is 0.
         """
         config = self._config
         if not self._sets or not config.eval.every:
             return {}
-        every = [(name, prompts[i]) for name, prompts in self._sets.items() for i in range(len(prompts))]
-        share = every[self._dp_rank :: self._dp]
+        all_prompts = [(name, prompts[i]) for name, prompts in self._sets.items() for i in range(len(prompts))]
+        share = all_prompts[self._dp_rank :: self._dp]
         prompts = [prompt for _, prompt in share]
         draw = self._stream.ask(prompts, config.eval.samples_per_prompt, eval_sampling_params(config), step)
         evaluation = Evaluation(step, share, draw)
+        # The last evaluation has no training left to run beside.
         if config.evaluates_beside_training and step < config.run.num_steps:
             self._running = evaluation
             return {}
-        return self._metrics(evaluation)
+        return self._compute_metrics(evaluation)
 
     def finish(self) -> tuple[int, dict[str, float]] | None:
-        """Wait for the evaluation that runs beside training; return its step and metrics, or None without one."""
-        if self._running is None:
+        """Wait for the evaluation beside training and return its step and metrics. None if none is running."""
+        evaluation = self._running
+        if evaluation is None:
             return None
-        evaluation, self._running = self._running, None
-        return evaluation.step, self._metrics(evaluation)
+        self._running = None
+        return evaluation.step, self._compute_metrics(evaluation)
 
-    def _metrics(self, evaluation: Evaluation) -> dict[str, float]:
+    def _compute_metrics(self, evaluation: Evaluation) -> dict[str, float]:
         groups = self._stream.answered(evaluation.draw, Clock())
-        answers = write_sample_responses(self._folder, groups, evaluation.step, self._groups.world)
+        responses = write_sample_responses(self._folder, groups, evaluation.step, self._groups.world)
         if evaluation.step == 0:
-            self.answers_before = answers
-        owners = [name for name, _ in evaluation.prompts]
-        local = metrics_by_set(list(self._sets), owners, groups, self._config.eval.samples_per_prompt)
+            self.responses_before = responses
+        group_sets = [name for name, _ in evaluation.prompts]
+        local = metrics_by_set(list(self._sets), group_sets, groups, self._config.eval.samples_per_prompt)
         return prefixed("eval", reduce_over_samples(self._groups, local))
 
 
 def write_sample_responses(
     folder: Path, groups: Sequence[RolloutGroup], step: int, world: dist.ProcessGroup | None
-) -> list[dict[str, Any]]:
-    """Write a few answers of an evaluation to ``samples.jsonl`` on rank 0; a collective of all ranks.
+) -> list[SampleResponse]:
+    """Write a few responses of an evaluation to ``samples.jsonl`` on rank 0; a collective of all ranks.
 
     Returns:
-        The answers on rank 0, an empty list on the others.
+        The responses on rank 0, an empty list on the others.
 
     Raises:
-        DiskError: on all ranks, when they cannot be written.
+        DiskError: On all ranks, when they cannot be written.
     """
-    answers: list[dict[str, Any]] = []
+    responses: list[SampleResponse] = []
     if dist.get_rank() == 0:
-        answers = [
+        responses = [
             {
                 "prompt": group.prompt.text,
                 "label": group.prompt.label,
                 "response": group.rollouts[0].completion.text,
                 "reward": group.rollouts[0].score,
             }
-            for group in groups[:_SHOWN_ANSWERS]
+            for group in groups[:_NUM_SHOWN]
         ]
 
     def write() -> None:
         if dist.get_rank():
             return
         target = _samples_file(folder)
-        # A run that was killed may have left answers of later steps.
+        # A run that was killed may have left responses of later steps.
         earlier = [record for record in read_records(target) if record["step"] < step]
-        records = [*earlier, *({"step": step, **answer} for answer in answers)]
+        records = [*earlier, *({"step": step, **response} for response in responses)]
         with disk_errors(target, "the answers"):
             write_synced(target, "".join(json.dumps(record) + "\n" for record in records))
 
     agreed(write, world)
-    return answers
+    return responses
 
 
-def read_sample_responses(folder: Path) -> list[dict[str, Any]]:
-    """Return the answers of the last evaluation."""
+def read_sample_responses(folder: Path) -> list[SampleResponse]:
+    """Return the responses of the last evaluation in ``samples.jsonl``."""
     records = read_records(_samples_file(folder))
-    return [record for record in records if record["step"] == records[-1]["step"]][-_SHOWN_ANSWERS:]
+    last = [record for record in records if record["step"] == records[-1]["step"]]
+    return cast(list[SampleResponse], last[-_NUM_SHOWN:])
 
 
 def _samples_file(folder: Path) -> Path:

@@ -126,7 +126,7 @@ def _train(session: Session, stop: StopSignal) -> None:
     with PROGRESS.part("export"):
         records.show_servers(gpus.for_training())
         export_results(trainer, session.inputs, config)
-        records.summarize(trainer.policy_version, evaluator.answers_before)
+        records.summarize(trainer.policy_version, evaluator.responses_before)
 
 
 def _stuck_error(skipped: int, config: Config) -> TrainingStopped:

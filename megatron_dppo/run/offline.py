@@ -38,7 +38,7 @@ from megatron_dppo.run.engines import (
 from megatron_dppo.run.evaluation import eval_sampling_params, metrics_by_set
 from megatron_dppo.run.inputs import PromptReader
 from megatron_dppo.run.preflight import check_flags
-from megatron_dppo.run.resume import newest_usable
+from megatron_dppo.run.resume import find_usable_checkpoint
 from megatron_dppo.run.starts import load_run_config
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo.weights.conversion import open_converter
@@ -117,7 +117,7 @@ def _give_checkpoint(
     folder = checkpoints_folder(run)
     with open_converter(config.model.path, ParallelConfig(), config.model.dtype) as converter:
         if step is None:
-            checkpoint, _ = newest_usable(folder, accept_unverified=config.checkpoint.accept_unverified)
+            checkpoint, _ = find_usable_checkpoint(folder, accept_unverified=config.checkpoint.accept_unverified)
         else:
             checkpoint = folder / checkpoint_name(step)
         if checkpoint is None or not checkpoint.is_dir():

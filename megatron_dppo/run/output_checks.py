@@ -64,7 +64,7 @@ def _trained(config: Config, inputs: Inputs) -> int:
     return sum(adapter_sizes(weight_shapes(inputs.hf_config), config.lora).values())
 
 
-def space_for_save(config: Config, inputs: Inputs) -> int:
+def estimate_save_bytes(config: Config, inputs: Inputs) -> int:
     """What must be free before the next checkpoint: as much as the last one took, or an estimate before the first."""
     folder = checkpoints_folder(Path(config.run.output_dir))
     sizes = {path: folder_bytes(path) for path in folder.glob("step_*") if (path / "state.json").is_file()}

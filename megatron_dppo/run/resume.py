@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, and whether it can: decided before any model is built."""
+"""Choice of the checkpoint that a run resumes from, before any model is built."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.report.records import read_metrics
-from megatron_dppo.run.changes import Change, changes_between, check_changes
+from megatron_dppo.run.changes import Change, check_changes, find_changes
 from megatron_dppo.run.inputs import Inputs, ModelInputs
 
 
 @dataclass(frozen=True)
-class PassedOver:
-    """A newer checkpoint that the run does not continue from."""
+class SkippedCheckpoint:
+    """A newer checkpoint that the run cannot resume from."""
 
     checkpoint: Path
     kind: str
-    """``damaged`` or ``nonfinite``; it is renamed to ``step_N.KIND``"""
+    """``damaged`` or ``nonfinite``. The folder is renamed to ``step_N.KIND``."""
     reason: str
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that this run can continue from."""
+    """A checkpoint that this run can resume from."""
 
     checkpoint: Path
     same_layout: bool
-    """True = bit for bit; False = the same curve up to rounding."""
+    """True if the run resumes bit for bit. False if the curve is the same up to rounding."""
     changes: tuple[Change, ...] = ()
-    """keys that differ from the run so far, and may"""
-    passed_over: tuple[PassedOver, ...] = ()
-    """newer checkpoints, the newest first"""
+    """Configuration keys that differ from the run so far and are allowed to."""
+    skipped_checkpoints: tuple[SkippedCheckpoint, ...] = ()
+    """Newer checkpoints, the newest first."""
     is_fork: bool = False
-    """it is of another run, whose settings need not be these"""
+    """True if the checkpoint is from another run, whose settings may differ."""
     same_stream: bool = True
-    """False = a fork has other prompts, or another order of them; it begins with the first"""
+    """False if a fork has other prompts or another order. It then starts at the first prompt."""
 
 
 def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """What a checkpoint must agree with, on any layout."""
+    """Return the values that a checkpoint must share with a run, on any layout."""
     hf_config = inputs.hf_config
     lora = {"lora": [config.lora.rank, sorted(config.lora.target_modules)]} if config.lora.rank else {}
     identity = {
@@ -53,11 +53,12 @@ def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
         "data": config.data.train,
         "prompts": inputs.train_prompts.fingerprint(),
     }
-    return cast(dict[str, Any], json.loads(json.dumps(identity)))  # as it reads back: JSON has no tuples
+    # The value that a checkpoint reads back, which has lists for tuples.
+    return cast(dict[str, Any], json.loads(json.dumps(identity)))
 
 
 def layout_identity(config: Config, inputs: ModelInputs) -> dict[str, Any]:
-    """The layout a checkpoint was written on."""
+    """Return the properties of a layout that a checkpoint is written on."""
     return {
         "layout": str(inputs.layout),
         "world_size": inputs.layout.world_size,
@@ -68,13 +69,17 @@ def layout_identity(config: Config, inputs: ModelInputs) -> dict[str, Any]:
 
 
 def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
-    """The newest checkpoint of the run whose files are whole and whose weights are finite; None when the run has none
-    at all (a collective of all ranks).
+    """Return the newest checkpoint with intact files and finite weights; a collective of all ranks.
+
+    Without a checkpoint in the run's folder it is that of ``checkpoint.fork_from``.
+
+    Returns:
+        None if there is no checkpoint at all.
 
     Raises:
-        DataError: its metrics.jsonl, which goes on with the run, is damaged.
-        CheckpointError: there are checkpoints but none is usable; or the usable one is of another model, seed or data,
-            of a layout that Megatron cannot reshard from, or of a run with other settings (``run/changes.py``).
+        DataError: ``metrics.jsonl``, which the run appends to, is damaged.
+        CheckpointError: There are checkpoints but none is usable. Or the usable one has another model, seed or data, a
+            layout that Megatron cannot reshard from, or other settings (``run/changes.py``).
     """
     import torch.distributed as dist
 
@@ -83,110 +88,131 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
 
     if config.checkpoint.resume != "auto":
         return None
-    records = Path(config.run.output_dir) / "metrics.jsonl"
-    agreed(lambda: len(read_metrics(records)), dist.group.WORLD if dist.is_initialized() else None)
+    # Damaged metrics end the start here, before any checkpoint is renamed or pruned.
+    metrics = Path(config.run.output_dir) / "metrics.jsonl"
+    agreed(lambda: len(read_metrics(metrics)), dist.group.WORLD if dist.is_initialized() else None)
     folder = checkpoints_folder(Path(config.run.output_dir))
-    chosen, passed_over = newest_usable(folder, accept_unverified=config.checkpoint.accept_unverified)
+    chosen, skipped_checkpoints = find_usable_checkpoint(folder, accept_unverified=config.checkpoint.accept_unverified)
     is_fork = chosen is None and config.checkpoint.fork_from is not None
     if is_fork:
         chosen = _fork_point(config)
     if chosen is None:
         return None
     state = read_state(chosen)
-    differing = [key for key, mine in run_identity(config, inputs).items() if state["identity"][key] != mine]
+
+    # Model, seed and data: a fork may have another seed and other data.
+    identity = run_identity(config, inputs)
+    differing = [key for key, value in identity.items() if state["identity"][key] != value]
     if refused := [key for key in differing if key == "model" or not is_fork]:
-        mine = run_identity(config, inputs)[refused[0]]
+        key = refused[0]
         raise CheckpointError(
-            f"{chosen} was written with {refused[0]} = {state['identity'][refused[0]]}, this run has {mine}; it is "
-            "another run. Use the same value, or another run.output_dir"
+            f"{chosen} was written with {key} = {state['identity'][key]}, this run has {identity[key]}. Fix: use the "
+            "same value, or another run.output_dir"
         )
-    here, there = layout_identity(config, inputs), state["layout"]
-    same = here["layout"] == there["layout"] and here["world_size"] == there["world_size"]
+
+    # Layout: any that Megatron can reshard to.
+    current = layout_identity(config, inputs)
+    saved = state["layout"]
+    same_layout = current["layout"] == saved["layout"] and current["world_size"] == saved["world_size"]
     for key, reason in CANNOT_RESHARD.items():
-        if here[key] != there[key]:
+        if current[key] != saved[key]:
             raise CheckpointError(
-                f"{chosen} was written on {there['layout']} with {key} = {there[key]}, this run ({here['layout']}) "
-                f"has {here[key]}: {reason}. Use the old value, or start again from the exported Hugging Face folder"
+                f"{chosen} was written on {saved['layout']} with {key} = {saved[key]}, this run ({current['layout']}) "
+                f"has {current[key]}: {reason}. Fix: use the old value, or start a new run from the exported Hugging "
+                "Face folder"
             )
-    changes = changes_between(state["config"], config)
+
+    # Settings: those that change the results need checkpoint.accept_changes, except in a fork.
+    changes = find_changes(state["config"], config)
     check_changes(changes, chosen, accepted=config.checkpoint.accept_changes or is_fork)
     if is_fork and state["step"] >= config.run.num_steps:
         raise CheckpointError(
-            f"checkpoint.fork_from = {str(chosen)!r} is of step {state['step']}, and run.num_steps = "
-            f"{config.run.num_steps} counts from the beginning of the other run; raise it"
+            f"checkpoint.fork_from = {str(chosen)!r} is at step {state['step']}, and run.num_steps = "
+            f"{config.run.num_steps} counts from the beginning of that run. Fix: raise run.num_steps"
         )
-    return ResumePoint(chosen, same, tuple(changes), tuple(passed_over), is_fork, not differing)
+    return ResumePoint(
+        chosen,
+        same_layout,
+        changes=tuple(changes),
+        skipped_checkpoints=tuple(skipped_checkpoints),
+        is_fork=is_fork,
+        same_stream=not differing,
+    )
 
 
 def _fork_point(config: Config) -> Path:
-    """The checkpoint of another run that this one begins with.
+    """Return the checkpoint of another run that this one starts from.
 
     Raises:
-        CheckpointError: it is none, or is damaged.
+        CheckpointError: It is not a checkpoint, or it is damaged.
     """
-    named = str(config.checkpoint.fork_from)
-    checkpoint = Path(named)
+    path = str(config.checkpoint.fork_from)
+    checkpoint = Path(path)
     if not checkpoint.is_dir():
         raise CheckpointError(
-            f"checkpoint.fork_from = {named!r} is no folder; name a checkpoint of a run, as in "
+            f"checkpoint.fork_from = {path!r} is not a folder; expected a checkpoint of a run, as in "
             "RUN/checkpoints/step_000020"
         )
-    if problem := _why_unusable(checkpoint, accept_unverified=config.checkpoint.accept_unverified):
-        raise CheckpointError(f"checkpoint.fork_from = {named!r} cannot be used: {problem[1]}")
+    problem = _find_problem(checkpoint, accept_unverified=config.checkpoint.accept_unverified)
+    if problem is not None:
+        raise CheckpointError(f"checkpoint.fork_from = {path!r} cannot be used: {problem.reason}")
     return checkpoint
 
 
 CANNOT_RESHARD = {
-    "has_expert_parallelism": "Megatron keeps the optimizer state of experts apart only with expert parallelism above "
-    "1, and cannot convert between the two",
+    "has_expert_parallelism": "Megatron separates the optimizer state of the experts only with expert parallelism "
+    "above 1, and cannot convert between the two",
     "virtual_pipeline_size": "resharding of an interleaved pipeline is not supported",
     "use_distributed_optimizer": "the two optimizers have different checkpoint formats",
 }
 
 
-def newest_usable(folder: Path, *, accept_unverified: bool = False) -> tuple[Path | None, list[PassedOver]]:
-    """The checkpoint to continue from, and the newer ones that are not used; None when there is none at all.
+def find_usable_checkpoint(
+    folder: Path, *, accept_unverified: bool = False
+) -> tuple[Path | None, list[SkippedCheckpoint]]:
+    """Return the checkpoint to resume from, and the newer ones that are skipped; a collective of all ranks.
 
-    A collective of all ranks, which share the reading.
+    The ranks share the reading. The checkpoint is None if the folder has none at all.
 
     Raises:
-        CheckpointError: there are some, and none can be used.
+        CheckpointError: There are checkpoints, and none can be used.
     """
     import torch.distributed as dist
 
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints
     from megatron_dppo.parallel.objects import from_leader
 
-    found = from_leader(lambda: checkpoints(folder), dist.group.WORLD)
-    passed_over: list[PassedOver] = []
-    for checkpoint in reversed(found):
-        if problem := _why_unusable(checkpoint, accept_unverified=accept_unverified):
-            passed_over.append(PassedOver(checkpoint, *problem))
-        else:
-            return checkpoint, passed_over
-    if not found:
+    # Rank 0 lists the folder for all: a file system may show the ranks different contents.
+    candidates = from_leader(lambda: checkpoints(folder), dist.group.WORLD)
+    skipped: list[SkippedCheckpoint] = []
+    for checkpoint in reversed(candidates):
+        problem = _find_problem(checkpoint, accept_unverified=accept_unverified)
+        if problem is None:
+            return checkpoint, skipped
+        skipped.append(problem)
+    if not candidates:
         return None, []
-    reasons = "\n".join(f"  {each.checkpoint.name}: {each.reason}" for each in passed_over)
+    reasons = "\n".join(f"  {each.checkpoint.name}: {each.reason}" for each in skipped)
     raise CheckpointError(
-        f"no checkpoint in {folder} can be continued from:\n{reasons}\n"
-        "Put a copy of one back, or start again in another run.output_dir (run.overwrite = true moves this run aside). "
-        "checkpoint.accept_unverified = true takes a checkpoint without manifest as it is"
+        f"no checkpoint in {folder} can be resumed:\n{reasons}\n"
+        "Fix: restore a copy of one, or start over in another run.output_dir (run.overwrite = true moves this run "
+        "aside). checkpoint.accept_unverified = true accepts a checkpoint without a manifest"
     )
 
 
-def _why_unusable(checkpoint: Path, *, accept_unverified: bool) -> tuple[str, str] | None:
-    """Kind and reason; None when the run can continue from it. A collective of all ranks."""
+def _find_problem(checkpoint: Path, *, accept_unverified: bool) -> SkippedCheckpoint | None:
+    """Return why a run cannot resume from a checkpoint, or None if it can; a collective of all ranks."""
     from megatron_dppo.mcore.checkpoint.save_load import NO_MANIFEST, find_damage, read_state
 
     damage = find_damage(checkpoint)
     if damage and not (damage == NO_MANIFEST and accept_unverified):
-        return "damaged", damage
+        return SkippedCheckpoint(checkpoint, "damaged", damage)
     try:
         state = read_state(checkpoint)
     except CheckpointError as error:
-        return "damaged", str(error)
+        return SkippedCheckpoint(checkpoint, "damaged", str(error))
     if missing := [key for key in ("identity", "layout", "config", "step", "stream") if key not in state]:
-        return "damaged", f"state.json has no {missing[0]!r}"
+        return SkippedCheckpoint(checkpoint, "damaged", f"state.json has no {missing[0]!r}")
     if state.get("finite", True) is not True:
-        return "nonfinite", "its weights or optimizer state are not finite"
+        return SkippedCheckpoint(checkpoint, "nonfinite", "its weights or optimizer state are not finite")
     return None

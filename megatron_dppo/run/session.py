@@ -95,7 +95,7 @@ class Session:
         folder = Path(self.config.run.output_dir)
         say = self.records.console.say
         if point is not None:
-            self.state, self.evaluator.answers_before = self.checkpoints.restore(point)
+            self.state, self.evaluator.responses_before = self.checkpoints.restore(point)
         elif before := read_metrics(folder / "metrics.jsonl"):
             say(
                 f"note     an earlier start here reached step {before[-1]['step']} and left no checkpoint: this one "

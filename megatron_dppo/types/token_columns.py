@@ -34,7 +34,7 @@ class Alignment(StrEnum):
     INPUTS = "inputs"
     """[P + R - 1] the tokens that the model read: all of the sequence but the last."""
     LABELS = "labels"
-    """[P + R - 1] the labels of a training sample. A response holds [R] of them, which ``data.training_samples`` shifts."""
+    """[P + R - 1] the labels of a training sample. A response has [R]; ``data.training_samples`` shifts them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -70,10 +70,10 @@ def put(file: Path, data: bytes | None) -> None:
 
 
 def check_every_damage(trainer: Any, folder: Path) -> None:
-    from megatron_dppo.run.resume import newest_usable
+    from megatron_dppo.run.resume import find_usable_checkpoint
 
     older, newest = folder / "step_000001", folder / "step_000002"
-    assert newest_usable(folder) == (newest, [])
+    assert find_usable_checkpoint(folder) == (newest, [])
     names = sorted(path.name for path in newest.iterdir())
     assert {*MEGATRON_FILES, "manifest.json", "state.json", "__1_0.distcp"} <= set(names)
     for name in names:
@@ -81,25 +81,25 @@ def check_every_damage(trainer: Any, folder: Path) -> None:
         whole = file.read_bytes()
         for what, data in damages(file):
             put(file, data)
-            chosen, (passed,) = newest_usable(folder)
+            chosen, (passed,) = find_usable_checkpoint(folder)
             assert chosen == older, f"{name}: {what}"
             assert passed.kind == "damaged" and name in passed.reason and "\n" not in passed.reason, passed
             put(file, whole)
     put(newest / "extra.distcp", b"x")
-    assert "extra.distcp does not belong" in newest_usable(folder)[1][0].reason
+    assert "extra.distcp does not belong" in find_usable_checkpoint(folder)[1][0].reason
     put(newest / "extra.distcp", None)
-    assert newest_usable(folder) == (newest, [])
+    assert find_usable_checkpoint(folder) == (newest, [])
     assert trainer.load(newest)["step"] == 2
 
 
 def check_loads_without_manifest(trainer: Any, folder: Path) -> None:
     """What Megatron finds by itself is a CheckpointError too; it derives some errors from BaseException."""
-    from megatron_dppo.run.resume import newest_usable
+    from megatron_dppo.run.resume import find_usable_checkpoint
 
     newest = folder / "step_000002"
     manifest = (newest / "manifest.json").read_bytes()
     put(newest / "manifest.json", None)
-    assert newest_usable(folder, accept_unverified=True)[0] == newest
+    assert find_usable_checkpoint(folder, accept_unverified=True)[0] == newest
     refused = 0
     for name in MEGATRON_FILES:
         file = newest / name
@@ -163,7 +163,7 @@ def check_reading_is_shared(trainer: Any, folder: Path, monkeypatch: pytest.Monk
 
 def check_nothing_is_run(trainer: Any, folder: Path) -> None:
     from megatron_dppo.mcore.checkpoint.manifest import hash_files, list_files, write_manifest
-    from megatron_dppo.run.resume import newest_usable
+    from megatron_dppo.run.resume import find_usable_checkpoint
 
     newest, trap = folder / "step_000002", folder / "trap"
     evil = pickle.dumps(Evil(trap))
@@ -185,7 +185,7 @@ def check_nothing_is_run(trainer: Any, folder: Path) -> None:
         if dist.get_rank() == 0:
             write_manifest(newest, hash_files(newest, list_files(newest)))
         dist.barrier()
-        assert newest_usable(folder) == (newest, []), "its manifest fits: only the loading itself can refuse it"
+        assert find_usable_checkpoint(folder) == (newest, []), "the manifest fits: only loading can refuse it"
         with pytest.raises(CheckpointError, match="cannot be loaded"):
             trainer.load(newest)
         assert not trap.exists(), name
@@ -197,7 +197,7 @@ def check_nothing_is_run(trainer: Any, folder: Path) -> None:
 
 def check_finite_weights_are_kept(trainer: Any, folder: Path) -> None:
     from megatron_dppo.mcore.checkpoint.folder import checkpoints
-    from megatron_dppo.run.resume import newest_usable
+    from megatron_dppo.run.resume import find_usable_checkpoint
 
     weight = next(iter(trainer.models[0].parameters()))
     before = weight.data.flatten()[0].clone()
@@ -210,29 +210,31 @@ def check_finite_weights_are_kept(trainer: Any, folder: Path) -> None:
         trainer.save(folder, step, {**STATE, "step": step}, keep=2)
         assert json.loads((folder / f"step_{step:06d}/state.json").read_text())["finite"] is False
     assert [path.name for path in checkpoints(folder)] == ["step_000002", "step_000004", "step_000005"]
-    chosen, passed_over = newest_usable(folder)
-    assert chosen == folder / "step_000002" and [each.kind for each in passed_over] == ["nonfinite"] * 2
+    chosen, skipped_checkpoints = find_usable_checkpoint(folder)
+    assert chosen == folder / "step_000002" and [each.kind for each in skipped_checkpoints] == ["nonfinite"] * 2
     weight.data.view(-1)[0] = before
     part = trainer.optimizer.megatron.chained_optimizers[0]
     moment = next(iter(part.optimizer.state.values()))["exp_avg_sq"]
     moment.view(-1)[-1] = float("inf")
     trainer.save(folder, 6, {**STATE, "step": 6}, keep=1)
-    assert newest_usable(folder)[0] == folder / "step_000002", "an infinite moment ends the run at its next update"
+    assert find_usable_checkpoint(folder)[0] == folder / "step_000002", (
+        "an infinite moment ends the run at its next update"
+    )
     moment.view(-1)[-1] = 0.0
     trainer.save(folder, 7, {**STATE, "step": 7}, keep=1)
     assert [path.name for path in checkpoints(folder)] == ["step_000007"]
 
 
 def check_no_good_one(trainer: Any, folder: Path) -> None:
-    from megatron_dppo.run.resume import newest_usable
+    from megatron_dppo.run.resume import find_usable_checkpoint
 
     put(folder / "step_000007/metadata.json", b"")
-    with pytest.raises(CheckpointError, match=r"can be continued from:\n  step_000007: metadata.json has 0 bytes"):
-        newest_usable(folder)
+    with pytest.raises(CheckpointError, match=r"can be resumed:\n  step_000007: metadata.json has 0 bytes"):
+        find_usable_checkpoint(folder)
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "step_000007")
     dist.barrier()
-    assert newest_usable(folder) == (None, [])
+    assert find_usable_checkpoint(folder) == (None, [])
 
 
 def check_weights_alone(trainer: Any, folder: Path) -> None:

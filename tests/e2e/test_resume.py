@@ -120,7 +120,7 @@ def test_a_dry_run_says_from_which_checkpoint_the_run_would_go_on(
     code, said = dry("--log.rollouts_every", "1")
     assert code == 0 and f"resume   from {checkpoints}/step_000005\n         changed: log.rollouts_every" in said, said
     code, said = dry("--train.epochs", "3")
-    assert code == 2 and "step_000005 is of a run with other settings" in said and "train.epochs" in said, said
+    assert code == 2 and "step_000005 is from a run with other settings" in said and "train.epochs" in said, said
     metrics = tmp_path / "run/metrics.jsonl"
     whole = metrics.read_text()
     metrics.write_text(whole.replace("}\n", "\n", 1))
@@ -130,7 +130,7 @@ def test_a_dry_run_says_from_which_checkpoint_the_run_would_go_on(
     damage(5)
     code, said = dry()
     assert code == 0 and f"resume   from {checkpoints}/step_000004\n" in said, said
-    assert "step_000005 is passed over: __0_0.distcp has other content" in said, said
+    assert "step_000005 is skipped: __0_0.distcp has other content" in said, said
     damage(4)
     code, said = dry()
     assert code == 2 and "step_000005: __0_0.distcp" in said and "step_000004: __0_0.distcp" in said, said
@@ -209,5 +209,5 @@ def test_a_fork_at_a_step_is_the_run_from_there_on(run_flags: list[str], uninter
     assert "on other prompts, or in another order" in changed.stdout and "changed: optimizer.lr" in changed.stdout
     assert [r["step"] for r in without_timings(tmp_path / "other")] == [5, 6]
     again = train([*arguments, *other, *flags(run__num_steps=7)], processes=2)
-    assert again.returncode and "is of a run with other settings" in again.stderr, "from its own checkpoint now"
+    assert again.returncode and "is from a run with other settings" in again.stderr, "from its own checkpoint now"
     assert before == {file: file.stat().st_mtime_ns for file in uninterrupted.rglob("*") if file.is_file()}

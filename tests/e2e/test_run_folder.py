@@ -62,7 +62,7 @@ def test_several_starts_in_one_folder(short_run: list[str], tmp_path: Path) -> N
     (folder / "config.toml").write_text("# edited by the user\n")
     again = train([*arguments, *flags(eval__max_prompts=8, run__timeout_minutes=20)])
     assert again.returncode == 0, again.stderr
-    assert f"step_000002 is passed over: {shard.name} has other content than was written" in again.stdout
+    assert f"step_000002 is skipped: {shard.name} has other content than was written" in again.stdout
     assert "(step 1, policy version 2)" in again.stdout and "changed: run.timeout_minutes: 10.0 -> 20" in again.stdout
     assert without_timings(folder) == reference
     names = {p.name for p in (folder / "checkpoints").iterdir()}

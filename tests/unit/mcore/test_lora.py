@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from megatron_dppo.config.model import LORA_TARGETS, LoraConfig
-from megatron_dppo.run.changes import class_of
+from megatron_dppo.run.changes import change_kind
 from tests.distributed.parity import Case, config_for
 
 BY_ADAPTER = {"method": "adapter"}
@@ -54,7 +54,7 @@ def test_scale_and_defaults() -> None:
 
 
 def test_a_run_goes_on_with_its_own_adapters() -> None:
-    assert (class_of("lora.rank"), class_of("lora.target_modules"), class_of("lora.alpha")) == (
+    assert (change_kind("lora.rank"), change_kind("lora.target_modules"), change_kind("lora.alpha")) == (
         "fixed",
         "fixed",
         "results",

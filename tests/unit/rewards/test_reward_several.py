@@ -16,7 +16,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer
 from megatron_dppo.rollout.pending import score_completions
-from megatron_dppo.run.changes import class_of
+from megatron_dppo.run.changes import change_kind
 from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.run.evaluation import eval_metrics
 from megatron_dppo.run.run_records import rollout_metrics
@@ -264,6 +264,6 @@ def test_a_file_of_functions_survives_being_written_and_is_looked_up_beside_its_
 
 def test_a_resume_knows_which_of_their_keys_change_results() -> None:
     free = ["timeout_seconds", "num_workers", "async_concurrency"]
-    assert {class_of(f"reward.functions.a.{key}") for key in free} == {"free"}
+    assert {change_kind(f"reward.functions.a.{key}") for key in free} == {"free"}
     for key in ("reward.functions.a.weight", "reward.functions.a.options.prompt", "reward.options.model"):
-        assert class_of(key) == "results"
+        assert change_kind(key) == "results"

@@ -11,7 +11,7 @@ from megatron_dppo.config.reward import RewardFunctionConfig
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.run.changes import CLASSES, changes_between, check_changes, class_of
+from megatron_dppo.run.changes import KEY_KINDS, change_kind, check_changes, find_changes
 from tests.unit.configs import config
 
 MIXED = ("run", "agent", "reward", "optimizer", "distillation", "eval")
@@ -61,22 +61,22 @@ def keys_in_tables() -> list[str]:
 def test_every_key_has_a_class_and_every_pattern_a_key() -> None:
     from fnmatch import fnmatchcase
 
-    first = {key: next((p for p in CLASSES if fnmatchcase(key, p)), None) for key in [*keys(), *keys_in_tables()]}
+    first = {key: next((p for p in KEY_KINDS if fnmatchcase(key, p)), None) for key in [*keys(), *keys_in_tables()]}
     assert not [key for key, pattern in first.items() if pattern is None]
-    assert not CLASSES.keys() - set(first.values()), "these patterns match nothing that an earlier one does not"
-    assert class_of("new_section.key") == "results"
+    assert not KEY_KINDS.keys() - set(first.values()), "these patterns match nothing that an earlier one does not"
+    assert change_kind("new_section.key") == "results"
 
 
 def test_in_sections_with_both_kinds_each_key_was_looked_at() -> None:
     """A new key of these sections has to be put into one class here."""
     mixed = [key for key in keys() if key.split(".")[0] in MIXED]
-    assert {key for key in mixed if class_of(key) == "free"} == FREE
+    assert {key for key in mixed if change_kind(key) == "free"} == FREE
     for section in ("model", "data", "loss", "train", "warmup"):
-        assert {class_of(key) for key in keys() if key.startswith(f"{section}.")} <= {"results", "fixed"}
+        assert {change_kind(key) for key in keys() if key.startswith(f"{section}.")} <= {"results", "fixed"}
     for section in ("parallel", "checkpoint", "log", "rollout.servers", "rollout.weight_sync"):
         of_section = {key for key in keys() if key.startswith(f"{section}.")} - {"rollout.servers.model"}
-        assert {class_of(key) for key in of_section} == {"free"}
-    assert class_of("rollout.servers.model") == "results"
+        assert {change_kind(key) for key in of_section} == {"free"}
+    assert change_kind("rollout.servers.model") == "results"
 
 
 def other(value: Any) -> Any:
@@ -96,8 +96,8 @@ def test_a_change_of_any_key_is_seen_and_needs_the_flag_exactly_when_it_changes_
         for section in sections:
             table = table[section]
         table[name] = other(table[name])
-        (change,) = changes_between(before, base)
-        assert change.key == key and change.kind == class_of(key)
+        (change,) = find_changes(before, base)
+        assert change.key == key and change.kind == change_kind(key)
         if change.kind == "results":
             with pytest.raises(CheckpointError, match=f"  {key}: .* -> "):
                 check_changes([change], Path("step_000001"), accepted=False)
@@ -110,7 +110,7 @@ def test_all_changed_keys_are_named_at_once() -> None:
     before = config().model_dump(mode="json")
     now = config(loss={"name": "grpo"}, rollout={"temperature": 0.5}, model={"transformer": {"x": 1}})
     with pytest.raises(CheckpointError) as caught:
-        check_changes(changes_between(before, now), Path("step_000001"), accepted=False)
+        check_changes(find_changes(before, now), Path("step_000001"), accepted=False)
     lines = [line.strip() for line in str(caught.value).splitlines()[1:-1]]
     assert lines == [
         "loss.name: 'dppo_binary_tv' -> 'grpo'",
@@ -124,14 +124,14 @@ def test_a_longer_run_is_free_only_when_no_schedule_ends_with_it() -> None:
         optimizer = {"lr": 1e-3, "lr_decay_style": style}
         before = config(optimizer=optimizer, run={"output_dir": "out", "num_steps": 10})
         now = config(optimizer=optimizer, run={"output_dir": "out", "num_steps": 20})
-        assert [c.kind for c in changes_between(before.model_dump(mode="json"), now)] == [kind]
+        assert [c.kind for c in find_changes(before.model_dump(mode="json"), now)] == [kind]
 
 
 def test_a_key_that_an_older_version_did_not_have_counts_as_its_default() -> None:
     before = config().model_dump(mode="json")
     del before["checkpoint"]["accept_changes"], before["train"]["mask_truncated"]
     before["train"]["of_the_past"] = 3
-    changes = changes_between(before, config(train={"mask_truncated": True}))
+    changes = find_changes(before, config(train={"mask_truncated": True}))
     assert [(c.key, c.old, c.new, c.kind) for c in changes] == [
         ("train.mask_truncated", False, True, "results"),
         ("train.of_the_past", 3, None, "results"),
