@@ -30,6 +30,14 @@ def outside(page: Path, target: str) -> Path | None:
     return there
 
 
+def on_config(config: Any) -> Any:
+    """Put the version of the package into the footer."""
+    package = (ROOT / "megatron_dppo/__init__.py").read_text(encoding="utf-8")
+    version = re.search(r'^__version__ = "(.+)"$', package, re.M)
+    config.copyright = f"megatron_dppo {version[1] if version else ''}, Apache-2.0"
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds a copy of each file that a page links to; a folder stands for its README."""
     wanted = set()

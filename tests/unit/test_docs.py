@@ -40,6 +40,14 @@ def test_every_command_and_target_that_the_pages_name_is_there() -> None:
         assert made <= targets, (page.name, made - targets)
 
 
+def test_home_page_and_citation_name_the_version() -> None:
+    package = (ROOT / "megatron_dppo/__init__.py").read_text(encoding="utf-8")
+    version = re.search(r'^__version__ = "(.+)"$', package, re.M)
+    assert version
+    assert f"Version {version[1]}." in (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     broken = []
