@@ -107,12 +107,12 @@ def state_of(models: list[Any], optimizer: Any, way: Way, is_loading: bool) -> d
     """What Megatron writes, or a place for what it loads."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megatron_dppo.mcore.optimizer_shards import use_boxes
+    from megatron_dppo.mcore.optimizer_shards import use_box_sharding
 
     for part in optimizer.megatron.chained_optimizers:
         if not isinstance(part, DistributedOptimizer):
             raise SystemExit("this compares formats of the distributed optimizer; use --ranks 2 or more")
-        use_boxes(part)
+        use_box_sharding(part)
         if not way.boxes:
             del part.sharded_param_state_fully_reshardable, part.load_parameter_state_from_fully_reshardable
     metadata = {**way.metadata, "chained_optim_avoid_prefix": True}

@@ -248,7 +248,7 @@ def score_twice(
     packed = trainer.pack(samples, budget)
     metrics: list[dict[str, Metric]] = []
     for label, mode in (("live", "record"), ("replayed", "replay")) if has_routes else (("live", None),):
-        readings, routes = trainer.readings(packed.batches, mode)
+        readings, routes = trainer.token_logprobs(packed.batches, mode)
         for i, where, number in packed.positions(samples):
             sample = samples[i]
             assert sample.rollout_logprobs is not None

@@ -65,7 +65,7 @@ def attention(lengths: list[int], most_padded: float) -> Way:
     def run() -> None:
         usual, length_buckets._MOST_PADDED = length_buckets._MOST_PADDED, most_padded
         try:
-            row = PackedRow.of(batch, starts)
+            row = PackedRow.from_batch(batch, starts)
             torch.autograd.grad(module(*parts, None, packed_seq_params=row).sum(), parts)
         finally:
             length_buckets._MOST_PADDED = usual

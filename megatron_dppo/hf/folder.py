@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.families import get_family
 from megatron_dppo.types import RoutingShape
 
 WeightStream = Iterable[tuple[str, Tensor]]
@@ -64,7 +64,7 @@ def model_shape(hf_config: Any) -> ModelShape:
     Raises:
         CheckpointError: an architecture, or a feature of it, that there is no mapping for.
     """
-    return family_of(hf_config).shape(hf_config)
+    return get_family(hf_config).shape(hf_config)
 
 
 def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | None:

@@ -134,7 +134,7 @@ class Bridge:
         expected: set[str] = set()
         for rule, layer, expert in mapping.parameters(self._shape, self._tied):
             expected.update(rule.names(layer, expert)[1])
-        extra = {name for name in found - expected - set(OUTPUT.hf) if not mapping.is_left_out(name, self._shape)}
+        extra = {name for name in found - expected - set(OUTPUT.hf) if not mapping.is_mtp_weight(name, self._shape)}
         missing = expected - found
         if missing or extra:
             raise CheckpointError(

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore.head import HAS_OUTPUT_PROCESSOR, OutputHead, hidden_states_only
-from megatron_dppo.mcore.layer_noise import NoiseOf
-from megatron_dppo.mcore.row import MicroBatchRow, SeenRow, seen_row
+from megatron_dppo.mcore.layer_noise import NoiseFactory
+from megatron_dppo.mcore.row import MicroBatchRow, RowRecord, record_row
 from megatron_dppo.types import Metric, MicroBatch
 
 _R = TypeVar("_R")
@@ -32,8 +32,8 @@ def forward_backward(
     objective: Objective,
     cp_group: ProcessGroup | None = None,
     teacher_targets: Sequence[TeacherTargets] = (),
-    seen: list[SeenRow] | None = None,
-    noise: NoiseOf | None = None,
+    seen: list[RowRecord] | None = None,
+    noise: NoiseFactory | None = None,
 ) -> list[Mapping[str, Metric]]:
     """Accumulate the gradients of all micro-batches by Megatron's schedule.
 
@@ -51,7 +51,7 @@ def forward_backward(
     def loss_function(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Metric]]:
         output = head.loss(hidden, row, objective)
         if seen is not None:
-            seen.append(seen_row(output, row))
+            seen.append(record_row(output, row))
         return output.loss_sum, output.num_tokens.to(torch.int), output.metrics
 
     make = _rows(chunks, cp_group, objective.skips_zero_advantage and not teacher_targets, noise)
@@ -70,7 +70,7 @@ def forward_logprobs(
 
 
 @torch.no_grad()
-def forward_readings(
+def forward_hidden_states(
     chunks: Sequence[Any],
     batches: Sequence[MicroBatch],
     read: Callable[[MicroBatchRow, Tensor], _R],
@@ -95,7 +95,7 @@ def _read(
 
 
 def _rows(
-    chunks: Sequence[Any], cp_group: ProcessGroup | None, skips_zero_advantage: bool, noise: NoiseOf | None = None
+    chunks: Sequence[Any], cp_group: ProcessGroup | None, skips_zero_advantage: bool, noise: NoiseFactory | None = None
 ) -> Callable[[MicroBatch, TeacherTargets | None], MicroBatchRow]:
     device = next(chunks[0].parameters()).device
 

@@ -99,7 +99,7 @@ def output_layer_without_fusion() -> Iterator[list[GPTModel]]:
             model.output_layer.gradient_accumulation_fusion = False
 
 
-def kernels_in_words(config: TransformerConfig, overrides: Mapping[str, Any], *, engine: bool) -> str:
+def summarize_kernels(config: TransformerConfig, overrides: Mapping[str, Any], *, engine: bool) -> str:
     """One line for the start of a run on CUDA."""
     off = [name for name in FUSIONS if not getattr(config, name)]
     if not engine:

@@ -56,7 +56,7 @@ def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_o
     return hidden, None
 
 
-class TokenReadings(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """What the policy says of a row of T tokens, in nats, fp32, without gradient; 0 where the row has no loss."""
 
     logprobs: Tensor
@@ -148,15 +148,15 @@ class OutputHead:
             found = _gather_row(found, row.shard)
         return loss_inputs(row.batch, found, self._common["vocab_size"])
 
-    def readings(self, hidden: Tensor, row: MicroBatchRow) -> TokenReadings:
+    def token_logprobs(self, hidden: Tensor, row: MicroBatchRow) -> TokenLogprobs:
         """What engines are compared with, over the whole row."""
         found, raw = self.statistics(hidden, row), self.at_temperature(1.0).statistics(hidden, row)
         if found.topk_logprobs is None or raw.topk_logprobs is None:
-            return TokenReadings(found.logprobs, raw.logprobs, None, None, None)
+            return TokenLogprobs(found.logprobs, raw.logprobs, None, None, None)
         ids, raw_ids = found.topk_logprobs[:, :-1], raw.topk_logprobs[:, :-1]
-        return TokenReadings(found.logprobs, raw.logprobs, ids, raw_ids, self._best(hidden, row, ids.shape[1]))
+        return TokenLogprobs(found.logprobs, raw.logprobs, ids, raw_ids, self._best(hidden, row, ids.shape[1]))
 
-    def next_logits(self, hidden: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def next_token_logits(self, hidden: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states ``[b, H]`` at ``places [b]`` of a row, and the logits ``[b, V]`` of what comes next there;
         the same on all ranks of the group."""
         rows, weight = self._whole(hidden)[places], self.weight()
@@ -167,10 +167,10 @@ class OutputHead:
             torch.distributed.all_gather(every, mine, group=self._group)
         return rows, torch.cat(every, 1)[:, : self._common["vocab_size"]]
 
-    def of_rows(
+    def row_statistics(
         self, rows: Tensor, labels: Tensor, ids: Tensor | None, sampling_mask: SamplingMask | None
     ) -> HeadStatistics:
-        """The statistics of hidden states ``[b, H]`` that ``next_logits`` gave, as those of a row of micro-batches."""
+        """The statistics of hidden states ``[b, H]`` that ``next_token_logits`` gave, as those of a row of micro-batches."""
         valid = None if ids is None else ids >= 0
         options: dict[str, Any] = {"ids": ids, "ids_valid": valid, "sampling_mask": sampling_mask, **self._common}
         return vocab_parallel_head_stats(rows, self.weight(), labels, **options)

@@ -13,58 +13,61 @@ from megatron_dppo.mcore.mapping import router_biases
 from megatron_dppo.mcore.optim import Optimizer, optimizer_tensors
 
 
-class Away:
-    """Some parameters; while they are away they are empty, so that nobody uses them unseen.
+class OffloadedParameters:
+    """Parameters in host memory that can be loaded onto the device.
+
+    Unloaded parameters are empty tensors, so that using one by mistake fails instead of reading old values.
 
     Args:
-        parameters: as they are; on CUDA they are copied to page-locked memory.
-        device: where they are used.
+        parameters: Parameters to offload. Those on CUDA are copied to pinned memory.
+        device: Device on which they are used.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-        self._kept = [(p, to_host(p) if p.is_cuda else p.data) for p in parameters]
+        self._host_copies = [(p, to_host(p) if p.is_cuda else p.data) for p in parameters]
         self._device = device
-        self.leave()
+        self.unload()
 
-    def come(self) -> None:
-        """They are on the device."""
-        for parameter, value in self._kept:
-            parameter.data = value.to(self._device, non_blocking=True)
+    def load(self) -> None:
+        """Copy the parameters to the device."""
+        for parameter, host_copy in self._host_copies:
+            parameter.data = host_copy.to(self._device, non_blocking=True)
 
-    def leave(self) -> None:
-        """They are not."""
-        for parameter, _ in self._kept:
+    def unload(self) -> None:
+        """Free the parameters on the device. The host copies stay."""
+        for parameter, _ in self._host_copies:
             parameter.data = parameter.data.new_empty(0)
 
 
-class AwayModel:
-    """All weights of model chunks.
+class OffloadedModel:
+    """Model chunks whose weights are in host memory between forward passes.
 
     Args:
-        chunks: of this rank, unwrapped; they are only used forward, without gradients.
-        device: where.
-        by_layer: transformer layers come one at a time, in every pass over a micro-batch; all else comes for the time
-            of ``present``.
+        chunks: Unwrapped model chunks of this rank. They only run forward, without gradients.
+        device: Device on which they run.
+        by_layer: Load each transformer layer right before it runs and unload it right after, in every forward pass.
+            All other weights are loaded for the duration of ``loaded``.
     """
 
     def __init__(self, chunks: Sequence[Any], device: torch.device, *, by_layer: bool) -> None:
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers] if by_layer else []
-        of_layers = {id(p) for layer in layers for p in layer.parameters()}
-        rest = {id(p): p for chunk in chunks for p in chunk.parameters() if id(p) not in of_layers}
-        self._rest = Away(list(rest.values()), device)
+        layer_parameter_ids = {id(p) for layer in layers for p in layer.parameters()}
+        # A dict by id: tied weights appear in several chunks and must be offloaded once.
+        resident = {id(p): p for chunk in chunks for p in chunk.parameters() if id(p) not in layer_parameter_ids}
+        self._resident = OffloadedParameters(list(resident.values()), device)
         for layer in layers:
-            away = Away(list(layer.parameters()), device)
-            layer.register_forward_pre_hook(lambda *_, away=away: away.come())
-            layer.register_forward_hook(lambda *_, away=away: away.leave())
+            offloaded = OffloadedParameters(list(layer.parameters()), device)
+            layer.register_forward_pre_hook(lambda *_, offloaded=offloaded: offloaded.load())
+            layer.register_forward_hook(lambda *_, offloaded=offloaded: offloaded.unload())
 
     @contextmanager
-    def present(self) -> Iterator[None]:
-        """The chunks can be used inside."""
-        self._rest.come()
+    def loaded(self) -> Iterator[None]:
+        """Keep the weights on the device inside the block, so that the chunks can run."""
+        self._resident.load()
         try:
             yield
         finally:
-            self._rest.leave()
+            self._resident.unload()
 
 
 def to_host(values: Tensor) -> Tensor:
@@ -131,10 +134,10 @@ class DeviceState:
         self._host: dict[torch.UntypedStorage, _Host] = {}
 
     @torch.no_grad()
-    def leave(self, *, weights: bool) -> None:
+    def offload(self, *, weights: bool) -> None:
         """Move gradient buffers and optimizer state off the device, and with ``weights`` the weights too.
 
-        May be called again with ``weights``. In between, the weights can be read and computed with; only ``come_back``
+        May be called again with ``weights``. In between, the weights can be read and computed with; only ``restore``
         makes an update possible. The gradients are zero then.
         """
         self._optimizer.finish_overlapped_gather()
@@ -158,7 +161,7 @@ class DeviceState:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def come_back(self) -> None:
+    def restore(self) -> None:
         """Everything is on the device again, bit for bit where it was."""
         for storage, host in self._away.items():
             storage.resize_(sum(map(len, host)))

@@ -34,7 +34,7 @@ _library: torch.library.Library | None = None
 _checked: set[tuple[Any, ...]] = set()
 
 
-def make_batch_invariant(device: torch.device) -> None:
+def enable_batch_invariant_mode(device: torch.device) -> None:
     """Put these kernels in the place of torch's own, for the whole process; a no-op on a second call.
 
     Raises:
@@ -60,7 +60,7 @@ def make_batch_invariant(device: torch.device) -> None:
     _library = library
 
 
-def is_batch_invariant() -> bool:
+def is_batch_invariant_mode_enabled() -> bool:
     """Whether this process has these kernels."""
     return _library is not None
 

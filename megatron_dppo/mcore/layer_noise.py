@@ -44,7 +44,7 @@ class RowNoise:
     """sequence parallelism's rank and size"""
 
     @classmethod
-    def of(cls, batch: MicroBatch, shard: ContextShard | None, part: tuple[int, int], name: str) -> RowNoise:
+    def from_batch(cls, batch: MicroBatch, shard: ContextShard | None, part: tuple[int, int], name: str) -> RowNoise:
         """Of a micro-batch in host memory.
 
         Tokens after the last one of the loss get none: nothing of the loss sees them, and how many there are depends on
@@ -73,7 +73,7 @@ class RowNoise:
         return row.chunk(size)[rank].view_as(like)
 
 
-NoiseOf = Callable[[MicroBatch, ContextShard | None], RowNoise]
+NoiseFactory = Callable[[MicroBatch, ContextShard | None], RowNoise]
 """The noise of a micro-batch in host memory, of which this rank computes a share."""
 
 
@@ -122,12 +122,12 @@ class LayerNoise:
                     layer.register_forward_pre_hook(partial(self._add, number), with_kwargs=True)
         config.finalize_model_grads_func = self._reducing(config.finalize_model_grads_func)
 
-    def of_version(self, policy_version: int) -> NoiseOf:
+    def for_version(self, policy_version: int) -> NoiseFactory:
         """What gives the micro-batches of this version's update their noise."""
         for number, leaf in self._own.items():
             leaf.grad = None
             leaf.data.fill_(self.log_std[number - self._layers.start])
-        return partial(RowNoise.of, part=self._part, name=f"{self._seed}/{policy_version}")
+        return partial(RowNoise.from_batch, part=self._part, name=f"{self._seed}/{policy_version}")
 
     def _add(self, layer: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward hook before a layer: its input with noise, in a row that has some."""

@@ -63,7 +63,7 @@ class Adapters(Module):
         }
 
 
-def trained_part(chunk: GPTModel) -> Module:
+def trainable_module(chunk: GPTModel) -> Module:
     """What of a chunk a checkpoint holds: its adapters, or all of it where it has none."""
     found: Module = getattr(chunk, ADAPTERS, chunk)
     return found

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.families.rules import EMBEDDING, FINAL_NORM, OUTPUT, TIED_OUTPUT, Rule
 
 
 def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]:
     """Every ``(rule, layer, expert)`` of a model, in the order of the network; tied output weights are left out."""
     yield EMBEDDING, 0, 0
-    family = family_of(shape)
+    family = get_family(shape)
     attention = family.attention(shape)
     for layer in range(shape.num_layers):
         has_experts = shape.num_experts is not None and layer not in shape.dense_layers
@@ -42,14 +42,14 @@ def find_rule(name: str, shape: ModelShape, tied: bool) -> tuple[Rule, int, int]
     layer_match = re.match(r"decoder\.layers\.(\d+)\.", name)
     expert_match = re.search(r"\.experts\.linear_fc[12]\.weight(\d+)$", name)
     layer, expert = (int(m[1]) if m else 0 for m in (layer_match, expert_match))
-    family, output = family_of(shape), TIED_OUTPUT if tied else OUTPUT
+    family, output = get_family(shape), TIED_OUTPUT if tied else OUTPUT
     for rule in (*family.attention(shape), *family.dense, *family.experts, EMBEDDING, FINAL_NORM, output):
         if rule.names(layer, expert)[0] == name:
             return rule, layer, expert
     raise KeyError(f"no rule maps the Megatron parameter {name!r} to Hugging Face")
 
 
-def is_left_out(name: str, shape: ModelShape) -> bool:
+def is_mtp_weight(name: str, shape: ModelShape) -> bool:
     """Whether a Hugging Face weight is of the layers after the last, which have no place in the model."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and 0 <= int(layer[1]) - shape.num_layers < shape.num_mtp_layers
@@ -88,7 +88,7 @@ def router_biases(model: Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def router_biases_kept(models: Sequence[Module]) -> Iterator[None]:
+def preserve_router_biases(models: Sequence[Module]) -> Iterator[None]:
     """Around a conversion of models to another dtype: the same tensors are the biases afterwards, not rounded.
 
     So are the counts of tokens that they may follow: in bf16 a count would end at 256.

@@ -13,17 +13,17 @@ from megatron.core.transformer.moe import moe_utils
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape
-from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine, refuse_what_has_no_attention
-from megatron_dppo.mcore.fusions import check_fp8, default_fusions, kernels_in_words, output_layer_without_fusion
+from megatron_dppo.mcore.compat.transformer_engine import check_attention_support, has_transformer_engine
+from megatron_dppo.mcore.fusions import check_fp8, default_fusions, output_layer_without_fusion, summarize_kernels
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.parallel.platform import DTYPES, Platform
 
 
-def balance_coefficients(overrides: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def layout_invariant_aux_loss(overrides: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """``moe_aux_loss_coeff`` such that its gradient is the same for every layout.
 
     With ``calculate_per_token_loss`` Megatron scales a rank's part of the load-balancing loss by the tokens of that
@@ -40,7 +40,7 @@ def balance_coefficients(overrides: dict[str, Any], layout: Layout) -> dict[str,
     return {"moe_aux_loss_coeff": coefficient * parts}
 
 
-class BalanceLosses:
+class LoadBalancingLosses:
     """Reads and clears what Megatron's routers recorded since the last call.
 
     Args:
@@ -97,8 +97,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config; ``model.transformer`` overrides come last (see ``checked_overrides``)."""
     engine = platform.is_cuda and has_transformer_engine()
-    refuse_what_has_no_attention(model.dtype, layout.cp, transformer_engine=engine)
-    dtype, own = DTYPES[model.dtype], family_of(hf_config).fields(hf_config, model_shape(hf_config))
+    check_attention_support(model.dtype, layout.cp, transformer_engine=engine)
+    dtype, own = DTYPES[model.dtype], get_family(hf_config).fields(hf_config, model_shape(hf_config))
     values: dict[str, Any] = dict(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -143,12 +143,12 @@ def transformer_config(
     experts = "num_moe_experts" in own
     fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=engine, experts=experts)
     kind = MLATransformerConfig if own.get("multi_latent_attention") else TransformerConfig
-    return kind(**(values | fused | own | overrides | balance_coefficients(overrides, layout)))
+    return kind(**(values | fused | own | overrides | layout_invariant_aux_loss(overrides, layout)))
 
 
-def kernels_note(config: TransformerConfig, model: ModelConfig) -> str:
+def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:
     """One line for the start of a run on CUDA: whose layers, which fused kernels, and why one is off."""
-    return kernels_in_words(config, model.transformer, engine=has_transformer_engine())
+    return summarize_kernels(config, model.transformer, engine=has_transformer_engine())
 
 
 def checked_config(
@@ -183,7 +183,7 @@ def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device:
                 pre_process=pp_rank == 0 and stage == 0,
                 post_process=pp_rank == last_stage and stage == (virtual or 1) - 1,
                 position_embedding_type="rope",
-                **family_of(hf_config).rope(hf_config).arguments(),
+                **get_family(hf_config).rope(hf_config).arguments(),
                 share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
                 vp_stage=vp_stage,
             )

@@ -66,7 +66,7 @@ PLACES: Sequence[tuple[Any, str]] = (
 """Functions of a ``HybridDeviceOptimizer`` that allocate on the host: (owner, name)."""
 
 
-def tensors_on_device(optimizer: Any) -> Iterator[Tensor]:
+def gpu_tensors(optimizer: Any) -> Iterator[Tensor]:
     """What a ``HybridDeviceOptimizer`` keeps beside the GPU's weights; nothing for an optimizer of another kind."""
     part: Any = getattr(optimizer, "gpu_optimizer", None)
     for group in part.param_groups if part is not None else ():

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.mcore.mapping import router_biases_kept
+from megatron_dppo.mcore.mapping import preserve_router_biases
 from megatron_dppo.mcore.offload import drop_gradient_copies, is_offloaded, offloaded_tensors, start_offloaded
-from megatron_dppo.mcore.optimizer_shards import use_boxes
+from megatron_dppo.mcore.optimizer_shards import use_box_sharding
 from megatron_dppo.parallel.platform import DTYPES
 
 
@@ -85,9 +85,9 @@ class LossScale(MegatronGradScaler):
         self._without, self._left = state_dict["without"], state_dict["left"]
 
 
-def in_half(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[Any]:
+def wrap_float16(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[Any]:
     """Each chunk in the dtype of the configuration: in a Float16Module for bf16 and fp16."""
-    with router_biases_kept(chunks):
+    with preserve_router_biases(chunks):
         return [Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk for chunk in chunks]
 
 
@@ -101,7 +101,7 @@ def wrap_for_training(
         overlap_param_gather=parallel.overlap_param_gather,
         grad_reduce_in_fp32=grad_reduce_in_fp32,
     )
-    modules = in_half(config, chunks)
+    modules = wrap_float16(config, chunks)
     return [
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=(i > 0))
         for i, module in enumerate(modules)
@@ -165,7 +165,7 @@ class Optimizer:
             elif not part.is_stub_optimizer:
                 part.init_state_fn(part.optimizer, part.config)
             if isinstance(part, DistributedOptimizer):
-                use_boxes(part)
+                use_box_sharding(part)
             if self.loss_scale is not None:
                 part.grad_scaler = self.loss_scale
         self._scheduler = OptimizerParamScheduler(

@@ -67,7 +67,7 @@ def _within(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterat
         yield Box((index, *box.offset), (1, *box.size))
 
 
-def use_boxes(optimizer: DistributedOptimizer) -> None:
+def use_box_sharding(optimizer: DistributedOptimizer) -> None:
     """Let ``optimizer`` save and load its ``fully_reshardable`` state box by box."""
     optimizer.sharded_param_state_fully_reshardable = partial(_sharded_state, optimizer)
     optimizer.load_parameter_state_from_fully_reshardable = partial(_load_state, optimizer)

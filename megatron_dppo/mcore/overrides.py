@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.errors import ConfigError, ErrorCollector
-from megatron_dppo.mcore.router_replay import refuse_what_ignores_replay
+from megatron_dppo.mcore.router_replay import check_router_replay_support
 
 _OWNED = {
     "calculate_per_token_loss": "the loss is always divided by one global token count",
@@ -77,7 +77,7 @@ def checked_overrides(overrides: dict[str, Any], *, router_replay: bool) -> dict
     """
     problems = ErrorCollector()
     if router_replay:
-        problems.attempt(refuse_what_ignores_replay, overrides)
+        problems.attempt(check_router_replay_support, overrides)
     known = {field.name for field in fields(TransformerConfig)}
     for key, value in overrides.items():
         if problem := _problem(key, value, known):

@@ -38,7 +38,7 @@ class Replacement:
     """only when a GPU is rehearsed, and not the CPU of a test"""
 
 
-def phases_of_schedule() -> list[tuple[Any, str, str]]:
+def schedule_phases() -> list[tuple[Any, str, str]]:
     """Where Megatron's update has its parts: (module, function, name of the part)."""
     from megatron.core.pipeline_parallel import schedules
 

@@ -35,7 +35,7 @@ ReplayMode = Literal["replay", "compare", "record"]
 use the live ones and keep them."""
 
 
-def without_routes(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+def drop_routes(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
     """The same, made when they are asked for."""
     return MicroBatches(len(batches), lambda i: replace(batches[i], routed_experts=None))
 
@@ -108,7 +108,7 @@ class ReplayDriver:
             handles.append(model.register_forward_pre_hook(partial(self._begin, chunk, batches, mode)))
             handles.append(model.register_forward_hook(partial(self._end, chunk, mode)))
         try:
-            yield without_routes(batches)
+            yield drop_routes(batches)
             self._check_all_used(len(batches))
         finally:
             for handle in handles:
@@ -229,7 +229,7 @@ _AGAINST_REPLAY = {
 """Field of TransformerConfig -> values with which Megatron ignores or undoes replay (None = any value that is set)."""
 
 
-def refuse_what_ignores_replay(overrides: Mapping[str, Any]) -> None:
+def check_router_replay_support(overrides: Mapping[str, Any]) -> None:
     """Stop before a run in which replay would silently do nothing, or not what it says.
 
     Args:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.mcore.compat.attention import PackedRow
-from megatron_dppo.mcore.layer_noise import NoiseOf
+from megatron_dppo.mcore.layer_noise import NoiseFactory
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import LossOutput, MicroBatch, TokenTargets
 
@@ -33,14 +33,14 @@ class MicroBatchRow:
     """what a teacher says of the tokens whose hidden states are on this rank; in host memory, on the last stage only"""
 
     @classmethod
-    def of(
+    def from_batch(
         cls,
         batch: MicroBatch,
         cp_group: ProcessGroup | None,
         device: torch.device,
         *,
         skips_zero_advantage: bool,
-        noise: NoiseOf | None = None,
+        noise: NoiseFactory | None = None,
     ) -> MicroBatchRow:
         """Move to ``device``; share and plan are found before that, on the host."""
         shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
@@ -49,7 +49,7 @@ class MicroBatchRow:
         plan = RowPlan.of(mask, advantages if skips_zero_advantage else None, device)
         starts, on_host, batch = batch.cu_seqlens.tolist(), batch, batch.to(device)
         shard = None if shard is None else shard.to(device)
-        packing = PackedRow.of(batch, starts, shard)
+        packing = PackedRow.from_batch(batch, starts, shard)
         packing.noise = None if noise is None else noise(on_host, shard)
         return cls(batch, batch if shard is None else batch.select(shard.index, index), plan, packing, shard)
 
@@ -58,7 +58,7 @@ class MicroBatchRow:
         return values if self.shard is None else self.shard.split(values)
 
 
-class SeenRow(NamedTuple):
+class RowRecord(NamedTuple):
     """What a loss saw and decided of a row of T tokens; on the CPU. Neither means anything outside the loss mask."""
 
     logprobs: Tensor
@@ -68,7 +68,7 @@ class SeenRow(NamedTuple):
 
 
 @torch.no_grad()
-def seen_row(output: LossOutput, row: MicroBatchRow) -> SeenRow:
+def record_row(output: LossOutput, row: MicroBatchRow) -> RowRecord:
     """Of the whole row, on every context-parallel rank; a collective of them.
 
     Raises:
@@ -80,4 +80,4 @@ def seen_row(output: LossOutput, row: MicroBatchRow) -> SeenRow:
     if row.shard is not None and len(both) < row.batch.tokens.numel():  # else the loss was of the whole row
         both = row.shard.gather(both)
     both = both.cpu()
-    return SeenRow(both[:, 0].clone(), both[:, 1] > 0)
+    return RowRecord(both[:, 0].clone(), both[:, 1] > 0)

@@ -34,7 +34,7 @@ def initialize_megatron(
         timeout_minutes: limit of a collective in Megatron's groups.
         wait_minutes: limit in the groups for objects, over the CPU: one rank may sample, score or write for long while
             the others wait. None = ``timeout_minutes``.
-        world: the ``host_world`` that there is already; None = it is built here.
+        world: the ``new_host_world`` that there is already; None = it is built here.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -59,7 +59,7 @@ def initialize_megatron(
         edp=parallel_state.get_expert_data_parallel_group(),
         dp=_on_the_host(tuple(dist.get_process_group_ranks(data_parallel)), wait),
         replica=_on_the_host(_replica(), wait),
-        world=world or host_world(wait_minutes),
+        world=world or new_host_world(wait_minutes),
     )
 
 
@@ -70,7 +70,7 @@ def _replica() -> tuple[int, ...]:
     return tuple(rank for rank, index in enumerate(indices) if index == indices[dist.get_rank()])
 
 
-def host_world(wait_minutes: float) -> dist.ProcessGroup:
+def new_host_world(wait_minutes: float) -> dist.ProcessGroup:
     """A group of all ranks over the CPU (a collective); on CUDA the default group moves everything through NCCL."""
     return dist.new_group(timeout=timedelta(minutes=wait_minutes), backend="gloo")
 

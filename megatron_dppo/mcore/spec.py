@@ -30,7 +30,7 @@ from megatron_dppo.mcore.compat.layers import (
     RowParallelGroupedLinear,
 )
 from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
-from megatron_dppo.mcore.invariant import InvariantCoreAttention, is_batch_invariant
+from megatron_dppo.mcore.invariant import InvariantCoreAttention, is_batch_invariant_mode_enabled
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -72,7 +72,7 @@ def _grouped_spec(config: TransformerConfig) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=LayerNormColumnParallelLinear,
-            core_attention=InvariantCoreAttention if is_batch_invariant() else SDPACoreAttention,
+            core_attention=InvariantCoreAttention if is_batch_invariant_mode_enabled() else SDPACoreAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
             k_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,

@@ -19,12 +19,12 @@ from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
-from megatron_dppo.mcore.forward import forward_logprobs, forward_readings
+from megatron_dppo.mcore.forward import forward_hidden_states, forward_logprobs
 from megatron_dppo.mcore.head import OutputHead
-from megatron_dppo.mcore.host_memory import AwayModel, to_host
+from megatron_dppo.mcore.host_memory import OffloadedModel, to_host
 from megatron_dppo.mcore.model import build_model, transformer_config
-from megatron_dppo.mcore.optim import in_half
-from megatron_dppo.mcore.router_replay import without_routes
+from megatron_dppo.mcore.optim import wrap_float16
+from megatron_dppo.mcore.router_replay import drop_routes
 from megatron_dppo.mcore.row import MicroBatchRow
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
@@ -74,27 +74,27 @@ class TeacherModel:
         megatron_config = transformer_config(hf_config, settings, layout, platform)
         models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         Bridge(models, shape, tied=bool(hf_config.tie_word_embeddings), groups=groups).load(weights)
-        self._chunks = [chunk.eval() for chunk in in_half(megatron_config, models)]
+        self._chunks = [chunk.eval() for chunk in wrap_float16(megatron_config, models)]
         for chunk in models:
             chunk.requires_grad_(False)
         self._cp_group = groups.cp if layout.cp > 1 else None
         self._head = OutputHead(models[-1], groups.tp, hf_config.vocab_size, temperature)
         self._divergence = Divergence(distillation.divergence, distillation.coef)
         self._has_head = dist.get_rank(groups.pp) == layout.pp - 1
-        self._away = AwayModel(models, platform.device, by_layer=distillation.teacher_weights == "by_layer")
+        self._model = OffloadedModel(models, platform.device, by_layer=distillation.teacher_weights == "by_layer")
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probabilities ``[T]`` of the labels of each micro-batch; empty but on the last pipeline stage."""
-        with self._away.present():
-            return forward_logprobs(self._chunks, without_routes(batches), self._head, self._cp_group)
+        with self._model.loaded():
+            return forward_logprobs(self._chunks, drop_routes(batches), self._head, self._cp_group)
 
     def teacher_targets(self, batches: Sequence[MicroBatch]) -> list[TeacherTargets]:
         """The teacher's side of the loss of each micro-batch; empty but on the last pipeline stage.
 
         Its hidden states wait in host memory; its share of the output layer is on the device until these are dropped.
         """
-        with self._away.present():
-            rows = forward_readings(self._chunks, without_routes(batches), _own_hidden, self._cp_group)
+        with self._model.loaded():
+            rows = forward_hidden_states(self._chunks, drop_routes(batches), _own_hidden, self._cp_group)
             weight = self._head.weight().detach() if self._has_head else None
         return [] if weight is None else [TeacherTargets(hidden, weight, self._divergence) for hidden in rows]
 

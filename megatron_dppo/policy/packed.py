@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.data.training_samples import RowShape, fill_bins, pack, split_evenly
-from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.types import MicroBatches, TrainingSample
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.row import SeenRow
+    from megatron_dppo.mcore.row import RowRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +65,12 @@ class Packer:
         shape = self._shape
         dealt = fill_bins(samples, budget, shape) if bins is None else bins
         per_sample = [int(sample.loss_mask.sum()) for sample in samples]
-        together = of_all_ranks([len(dealt), sum(per_sample), sum(n > 0 for n in per_sample)], self._dp_group)
+        together = all_gather_integers([len(dealt), sum(per_sample), sum(n > 0 for n in per_sample)], self._dp_group)
         if bins is None:
             bins = split_evenly(dealt, -(-int(together[:, 0].max()) // self._multiple) * self._multiple)
         if self._equal_rows:
             longest = max(sum(shape.padded(samples[i].num_tokens) for i in part) for part in bins)
-            longest = int(of_all_ranks([longest], self._dp_group).max())
+            longest = int(all_gather_integers([longest], self._dp_group).max())
             shape = replace(shape, row_multiple=-(-longest // shape.row_multiple) * shape.row_multiple)
         tokens, sequences = together[:, 1:].sum(0).tolist()
         return Packed(
@@ -80,7 +80,7 @@ class Packer:
         )
 
 
-def of_all_ranks(values: list[int], group: dist.ProcessGroup | None) -> Tensor:
+def all_gather_integers(values: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """``[ranks, len(values)]``"""
     mine = torch.tensor(values)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -94,7 +94,7 @@ def attention_length(hf_config: Any) -> float:
     A weight is one multiplication a token, a pair of positions two for each head and dimension; backward doubles both.
     """
     shape = model_shape(hf_config)
-    own, hidden, layers = family_of(hf_config).fields(hf_config, shape), shape.hidden_size, shape.num_layers
+    own, hidden, layers = get_family(hf_config).fields(hf_config, shape), shape.hidden_size, shape.num_layers
     of_layer, of_pair = _latent(own, shape) if shape.has_latent_attention else _grouped(own, shape)
     num_dense = layers if shape.num_experts is None else len(shape.dense_layers)
     weights = layers * of_layer + num_dense * 3 * hidden * hf_config.intermediate_size + hidden * shape.vocab_size
@@ -121,7 +121,7 @@ def _latent(own: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
     return weights, of_queries + heads * values
 
 
-class SeenSample(NamedTuple):
+class SampleRecord(NamedTuple):
     """One sample as the last update that trained on it saw it; T tokens, aligned to the labels, on the CPU."""
 
     update: int
@@ -132,7 +132,7 @@ class SeenSample(NamedTuple):
     """[T] bool, True = the token had a gradient"""
 
 
-class TokenWatch:
+class TokenRecorder:
     """Gathers the tokens of one step's updates on this rank.
 
     Attributes:
@@ -140,15 +140,17 @@ class TokenWatch:
     """
 
     def __init__(self) -> None:
-        self.samples: dict[int, SeenSample] = {}
+        self.samples: dict[int, SampleRecord] = {}
         self._updates = 0
 
-    def add(self, samples: Sequence[TrainingSample], packed: Packed, rows: Sequence[SeenRow], shape: RowShape) -> None:
+    def add(
+        self, samples: Sequence[TrainingSample], packed: Packed, rows: Sequence[RowRecord], shape: RowShape
+    ) -> None:
         """One update: this rank's samples, how they were packed, and what the loss saw of each row."""
         for part, row in zip(packed.bins, rows, strict=False):  # no rows but on the last stage
             starts = accumulate([0, *(shape.padded(samples[i].num_tokens) for i in part)])
             for i, start in zip(part, starts, strict=False):
                 own = slice(start, start + samples[i].num_tokens)
-                seen = SeenSample(self._updates, row.logprobs[own].clone(), row.keep[own].clone())
+                seen = SampleRecord(self._updates, row.logprobs[own].clone(), row.keep[own].clone())
                 self.samples[samples[i].number] = seen
         self._updates += 1

@@ -23,17 +23,17 @@ from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
 from megatron_dppo.mcore.checkpoint.save_load import Save, load_checkpoint, read_state, save_checkpoint
 from megatron_dppo.mcore.compat.extensions import prepare_extensions
-from megatron_dppo.mcore.forward import forward_backward, forward_logprobs, forward_readings
+from megatron_dppo.mcore.forward import forward_backward, forward_hidden_states, forward_logprobs
 from megatron_dppo.mcore.fusions import row_multiple
 from megatron_dppo.mcore.head import OutputHead
 from megatron_dppo.mcore.host_memory import DeviceState, ReferenceWeights
-from megatron_dppo.mcore.invariant import TILE, make_batch_invariant
+from megatron_dppo.mcore.invariant import TILE, enable_batch_invariant_mode
 from megatron_dppo.mcore.layer_noise import LayerNoise
 from megatron_dppo.mcore.lora import Lora
-from megatron_dppo.mcore.model import BalanceLosses, build_model, transformer_config
+from megatron_dppo.mcore.model import LoadBalancingLosses, build_model, transformer_config
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
-from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, without_routes
-from megatron_dppo.mcore.row import MicroBatchRow, SeenRow
+from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, drop_routes
+from megatron_dppo.mcore.row import MicroBatchRow, RowRecord
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.packed import Packed, Packer, attention_length
@@ -96,7 +96,7 @@ class PolicyTrainer:
         self.policy_version = 0
         replay = train.router_replay
         if rollout.batch_invariant:
-            make_batch_invariant(platform.device)
+            enable_batch_invariant_mode(platform.device)
         megatron_config = transformer_config(hf_config, model, layout, platform, router_replay=replay != "off")
         prepare_extensions(megatron_config)
         self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
@@ -127,7 +127,7 @@ class PolicyTrainer:
         # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
         equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._packer = Packer(self.row_shape, layout.micro_batch_multiple, groups.dp, equal_rows=equal_rows)
-        self._balance_losses = BalanceLosses(megatron_config)
+        self._balance_losses = LoadBalancingLosses(megatron_config)
         self.routing_shape = routing_shape(hf_config, weights=train.router_replay_weights)
         self._replay_mode: ReplayMode = "compare" if replay == "compare" else "replay"
         self._replay = None
@@ -145,13 +145,13 @@ class PolicyTrainer:
         batches: Sequence[MicroBatch],
         objective: Objective,
         teacher_targets: Sequence[TeacherTargets] = (),
-        seen: list[SeenRow] | None = None,
+        seen: list[RowRecord] | None = None,
     ) -> dict[str, float]:
         """Gradients of the global batch by its token count; returns metrics. See ``forward_backward``."""
         for chunk in self._chunks:
             chunk.train()
         self.optimizer.zero_grad()
-        noise = None if self._noise is None else self._noise.of_version(self.policy_version)
+        noise = None if self._noise is None else self._noise.for_version(self.policy_version)
         with self._routing(batches, self._replay_mode) as plain:
             local = forward_backward(
                 self._chunks, plain, self._head, objective, self._cp_group, teacher_targets, seen, noise
@@ -166,7 +166,7 @@ class PolicyTrainer:
     ) -> AbstractContextManager[Sequence[MicroBatch]]:
         """Router replay around one run of the schedule, if these micro-batches have routes or are to get them."""
         if self._replay is None or mode is None or (mode != "record" and batches[0].routed_experts is None):
-            return nullcontext(without_routes(batches))
+            return nullcontext(drop_routes(batches))
         return self._replay.running(batches, mode)
 
     def _routing_metrics(self, batches: Sequence[MicroBatch], *, is_first: bool) -> dict[str, float]:
@@ -223,11 +223,11 @@ class PolicyTrainer:
             found = forward_logprobs(self._chunks, plain, self._head, self._cp_group)
         return found, self._replay.recorded(batches)
 
-    def readings(
+    def token_logprobs(
         self,
         batches: Sequence[MicroBatch],
         mode: Literal["record", "replay"] | None = None,
-        read: Callable[[OutputHead, Tensor, MicroBatchRow], Any] = OutputHead.readings,
+        read: Callable[[OutputHead, Tensor, MicroBatchRow], Any] = OutputHead.token_logprobs,
     ) -> tuple[list[Any], list[Tensor]]:
         """What an engine's answers are compared with, and the routes ``[T, L, k]``, both for each micro-batch.
 
@@ -243,7 +243,7 @@ class PolicyTrainer:
         assert mode is None or self._replay is not None
         self.optimizer.finish_overlapped_gather()
         with self._routing(batches, mode) as plain:
-            found = forward_readings(self._chunks, plain, lambda row, x: read(self._head, x, row), self._cp_group)
+            found = forward_hidden_states(self._chunks, plain, lambda row, x: read(self._head, x, row), self._cp_group)
         return found, self._replay.recorded(batches) if self._replay is not None and mode == "record" else []
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

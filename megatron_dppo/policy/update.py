@@ -22,9 +22,9 @@ from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.row import SeenRow
+    from megatron_dppo.mcore.row import RowRecord
     from megatron_dppo.mcore.teacher_model import TeacherModel
-    from megatron_dppo.policy.packed import Packed, TokenWatch
+    from megatron_dppo.policy.packed import Packed, TokenRecorder
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 
@@ -50,7 +50,7 @@ class Updater:
         with_reference: bool = False,
         teacher: TeacherModel | None = None,
         score: TeacherModel | None = None,
-        watch: TokenWatch | None = None,
+        watch: TokenRecorder | None = None,
     ) -> None:
         self._trainer, self._train, self._loss = trainer, train, loss
         self._teacher, self._score, self._watch = teacher, score, watch
@@ -89,7 +89,7 @@ class Updater:
                 with clock.part("forward_backward"):
                     last = epoch == self._train.epochs - 1 and number == len(every) - 1
                     objective = self._last_objective if last else self._objective
-                    seen: list[SeenRow] | None = None if self._watch is None else []
+                    seen: list[RowRecord] | None = None if self._watch is None else []
                     metrics = self._trainer.accumulate(batches, objective, teacher_targets, seen)
                     del teacher_targets
                 if self._watch is not None and seen is not None:
@@ -144,7 +144,7 @@ class Updater:
                     samples[i] = replace(samples[i], **changes)
         return samples
 
-    def plan(self, samples: list[TrainingSample]) -> MicroBatches:
+    def pack_batches(self, samples: list[TrainingSample]) -> MicroBatches:
         """This rank's packed micro-batches of one update, equally many on every rank; a collective."""
         return self._weighted(self._packed(samples)[1])
 

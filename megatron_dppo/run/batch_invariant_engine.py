@@ -129,9 +129,9 @@ class BatchInvariantEngine:
             return None
 
         def read(head: OutputHead, hidden: Tensor, row: MicroBatchRow) -> tuple[OutputHead, Tensor, Tensor]:
-            return head, *head.next_logits(hidden, row.batch.loss_mask.nonzero()[:, 0])
+            return head, *head.next_token_logits(hidden, row.batch.loss_mask.nonzero()[:, 0])
 
-        parts, _ = self._trainer.readings(packed.batches, None, read)
+        parts, _ = self._trainer.token_logprobs(packed.batches, None, read)
         order = torch.tensor([i for part in packed.bins for i in part], device=self._trainer.device)
         hidden, logits = (torch.cat([part[i] for part in parts]) for i in (1, 2))
         place = order.argsort() if sequences else order[:0]
@@ -160,7 +160,7 @@ class BatchInvariantEngine:
             inside = distribution > -torch.inf
             sampling_mask = SamplingMask(inside.nonzero()[:, 1].int(), inside.sum(1).int().cpu())[places.cpu()]
         at = head.at_temperature(params.temperature or 1.0)
-        scored = at.of_rows(hidden[places], chosen[places], ids, sampling_mask)
+        scored = at.row_statistics(hidden[places], chosen[places], ids, sampling_mask)
         own = scored.logprobs[:count]
         record.logprobs[rows, step] = own
         if scored.id_logprobs is not None and ids is not None:

@@ -76,9 +76,9 @@ class SharedGpus:
         """See ``Gpus``."""
         if self._sampling:
             return []
-        self._state.leave(weights=False)
+        self._state.offload(weights=False)
         notes = self._publisher.publish()
-        self._state.leave(weights=True)
+        self._state.offload(weights=True)
         self._sampling = True
         return notes
 
@@ -87,7 +87,7 @@ class SharedGpus:
         if not self._sampling:
             return []
         notes = self._publisher.release()
-        self._state.come_back()
+        self._state.restore()
         self._sampling = False
         return notes
 

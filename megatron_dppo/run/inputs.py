@@ -21,7 +21,7 @@ from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import ConfigError, ErrorCollector
-from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import check_weights_fit, model_shape, parameter_count, read_hf_config
 from megatron_dppo.parallel.objects import from_leader
 
@@ -156,7 +156,7 @@ def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, grou
 def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     """Whether the model has what the configuration asks of it."""
     problems, path = ErrorCollector(), config.model.path
-    problems.attempt(family_of(hf_config).rope, hf_config)
+    problems.attempt(get_family(hf_config).rope, hf_config)
     if not config.model.random_init:
         problems.attempt(check_weights_fit, path, hf_config)
     if config.loss.is_topk and config.loss.topk > shape.vocab_size:

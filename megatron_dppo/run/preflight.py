@@ -137,7 +137,7 @@ def _megatron(start: Start) -> Iterable[UserError]:
         if not start.dry_run:
             check_build_tools(found)
         if platform.is_cuda:
-            start.notes.append(model.kernels_note(found, config.model))
+            start.notes.append(model.kernel_summary(found, config.model))
         if left_out := model_shape(hf_config).num_mtp_layers:
             start.notes.append(
                 f"model    config.json names {left_out} layer(s) for further tokens (num_nextn_predict_layers); "
@@ -154,13 +154,13 @@ def _perturbation(start: Start) -> Iterable[UserError]:
 
 
 def _adam(start: Start) -> Iterable[UserError]:
-    from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine, refuse_what_needs_its_adam
+    from megatron_dppo.mcore.compat.transformer_engine import check_adam_support, has_transformer_engine
 
     config, on_gpu = start.config, Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))).is_cuda
     # On a CPU a dry run may be for a machine with GPUs.
     if not has_transformer_engine() if on_gpu else not start.dry_run:
         warmup = {"warmup.optimizer": config.warmup.optimizer} if config.warmup.num_steps else {}
-        refuse_what_needs_its_adam({"optimizer": config.optimizer, **warmup})
+        check_adam_support({"optimizer": config.optimizer, **warmup})
     return ()
 
 

@@ -16,7 +16,7 @@ from megatron_dppo.data.chat import token_texts
 from megatron_dppo.files import disk_errors
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import agreed, at_leader, is_leader
-from megatron_dppo.policy.packed import SeenSample, TokenWatch
+from megatron_dppo.policy.packed import SampleRecord, TokenRecorder
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.steps.files import StepMeta, write_step
 from megatron_dppo.report.steps.rows import RankPart, TrainedTokens
@@ -41,7 +41,7 @@ class StepRecord:
     """
 
     def __init__(self, policy_version: int) -> None:
-        self.watch = TokenWatch()
+        self.watch = TokenRecorder()
         self.policy_version = policy_version
         self._samples: list[TrainingSample] = []
 
@@ -51,7 +51,7 @@ class StepRecord:
         self._samples = [replace(sample, number=first + i) for i, sample in enumerate(samples)]
         return list(self._samples)
 
-    def pop_seen(self, trainer: PolicyTrainer) -> dict[int, SeenSample]:
+    def pop_seen(self, trainer: PolicyTrainer) -> dict[int, SampleRecord]:
         """Return what the updates computed since the last call, by ``TrainingSample.number``.
 
         Tensor- and context-parallel ranks compute the same loss: the first of them on the last pipeline stage returns
@@ -60,10 +60,10 @@ class StepRecord:
         groups = trainer.groups
         is_first = all(group is None or dist.get_rank(group) == 0 for group in (groups.tp, groups.cp))
         samples = self.watch.samples if is_first and trainer.is_last_stage else {}
-        self.watch = TokenWatch()
+        self.watch = TokenRecorder()
         return samples
 
-    def build_rank_part(self, collected: Collected, dp_rank: int, seen: dict[int, SeenSample]) -> RankPart:
+    def build_rank_part(self, collected: Collected, dp_rank: int, seen: dict[int, SampleRecord]) -> RankPart:
         """Return the samples of one data-parallel rank.
 
         Args:
@@ -85,7 +85,7 @@ class _RankRecord(NamedTuple):
     dp_rank: int
     rollouts: tuple[Collected, StepRecord] | None
     """None on ranks other than the leader of their replica, which has the same rollouts."""
-    seen: dict[int, SeenSample]
+    seen: dict[int, SampleRecord]
     """Result of ``StepRecord.pop_seen``."""
 
 
@@ -169,7 +169,7 @@ class StepRecorder:
             writer.write_table(step, "rollouts/masked_tokens", TABLE_COLUMNS, rows)
 
 
-def _trained_tokens(sample: TrainingSample, completion: Completion, seen: SeenSample | None) -> TrainedTokens:
+def _trained_tokens(sample: TrainingSample, completion: Completion, seen: SampleRecord | None) -> TrainedTokens:
     """Return a sample's columns, one row per response token; ``seen`` is None if no update used the sample."""
     count = len(completion.token_ids)
     mask = _response_rows(sample.loss_mask, count)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import write_synced
-from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, step_of
+from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, step_number
 
 FINAL = (2, 3)
 """Exit codes of a trainer that would end the same way again: something to mend, and training that cannot go on."""
@@ -53,7 +53,7 @@ class DiskProgress:
 
 def _newest(folder: Path) -> int:
     found = checkpoints(folder)
-    return step_of(found[-1]) if found else 0
+    return step_number(found[-1]) if found else 0
 
 
 @dataclass(frozen=True)

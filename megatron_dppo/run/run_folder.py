@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import write_synced
-from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, clean_leftovers, read_state
+from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, remove_leftovers, read_state
 from megatron_dppo.parallel.objects import agreed, is_leader
 from megatron_dppo.run.lock import FolderLock
 
@@ -164,7 +164,7 @@ def _prepare(folder: Path, config: Config) -> list[str]:
             f"{folder} already holds a run and checkpoint.resume = 'never'; choose another run.output_dir, or set "
             "run.overwrite = true to move that run aside"
         )
-    clean_leftovers(checkpoints_folder(folder))
+    remove_leftovers(checkpoints_folder(folder))
     return notes
 
 

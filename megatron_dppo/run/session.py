@@ -143,7 +143,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     # Closed in the reverse order: what writes to the folder before the lock of the folder.
     parts = ExitStack()
     try:
-        world = setup.host_world(config.run.wait_minutes)
+        world = setup.new_host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
         config = resolve_num_steps(config, inputs)
         sharing = _find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
@@ -162,7 +162,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         stream = _stream(config, inputs, groups, trainer, engine, scorer)
         if not is_leader(groups.replica):
             engine = None  # one that all ranks of a replica have is known to the stream; the rest is the leader's
-        background = setup.host_world(config.run.wait_minutes) if config.checkpoint.async_save else None
+        background = setup.new_host_world(config.run.wait_minutes) if config.checkpoint.async_save else None
         session = Session(
             config=config,
             inputs=inputs,

@@ -13,7 +13,7 @@ from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.engines.serving.command import api_key
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.errors import CheckpointError, ConfigError, ErrorCollector, UserError
-from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import FolderWeights, check_weights_fit, model_shape, read_hf_config
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
@@ -66,7 +66,7 @@ def _check(path: str, config: Config, policy: ModelInputs, problems: ErrorCollec
     problems.attempt(_check_vocabulary, name, hf_config, policy)
     problems.attempt(_check_tokenizer, name, path, policy.tokenizer)
     problems.attempt(_check_layout, name, hf_config, config, policy)
-    problems.attempt(family_of(hf_config).rope, hf_config)
+    problems.attempt(get_family(hf_config).rope, hf_config)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     longest = min(longest, policy.hf_config.max_position_embeddings)
     if hf_config.max_position_embeddings < longest:

@@ -16,7 +16,7 @@ from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import write_synced
 from megatron_dppo.losses import SUPERVISED
-from megatron_dppo.mcore.checkpoint.folder import step_of
+from megatron_dppo.mcore.checkpoint.folder import step_number
 from megatron_dppo.parallel.objects import from_leader
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
@@ -161,4 +161,4 @@ def _resume(trainer: PolicyTrainer, folder: Path, expected: Mapping[str, str], r
     if any(state.get(key) != value for key, value in expected.items()):
         return 0
     trainer.load(newest)
-    return step_of(newest)
+    return step_number(newest)

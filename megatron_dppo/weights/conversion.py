@@ -83,11 +83,11 @@ class Converter:
 
     def problems(self) -> list[str]:
         """Differences between the model's weights and the Hugging Face folder: names, shapes, dtypes, every bit."""
-        from megatron_dppo.mcore.mapping import is_left_out
+        from megatron_dppo.mcore.mapping import is_mtp_weight
 
         source = FolderWeights(self.hf_folder)
         shape = model_shape(self.hf_config)
-        expected, found = {name for name in source.names() if not is_left_out(name, shape)}, set()
+        expected, found = {name for name in source.names() if not is_mtp_weight(name, shape)}, set()
         result = []
         for name, tensor in self.export():
             found.add(name)

@@ -149,7 +149,7 @@ def read_answers(
     samples = [_sample(expected, generation) for answer in answers for generation in answer.generations]
     packed = trainer.pack(samples, budget)
     found: _Columns = {i: {} for i in range(len(samples))}
-    readings, routes = trainer.readings(packed.batches, None if expected.routing is None else "record")
+    readings, routes = trainer.token_logprobs(packed.batches, None if expected.routing is None else "record")
     for i, where, number in packed.positions(samples):
         mask = samples[i].loss_mask
         if readings:
@@ -160,7 +160,7 @@ def read_answers(
             assert given is not None
             found[i]["routes"] = count_differences(given, routes[number][where]).numpy()
     if expected.routing is not None:
-        readings, _ = trainer.readings(packed.batches, "replay")
+        readings, _ = trainer.token_logprobs(packed.batches, "replay")
         for i, where, number in packed.positions(samples) if readings else ():
             found[i]["replayed"] = _numbers(readings[number].logprobs[where], samples[i].loss_mask)
     complete = iter(_together(found, trainer))

@@ -188,7 +188,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
             assert (sample.teacher_logprobs - want)[sample.loss_mask].abs().max() < TOLERANCE
         else:
             assert not trainer.is_last_stage
-    batches = updater.plan(mine)
+    batches = updater.pack_batches(mine)
     assert len(batches) * trainer.layout.dp >= 4
     metrics = trainer.accumulate(batches, policy_objective(config.loss), teacher.teacher_targets(batches))
     found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))

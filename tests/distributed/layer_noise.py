@@ -64,7 +64,7 @@ class NoisySide(HFSide):
         return hidden + self.log_std[i].exp() * noise.double().transpose(0, 1), *args[1:]
 
     def logprobs(self, sample: TrainingSample) -> Tensor:
-        self._noise = RowNoise.of(pack([sample]), None, part=(0, 1), name=f"{self._seed}/{self.version}")
+        self._noise = RowNoise.from_batch(pack([sample]), None, part=(0, 1), name=f"{self._seed}/{self.version}")
         return super().logprobs(sample)
 
     def step(self) -> float:
@@ -85,7 +85,7 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32", **sections: dic
     trainer = build_trainer(case, side.model.float(), platform, dtype, noise=LayerNoiseConfig(**SETTINGS), **sections)
     side.model.double()
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = Updater(trainer, config.train, LOSS).plan(mine)
+    batches = Updater(trainer, config.train, LOSS).pack_batches(mine)
     errors = dict.fromkeys(("loss", "gradient", "noise_gradient"), 0.0)
     errors["scoring"] = scoring_error(trainer, case, mine)
     for step in range(STEPS):
@@ -121,7 +121,7 @@ def half(rank: int, world_size: int) -> None:
     case = Case(EP)
     trainer = build_trainer(case, HFSide(case).model, platform, "fp16", noise=LayerNoiseConfig(**SETTINGS))
     side = NoisySide(case, config_for(case).run.seed)
-    batches = Updater(trainer, config_for(case).train, LOSS).plan(samples()[trainer.dp_rank :: 2])
+    batches = Updater(trainer, config_for(case).train, LOSS).pack_batches(samples()[trainer.dp_rank :: 2])
     side.backward()
     side.step()
     scale = trainer.optimizer.loss_scale.value

@@ -205,7 +205,7 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
             if found is not None:
                 apart = (found - expected)[sample.loss_mask].norm() / expected[sample.loss_mask].norm()
                 errors[name] = max(errors[name], float(apart))
-    batches = Updater(trainer, train, LOSS).plan(own)
+    batches = Updater(trainer, train, LOSS).pack_batches(own)
     errors["gradient"] = errors["grad_norm"] = 0.0
     for step in range(STEPS):
         trainer.optimizer.set_step(step)
@@ -250,7 +250,7 @@ def update(trainer: Any, case: Case, step: int) -> None:
     """One update from the reference's batch."""
     own = samples()[trainer.dp_rank :: trainer.layout.dp]
     trainer.optimizer.set_step(step)
-    trainer.update(Updater(trainer, config_for(case).train, LOSS).plan(own), policy_objective(LOSS))
+    trainer.update(Updater(trainer, config_for(case).train, LOSS).pack_batches(own), policy_objective(LOSS))
 
 
 def read(folder: Path, case: Case, targets: tuple[str, ...]) -> Reference:

@@ -224,7 +224,7 @@ def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tu
     """Relative error of the worst parameter's gradient, and absolute error of the loss."""
     mine = reference.samples[trainer.dp_rank :: trainer.layout.dp]
     loss = loss_config(variant)
-    batches = Updater(trainer, config_for(case).train, loss).plan(mine)
+    batches = Updater(trainer, config_for(case).train, loss).pack_batches(mine)
     assert len(batches) * trainer.layout.dp >= 4
     metrics = trainer.accumulate(batches, policy_objective(loss))
     found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))

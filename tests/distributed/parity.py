@@ -221,7 +221,7 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
     errors["export"] = worst(exported, dict(stream_model(hf.model)))
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
     train = config_for(case, dtype).train
-    batches = Updater(trainer, train, LOSS).plan(mine)
+    batches = Updater(trainer, train, LOSS).pack_batches(mine)
     errors["logprobs"] = logprob_error(Updater(trainer, train, LossConfig(name="minirl")), hf, mine)
     for step in range(STEPS):
         expected_loss, size = hf.backward()

@@ -222,7 +222,7 @@ class Side:
 
     def gradients(self, mine: list[TrainingSample], **train: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Full gradients by Hugging Face name, and the metrics."""
-        batches = self.updater(**train).plan(mine)
+        batches = self.updater(**train).pack_batches(mine)
         assert len(batches) * self.trainer.layout.dp >= 4
         metrics = self.trainer.accumulate(batches, policy_objective(LOSS))
         return on_cpu(self.trainer.bridge.export(gradient_reader(self.trainer))), metrics

@@ -37,10 +37,10 @@ def save_and_go_on(rank: int, world_size: int, path: str) -> None:
     here = Platform.detect(force_cpu=True)
     apply_shims(here)
     from megatron_dppo.mcore.checkpoint.manifest import read_manifest
-    from megatron_dppo.mcore.setup import host_world
+    from megatron_dppo.mcore.setup import new_host_world
 
     trainer = build_trainer(Case({}), HFSide(Case()).model, here, "bf16")
-    group, folder = host_world(5.0), Path(path)
+    group, folder = new_host_world(5.0), Path(path)
     generator = torch.Generator().manual_seed(rank)
     for tensor in state_of(trainer)[len(list(trainer.models[0].parameters())) :]:
         tensor.data.copy_(torch.rand(tensor.shape, generator=generator))

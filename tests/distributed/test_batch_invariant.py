@@ -65,7 +65,7 @@ def apart(trainer: Any, samples: list[TrainingSample], budget: int) -> float:
     """The largest ``|log pi - log mu|`` of this rank, Top-K included."""
     packed = trainer.pack(samples, budget)
     largest = 0.0
-    for reading, batch in zip(trainer.readings(packed.batches)[0], packed.batches, strict=True):
+    for reading, batch in zip(trainer.token_logprobs(packed.batches)[0], packed.batches, strict=True):
         mask = batch.loss_mask
         largest = max(largest, _largest(reading.logprobs - batch.rollout_logprobs, mask))
         if batch.rollout_topk_ids is not None:
@@ -119,9 +119,9 @@ def check_kernels(rank: int, world_size: int) -> None:
     from megatron_dppo.mcore.compat.shims import apply_shims
 
     apply_shims(Platform.detect(force_cpu=True))
-    from megatron_dppo.mcore.invariant import InvariantCoreAttention, make_batch_invariant
+    from megatron_dppo.mcore.invariant import InvariantCoreAttention, enable_batch_invariant_mode
 
-    make_batch_invariant(torch.device("cpu"))
+    enable_batch_invariant_mode(torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
 
     def made(*shape: int) -> Tensor:

@@ -77,7 +77,7 @@ def run(rank: int, world_size: int, dtype: str, layouts: list[dict[str, Any]]) -
         for variant, bound in DIRECTION.items():
             loss = loss_config(variant)
             mine = samples[trainer.dp_rank :: trainer.layout.dp]
-            batches = Updater(trainer, config_for(Case(layout)).train, loss).plan(mine)
+            batches = Updater(trainer, config_for(Case(layout)).train, loss).pack_batches(mine)
             trainer.accumulate(batches, policy_objective(loss))
             parameter = next(trainer.models[0].parameters())
             assert parameter.main_grad.dtype == (torch.float32 if in_fp32["grad_reduce_in_fp32"] else DTYPES[dtype])

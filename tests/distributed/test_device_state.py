@@ -41,25 +41,25 @@ def held(tensors: list[Tensor]) -> int:
 
 def lend_device(trainer: Any, batches: Any) -> dict[str, Tensor]:
     """Everything leaves and comes back, as in a step with colocated servers; the weights that were exported."""
-    from megatron_dppo.mcore.offload import tensors_on_device
+    from megatron_dppo.mcore.offload import gpu_tensors
 
     trainer.optimizer.finish_overlapped_gather()
-    readings, _ = trainer.readings(batches, None)
+    readings, _ = trainer.token_logprobs(batches, None)
     weights, gradients, optimizer = state_of(trainer)
     shared = {id(tensor.untyped_storage()) for tensor in weights}
     own = [tensor for tensor in optimizer if id(tensor.untyped_storage()) not in shared]
     before = [tensor.detach().clone() for tensor in (*weights, *optimizer)]
     pointers = [tensor.storage_offset() for tensor in (*weights, *gradients, *optimizer)]
-    trainer.device_state.leave(weights=False)
+    trainer.device_state.offload(weights=False)
     assert held(gradients) == held(own) == 0 < held(weights)
     exported = {name: tensor.clone() for name, tensor in trainer.export_weights()}
-    for found, expected in zip(trainer.readings(batches, None)[0], readings, strict=True):  # as the probe does
+    for found, expected in zip(trainer.token_logprobs(batches, None)[0], readings, strict=True):  # as the probe does
         assert torch.equal(found.logprobs, expected.logprobs)
-    trainer.device_state.leave(weights=True)
+    trainer.device_state.offload(weights=True)
     parts = [part.optimizer for part in trainer.optimizer.megatron.chained_optimizers]
-    of_offloaded = [tensor for part in parts for tensor in tensors_on_device(part)]
+    of_offloaded = [tensor for part in parts for tensor in gpu_tensors(part)]
     assert held(weights) == held(optimizer) == held(of_offloaded) == 0
-    trainer.device_state.come_back()
+    trainer.device_state.restore()
     after = state_of(trainer)
     for found, expected in zip((*after[0], *after[2]), before, strict=True):
         assert torch.equal(found, expected)
@@ -71,7 +71,7 @@ def lend_device(trainer: Any, batches: Any) -> dict[str, Tensor]:
 def train(trainer: Any, dtype: str, folder: Path | None) -> list[Any]:
     """Numbers of every update; with a folder the state leaves before each, and goes through a checkpoint after one."""
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = Updater(trainer, config_for(Case(), dtype).train, LOSS).plan(mine)
+    batches = Updater(trainer, config_for(Case(), dtype).train, LOSS).pack_batches(mine)
     numbers: list[Any] = []
     for step in range(STEPS):
         if folder is not None:

@@ -140,7 +140,9 @@ def check_update(trainer: Any, case: Case, model: Any, *, rate: float) -> None:
     biases, before = exported(trainer)
     assert biases.keys() == given.keys() and all(torch.equal(biases[name], given[name]) for name in given)
     reference = ReferenceWeights(trainer.models)
-    batches = Updater(trainer, config_for(case).train, LOSS).plan(samples()[trainer.dp_rank :: trainer.layout.dp])
+    batches = Updater(trainer, config_for(case).train, LOSS).pack_batches(
+        samples()[trainer.dp_rank :: trainer.layout.dp]
+    )
     trainer.apply(trainer.accumulate(batches, policy_objective(LOSS)))
     biases, others = exported(trainer)
     assert any(not torch.equal(others[name], weight) for name, weight in before.items())

@@ -48,7 +48,7 @@ def state_of(trainer: Any) -> dict[tuple[str, str], Tensor]:
 def update(trainer: Any, steps: range, *, lends: bool = False) -> tuple[list[Any], dict[tuple[str, str], Tensor]]:
     """Metrics and gradient norms, and the state after the updates."""
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = Updater(trainer, config_for(CASE).train, LOSS).plan(mine)
+    batches = Updater(trainer, config_for(CASE).train, LOSS).pack_batches(mine)
     numbers = []
     for step in steps:
         if lends:

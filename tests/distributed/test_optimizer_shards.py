@@ -85,7 +85,7 @@ def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
     apply_shims(here)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.optimizer_shards import use_boxes
+    from megatron_dppo.mcore.optimizer_shards import use_box_sharding
 
     for i, layout in enumerate(LAYOUTS):
         trainer = build_trainer(Case(layout), HFSide(Case(layout)).model, here, "bf16")
@@ -105,7 +105,7 @@ def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
         compare(states(trainer), expected, f"{layout}: boxes read by Megatron")
         gathered = trainer.save(folder, 2, {}, keep=9).path
         for part in parts(trainer):
-            use_boxes(part)
+            use_box_sharding(part)
         fill(trainer, 3)
         trainer.load(gathered)
         compare(states(trainer), expected, f"{layout}: Megatron's read in boxes")

@@ -43,7 +43,7 @@ def platform() -> Platform:
 
 def update(trainer: Any, step: int) -> None:
     mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = Updater(trainer, config_for(Case()).train, LOSS).plan(mine)
+    batches = Updater(trainer, config_for(Case()).train, LOSS).pack_batches(mine)
     trainer.optimizer.set_step(step)
     trainer.update(batches, policy_objective(LOSS))
 

@@ -56,7 +56,7 @@ def _waits(platform: Platform) -> tuple[collections.Counter[str], int]:
     case = Case(micro_batch_tokens=1000)
     hf = HFSide(case)
     trainer = build_trainer(case, hf.model, platform, "bf16")
-    batches = Updater(trainer, config_for(case, "bf16").train, LOSS).plan(samples())
+    batches = Updater(trainer, config_for(case, "bf16").train, LOSS).pack_batches(samples())
     objective = policy_objective(LOSS)
     trainer.update(batches, objective)
     torch.cuda.synchronize()

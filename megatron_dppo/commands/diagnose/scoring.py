@@ -187,7 +187,7 @@ class RunScorer:
             own = shape if layers is None else replace(shape, num_layers=len(layers))
             samples = with_all_routes(samples, shape, own)
         packed = trainer.pack(samples, self.budget)
-        rows, _ = trainer.readings(packed.batches, mode)
+        rows, _ = trainer.token_logprobs(packed.batches, mode)
         mine: list[Any] = [None] * len(samples)
         for part, row in zip(packed.bins, rows, strict=False):
             lengths = [trainer.row_shape.padded(samples[i].num_tokens) for i in part]

@@ -210,7 +210,7 @@ def _check_update(
         to_training_sample(PROMPT, response.token_ids, response.logprobs, 1.0 - 0.5 * i, None, response.routed_experts)
         for i, response in enumerate(responses)
     ]
-    batches = Updater(trainer, config.train, config.loss).plan(samples)
+    batches = Updater(trainer, config.train, config.loss).pack_batches(samples)
     result = trainer.update(batches, policy_objective(config.loss))
     has_gradient = result.grad_norm > 0 and result.grad_norm < float("inf")
     yield SelfTestCheck(f"update, {dtype} (0 = its gradient is finite and nonzero)", float(not has_gradient), 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape, routing_shape
 from megatron_dppo.parallel.platform import DTYPES
 
@@ -90,7 +90,7 @@ def _options(config: Config) -> dict[str, Any]:
 def _cached(hf_config: Any) -> tuple[int, int]:
     """Heads of a layer's cache that GPUs can share among them, and the numbers of one for a token."""
     shape = model_shape(hf_config)
-    own = family_of(hf_config).fields(hf_config, shape)
+    own = get_family(hf_config).fields(hf_config, shape)
     if shape.has_latent_attention:
         return 1, own["kv_lora_rank"] + own["qk_pos_emb_head_dim"]
     return shape.num_query_groups, 2 * own["kv_channels"]

@@ -106,7 +106,7 @@ def phases(meter: Meter) -> Iterator[None]:
         (optim.Optimizer, "step", "update"),
         (dist, "all_gather_object", _OBJECTS),
         (torch.optim.Adam, "step", HOST),  # AdamW's too: that of the host, of an offloaded optimizer
-        *rehearsal.phases_of_schedule(),
+        *rehearsal.schedule_phases(),
         *((owner, name, HOST) for owner, name in offload.PLACES),
     ]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in places]
@@ -125,7 +125,7 @@ def _named(function: Any, phase: str, meter: Meter, declared: object) -> Any:
         with meter.during(phase):
             result = function(*args, **kwargs)
         if phase == HOST:
-            meter.to_device(offload.tensors_on_device(args[0]), "optimizer")
+            meter.to_device(offload.gpu_tensors(args[0]), "optimizer")
         return result
 
     return staticmethod(call) if isinstance(declared, classmethod) else call

@@ -39,7 +39,7 @@ def _weights(_: Assumptions) -> None:
 def _rows_on_the_host(_: Assumptions) -> None:
     def of(*args: Any, **kwargs: Any) -> MicroBatchRow:
         with _disable_current_modes():
-            row = MicroBatchRow.of(*args, **kwargs)
+            row = MicroBatchRow.from_batch(*args, **kwargs)
             _ = row.packing.buckets
         sampling_mask = () if row.batch.sampling_mask is None else (row.batch.sampling_mask.ids,)
         for column in (*vars(row.batch).values(), *sampling_mask):

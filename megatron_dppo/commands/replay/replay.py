@@ -22,7 +22,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError, ErrorCollector
 from megatron_dppo.parallel.objects import at_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
-from megatron_dppo.policy.packed import SeenSample
+from megatron_dppo.policy.packed import SampleRecord
 from megatron_dppo.policy.update import mini_batches
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.records import read_metrics
@@ -182,7 +182,7 @@ def _opened(config: Config, checkpoint: Path | None, step: int) -> Iterator[_Run
 
     setup.start_process_group(platform, config.run.wait_minutes)
     try:
-        world, problems = setup.host_world(config.run.wait_minutes), ErrorCollector()
+        world, problems = setup.new_host_world(config.run.wait_minutes), ErrorCollector()
         inputs = read_model(config, int(os.environ.get("WORLD_SIZE", "1")), problems).complete
         problems.raise_if_any()
         assert inputs is not None
@@ -245,7 +245,7 @@ def _outcome(
     recorded: Mapping[str, Any],
     meta: StepMeta,
     rows: Sequence[dict[str, Any]],
-    seen: dict[int, SeenSample],
+    seen: dict[int, SampleRecord],
     metrics: dict[str, float],
     *,
     same_layout: bool,

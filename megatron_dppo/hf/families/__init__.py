@@ -16,7 +16,7 @@ FAMILIES: Mapping[str, Family] = {
 """By ``model_type`` of config.json."""
 
 
-def family_of(model: Any) -> Family:
+def get_family(model: Any) -> Family:
     """That of a transformers config, or of a ``ModelShape``.
 
     Raises:
@@ -30,4 +30,4 @@ def family_of(model: Any) -> Family:
     return FAMILIES[model_type]
 
 
-__all__ = ["FAMILIES", "Family", "Rope", "family_of"]
+__all__ = ["FAMILIES", "Family", "Rope", "get_family"]

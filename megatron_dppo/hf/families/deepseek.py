@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.hf.families.family import Family, Rope, refuse, refuse_unless, rope_parameters
+from megatron_dppo.hf.families.family import Family, Rope, refuse, require_values, rope_parameters
 from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, sigmoid_fields, sigmoid_shape
 
@@ -30,7 +30,7 @@ _LATENT_QUERY = (
 
 
 def _shape(hf_config: Any) -> ModelShape:
-    refuse_unless(hf_config, attention_bias=False, rope_interleave=True)
+    require_values(hf_config, attention_bias=False, rope_interleave=True)
     heads = hf_config.num_attention_heads
     if hf_config.num_key_value_heads != heads:
         refuse(hf_config, "num_key_value_heads", hf_config.num_key_value_heads, f"num_attention_heads ({heads})")

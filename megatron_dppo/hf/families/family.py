@@ -59,7 +59,7 @@ def refuse(hf_config: Any, key: str, value: Any, supported: str) -> NoReturn:
     )
 
 
-def refuse_unless(hf_config: Any, **expected: Any) -> None:
+def require_values(hf_config: Any, **expected: Any) -> None:
     """Stop unless each of these keys, where config.json has it at all, has the value, or one of a tuple of values.
 
     Raises:
@@ -71,7 +71,7 @@ def refuse_unless(hf_config: Any, **expected: Any) -> None:
             refuse(hf_config, key, found, " or ".join(map(repr, allowed)))
 
 
-def refuse_common(hf_config: Any) -> None:
+def check_common_keys(hf_config: Any) -> None:
     """Stop before what no family has.
 
     Raises:
@@ -80,7 +80,7 @@ def refuse_common(hf_config: Any) -> None:
     if getattr(hf_config, "quantization_config", None) is not None:
         method = dict(hf_config.quantization_config).get("quant_method", "")
         refuse(hf_config, "quantization_config", method, "weights in bf16, fp16 or fp32 (convert the folder first)")
-    refuse_unless(hf_config, hidden_act="silu", mlp_bias=(False, None), use_sliding_window=(False, None))
+    require_values(hf_config, hidden_act="silu", mlp_bias=(False, None), use_sliding_window=(False, None))
     kinds = set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         refuse(hf_config, "layer_types", sorted(kinds), "'full_attention' in every layer")
@@ -121,7 +121,7 @@ def common_shape(hf_config: Any, **more: Any) -> ModelShape:
     Raises:
         CheckpointError: what no family has.
     """
-    refuse_common(hf_config)
+    check_common_keys(hf_config)
     return ModelShape(
         family=hf_config.model_type,
         num_layers=hf_config.num_hidden_layers,

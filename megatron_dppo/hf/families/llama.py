@@ -13,7 +13,7 @@ from megatron_dppo.hf.families.family import (
     default_rope,
     grouped_fields,
     refuse,
-    refuse_unless,
+    require_values,
     rope_parameters,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
@@ -23,7 +23,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def _shape(hf_config: Any) -> ModelShape:
-    refuse_unless(hf_config, attention_bias=False, sliding_window=None)
+    require_values(hf_config, attention_bias=False, sliding_window=None)
     return common_shape(hf_config)
 
 

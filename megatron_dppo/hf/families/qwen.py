@@ -12,7 +12,7 @@ from megatron_dppo.hf.families.family import (
     default_rope,
     expert_fields,
     grouped_fields,
-    refuse_unless,
+    require_values,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, H, M, Rule, gated, grouped_attention
 
@@ -23,7 +23,7 @@ _SHARED_EXPERT = (
 
 
 def _shape(hf_config: Any, **more: Any) -> ModelShape:
-    refuse_unless(hf_config, attention_bias=False)
+    require_values(hf_config, attention_bias=False)
     return common_shape(hf_config, **more)
 
 

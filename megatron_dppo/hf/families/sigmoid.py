@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.hf.families.family import common_shape, expert_fields, refuse, refuse_unless
+from megatron_dppo.hf.families.family import common_shape, expert_fields, refuse, require_values
 from megatron_dppo.hf.families.rules import EXPERTS, ROUTER_BIAS, gated
 
 SIGMOID_EXPERTS = EXPERTS + ROUTER_BIAS + gated("mlp.shared_experts", "mlp.shared_experts")
@@ -19,7 +19,7 @@ def sigmoid_shape(hf_config: Any, **more: Any) -> ModelShape:
     Raises:
         CheckpointError: routing that Megatron has not.
     """
-    refuse_unless(hf_config, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    require_values(hf_config, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     if hf_config.num_experts_per_tok < 2:
         refuse(
             hf_config, "num_experts_per_tok", hf_config.num_experts_per_tok, "2 and more (Megatron norms no single one)"

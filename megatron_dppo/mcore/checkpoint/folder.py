@@ -27,7 +27,7 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def step_of(checkpoint: Path) -> int:
+def step_number(checkpoint: Path) -> int:
     """The step of a checkpoint, by its folder's name."""
     return int(checkpoint.name.removeprefix("step_"))
 
@@ -40,7 +40,7 @@ def checkpoints_folder(run_folder: Path) -> Path:
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints of a run that were completed, oldest first. Whether their files are whole is not looked at."""
     found = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    return sorted(found, key=step_number)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def begin(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def partial_of(final: Path) -> Path:
+def partial_path(final: Path) -> Path:
     """Where a checkpoint is written before it is complete."""
     return final.with_name(final.name + _PARTIAL)
 
@@ -112,7 +112,7 @@ def write_best(folder: Path, step: int) -> None:
     write_synced(folder / "best.json", json.dumps({"checkpoint": checkpoint_name(step)}) + "\n")
 
 
-def clean_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Delete what a killed save or prune left behind. No run may be writing there."""
     for path in folder.glob("step_*"):
         if _STEP.fullmatch(path.stem) and path.suffix in (_PARTIAL, _DELETED):

@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
     return files
 
 
-def names_and_sizes_problem(folder: Path, expected: dict[str, FileRecord]) -> str:
+def find_name_or_size_problem(folder: Path, expected: dict[str, FileRecord]) -> str:
     """What is wrong with the folder before a byte is read: missing, extra and cut-off files; empty when nothing."""
     found = list_files(folder)
     if missing := sorted(expected.keys() - set(found)):
@@ -135,7 +135,7 @@ def names_and_sizes_problem(folder: Path, expected: dict[str, FileRecord]) -> st
     return ""
 
 
-def content_problem(folder: Path, expected: dict[str, FileRecord], names: Sequence[str]) -> str:
+def find_content_problem(folder: Path, expected: dict[str, FileRecord], names: Sequence[str]) -> str:
     """Which of these files has other bytes than the manifest says; empty when none has."""
     try:
         found = hash_files(folder, names)

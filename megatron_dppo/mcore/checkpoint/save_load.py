@@ -26,7 +26,7 @@ from megatron_dppo.mcore.checkpoint import manifest
 from megatron_dppo.mcore.checkpoint.finite import all_finite
 from megatron_dppo.mcore.checkpoint.folder import STATE, checkpoint_name, checkpoints, read_state
 from megatron_dppo.mcore.checkpoint.format import StreamedSave, read_sharded, shared_save
-from megatron_dppo.mcore.lora import trained_part
+from megatron_dppo.mcore.lora import trainable_module
 from megatron_dppo.mcore.optim import Optimizer
 from megatron_dppo.mcore.setup import random_states, restore_random_states
 from megatron_dppo.parallel.groups import ParallelGroups
@@ -126,7 +126,7 @@ def save_checkpoint(
         DiskError: the disk is full or cannot be written to; older checkpoints are as they were.
     """
     final = folder / checkpoint_name(step)
-    partial = checkpoint_folder.partial_of(final)
+    partial = checkpoint_folder.partial_path(final)
     is_finite = all_finite(models, optimizer)
     if not is_finite and agreed(lambda: checkpoint_folder.is_finite(final), groups.world):
         return Save(final, True)
@@ -196,7 +196,7 @@ def find_damage(checkpoint: Path) -> str:
         return problem
     sizes = {name: record.size for name, record in records.items()}
     mine = manifest.share(sizes, rank, world)
-    problems = from_each(manifest.content_problem(checkpoint, records, mine), everyone)
+    problems = from_each(manifest.find_content_problem(checkpoint, records, mine), everyone)
     return next((problem for problem in problems if problem), "")
 
 
@@ -205,7 +205,7 @@ def _look_at(checkpoint: Path) -> tuple[str, dict[str, manifest.FileRecord]]:
         records = manifest.read_manifest(checkpoint)
         if records is None:
             return NO_MANIFEST, {}
-        return manifest.names_and_sizes_problem(checkpoint, records), records
+        return manifest.find_name_or_size_problem(checkpoint, records), records
     except (OSError, ValueError) as error:
         return str(error), {}
 
@@ -230,7 +230,7 @@ def load_checkpoint(
         del template["random_states"]  # one a rank, and the ranks are others now
     loaded = read_sharded(template, checkpoint, groups.edp)
     for key, model in zip(_model_keys(models), models, strict=True):
-        trained_part(model).load_state_dict(loaded[key])
+        trainable_module(model).load_state_dict(loaded[key])
     optimizer.load_state_dict(loaded["optimizer"])
     if same_layout:
         restore_random_states(loaded["random_states"])
@@ -242,7 +242,7 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
     Raises:
         DiskError: the disk is full or cannot be written to.
     """
-    partial = checkpoint_folder.partial_of(folder)
+    partial = checkpoint_folder.partial_path(folder)
 
     with disk_errors(folder, "the weights"):
         agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
@@ -267,13 +267,13 @@ def load_model(checkpoint: Path, models: Sequence[GPTModel], *, groups: Parallel
         raise CheckpointError(f"{checkpoint} is damaged: {damage}. Take a copy, or an older checkpoint")
     loaded = read_sharded(_sharded_model(models), checkpoint, groups.edp)
     for key, model in zip(_model_keys(models), models, strict=True):
-        trained_part(model).load_state_dict(loaded[key])
+        trainable_module(model).load_state_dict(loaded[key])
     return f"{checkpoint}: {damage}" if damage else ""
 
 
 def _sharded_model(models: Sequence[GPTModel]) -> dict[str, Any]:
     keys = _model_keys(models)
-    parts: list[Any] = [trained_part(model) for model in models]
+    parts: list[Any] = [trainable_module(model) for model in models]
     return {key: part.sharded_state_dict(metadata=dict(_METADATA)) for key, part in zip(keys, parts, strict=True)}
 
 

@@ -134,7 +134,7 @@ class PackedRow(PackedSeqParams):
     """for the layers' inputs; it travels here because a layer that runs again for its activations gets this again"""
 
     @classmethod
-    def of(cls, batch: MicroBatch, starts: Sequence[int], shard: ContextShard | None = None) -> PackedRow:
+    def from_batch(cls, batch: MicroBatch, starts: Sequence[int], shard: ContextShard | None = None) -> PackedRow:
         """The parameters of one packed micro-batch; ``starts`` is its ``cu_seqlens`` on the host."""
         return cls(
             qkv_format="thd",
@@ -193,7 +193,9 @@ class SDPACoreAttention(MegatronModule):
         """``query [T, heads, d]``, ``key [T, groups, d]`` and ``value [T, groups, e]`` to ``[T, heads * e]``."""
         del attention_mask, attn_mask_type, attention_bias
         if not isinstance(packed_seq_params, PackedRow):
-            raise ValueError("SDPACoreAttention expects packed rows: packed_seq_params=PackedRow.of(batch, starts)")
+            raise ValueError(
+                "SDPACoreAttention expects packed rows: packed_seq_params=PackedRow.from_batch(batch, starts)"
+            )
         shard = packed_seq_params.shard
         if shard is not None:
             key, value = shard.gather_for_partial(key), shard.gather_for_partial(value)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 
-def uneven_collectives() -> None:
+def support_uneven_splits() -> None:
     """A shim: gather and scatter parts of unequal size."""
     from megatron.core.tensor_parallel import mappings
 
@@ -40,7 +40,7 @@ def uneven_collectives() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
 
 
-def collectives_of_one() -> None:
+def skip_single_rank_collectives() -> None:
     """A shim: leave out collectives of a group of one rank."""
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -81,7 +81,7 @@ _NOISY_LOGS = {
 """Logger -> start of the message."""
 
 
-def quiet_megatron() -> None:
+def silence_megatron() -> None:
     """Filter log records, and Python's warnings unless the user asks for those by ``-W`` or PYTHONWARNINGS."""
     for name, start in _NOISY_LOGS.items():
         logging.getLogger(name).addFilter(partial(_is_other, start))

@@ -20,9 +20,9 @@ import torch
 from megatron_dppo.errors import UserError
 from megatron_dppo.mcore.compat.extensions import replace_load_inline
 from megatron_dppo.mcore.compat.fused_adam import FusedAdam
-from megatron_dppo.mcore.compat.gloo import collectives_of_one, quiet_megatron, uneven_collectives
+from megatron_dppo.mcore.compat.gloo import silence_megatron, skip_single_rank_collectives, support_uneven_splits
 from megatron_dppo.mcore.compat.torch_proxy import bind_proxy, cuda_type_names
-from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine, version_of_none
+from megatron_dppo.mcore.compat.transformer_engine import accept_missing_te_version, has_transformer_engine
 from megatron_dppo.parallel.platform import Platform
 
 OLDEST, NEWEST_EXCLUSIVE = (0, 16, 1), (0, 20, 0)
@@ -78,7 +78,7 @@ def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)
     megatron_version()
     if _applied:
         return False
-    quiet_megatron()
+    silence_megatron()
     shims: Sequence[Shim] = SHIMS
     if platform.is_cuda:
         shims = [shim for shim in SHIMS if (shim.with_te if has_transformer_engine() else shim.on_cuda)]
@@ -215,9 +215,9 @@ SHIMS = (
         on_cuda=True,
     ),
     Shim(_splits_to_host, "all-to-all split sizes become lists only when they are on CUDA", _ALL, _DEVICE_AGNOSTIC),
-    Shim(uneven_collectives, "gloo has no all-gather and reduce-scatter of uneven parts", _ALL, "gloo gets them"),
+    Shim(support_uneven_splits, "gloo has no all-gather and reduce-scatter of uneven parts", _ALL, "gloo gets them"),
     Shim(
-        collectives_of_one,
+        skip_single_rank_collectives,
         "gloo copies a whole buffer in a group of one rank, which takes three times as long as Adam",
         _ALL,
         "the distributed optimizer leaves such collectives out",
@@ -239,7 +239,7 @@ SHIMS = (
         with_te=True,
     ),
     Shim(
-        version_of_none,
+        accept_missing_te_version,
         "TypeError in the settings of a precision-aware optimizer without Transformer Engine: its version is None",
         "0.16.1",
         "0.16.1 is no longer supported",

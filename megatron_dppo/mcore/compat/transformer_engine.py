@@ -33,7 +33,7 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def refuse_what_has_no_attention(dtype: str, context_parallel_size: int, *, transformer_engine: bool) -> None:
+def check_attention_support(dtype: str, context_parallel_size: int, *, transformer_engine: bool) -> None:
     """Stop before a model that would be built and then find no attention kernel.
 
     Args:
@@ -53,7 +53,7 @@ def refuse_what_has_no_attention(dtype: str, context_parallel_size: int, *, tran
         )
 
 
-def refuse_what_needs_its_adam(optimizers: Mapping[str, OptimizerConfig]) -> None:
+def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:
     """Stop before an optimizer that only Transformer Engine has, where it is not used.
 
     Args:
@@ -70,7 +70,7 @@ def refuse_what_needs_its_adam(optimizers: Mapping[str, OptimizerConfig]) -> Non
             )
 
 
-def version_of_none() -> None:
+def accept_missing_te_version() -> None:
     """A shim: without Transformer Engine Megatron's optimizer asks its absent version whether it is new enough."""
     from megatron.core import utils
     from megatron.core.optimizer import optimizer_config

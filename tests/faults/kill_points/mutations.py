@@ -60,7 +60,7 @@ def _not_atomic() -> None:
     """A checkpoint is written under its own name."""
     from megatron_dppo.mcore.checkpoint import folder as checkpoint_folder
 
-    checkpoint_folder.partial_of = lambda final: final
+    checkpoint_folder.partial_path = lambda final: final
     checkpoint_folder.complete = lambda partial, final: None
 
 

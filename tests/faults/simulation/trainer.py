@@ -97,10 +97,10 @@ class SimDeviceState:
     def __init__(self) -> None:
         self.has_weights = self.has_all = True
 
-    def leave(self, *, weights: bool) -> None:
+    def offload(self, *, weights: bool) -> None:
         self.has_all, self.has_weights = False, self.has_weights and not weights
 
-    def come_back(self) -> None:
+    def restore(self) -> None:
         self.has_weights = self.has_all = True
 
 

@@ -122,8 +122,8 @@ def test_memory_settings_that_megatron_cannot_do(flags: list[str], message: str)
 
 
 def test_a_precision_aware_optimizer_on_the_gpu_needs_transformer_engine() -> None:
-    from megatron_dppo.mcore.compat.transformer_engine import refuse_what_needs_its_adam
+    from megatron_dppo.mcore.compat.transformer_engine import check_adam_support
 
-    refuse_what_needs_its_adam({"optimizer": big(*OFFLOAD["optimizer"]).optimizer, "warmup": big().optimizer})
+    check_adam_support({"optimizer": big(*OFFLOAD["optimizer"]).optimizer, "warmup": big().optimizer})
     with pytest.raises(ConfigError, match=r"optimizer.use_precision_aware_optimizer = true: .* Install transformer-"):
-        refuse_what_needs_its_adam({"optimizer": big("--use-precision-aware-optimizer").optimizer})
+        check_adam_support({"optimizer": big("--use-precision-aware-optimizer").optimizer})

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.tasks import demonstration, problems, write_model_folder
-from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config
 from megatron_dppo.rewards import math_reward
 
@@ -98,7 +98,7 @@ def test_the_opening_of_a_box_is_one_token_and_bos_comes_first_only_on_request(t
 def test_the_model_has_the_size_that_the_hyperparameters_were_found_for(tokenizer: Any) -> None:
     config = read_hf_config(FOLDER)
     assert config.vocab_size == len(tokenizer) == 53
-    assert family_of(config).rope(config).theta == 10_000.0
+    assert get_family(config).rope(config).theta == 10_000.0
     import torch
 
     model = build_hf_model(config, torch.float32, seed=0)

@@ -19,7 +19,7 @@ from megatron_dppo.commands.plan.models import parameter_counts
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.families import FAMILIES, family_of
+from megatron_dppo.hf.families import FAMILIES, get_family
 from megatron_dppo.hf.folder import (
     FolderWeights,
     build_hf_model,
@@ -122,8 +122,8 @@ def test_what_a_family_has_not_is_refused_by_name(family: str, change: dict[str,
         setattr(hf_config, key, value)
     with pytest.raises(CheckpointError, match=message):
         shape = model_shape(hf_config)
-        family_of(hf_config).fields(hf_config, shape)
-        family_of(hf_config).rope(hf_config)
+        get_family(hf_config).fields(hf_config, shape)
+        get_family(hf_config).rope(hf_config)
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_there_are() -> None:
@@ -136,11 +136,11 @@ def test_layers_for_further_tokens_are_left_out_and_no_others() -> None:
     hf_config.num_nextn_predict_layers = 1
     shape = model_shape(hf_config)
     layers = shape.num_layers
-    assert mapping.is_left_out(f"model.layers.{layers}.eh_proj.weight", shape)
+    assert mapping.is_mtp_weight(f"model.layers.{layers}.eh_proj.weight", shape)
     for name in (f"model.layers.{layers + 1}.eh_proj.weight", f"model.layers.{layers - 1}.odd", "model.norm.weight"):
-        assert not mapping.is_left_out(name, shape)
+        assert not mapping.is_mtp_weight(name, shape)
     hf_config.num_nextn_predict_layers = 0
-    assert not mapping.is_left_out(f"model.layers.{layers}.eh_proj.weight", model_shape(hf_config))
+    assert not mapping.is_mtp_weight(f"model.layers.{layers}.eh_proj.weight", model_shape(hf_config))
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

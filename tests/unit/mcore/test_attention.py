@@ -38,7 +38,9 @@ def attended(lengths: list[int], inputs: list[Tensor]) -> Tensor:
     starts = [0, *accumulate(lengths)]
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in lengths])
-    row = PackedRow.of(SimpleNamespace(cu_seqlens=cu_seqlens, max_seqlen=max(lengths), position_ids=positions), starts)  # type: ignore[arg-type]
+    row = PackedRow.from_batch(
+        SimpleNamespace(cu_seqlens=cu_seqlens, max_seqlen=max(lengths), position_ids=positions), starts
+    )  # type: ignore[arg-type]
     attention = SDPACoreAttention(
         SimpleNamespace(attention_dropout=0.0), layer_number=1, attn_mask_type=None, attention_type="self"
     )

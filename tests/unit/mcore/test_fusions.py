@@ -65,17 +65,17 @@ def config(*on: str, experts: int | None = 8) -> Any:
 
 
 def test_a_run_says_in_one_line_which_kernels_it_has() -> None:
-    words = fusions.kernels_in_words(config(*fusions.FUSIONS), {}, engine=True)
+    words = fusions.summarize_kernels(config(*fusions.FUSIONS), {}, engine=True)
     assert words == f"kernels  Transformer Engine with {', '.join(fusions.FUSIONS)}"
     overrides = {"apply_rope_fusion": False, "activation_func_clamp_value": 7.0}
-    words = fusions.kernels_in_words(config("moe_permute_fusion", GRADIENTS), overrides, engine=True)
+    words = fusions.summarize_kernels(config("moe_permute_fusion", GRADIENTS), overrides, engine=True)
     assert "without apply_rope_fusion: model.transformer says so" in words
     assert "without bias_activation_fusion: the fused SwiGLU does not clamp" in words
-    dense = fusions.kernels_in_words(
+    dense = fusions.summarize_kernels(
         config("apply_rope_fusion", "bias_activation_fusion", experts=None), {GRADIENTS: False}, engine=True
     )
     assert "moe_permute_fusion" not in dense
-    plain = fusions.kernels_in_words(config(), {}, engine=False)
+    plain = fusions.summarize_kernels(config(), {}, engine=False)
     assert plain.startswith("warning: no Transformer Engine here: plain torch layers") and "\n" not in plain
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from megatron_dppo.mcore.checkpoint import folder as checkpoint_folder
-from megatron_dppo.mcore.checkpoint.folder import checkpoints, clean_leftovers, prune, set_aside
+from megatron_dppo.mcore.checkpoint.folder import checkpoints, prune, remove_leftovers, set_aside
 from megatron_dppo.mcore.checkpoint.manifest import (
     MANIFEST,
-    content_problem,
+    find_content_problem,
+    find_name_or_size_problem,
     hash_files,
     list_files,
-    names_and_sizes_problem,
     read_manifest,
     share,
     write_manifest,
@@ -59,20 +59,20 @@ def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
 def test_files_that_are_links_or_folders_instead_are_found(tmp_path: Path) -> None:
     fill(tmp_path)
     expected = read_manifest(tmp_path)
-    assert expected is not None and not names_and_sizes_problem(tmp_path, expected)
+    assert expected is not None and not find_name_or_size_problem(tmp_path, expected)
     (tmp_path / ".nfs0001").write_text("a deleted file that is still open somewhere")
-    assert not names_and_sizes_problem(tmp_path, expected)
+    assert not find_name_or_size_problem(tmp_path, expected)
     (tmp_path / "a").unlink()
     (tmp_path / "a").mkdir()
-    assert "a is missing" in names_and_sizes_problem(tmp_path, expected)
+    assert "a is missing" in find_name_or_size_problem(tmp_path, expected)
     (tmp_path / "a").rmdir()
     (tmp_path / "a").symlink_to("/nowhere")
-    assert "a cannot be read" in names_and_sizes_problem(tmp_path, expected)
-    assert "a cannot be read" in content_problem(tmp_path, expected, ["a"])
+    assert "a cannot be read" in find_name_or_size_problem(tmp_path, expected)
+    assert "a cannot be read" in find_content_problem(tmp_path, expected, ["a"])
     (tmp_path / "a").unlink()
     (tmp_path / "a").write_bytes(b"abd")
-    assert not names_and_sizes_problem(tmp_path, expected)
-    assert content_problem(tmp_path, expected, ["inner/b", "a"]).startswith("a has other content")
+    assert not find_name_or_size_problem(tmp_path, expected)
+    assert find_content_problem(tmp_path, expected, ["inner/b", "a"]).startswith("a has other content")
 
 
 def test_files_are_shared_evenly_and_each_once() -> None:
@@ -110,7 +110,7 @@ def test_a_prune_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, monkey
     (tmp_path / "step_000004.partial").mkdir()
     (tmp_path / "step_000009.damaged").mkdir()
     (tmp_path / "step_of_mine.partial").mkdir()
-    clean_leftovers(tmp_path)
+    remove_leftovers(tmp_path)
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {"step_000002", "step_000003", "step_000009.damaged", "step_of_mine.partial"}
 
@@ -126,7 +126,7 @@ def test_pruning_keeps_the_newest_the_best_and_the_newest_finite(tmp_path: Path)
         keep, best = dice.randint(1, 3), dice.choice([None, 1, 2, 6])
         prune(folder, keep, best)
         expected = set(range(7 - keep, 7)) | ({best} if best else set()) | set([s for s in finite if finite[s]][-1:])
-        assert {checkpoint_folder.step_of(p) for p in checkpoints(folder)} == expected, case
+        assert {checkpoint_folder.step_number(p) for p in checkpoints(folder)} == expected, case
 
 
 def test_setting_aside_never_replaces(tmp_path: Path) -> None:

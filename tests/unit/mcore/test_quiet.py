@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from megatron_dppo.mcore.compat.gloo import _NOISY_LOGS, quiet_megatron
+from megatron_dppo.mcore.compat.gloo import _NOISY_LOGS, silence_megatron
 
 
 @pytest.mark.parametrize("name", _NOISY_LOGS)
@@ -16,7 +16,7 @@ def test_only_the_named_records_are_dropped(name: str, monkeypatch: pytest.Monke
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: records.append(record.getMessage()))
     monkeypatch.setattr(logger, "handlers", [handler])
-    quiet_megatron()
+    silence_megatron()
     logger.warning(f"{_NOISY_LOGS[name]}, as Megatron says")
     logger.warning("rank %d is out of memory", 3)
     assert records == ["rank 3 is out of memory"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine, refuse_what_has_no_attention
+from megatron_dppo.mcore.compat.transformer_engine import check_attention_support, has_transformer_engine
 
 
 @pytest.fixture
@@ -92,6 +92,6 @@ def test_no_package_is_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_fp32_with_context_parallelism_has_no_attention_with_it() -> None:
     with pytest.raises(ConfigError, match=r"'fp32' with context_parallel_size = 2.*no attention.*'bf16'"):
-        refuse_what_has_no_attention("fp32", 2, transformer_engine=True)
+        check_attention_support("fp32", 2, transformer_engine=True)
     for dtype, size, engine in (("bf16", 2, True), ("fp32", 1, True), ("fp32", 2, False)):
-        refuse_what_has_no_attention(dtype, size, transformer_engine=engine)
+        check_attention_support(dtype, size, transformer_engine=engine)

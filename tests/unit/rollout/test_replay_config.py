@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.router_replay import refuse_what_ignores_replay
+from megatron_dppo.mcore.router_replay import check_router_replay_support
 from megatron_dppo.rollout.saved import SavedStream
 from tests.unit.configs import config
 from tests.unit.streams import unusable
@@ -55,12 +55,12 @@ def test_recording_for_a_single_update_is_refused() -> None:
 )
 def test_what_silently_ignores_replay_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"model\.transformer\.{name} = {value!r}"):
-        refuse_what_ignores_replay({name: value})
+        check_router_replay_support({name: value})
 
 
 def test_what_obeys_replay_is_not_refused() -> None:
     kinds = ["aux_loss", "seq_aux_loss"]
-    refuse_what_ignores_replay(
+    check_router_replay_support(
         {
             "moe_router_fusion": False,
             "moe_router_load_balancing_type": kinds,

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import CheckpointError, ConfigError, DiskError
-from megatron_dppo.hf.families import family_of
+from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import FolderWeights, build_hf_model, model_shape, read_hf_config
 from megatron_dppo.weights import upcycling
 from megatron_dppo.weights.upcycled_config import TARGETS, Upcycling
@@ -90,8 +90,8 @@ def test_without_noise_the_logits_are_those_of_the_dense_model(name: str, tmp_pa
         config = read_hf_config(out)
         shape = model_shape(config)
         assert (shape.family, shape.num_experts, shape.dense_layers) == (TARGETS[DENSE[name][0]], experts, ())
-        family_of(config).fields(config, shape)
-        assert family_of(config).rope(config).theta == 2e4
+        get_family(config).fields(config, shape)
+        assert get_family(config).rope(config).theta == 2e4
         weights = stored(out)
         assert model.parameters_after == sum(w.numel() for w in weights.values())
         assert model.parameters_before == sum(w.numel() for w in stored(dense).values())
