@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import write_synced
-from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, remove_leftovers, read_state
+from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, read_state, remove_leftovers
 from megatron_dppo.parallel.objects import agreed, is_leader
 from megatron_dppo.run.lock import FolderLock
 
