@@ -170,7 +170,7 @@ class OutputHead:
     def row_statistics(
         self, rows: Tensor, labels: Tensor, ids: Tensor | None, sampling_mask: SamplingMask | None
     ) -> HeadStatistics:
-        """The statistics of hidden states ``[b, H]`` that ``next_token_logits`` gave, as those of a row of micro-batches."""
+        """Return the statistics of hidden states ``[b, H]`` that ``next_token_logits`` returned."""
         valid = None if ids is None else ids >= 0
         options: dict[str, Any] = {"ids": ids, "ids_valid": valid, "sampling_mask": sampling_mask, **self._common}
         return vocab_parallel_head_stats(rows, self.weight(), labels, **options)
