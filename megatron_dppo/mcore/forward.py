@@ -100,7 +100,7 @@ def _rows(
     device = next(chunks[0].parameters()).device
 
     def make(batch: MicroBatch, teacher: TeacherTargets | None) -> MicroBatchRow:
-        row = MicroBatchRow.of(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage, noise=noise)
+        row = MicroBatchRow.from_batch(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage, noise=noise)
         return row if teacher is None else replace(row, teacher=teacher)
 
     return make

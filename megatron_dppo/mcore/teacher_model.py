@@ -88,7 +88,7 @@ class TeacherModel:
         with self._model.loaded():
             return forward_logprobs(self._chunks, drop_routes(batches), self._head, self._cp_group)
 
-    def teacher_targets(self, batches: Sequence[MicroBatch]) -> list[TeacherTargets]:
+    def compute_targets(self, batches: Sequence[MicroBatch]) -> list[TeacherTargets]:
         """The teacher's side of the loss of each micro-batch; empty but on the last pipeline stage.
 
         Its hidden states wait in host memory; its share of the output layer is on the device until these are dropped.

@@ -85,7 +85,7 @@ class Updater:
                 teacher_targets: list[TeacherTargets] = []
                 if self._teacher is not None:
                     with clock.part("recompute"):
-                        teacher_targets = self._teacher.teacher_targets(batches)
+                        teacher_targets = self._teacher.compute_targets(batches)
                 with clock.part("forward_backward"):
                     last = epoch == self._train.epochs - 1 and number == len(every) - 1
                     objective = self._last_objective if last else self._objective

@@ -190,7 +190,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
             assert not trainer.is_last_stage
     batches = updater.pack_batches(mine)
     assert len(batches) * trainer.layout.dp >= 4
-    metrics = trainer.accumulate(batches, policy_objective(config.loss), teacher.teacher_targets(batches))
+    metrics = trainer.accumulate(batches, policy_objective(config.loss), teacher.compute_targets(batches))
     found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
     typical = sum(float(g.norm()) for g in expected.gradients.values()) / len(expected.gradients)
     wrong = {
