@@ -3,8 +3,8 @@
     python benchmarks/stream.py [--train 200 100] [--reread 20000 60000 inf] [--steps 16] [--divide 8] [--only NAME]
                                 [--servers 16] [--in-flight 4096] [--flat 0.3] [--oversample 1.5]
 
-The scheduler, the engine and the pool of servers are those of a run (``Stream``, ``ServerEngine``, ``ServerPool``), on
-the virtual clock of ``tests/faults/simulation``; trainer and servers are a model:
+The scheduler, the engine and the pool of servers are those of a run (``RolloutScheduler``, ``ServerEngine``,
+``ServerPool``), on the virtual clock of ``tests/faults/simulation``; trainer and servers are a model:
 
 - 16 servers of 256 slots; a decode step takes 12 ms + 0.06 ms x running requests, and gives each of them a token.
 - 256 prompts x 16 responses a step. Their lengths are log-normal and cut at 16,384; each is fixed by the prompt and the
@@ -40,7 +40,7 @@ from benchmarks.stream_servers import END, LONGEST, SIBLINGS, SLOTS, UNIT, Popul
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.rollout.scheduler import RolloutScheduler
 from tests.faults.simulation import seams
 from tests.faults.simulation.clock import VirtualLoop
 from tests.faults.simulation.trainer import SimTrainer, Tokenizer
@@ -73,12 +73,12 @@ CASES = (
 )
 
 
-class BarrierStream(Stream):
+class BarrierStream(RolloutScheduler):
     """Waits for all that is sampled before the weights change."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._in_flight = self._one_by_one = self._asking._one_by_one = False
+        self._survives_updates = self._one_by_one = self._requests._one_by_one = False
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Run:
         servers: Any = self.servers
         engine = ServerEngine(servers, Tokenizer(), _HF_CONFIG, max_in_flight=in_flight, health_seconds=1e6)
         config = _config(case, options, [server.url for server in servers])
-        kind = BarrierStream if case.barrier else Stream
+        kind = BarrierStream if case.barrier else RolloutScheduler
         scorer: Any = self.population
         self._engine = engine
         self.stream = kind(config, self.population, SimTrainer.groups, 0, 1, engine, scorer)
@@ -131,7 +131,7 @@ class Run:
             begin, slots, reading = self._loop.time(), self._sum("slot_seconds"), self._sum("reading_seconds")
             found = self.stream.collect(step, step, Clock())
             self._loop.run(asyncio.sleep(self._train))
-            self.stream.settle(Clock())
+            self.stream.wait_before_update(Clock())
             self._publish(step + 1)
             seams.NOW.started = [task for task in seams.NOW.started if not task.done()]
             yield Step(
@@ -184,7 +184,7 @@ def row(case: Case, train: float, reread: float, options: argparse.Namespace) ->
     steady, servers = steps[WARM_UP:], len(run.servers)
     seconds = sum(step.seconds for step in steady)
     ages = sum((Counter(step.ages) for step in steady), Counter[int]())
-    ahead = sum(len(draw.places) for draw in run.stream._draws)
+    ahead = sum(len(submission.slots) for submission in run.stream._submissions)
 
     def bias(start: int, end: int) -> float:
         """Mean length of what these steps trained on over that of the prompts whose turn they were."""

@@ -17,7 +17,7 @@ from megatron_dppo.engines.servers.responder import (
     Responder,
 )
 from megatron_dppo.hf.folder import end_tokens, routing_shape
-from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
+from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction
@@ -136,13 +136,13 @@ class ServerEngine:
 
     def submit(
         self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
-    ) -> list[Sampled]:
+    ) -> list[SampledFuture]:
         """See ``RolloutEngine.submit``; returns at once.
 
         Raises:
             ValueError: routed experts are asked of a dense model.
         """
-        futures: list[Sampled] = [Future() for _ in groups]
+        futures: list[SampledFuture] = [Future() for _ in groups]
         fresh, sizes = 0, []
         for group in groups:
             routes = self._prompt_routes(group, params)
@@ -211,7 +211,7 @@ class ServerEngine:
         return InFlightResponse(prompt, response, params, index, routes)
 
     async def _until(
-        self, groups: Sequence[Sequence[InFlightResponse]], futures: Sequence[Sampled], enough: int
+        self, groups: Sequence[Sequence[InFlightResponse]], futures: Sequence[SampledFuture], enough: int
     ) -> None:
         """Run until ``enough`` groups are complete, and stop the others; a future is set when its group is complete."""
         running = {s: asyncio.create_task(self._responder.complete(s)) for group in groups for s in group}
@@ -260,10 +260,10 @@ def _take(sample: InFlightResponse, state: Completion | PartialResponse) -> None
     if isinstance(state, Completion):
         sample.completion = state
     else:
-        sample.response.take(state)
+        sample.response.restore(state)
 
 
-def _settle(group: Sequence[InFlightResponse], future: Sampled) -> None:
+def _settle(group: Sequence[InFlightResponse], future: SampledFuture) -> None:
     completions = [sample.completion for sample in group if sample.completion is not None]
     if len(completions) == len(group) and not future.done():
         future.set_result(completions)

@@ -1,1 +1,4 @@
-"""Rollouts: the engine seam and what is done with its answers. Imports no engine and no Megatron."""
+"""Rollouts: the engine protocol, the scheduler of requests, responses and how they are stored.
+
+Imports no inference engine and no Megatron.
+"""

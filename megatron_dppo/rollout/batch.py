@@ -1,4 +1,4 @@
-"""The groups that a step trains on, out of those that were drawn for it."""
+"""Selection of the groups that a step trains on."""
 
 from __future__ import annotations
 
@@ -11,67 +11,69 @@ from megatron_dppo.types import Completion, LeftOut, Metric, RolloutGroup, Versi
 from megatron_dppo.types.token_columns import TOKEN_COLUMNS
 
 
-class Ages:
-    """Knows the step of each policy version that may still train.
+class PolicyAges:
+    """Step at which each recent policy version was published, to compute the age of tokens.
 
     Args:
-        oldest: age that a token can have at most.
+        oldest: maximum age of a token in steps.
     """
 
     def __init__(self, oldest: int) -> None:
         self._oldest = oldest
-        self._step_of: dict[int, int] = {}
+        self._step_by_version: dict[int, int] = {}
         self._step = 0
 
     def begin_step(self, step: int, policy_version: int) -> None:
-        """Note whose weights these are; forget what is too old."""
-        self._step, self._step_of[policy_version] = step, step
-        self._step_of = {v: s for v, s in self._step_of.items() if s >= step - self._oldest}
+        """Record the version that samples from ``step`` on and drop versions that are too old to train on."""
+        self._step = step
+        self._step_by_version[policy_version] = step
+        self._step_by_version = {v: s for v, s in self._step_by_version.items() if s >= step - self._oldest}
 
-    def of(self, group: RolloutGroup) -> dict[int, int]:
-        """A group's tokens by age in this step. Weights that an update left as they were have not aged."""
+    def count_tokens_by_age(self, group: RolloutGroup) -> dict[int, int]:
+        """Return the number of a group's tokens by their age in this step."""
         tokens: dict[int, int] = {}
-        for version, count in tokens_by_version(group).items():
-            age = self._step - self._step_of.get(version, self._step - self._oldest)
+        for version, count in count_tokens_by_version(group).items():
+            # A skipped update keeps the version, so ``begin_step`` renews its step: unchanged weights do not age.
+            age = self._step - self._step_by_version.get(version, self._step - self._oldest)
             tokens[age] = tokens.get(age, 0) + count
         return tokens
 
     def state(self) -> dict[str, int]:
-        """For a checkpoint."""
-        return {str(version): step for version, step in self._step_of.items()}
+        """Return the state for a checkpoint."""
+        return {str(version): step for version, step in self._step_by_version.items()}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Take what ``state`` gave."""
-        self._step_of = {int(version): step for version, step in state.items()}
+        """Restore what ``state`` returned."""
+        self._step_by_version = {int(version): step for version, step in state.items()}
 
 
-def tokens_by_version(group: RolloutGroup) -> dict[int, int]:
-    """How many of a group's tokens the weights of each version sampled."""
+def count_tokens_by_version(group: RolloutGroup) -> dict[int, int]:
+    """Return the number of a group's tokens by the policy version that sampled them."""
     tokens: dict[int, int] = {}
     for rollout in group.rollouts:
         completion = rollout.completion
-        whole = (VersionSpan(completion.policy_version, 0, len(completion.token_ids)),)
-        for version, start, end in completion.policy_versions or whole:
+        single_span = (VersionSpan(completion.policy_version, 0, len(completion.token_ids)),)
+        for version, start, end in completion.policy_versions or single_span:
             tokens[version] = tokens.get(version, 0) + end - start
     return tokens
 
 
 @dataclass(frozen=True)
-class Collected:
-    """This data-parallel rank's rollouts of a step."""
+class CollectedRollouts:
+    """Rollouts of one data-parallel rank that a step trains on."""
 
     groups: list[RolloutGroup]
     ages: list[int]
-    """for each group, rollout steps between the oldest weights that sampled it and the ones that train on it"""
+    """Age of each group in rollout steps: from its oldest tokens to this step. Shape [num_groups]."""
     left_out: Mapping[LeftOut, int]
-    """groups that are not trained on, by reason"""
+    """Number of groups that are not trained on, by reason."""
     token_ages: dict[int, int]
-    """tokens by age"""
+    """Number of tokens by age in steps."""
     num_carried: int = 0
-    """groups that were stopped and go on in the next step"""
+    """Number of groups that were canceled in this step and continue in the next."""
 
     def metrics(self, dp: int) -> dict[str, Metric]:
-        """How old the rollouts are, and how many were left out (a sum over the ``dp`` ranks)."""
+        """Return the staleness metrics and the number of groups left out, summed over the ``dp`` ranks."""
         return {
             "policy_age": Metric(
                 sum(age * tokens for age, tokens in self.token_ages.items()), sum(self.token_ages.values())
@@ -83,27 +85,29 @@ class Collected:
         }
 
 
-def collected(drawn: Sequence[RolloutGroup], share: int, ages: Ages, *, given_up: int, num_carried: int) -> Collected:
-    """What a step trains on.
+def select_rollouts(
+    sampled: Sequence[RolloutGroup], count: int, ages: PolicyAges, *, given_up: int, num_carried: int
+) -> CollectedRollouts:
+    """Select the groups that a step trains on.
 
     Args:
-        drawn: groups in their order.
-        share: how many of them it needs.
-        ages: of this step.
-        given_up: groups that were stopped for good.
-        num_carried: groups that were stopped and go on.
+        sampled: complete groups in the order of their prompts.
+        count: number of groups that the step needs.
+        ages: ages in this step.
+        given_up: number of groups that were canceled for good.
+        num_carried: number of groups that were canceled and continue in the next step.
     """
-    signal = [has_signal(group) for group in drawn]
-    places = choose(signal, share)
-    chosen = [drawn[i] for i in places]
-    by_age = [ages.of(group) for group in chosen]
-    others = [has for i, has in enumerate(signal) if i not in set(places)]
-    return Collected(
-        groups=chosen,
+    signals = [has_signal(group) for group in sampled]
+    selected = select_indices(signals, count)
+    groups = [sampled[i] for i in selected]
+    by_age = [ages.count_tokens_by_age(group) for group in groups]
+    unused_signals = [signal for i, signal in enumerate(signals) if i not in set(selected)]
+    return CollectedRollouts(
+        groups=groups,
         ages=[max(tokens, default=0) for tokens in by_age],
         left_out={
-            LeftOut.NO_SIGNAL: len(others) - sum(others),
-            LeftOut.SURPLUS: sum(others),
+            LeftOut.NO_SIGNAL: len(unused_signals) - sum(unused_signals),
+            LeftOut.SURPLUS: sum(unused_signals),
             LeftOut.GIVEN_UP: given_up,
         },
         token_ages=dict(sum((Counter(tokens) for tokens in by_age), Counter())),
@@ -112,35 +116,45 @@ def collected(drawn: Sequence[RolloutGroup], share: int, ages: Ages, *, given_up
 
 
 def has_signal(group: RolloutGroup) -> bool:
-    """Whether the scored samples of a group have different rewards, and so non-zero advantages."""
+    """Return True if the scored samples of a group have different rewards, and so non-zero advantages."""
     return len({r.reward for r in group.rollouts if not r.reward_failed}) > 1
 
 
-def choose(signal: Sequence[bool], count: int) -> list[int]:
-    """Which groups a step trains on: the first ``count`` with signal, else the last ones without; in order."""
-    good = [i for i, has in enumerate(signal) if has][:count]
-    flat = [i for i, has in enumerate(signal) if not has]
-    return sorted(good + flat[len(flat) - (count - len(good)) :])
+def select_indices(signals: Sequence[bool], count: int) -> list[int]:
+    """Select the first ``count`` groups with signal, filled up with the last ones without.
+
+    Args:
+        signals: True for each group with signal.
+        count: number of groups to select.
+
+    Returns:
+        Indices in increasing order.
+    """
+    with_signal = [i for i, signal in enumerate(signals) if signal][:count]
+    without_signal = [i for i, signal in enumerate(signals) if not signal]
+    return sorted(with_signal + without_signal[len(without_signal) - (count - len(with_signal)) :])
 
 
 @dataclass(frozen=True)
-class Needed:
-    """Of one rank."""
+class RankColumns:
+    """Optional columns of a completion that one rank reads."""
 
     topk: bool = True
-    """whether it computes the loss: the last pipeline stage"""
+    """True on ranks that compute the loss: the last pipeline stage."""
     layers: tuple[int, ...] | None = None
-    """whose routes it replays; None = all"""
+    """Layers whose routes the rank replays. None: all layers."""
 
-    def of(self, groups: Sequence[RolloutGroup | None]) -> list[RolloutGroup | None]:
-        """The groups without the other columns; ``routed_experts`` then has these layers only."""
+    def select(self, groups: Sequence[RolloutGroup | None]) -> list[RolloutGroup | None]:
+        """Return the groups without the columns that this rank does not read."""
         return [
             group
-            and replace(group, rollouts=tuple(replace(r, completion=self._of(r.completion)) for r in group.rollouts))
+            and replace(
+                group, rollouts=tuple(replace(r, completion=self._select(r.completion)) for r in group.rollouts)
+            )
             for group in groups
         ]
 
-    def _of(self, completion: Completion) -> Completion:
+    def _select(self, completion: Completion) -> Completion:
         if not self.topk:
             unread: dict[str, Any] = {c.response: None for c in TOKEN_COLUMNS if c.is_loss_only and c.response}
             completion = replace(completion, **unread)

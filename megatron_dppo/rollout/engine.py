@@ -1,4 +1,4 @@
-"""What a run needs of a rollout engine: groups go in, futures of completions come out, and nothing sampled is lost."""
+"""Protocol of a rollout engine: groups go in, futures of completions come out, and no sampled token is lost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Protocol
 from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 
-Sampled = Future[list[Completion] | None]
-"""The completions of a group, siblings in order; None = it was stopped before it was complete"""
+SampledFuture = Future[list[Completion] | None]
+"""Completions of a group, siblings in order. None: the group was canceled before it was complete."""
 GroupState = tuple[Completion | PartialResponse, ...]
-"""The responses of a group that is not complete, siblings in order"""
+"""Responses of an incomplete group, siblings in order."""
 
 
 @dataclass(frozen=True)
@@ -21,46 +21,47 @@ class GroupRequest:
     """One group to be sampled."""
 
     key: int
-    """its identity; a group that the engine holds under this key goes on"""
+    """Identity of the group. A group that the engine holds under this key is continued."""
     prompt: Prompt
     siblings: int
-    """responses"""
+    """Number of responses."""
 
 
 class RolloutEngine(Protocol):
-    """Samples responses with known weights.
+    """Engine that samples responses with known weights.
 
-    Of a group that is not complete an engine holds what was sampled, under the group's key: when it was stopped and its
-    key was in ``keep``, and when it was given to ``restore``.
+    An engine holds the sampled tokens of an incomplete group under the group's key in two cases: the group was canceled
+    and its key was in ``keep``, or ``restore`` passed it in.
     """
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that a request gets now; -1 before it was given any."""
+        """Version of the weights that a new request is sampled with; -1 before the first weights."""
 
     def submit(
         self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
-    ) -> list[Sampled]:
-        """Sample groups until ``enough`` of them are complete, and stop the others; a few more may be complete.
+    ) -> list[SampledFuture]:
+        """Sample groups until ``enough`` of them are complete, and cancel the others; a few more may be complete.
 
-        May return before they are, from any thread. The result of a future is an exception where sampling failed.
+        May return before the groups are complete, and may be called from any thread. A future holds an exception where
+        sampling failed.
 
         Args:
-            groups: all different from those under way.
-            params: of the new tokens. Responses draw different numbers: by ``params.seed``, by their place in this
-                call, and by how often they were continued.
-            enough: complete groups that are wanted; ``len(groups)`` = all.
-            keep: keys of groups whose tokens are held when they are stopped.
+            groups: groups whose keys are not in flight.
+            params: sampling of the new tokens. Each response has its own random numbers: they depend on
+                ``params.seed``, on its index in this call, and on how often it was continued.
+            enough: number of complete groups that are wanted; ``len(groups)`` waits for all.
+            keep: keys of groups whose tokens are held when they are canceled.
         """
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """One completion a prompt, in order; repeat a prompt for several samples. Returns when all are there."""
+        """Sample one completion per prompt, in order, and wait for all. Repeat a prompt for several samples."""
 
     def unfinished(self) -> dict[int, GroupState]:
-        """What was sampled of every group that is under way or held, by key; what is under way goes on afterwards."""
+        """Return the sampled tokens of every group in flight or held, by key. Groups in flight continue afterwards."""
 
     def restore(self, groups: Mapping[int, GroupState]) -> None:
-        """Hold these, as another engine had them."""
+        """Hold groups that another engine returned from ``unfinished``."""
 
     def close(self) -> None:
-        """Stop everything, and free what the engine holds."""
+        """Cancel everything and free the engine's resources."""

@@ -1,7 +1,7 @@
-"""Memory of this process that another one opens where it is: on a GPU by CUDA IPC, on the host as POSIX shared memory.
+"""Memory that this process shares with others without a copy: by CUDA IPC on GPUs, as POSIX shared memory on hosts.
 
-A handle says where the bytes are, in the fields of torch's own sharing between processes (``torch.multiprocessing``).
-Both sides need a torch whose handles have the same form: 2.5 or later on GPUs.
+A handle locates the bytes with the fields that ``torch.multiprocessing`` uses. Both sides need a torch version with the
+same fields: 2.5 or later on GPUs.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class HostHandle(NamedTuple):
-    """A file of shared memory. Torch's manager process removes it when this one is killed."""
+    """A file of shared memory. Torch's manager process removes it if this process is killed."""
 
     name: bytes
     size: int
-    """bytes"""
+    """Size in bytes."""
 
 
 class DeviceHandle(NamedTuple):
-    """A part of one allocation on a GPU; the fields are those of ``rebuild_cuda_tensor``."""
+    """Part of one GPU allocation, with the fields of ``rebuild_cuda_tensor``."""
 
     device: str
-    """UUID of the GPU: each process counts its devices by itself"""
+    """UUID of the GPU: device numbers differ between processes."""
     handle: bytes
     size: int
-    """bytes"""
+    """Size in bytes."""
     offset: int
-    """bytes from the start of the allocation"""
+    """Offset from the start of the allocation in bytes."""
     counter: bytes
-    """where the one reader says that it has finished"""
+    """Shared counter that the one reader decrements when it has finished."""
     counter_offset: int
     event: bytes
-    """after which the bytes are there"""
+    """CUDA event after which the bytes are valid."""
     event_sync: bool
 
 
@@ -51,11 +51,11 @@ Handle = HostHandle | DeviceHandle
 
 
 class SharedBucket:
-    """Bytes that others may read until ``free``.
+    """Bytes that other processes may read until ``free``.
 
     Args:
-        data: [bytes] uint8, the whole of its storage; nothing writes to it any more.
-        readers: how many processes open it on a CPU; on a GPU it is one.
+        data: bytes that fill their whole storage and are not written any more. Shape [num_bytes], uint8.
+        readers: number of processes that open the memory on a CPU; on a GPU it is one.
 
     Raises:
         RuntimeError: this memory cannot be shared.
@@ -66,23 +66,25 @@ class SharedBucket:
         storage = data.untyped_storage()
         self.handle: Handle
         if data.device.type == "cuda":
-            _, handle, size, offset, *rest = storage._share_cuda_()
+            # The first value is the device number in this process, which the UUID replaces.
+            _, handle, size, offset, *counter_and_event = storage._share_cuda_()
             uuid = str(torch.cuda.get_device_properties(data.device).uuid)
-            self.handle = DeviceHandle(uuid, handle, size, offset, *rest)
+            self.handle = DeviceHandle(uuid, handle, size, offset, *counter_and_event)
             return
-        _, *where = storage._share_filename_cpu_()
-        self.handle = HostHandle(*where)
-        # One for each reader, and one so that torch never counts to 0 and removes the file: of a file that is gone it
-        # would end the process.
+        # The first value names torch's manager process, which readers must not use (see ``_pickled_tensor``).
+        _, *name_and_size = storage._share_filename_cpu_()
+        self.handle = HostHandle(*name_and_size)
+        # One count per reader, and one more so that no reader counts down to 0. Torch would then remove the file, and a
+        # process that finds no file to remove is ended by torch.
         for _ in range(readers + 1):
             storage._shared_incref()
 
     def free(self, *, taken: bool) -> None:
-        """Give the memory back.
+        """Release the memory.
 
         Args:
-            taken: its reader has finished with it. On a GPU torch keeps the memory until a reader has said so, and for
-                ever when that died before; then this process says it.
+            taken: the reader has finished. On a GPU torch keeps the memory until the reader has reported so, which
+                never happens if it died before; with False this process reports it.
         """
         handle = self.handle
         if isinstance(handle, HostHandle):
@@ -94,14 +96,14 @@ class SharedBucket:
             torch.cuda.ipc_collect()
 
 
-def as_json(handle: Handle) -> dict[str, Any]:
-    """The fields, bytes as base64."""
+def as_json(handle: Handle) -> dict[str, str | int | bool]:
+    """Return the fields of a handle, with bytes as base64."""
     fields = handle._asdict().items()
     return {name: base64.b64encode(value).decode() if isinstance(value, bytes) else value for name, value in fields}
 
 
-class _Call:
-    """Becomes ``function(*args)`` where it is unpickled."""
+class _PickledCall:
+    """Object that becomes ``function(*args)`` when it is unpickled."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._reduced = function, args
@@ -113,30 +115,34 @@ class _Call:
 def as_flattened_bucket(
     handle: Handle, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> bytes:
-    """The pickle that SGLang takes as a ``flattened_bucket``; only names that its unpickler allows are in it.
+    """Return the pickle that SGLang accepts as a ``flattened_bucket``, with names that its unpickler allows only.
 
-    SGLang reads the places of the tensors as attributes, of whatever class (``_update_weights_from_flattened_bucket``),
-    and replaces the device of a GPU's tensor, its UUID, by its own number of it (``utils/patch_torch.py``).
+    SGLang reads the metadata of the tensors as attributes of any class (``_update_weights_from_flattened_bucket``). It
+    replaces the device of a GPU tensor, a UUID, by its own device number (``utils/patch_torch.py``).
     """
-    places, start = [], 0
-    for name, kind, shape in zip(names, dtypes, shapes, strict=True):
-        dtype = getattr(torch, kind)
+    metadata = []
+    start = 0
+    for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
+        dtype = getattr(torch, dtype_name)
         size = math.prod(shape) * dtype.itemsize
-        place = {"name": name, "shape": tuple(shape), "dtype": dtype, "numel": size}
-        places.append(SimpleNamespace(**place, start_idx=start, end_idx=start + size))
+        # The bucket is a tensor of bytes, so SGLang's element counts and indices are bytes.
+        fields = {"name": name, "shape": tuple(shape), "dtype": dtype, "numel": size}
+        metadata.append(SimpleNamespace(**fields, start_idx=start, end_idx=start + size))
         start += size
-    return pickle.dumps({"flattened_tensor": _rebuilt(handle), "metadata": places})
+    return pickle.dumps({"flattened_tensor": _pickled_tensor(handle), "metadata": metadata})
 
 
-def _rebuilt(handle: Handle) -> _Call:
-    """What ``ForkingPickler`` would write of the tensor of bytes."""
-    tensor, size = torch.Tensor, (handle.size,)
+def _pickled_tensor(handle: Handle) -> _PickledCall:
+    """Return what ``ForkingPickler`` would write for the tensor of bytes."""
+    tensor = torch.Tensor
+    size = (handle.size,)
     if isinstance(handle, HostHandle):
-        # With no manager named the reader starts one of its own. As a client of ours it would keep that alive, and with
-        # it the files of a trainer that was killed, and its stderr.
-        storage = _Call(reductions.rebuild_storage_filename, torch.UntypedStorage, b"", *handle)
-        typed = _Call(reductions.rebuild_typed_storage, storage, torch.uint8)
-        return _Call(reductions.rebuild_tensor, tensor, typed, (0, size, (1,), False))
-    device, where = handle.device, (handle.handle, handle.size, handle.offset)
+        # With an empty manager name, the reader starts a manager of its own. As a client of ours it would keep that one
+        # alive, and with it the files and the stderr of a trainer that was killed.
+        storage = _PickledCall(reductions.rebuild_storage_filename, torch.UntypedStorage, b"", *handle)
+        typed = _PickledCall(reductions.rebuild_typed_storage, storage, torch.uint8)
+        return _PickledCall(reductions.rebuild_tensor, tensor, typed, (0, size, (1,), False))
     view = (tensor, size, (1,), 0, torch.storage.TypedStorage, torch.uint8)
-    return _Call(reductions.rebuild_cuda_tensor, *view, device, *where, False, *handle[4:])
+    allocation = (handle.device, handle.handle, handle.size, handle.offset)
+    requires_grad = False
+    return _PickledCall(reductions.rebuild_cuda_tensor, *view, *allocation, requires_grad, *handle[4:])

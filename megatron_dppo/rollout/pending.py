@@ -1,4 +1,4 @@
-"""Groups that were asked for together: which prompts, by which step, and their futures."""
+"""Submitted groups, their futures, and the thread that scores them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.scorer import RewardScorer
-from megatron_dppo.rollout.engine import Sampled
+from megatron_dppo.rollout.engine import SampledFuture
 from megatron_dppo.types import (
     Completion,
     Prompt,
@@ -22,113 +22,131 @@ from megatron_dppo.types import (
 
 
 class PromptSlot(NamedTuple):
-    """A prompt that was taken from the stream."""
+    """A prompt that was taken from the prompt stream."""
 
     position: int
-    """in the stream"""
-    since: int
-    """the rollout step that it was first drawn for"""
+    """Index in the prompt stream."""
+    first_step: int
+    """Rollout step that the prompt was first submitted for."""
 
 
-Scored = Future[list[RolloutGroup | None]]
-"""The groups of a draw in order; None = it was stopped before it was complete"""
+ScoredFuture = Future[list[RolloutGroup | None]]
+"""Scored groups of a submission, in order. None: the group was canceled before it was complete."""
 
 
 @dataclass(frozen=True, eq=False)
-class Draw:
-    """Groups that were asked for together."""
+class Submission:
+    """Groups that were submitted to the engine together."""
 
     step: int
-    """the rollout step that they are for"""
+    """Rollout step that the groups are for."""
     sampled_at: int
-    """rollout steps that were done when they were asked for"""
-    places: Sequence[PromptSlot]
-    """of this data-parallel rank"""
-    sampled: Sequence[Sampled] = ()
-    """in the order of the places; empty on ranks that get their rollouts from another one"""
-    scored: Scored | None = None
-    """None on those ranks"""
+    """Number of rollout steps that were done at submission."""
+    slots: Sequence[PromptSlot]
+    """Prompts of this data-parallel rank."""
+    sampled: Sequence[SampledFuture] = ()
+    """SampledFuture groups, in the order of ``slots``; empty on ranks that receive their rollouts from another rank."""
+    scored: ScoredFuture | None = None
+    """Scored groups. None on ranks that receive their rollouts from another rank."""
 
     def wait(self, clock: Clock, part: str) -> list[RolloutGroup | None]:
-        """All of this rank's groups; waiting for the engine counts as ``part`` of the clock, for the rest as reward.
+        """Wait for the groups and return them.
+
+        Args:
+            clock: clock that measures the wait.
+            part: part of the clock that counts the wait for the engine; the wait for scores counts as ``reward``.
 
         Raises:
-            Exception: what failed while they were sampled or scored, as it was.
+            Exception: the exception that sampling or scoring raised.
         """
         assert self.scored is not None
         with clock.part(part):
             for future in self.sampled:
-                future.exception()  # raised below, with those of the reward
+                # Only waits: ``scored.result()`` below raises the same exception.
+                future.exception()
         with clock.part("reward"):
             return self.scored.result()
 
 
 class GroupScoring:
-    """Scores the groups of a draw, in a thread of its own, as soon as all of them are sampled.
+    """Thread that scores the groups of a submission as soon as all of them are sampled.
 
-    They are scored in one call: a reward function for batches gets them together, and one that fails on all of several
-    groups ends the run.
+    The groups of a submission are scored in one call: a batched reward function receives them together, and a reward
+    that fails on all of several groups ends the run.
     """
 
     def __init__(self, scorer: RewardScorer) -> None:
-        self._scorer, self._thread = scorer, ThreadPoolExecutor(1, "scoring")
-        self._numbers, self._order = itertools.count(), WeakKeyDictionary[Scored, int]()
+        self._scorer = scorer
+        self._thread = ThreadPoolExecutor(1, "scoring")
+        self._numbers = itertools.count()
+        self._order = WeakKeyDictionary[ScoredFuture, int]()
 
-    def follow(self, prompts: Sequence[Prompt], sampled: Sequence[Sampled]) -> Scored:
-        """The scored groups of ``prompts``, once they are sampled."""
-        scored: Scored = Future()
-        left = len(sampled)
+    def score_when_sampled(self, prompts: Sequence[Prompt], sampled: Sequence[SampledFuture]) -> ScoredFuture:
+        """Return a future of the scored groups of ``prompts``."""
+        scored: ScoredFuture = Future()
+        remaining = len(sampled)
 
-        def one_is_done(_: Sampled) -> None:  # an engine sets its futures in one thread
-            nonlocal left
-            left -= 1
-            if not left:
+        # An engine sets its futures in one thread, so the counter needs no lock.
+        def count_down(_: SampledFuture) -> None:
+            nonlocal remaining
+            remaining -= 1
+            if not remaining:
                 self._thread.submit(self._settle, scored, prompts, sampled)
 
         for future in sampled:
-            future.add_done_callback(one_is_done)
+            future.add_done_callback(count_down)
         if not sampled:
             scored.set_result([])
         return scored
 
-    def finished(self, draws: Sequence[Draw]) -> list[Draw]:
-        """Those that are scored, in the order in which they were."""
-        # Those of a checkpoint were complete before all others.
-        done = [(self._order.get(d.scored, -1), i) for i, d in enumerate(draws) if d.scored and d.scored.done()]
-        return [draws[i] for _, i in sorted(done)]
+    def select_scored(self, submissions: Sequence[Submission]) -> list[Submission]:
+        """Return the submissions that are scored, in the order in which they were."""
+        # Submissions that a checkpoint restored were complete before all others and have no number.
+        done = [(self._order.get(s.scored, -1), i) for i, s in enumerate(submissions) if s.scored and s.scored.done()]
+        return [submissions[i] for _, i in sorted(done)]
 
     def close(self) -> None:
-        """Wait for what runs now; drop the rest."""
+        """Wait for the score in progress and drop the others."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _settle(self, scored: Scored, prompts: Sequence[Prompt], sampled: Sequence[Sampled]) -> None:
+    def _settle(self, scored: ScoredFuture, prompts: Sequence[Prompt], sampled: Sequence[SampledFuture]) -> None:
+        """Score sampled groups and set the result or the exception of ``scored``."""
         self._order[scored] = next(self._numbers)
         try:
             scored.set_result(self._score(prompts, [future.result() for future in sampled]))
         except BaseException as error:
             scored.set_exception(error)
 
-    def _score(self, prompts: Sequence[Prompt], found: Sequence[list[Completion] | None]) -> list[RolloutGroup | None]:
-        complete = [(prompt, group) for prompt, group in zip(prompts, found, strict=True) if group is not None]
+    def _score(
+        self, prompts: Sequence[Prompt], sampled: Sequence[list[Completion] | None]
+    ) -> list[RolloutGroup | None]:
+        complete = [(prompt, group) for prompt, group in zip(prompts, sampled, strict=True) if group is not None]
         completions = [completion for _, group in complete for completion in group]
-        some = [prompt for prompt, _ in complete]
-        scored = iter(score_completions(self._scorer, some, completions, is_batch=len(found) > 1))
-        return [None if group is None else next(scored) for group in found]
+        complete_prompts = [prompt for prompt, _ in complete]
+        # A single group may fail alone; the scheduler checks the groups of a step together.
+        groups = score_completions(self._scorer, complete_prompts, completions, is_batch=len(sampled) > 1)
+        remaining = iter(groups)
+        return [None if group is None else next(remaining) for group in sampled]
 
 
 def score_completions(
     scorer: RewardScorer, prompts: Sequence[Prompt], completions: Sequence[Completion], *, is_batch: bool = True
 ) -> list[RolloutGroup]:
-    """The scored group of each prompt; ``completions`` of siblings side by side, as many of each prompt.
+    """Return the scored group of each prompt.
 
-    A completion that has a reward keeps it; the reward function and its shaping are for the others. ``is_batch`` as in
-    ``RewardScorer.score``.
+    A completion that has a reward keeps it: the reward function and its shaping apply to the others only.
+
+    Args:
+        scorer: reward of the run.
+        prompts: one prompt per group.
+        completions: the same number for each prompt, siblings side by side.
+        is_batch: see ``RewardScorer.score``.
 
     Raises:
         RewardError: see ``RewardScorer.score``.
     """
-    n = len(completions) // max(1, len(prompts))
-    repeated = [prompt for prompt in prompts for _ in range(n)]
+    siblings = len(completions) // max(1, len(prompts))
+    repeated_prompts = [prompt for prompt in prompts for _ in range(siblings)]
     items = [
         RewardItem(
             prompt=prompt.text,
@@ -139,11 +157,11 @@ def score_completions(
             token_ids=tuple(completion.token_ids.tolist()),
             messages=prompt.messages,
         )
-        for prompt, completion in zip(repeated, completions, strict=True)
-        if not _is_settled(completion)
+        for prompt, completion in zip(repeated_prompts, completions, strict=True)
+        if not _has_result(completion)
     ]
     scored = iter(scorer.score(items, is_batch=is_batch))
-    results = [_settled(c) if _is_settled(c) else next(scored) for c in completions]
+    results = [_existing_result(c) if _has_result(c) else next(scored) for c in completions]
     rollouts = [
         Rollout(
             prompt=prompt,
@@ -153,15 +171,19 @@ def score_completions(
             reward_parts=result.parts,
             eval_score=result.eval_score,
         )
-        for prompt, completion, result in zip(repeated, completions, results, strict=True)
+        for prompt, completion, result in zip(repeated_prompts, completions, results, strict=True)
     ]
-    return [RolloutGroup(prompt=p, rollouts=tuple(rollouts[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
+    return [
+        RolloutGroup(prompt=prompt, rollouts=tuple(rollouts[i * siblings : (i + 1) * siblings]))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
-def _is_settled(completion: Completion) -> bool:
+def _has_result(completion: Completion) -> bool:
+    """Return True if generation has set a reward or failed, so that the reward function is not called."""
     return bool(completion.failure) or completion.reward is not None
 
 
-def _settled(completion: Completion) -> RewardResult:
+def _existing_result(completion: Completion) -> RewardResult:
     failed = bool(completion.failure)
     return RewardResult(reward=0.0 if failed else completion.reward or 0.0, failed=failed, error=completion.failure)

@@ -1,4 +1,4 @@
-"""What an engine is asked for, and by which seed: functions of the configuration, the step and the prompt alone."""
+"""Requests to a rollout engine and their seeds, as functions of the configuration, the step and the prompt."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from typing import Any, Protocol
 from megatron_dppo.config.data import EvalConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.rollout.engine import GroupRequest, RolloutEngine
-from megatron_dppo.rollout.pending import Draw, GroupScoring, PromptSlot
+from megatron_dppo.rollout.pending import GroupScoring, PromptSlot, Submission
 from megatron_dppo.types import Prompt, SamplingParams
 
 
 def sampling_params(
     settings: RolloutConfig | EvalConfig, max_new_tokens: int, seed: int, **recorded: Any
 ) -> SamplingParams:
-    """By ``[rollout]`` or ``[eval]``; ``recorded`` says what is reported beside tokens and log-probabilities."""
+    """Return the sampling parameters of ``[rollout]`` or ``[eval]``.
+
+    Args:
+        settings: section of the configuration.
+        max_new_tokens: limit of a response.
+        seed: seed of the run.
+        recorded: fields of ``SamplingParams`` that select what is recorded beside tokens and log-probabilities.
+    """
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=settings.temperature,
@@ -32,36 +39,36 @@ def sampling_params(
 
 
 def sampling_seed(seed: int, purpose: str, step: int, dp_rank: int) -> int:
-    """A seed for a step and a data-parallel rank, a function of the run's seed alone (so that resume is exact).
+    """Return the seed of a step and a data-parallel rank, derived from the run's seed so that resume is exact.
 
     Args:
         seed: ``run.seed``.
-        purpose: different draws of one step have different names.
-        step: the rollout step.
+        purpose: name that distinguishes the random numbers of one step.
+        step: rollout step.
         dp_rank: data-parallel rank.
     """
     return random.Random(f"{seed}/{purpose}/{step}/{dp_rank}").getrandbits(31)
 
 
 class Prompts(Protocol):
-    """An endless stream of prompts."""
+    """Endless stream of prompts."""
 
     def __getitem__(self, position: int, /) -> Prompt:
-        """The prompt at a position."""
+        """Return the prompt at a position."""
 
 
-class Asking:
-    """Asks this rank's engine for groups.
+class RequestScheduler:
+    """Submits groups to this rank's engine.
 
     Args:
-        rollout: how many, and which may be stopped or go on later.
-        params: how the run samples; the seeds of requests follow from its seed.
-        prompts: of the run.
-        engine: None on ranks that get their rollouts from the leader of their model-parallel group.
-        scoring: of what was sampled.
+        rollout: group sizes, and which groups may be canceled or carried to a later step.
+        params: sampling parameters of the run; the seeds of requests derive from its seed.
+        prompts: prompt stream of the run.
+        engine: None on ranks that receive their rollouts from the leader of their model-parallel group.
+        scoring: thread that scores sampled groups.
         dp_rank: data-parallel rank.
-        one_by_one: groups are asked for one by one, so that a step may take each without the others.
-        leads: False where the engine is that of another rank as well, which scores what both have sampled.
+        one_by_one: submit each group by itself, so that a step may take single groups.
+        leads: False where the engine belongs to another rank too, which then scores the groups of both.
     """
 
     def __init__(
@@ -76,72 +83,78 @@ class Asking:
         one_by_one: bool,
         leads: bool = True,
     ) -> None:
-        self._one_by_one, self._leads = one_by_one, leads
-        self._together = rollout.batch_invariant
-        """whether each call of the engine is a collective of all ranks"""
-        self._rollout, self._params = rollout, params
-        self._prompts, self._engine = prompts, engine
-        self._scoring, self._dp_rank = scoring, dp_rank
-        self._keys = itertools.count(-1, -1)  # those of the stream are positions
+        self._rollout = rollout
+        self._params = params
+        self._prompts = prompts
+        self._engine = engine
+        self._scoring = scoring
+        self._dp_rank = dp_rank
+        self._one_by_one = one_by_one
+        self._leads = leads
+        self._is_collective = rollout.batch_invariant
+        """True if each call of the engine is a collective of all ranks."""
+        # Keys of groups from the prompt stream are positions (0, 1, ...), so all other groups count down from -1.
+        self._keys = itertools.count(-1, -1)
 
-    def draws(
-        self, step: int, sampled_at: int, places: Sequence[PromptSlot], enough: int, attempt: int = 0
-    ) -> list[Draw]:
-        """Ask for the groups of some prompts.
+    def submit(
+        self, step: int, sampled_at: int, slots: Sequence[PromptSlot], enough: int, attempt: int = 0
+    ) -> list[Submission]:
+        """Submit the groups of some prompts.
 
         Args:
-            step: that they are for.
-            sampled_at: rollout steps done.
-            places: the prompts.
-            enough: complete groups that are needed; the others may be stopped, if the configuration says so.
-            attempt: 0, or a round of replacement.
+            step: rollout step that the groups are for.
+            sampled_at: number of rollout steps done.
+            slots: prompts.
+            enough: number of complete groups that are needed; the configuration decides if the others are canceled.
+            attempt: 0, or the number of the refill round.
         """
         if not self._one_by_one:
-            return [self._draw(step, sampled_at, places, enough, f"rollout {attempt}")]
-        return [self._draw(step, sampled_at, [p], 1, f"rollout {attempt} {p.position}") for p in places]
+            return [self._submit(step, sampled_at, slots, enough, f"rollout {attempt}")]
+        return [self._submit(step, sampled_at, [slot], 1, f"rollout {attempt} {slot.position}") for slot in slots]
 
-    def others(self, prompts: Sequence[Prompt], siblings: int, params: SamplingParams, step: int) -> Draw:
-        """Ask for groups of prompts that are not of the stream."""
+    def submit_prompts(self, prompts: Sequence[Prompt], siblings: int, params: SamplingParams, step: int) -> Submission:
+        """Submit groups of prompts that do not come from the prompt stream."""
         if self._engine is None:
-            return Draw(step, step, ())
+            return Submission(step, step, ())
         groups = [GroupRequest(next(self._keys), prompt, siblings) for prompt in prompts]
-        sampled = self._engine.submit(groups, params, len(groups)) if groups or self._together else []
+        # A collective engine is called on every rank, even with no prompts.
+        sampled = self._engine.submit(groups, params, len(groups)) if groups or self._is_collective else []
         if not self._leads:
-            return Draw(step, step, ())
-        return Draw(step, step, (), sampled, self._scoring.follow(prompts, sampled))
+            return Submission(step, step, ())
+        return Submission(step, step, (), sampled, self._scoring.score_when_sampled(prompts, sampled))
 
-    def again(self, draw: Draw, enough: int) -> Draw:
-        """A draw that was under way when a checkpoint was written; any other one as it is."""
-        # An engine of all ranks leaves nothing under way.
-        if self._engine is None or self._together or draw.scored is not None:
-            return draw
-        (asked,) = self.draws(draw.step, draw.sampled_at, draw.places, enough)
-        return asked
+    def resubmit(self, submission: Submission, enough: int) -> Submission:
+        """Submit again what was in flight when a checkpoint was written; return any other submission unchanged."""
+        # A collective engine leaves nothing in flight.
+        if self._engine is None or self._is_collective or submission.scored is not None:
+            return submission
+        (resubmitted,) = self.submit(submission.step, submission.sampled_at, submission.slots, enough)
+        return resubmitted
 
-    def kept(self, step: int, places: Sequence[PromptSlot]) -> set[int]:
-        """Which groups go on later, when they are stopped in a step."""
-        return {place.position for place in places if step - place.since < self._rollout.partial_rollouts}
+    def carried_positions(self, step: int, slots: Sequence[PromptSlot]) -> set[int]:
+        """Return the positions of the groups that continue in a later step if they are canceled in ``step``."""
+        return {slot.position for slot in slots if step - slot.first_step < self._rollout.partial_rollouts}
 
-    def _draw(self, step: int, sampled_at: int, places: Sequence[PromptSlot], enough: int, purpose: str) -> Draw:
+    def _submit(self, step: int, sampled_at: int, slots: Sequence[PromptSlot], enough: int, purpose: str) -> Submission:
         if self._engine is None:
-            return Draw(step, sampled_at, places)
+            return Submission(step, sampled_at, slots)
         rollout = self._rollout
-        prompts = [self._prompts[place.position] for place in places]
+        prompts = [self._prompts[slot.position] for slot in slots]
         params = replace(self._params, seed=sampling_seed(self._params.seed, purpose, step, self._dp_rank))
         sampled = self._engine.submit(
             [
-                GroupRequest(place.position, prompt, rollout.samples_per_prompt)
-                for place, prompt in zip(places, prompts, strict=True)
+                GroupRequest(slot.position, prompt, rollout.samples_per_prompt)
+                for slot, prompt in zip(slots, prompts, strict=True)
             ],
             params,
-            enough if rollout.abort_slowest else len(places),
-            self.kept(step, places),
+            enough if rollout.abort_slowest else len(slots),
+            self.carried_positions(step, slots),
         )
         if not self._leads:
-            return Draw(step, sampled_at, places)
-        return Draw(step, sampled_at, places, sampled, self._scoring.follow(prompts, sampled))
+            return Submission(step, sampled_at, slots)
+        return Submission(step, sampled_at, slots, sampled, self._scoring.score_when_sampled(prompts, sampled))
 
 
 def oversampled(count: int, factor: float) -> int:
-    """``count * factor`` rounded up, but for what is only the error of a product in binary (100 * 1.1)."""
+    """Return ``count * factor`` rounded up, ignoring binary rounding errors (100 * 1.1 gives 110)."""
     return math.ceil(round(count * factor, 6))

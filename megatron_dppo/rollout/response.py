@@ -1,4 +1,4 @@
-"""A response that grows by parts: sampled by one version of the weights or several, interrupted, or given by a tool."""
+"""A response that grows in parts: sampled by one or several weight versions, interrupted, or added by a tool."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ from megatron_dppo.types.token_columns import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartialResponse(ResponseColumns):
-    """A response that is not complete. R tokens so far, of a prompt of P; routes of fewer than P + R positions."""
+    """An incomplete response: R tokens so far to a prompt of P tokens, with routes of fewer than P + R positions."""
 
     token_ids: Tensor
-    """[R] int32"""
+    """Response tokens so far. Shape [R], int32."""
     logprobs: Tensor
-    """[R] float32, 0.0 at tokens that nobody sampled"""
+    """Log-probabilities under the sampling policy, 0.0 at tokens that were not sampled. Shape [R], float32."""
     sampled: Tensor
-    """[R] bool, False on tokens that were given by a tool"""
+    """True at sampled tokens, False at tokens that a tool added. Shape [R], bool."""
     versions: tuple[VersionSpan, ...]
-    """which weights sampled which tokens"""
+    """Policy versions of the sampled tokens."""
     turn_ends: tuple[tuple[int, FinishReason], ...] = ()
-    """(where, why) each turn of a user's function ended; the last turn may have none yet"""
+    """(end, finish reason) of each turn of a user's function; the last turn may have none yet."""
     parts: int = 0
-    """requests that it took so far"""
+    """Number of requests so far."""
 
 
 class GrowingResponse:
-    """What is known so far of the response to one prompt. What was appended never changes.
+    """The response to one prompt as far as it is known. Appended tokens never change.
 
     Args:
-        prompt: [P] its tokens.
-        topk: K of the Top-K that is recorded; 0 = none.
-        routing: the shape of the routes that are recorded; None = none.
-        sampling_mask: whether sampling masks are recorded.
-        columns: what else is recorded, see ``types.token_columns.asked_columns``.
+        prompt: token ids of the prompt. Shape [P].
+        topk: number of recorded Top-K entries; 0 records none.
+        routing: shape of the recorded routes; None records none.
+        sampling_mask: record the token ids that the sampling filters allowed.
+        columns: shapes of further recorded columns, see ``types.token_columns.asked_columns``.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class GrowingResponse:
         self._spans: list[VersionSpan] = []
         self._logprobs = GrowingColumn(LOGPROBS, LOGPROBS.empty(()), len(self.prompt))
         self._sampled = GrowingColumn(SAMPLED, SAMPLED.empty(()), len(self.prompt))
-        asked = SamplingParams(max_new_tokens=0, topk_logprobs=topk, return_sampling_mask=sampling_mask)
-        shapes = {**asked_columns(asked), **(columns or {})}
+        recorded = SamplingParams(max_new_tokens=0, topk_logprobs=topk, return_sampling_mask=sampling_mask)
+        shapes = {**asked_columns(recorded), **(columns or {})}
         self._optional = {
             c.response: GrowingColumn(c, c.empty(shapes[c.response]), len(self.prompt))
             for c in TOKEN_COLUMNS
@@ -87,19 +87,20 @@ class GrowingResponse:
         if routing is not None:
             self._optional["routed_experts"] = GrowingColumn(ROUTES, missing_rows(0, routing), len(self.prompt))
         self.turn_ends: list[tuple[int, FinishReason]] = []
-        """see ``PartialResponse``"""
+        """(end, finish reason) of each turn, see ``PartialResponse.turn_ends``."""
         self.parts = 0
-        """answers that were appended"""
+        """Number of generations that were appended."""
 
-    def fresh(self) -> GrowingResponse:
-        """An empty one to the same prompt. Its requests get other seeds than those that were made."""
-        found = GrowingResponse(self.prompt, routing=self._routing)
-        found._optional = {name: column.fresh() for name, column in self._optional.items()}
-        found.parts = self.parts
-        return found
+    def empty_copy(self) -> GrowingResponse:
+        """Return an empty response to the same prompt, with the same recorded columns."""
+        copy = GrowingResponse(self.prompt, routing=self._routing)
+        copy._optional = {name: column.fresh() for name, column in self._optional.items()}
+        # Seeds of requests depend on ``parts``: the copy must not repeat those of this response.
+        copy.parts = self.parts
+        return copy
 
     def state(self) -> PartialResponse:
-        """All of it, to be sampling_mask."""
+        """Return a snapshot that ``restore`` accepts."""
         optional: dict[str, Any] = {name: column.rows for name, column in self._optional.items()}
         return PartialResponse(
             token_ids=self._token_ids(),
@@ -111,52 +112,53 @@ class GrowingResponse:
             **optional,
         )
 
-    def take(self, state: PartialResponse) -> None:
-        """Go on from a state of a response to the same prompt.
+    def restore(self, state: PartialResponse) -> None:
+        """Continue from a snapshot of a response to the same prompt.
 
         Raises:
-            ValueError: it lacks a column that is recorded here, or has it in another form.
+            ValueError: the snapshot lacks a column that is recorded here, or has it in another shape.
         """
-        given = {name: getattr(state, name) for name in self._optional}
-        lacking = [column.column.title for name, column in self._optional.items() if not column.fits(given[name])]
-        if len(state.token_ids) and lacking:
+        columns = {name: getattr(state, name) for name in self._optional}
+        missing = [column.column.title for name, column in self._optional.items() if not column.fits(columns[name])]
+        if len(state.token_ids) and missing:
             raise ValueError(
                 f"a response of {len(state.token_ids)} tokens without the Top-K, routes or sampling masks of this run; "
-                f"it lacks {', '.join(lacking)}"
+                f"it lacks {', '.join(missing)}"
             )
         self.tokens = array("i", state.token_ids.numpy().tobytes())
         self._spans = list(state.versions)
-        self.turn_ends, self.parts = list(state.turn_ends), state.parts
+        self.turn_ends = list(state.turn_ends)
+        self.parts = state.parts
         self._logprobs.replace(state.logprobs)
         self._sampled.replace(state.sampled)
         for name, column in self._optional.items():
-            if column.fits(given[name]):
-                column.replace(given[name])
+            if column.fits(columns[name]):
+                column.replace(columns[name])
 
-    def cut(self, length: int) -> None:
-        """Forget what comes after the first ``length`` tokens."""
+    def truncate(self, length: int) -> None:
+        """Drop everything after the first ``length`` tokens."""
         if length >= len(self.tokens):
             return
         del self.tokens[length:]
         self._spans = cut_spans(self._spans, length)
         for column in self._columns():
             column.cut(length)
-        self.turn_ends = [(end, why) for end, why in self.turn_ends if end <= length]
+        self.turn_ends = [(end, reason) for end, reason in self.turn_ends if end <= length]
 
     @property
     def lacks_routes(self) -> bool:
-        """Whether routes are recorded, and there are none yet."""
-        return self._routing is not None and not self._known_routes()
+        """True if routes are recorded and there are none yet."""
+        return self._routing is not None and not self._num_routes()
 
-    def was_sampled(self, start: int, end: int) -> bool:
-        """Whether any of these tokens was sampled."""
+    def has_sampled_tokens(self, start: int, end: int) -> bool:
+        """Return True if any of the tokens from ``start`` to ``end`` was sampled."""
         return bool(self._sampled.tensor[start:end].any())
 
-    def was_all_sampled(self, start: int, end: int) -> bool:
-        """Whether each of these tokens was sampled."""
+    def is_fully_sampled(self, start: int, end: int) -> bool:
+        """Return True if all tokens from ``start`` to ``end`` were sampled."""
         return bool(self._sampled.tensor[start:end].all())
 
-    def request(
+    def next_request(
         self,
         request_id: str,
         params: SamplingParams,
@@ -165,31 +167,31 @@ class GrowingResponse:
         *,
         prompt_routes: bool = True,
     ) -> GenerateRequest:
-        """What a server is asked for next.
+        """Return the request that continues this response.
 
         Args:
-            request_id: its name.
-            params: of the whole response; its ``seed`` is that of the request.
-            stop_token_ids: where it ends, besides the server's own end tokens.
-            limit: new tokens at most.
-            prompt_routes: whether the routes of the prompt's tokens are wanted, where none are known. That of its last
-                token always is: it is read anew for each response.
+            request_id: identifier of the request.
+            params: parameters of the response; ``seed`` is the seed of this request.
+            stop_token_ids: end tokens in addition to the server's own.
+            limit: maximum number of new tokens.
+            prompt_routes: request the routes of the prompt's tokens if none are known. Those of its last token are
+                always requested: the model reads it anew for each response.
         """
-        known = self._known_routes()
+        num_routes = self._num_routes()
         return GenerateRequest(
             request_id=request_id,
             token_ids=(*self.prompt, *self.tokens),
             params=replace(params, max_new_tokens=limit),
             stop_token_ids=stop_token_ids,
             routing=self._routing,
-            routing_start=known if known or prompt_routes else len(self.prompt) - 1,
+            routing_start=num_routes if num_routes or prompt_routes else len(self.prompt) - 1,
         )
 
     def append_sampled(self, generation: Generation) -> None:
-        """Take what a server answered to ``request``.
+        """Append a server's response to ``next_request``.
 
         Raises:
-            ValueError: the answer lacks the Top-K, the routes or the sampling masks of its tokens.
+            ValueError: the generation lacks the Top-K, the routes or the sampling masks of its tokens.
         """
         count = len(generation.token_ids)
         self.parts += 1
@@ -209,14 +211,17 @@ class GrowingResponse:
                 )
             column.append(rows)
 
-    def append_given(self, token_ids: Sequence[int]) -> None:
-        """Take tokens that nobody sampled. Their routes come with the next sampled tokens: a server reads them then."""
+    def append_unsampled(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that were not sampled, such as a tool's output.
+
+        Their routes arrive with the next sampled tokens, since the server reads them then.
+        """
         self.tokens.extend(token_ids)
         for column in self._columns():
             column.append_fill(len(token_ids))
 
     def completion(self, reason: FinishReason, tokenizer: Any) -> Completion:
-        """The response as it is now.
+        """Return the response as a completion.
 
         Raises:
             ValueError: none of its tokens was sampled.
@@ -240,9 +245,9 @@ class GrowingResponse:
         return [self._logprobs, self._sampled, *self._optional.values()]
 
     def _token_ids(self) -> Tensor:
-        """[R] int32, a copy in host memory."""
+        """Return a copy of the tokens in host memory. Shape [R], int32."""
         return torch.from_numpy(np.frombuffer(self.tokens, dtype=np.int32).copy())
 
-    def _known_routes(self) -> int:
-        """Positions of prompt and response whose routes are known."""
+    def _num_routes(self) -> int:
+        """Return the number of positions of prompt and response whose routes are known."""
         return len(self._optional["routed_experts"].rows) if self._routing is not None else 0

@@ -1,4 +1,4 @@
-"""A stream in a checkpoint: what was sampled and not trained on, to the token."""
+"""State of the rollout scheduler in a checkpoint: every rollout that was sampled and not trained on."""
 
 from __future__ import annotations
 
@@ -14,104 +14,115 @@ from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.section import Section
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.rollout.pending import PromptSlot
-from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import Prompt
 
 
 @dataclass(frozen=True)
-class SavedDraw:
-    """Groups that were asked for together, by one data-parallel rank."""
+class SavedSubmission:
+    """Groups that one data-parallel rank submitted together."""
 
     step: int
     sampled_at: int
-    places: list[PromptSlot]
+    slots: list[PromptSlot]
 
 
 @dataclass(frozen=True)
-class SavedStream:
-    """What ``state.json`` says of a stream; the groups themselves are in a file of each data-parallel rank."""
+class SchedulerState:
+    """Scheduler state in ``state.json``; the rollouts are in one file per data-parallel rank."""
 
     cursor: int
-    next: int
-    """the first step that nothing was drawn for"""
+    next_step: int
+    """First step that nothing was submitted for."""
     ages: dict[str, int]
     waiting: list[list[PromptSlot]]
-    """of each data-parallel rank"""
-    draws: list[list[SavedDraw]]
-    """of each data-parallel rank, in order"""
+    """Prompts of each data-parallel rank that were taken and are submitted before new ones."""
+    submissions: list[list[SavedSubmission]]
+    """Pending submissions of each data-parallel rank, in order."""
     dp: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dp", len(self.waiting))
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON."""
+    # The JSON keys are part of the checkpoint format and keep their names.
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
         return {
             "cursor": self.cursor,
-            "next": self.next,
+            "next": self.next_step,
             "ages": self.ages,
-            "waiting": [[list(place) for place in of_rank] for of_rank in self.waiting],
+            "waiting": [[list(slot) for slot in slots] for slots in self.waiting],
             "draws": [
                 [
-                    {"step": d.step, "sampled_at": d.sampled_at, "places": [list(place) for place in d.places]}
-                    for d in of_rank
+                    {"step": each.step, "sampled_at": each.sampled_at, "places": [list(slot) for slot in each.slots]}
+                    for each in submissions
                 ]
-                for of_rank in self.draws
+                for submissions in self.submissions
             ],
         }
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> SavedStream:
-        """The inverse of ``plain``."""
+    def from_json(cls, values: Mapping[str, Any]) -> SchedulerState:
+        """Return the state that ``to_json`` wrote."""
         return cls(
-            cursor=plain["cursor"],
-            next=plain["next"],
-            ages=plain["ages"],
-            waiting=[[PromptSlot(*place) for place in of_rank] for of_rank in plain["waiting"]],
-            draws=[
-                [SavedDraw(d["step"], d["sampled_at"], [PromptSlot(*place) for place in d["places"]]) for d in of_rank]
-                for of_rank in plain["draws"]
+            cursor=values["cursor"],
+            next_step=values["next"],
+            ages=values["ages"],
+            waiting=[[PromptSlot(*slot) for slot in slots] for slots in values["waiting"]],
+            submissions=[
+                [
+                    SavedSubmission(each["step"], each["sampled_at"], [PromptSlot(*slot) for slot in each["places"]])
+                    for each in submissions
+                ]
+                for submissions in values["draws"]
             ],
         )
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that were taken and not trained on."""
-        drawn = sum(len(draw.places) for draws in self.draws for draw in draws)
-        return drawn + sum(map(len, self.waiting))
+        """Number of prompts that were taken and not trained on."""
+        num_submitted = sum(len(each.slots) for submissions in self.submissions for each in submissions)
+        return num_submitted + sum(map(len, self.waiting))
 
-    def on(self, dp: int) -> SavedStream:
-        """The same for another number of data-parallel ranks: no prompt is lost."""
+    def with_data_parallel_size(self, dp: int) -> SchedulerState:
+        """Return the state for another data-parallel size, with every prompt."""
         if dp == self.dp:
             return self
-        waiting = sorted(place for of_rank in self.waiting for place in of_rank)
-        draws: list[list[SavedDraw]] = [[] for _ in range(dp)]
-        every = sorted((d for of_rank in self.draws for d in of_rank), key=lambda d: (d.step, d.sampled_at))
-        for (step, sampled_at), alike in groupby(every, key=lambda d: (d.step, d.sampled_at)):
-            some = list(alike)
-            places = sorted(place for draw in some for place in draw.places)
-            single = max(len(draw.places) for draw in some) == 1
-            for rank, mine in enumerate(_shares(places, dp)):
-                parts = [[place] for place in mine] if single else [mine]
-                draws[rank] += [SavedDraw(step, sampled_at, part) for part in parts if part]
-        return SavedStream(self.cursor, self.next, self.ages, [waiting[rank::dp] for rank in range(dp)], draws)
+        waiting = sorted(slot for slots in self.waiting for slot in slots)
+        resharded: list[list[SavedSubmission]] = [[] for _ in range(dp)]
+        ordered = sorted(
+            (each for submissions in self.submissions for each in submissions),
+            key=lambda each: (each.step, each.sampled_at),
+        )
+        # All ranks submit alike, so the submissions of one step and version are one set of prompts to split again.
+        for (step, sampled_at), alike in groupby(ordered, key=lambda each: (each.step, each.sampled_at)):
+            merged = list(alike)
+            slots = sorted(slot for each in merged for slot in each.slots)
+            one_by_one = max(len(each.slots) for each in merged) == 1
+            for rank, share in enumerate(_split_evenly(slots, dp)):
+                parts = [[slot] for slot in share] if one_by_one else [share]
+                resharded[rank] += [SavedSubmission(step, sampled_at, part) for part in parts if part]
+        return SchedulerState(
+            self.cursor, self.next_step, self.ages, [waiting[rank::dp] for rank in range(dp)], resharded
+        )
 
-    def without_draws(self, step: int) -> SavedStream:
-        """All prompts that were drawn wait again, to be sampled anew from ``step`` on."""
+    def without_submissions(self, step: int) -> SchedulerState:
+        """Return the state in which all submitted prompts wait, to be sampled anew from ``step`` on."""
         waiting = [
-            sorted([*(place for draw in draws for place in draw.places), *waits])
-            for draws, waits in zip(self.draws, self.waiting, strict=True)
+            sorted([*(slot for each in submissions for slot in each.slots), *slots])
+            for submissions, slots in zip(self.submissions, self.waiting, strict=True)
         ]
-        return SavedStream(self.cursor, step, self.ages, waiting, [[] for _ in self.draws])
+        return SchedulerState(self.cursor, step, self.ages, waiting, [[] for _ in self.submissions])
 
-    def from_the_first(self, step: int) -> SavedStream:
-        """Another stream, of which nothing was drawn yet: the first prompts are for ``step``."""
-        return SavedStream(0, step, self.ages, [[] for _ in self.waiting], [[] for _ in self.draws])
+    def restarted(self, step: int) -> SchedulerState:
+        """Return the state at the start of another prompt stream, whose first prompts are for ``step``."""
+        return SchedulerState(0, step, self.ages, [[] for _ in self.waiting], [[] for _ in self.submissions])
 
 
-def why_unusable(
-    saved: SavedStream,
-    was: Mapping[str, Any],
+def describe_incompatibility(
+    state: SchedulerState,
+    saved_config: Mapping[str, Any],
     train: TrainConfig,
     *,
     data: DataConfig,
@@ -119,59 +130,65 @@ def why_unusable(
     agent: AgentConfig,
     reward: RewardConfig,
 ) -> str:
-    """Why the groups of a checkpoint cannot be trained on by this run; empty when they can.
+    """Return why this run cannot train on the groups of a checkpoint, or an empty string if it can.
 
     Args:
-        saved: the stream.
-        was: the configuration of the run that wrote it, as JSON.
+        state: scheduler state of the checkpoint.
+        saved_config: configuration of the run that wrote it, as JSON.
         train: staleness and routes of this run.
-        data: this run's, which has to be the same; so have the others.
-        rollout: this run's.
-        agent: this run's.
-        reward: this run's.
+        data: section of this run, which must equal the saved one, like the next three.
+        rollout: section of this run.
+        agent: section of this run.
+        reward: section of this run.
     """
-    if any(d.step - d.sampled_at > train.max_staleness for of_rank in saved.draws for d in of_rank):
+    submissions = [each for submissions in state.submissions for each in submissions]
+    if any(each.step - each.sampled_at > train.max_staleness for each in submissions):
         return f"they are older than train.max_staleness = {train.max_staleness} allows"
-    if train.needs_engine_routing and was["train"].get("router_replay") not in ("rollout", "compare"):
+    saved_train = saved_config["train"]
+    if train.needs_engine_routing and saved_train.get("router_replay") not in ("rollout", "compare"):
         return "they were sampled without the experts that train.router_replay needs"
     weights = train.router_replay_weights
-    if train.needs_engine_routing and was["train"].get("router_replay_weights", False) != weights:
+    if train.needs_engine_routing and saved_train.get("router_replay_weights", False) != weights:
         words = "without the weights that it needs" if weights else "with weights that it does not use"
         return f"train.router_replay_weights has changed: they were sampled {words}"
-    now: dict[str, Section] = {"data": data, "rollout": rollout, "agent": agent, "reward": reward}
-    before = {"agent": AgentConfig().model_dump(mode="json"), **was}
-    changed = [name for name, section in now.items() if before[name] != section.model_dump(mode="json")]
+    current: dict[str, Section] = {"data": data, "rollout": rollout, "agent": agent, "reward": reward}
+    # Checkpoints from before [agent] existed lack the section.
+    saved = {"agent": AgentConfig().model_dump(mode="json"), **saved_config}
+    changed = [name for name, section in current.items() if saved[name] != section.model_dump(mode="json")]
     return f"the section [{changed[0]}] has changed" if changed else ""
 
 
-def save_contents(groups: Sequence[Stored], dp_rank: int, checkpoint: Path) -> None:
-    """Write what was sampled of this data-parallel rank's prompts into a checkpoint's folder, if anything was."""
+def save_rollouts(groups: Sequence[StoredRollouts], dp_rank: int, checkpoint: Path) -> None:
+    """Write the rollouts of this data-parallel rank into a checkpoint's folder; nothing if there are none."""
     if groups:
-        save_groups(_file(checkpoint, dp_rank), groups)
+        save_groups(_rollouts_file(checkpoint, dp_rank), groups)
 
 
-def load_contents(
-    saved: SavedStream, dp: int, dp_rank: int, checkpoint: Path, prompt_at: Callable[[int], Prompt]
-) -> dict[int, Stored]:
-    """What was sampled of the prompts of a rank of now, by position.
+def load_rollouts(
+    state: SchedulerState, dp: int, dp_rank: int, checkpoint: Path, prompt_at: Callable[[int], Prompt]
+) -> dict[int, StoredRollouts]:
+    """Return the stored rollouts by position.
+
+    With the data-parallel size of the checkpoint, these are the rollouts of ``dp_rank``, otherwise those of all ranks.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the data set is another one.
+        CheckpointError: a file is missing or damaged, or the data set has changed.
     """
-    before = [dp_rank] if dp == saved.dp else range(saved.dp)
-    found: dict[int, Stored] = {}
-    for rank in before:
-        # A rank without groups has written none.
-        if saved.draws[rank] or (saved.waiting[rank] and _file(checkpoint, rank).exists()):
-            found |= {stored.position: stored for stored in load_groups(_file(checkpoint, rank), prompt_at)}
-    return found
+    saved_ranks = [dp_rank] if dp == state.dp else range(state.dp)
+    rollouts: dict[int, StoredRollouts] = {}
+    for rank in saved_ranks:
+        file = _rollouts_file(checkpoint, rank)
+        # A rank without groups has written no file. Waiting prompts may have no rollouts; submitted ones always do.
+        if state.submissions[rank] or (state.waiting[rank] and file.exists()):
+            rollouts |= {stored.position: stored for stored in load_groups(file, prompt_at)}
+    return rollouts
 
 
-def _file(checkpoint: Path, dp_rank: int) -> Path:
+def _rollouts_file(checkpoint: Path, dp_rank: int) -> Path:
     return checkpoint / f"rollouts_{dp_rank:05d}.safetensors"
 
 
-def _shares(places: list[PromptSlot], dp: int) -> list[list[PromptSlot]]:
-    """Consecutive parts whose sizes differ by one at most."""
-    edges = [len(places) * rank // dp for rank in range(dp + 1)]
-    return [places[start:end] for start, end in pairwise(edges)]
+def _split_evenly(slots: list[PromptSlot], dp: int) -> list[list[PromptSlot]]:
+    """Split into consecutive parts whose sizes differ by at most one."""
+    edges = [len(slots) * rank // dp for rank in range(dp + 1)]
+    return [slots[start:end] for start, end in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""Rollouts in a file, exact to the bit: safetensors for the numbers, JSON for what holds them. Never pickle."""
+"""Rollouts in a file, exact to the bit: safetensors for numbers, JSON for the structure. No pickle."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _CLASSES: dict[str, Any] = {
 """Classes by their name in the file."""
 _CLASS_NAMES = {cls: name for name, cls in _CLASSES.items()}
 _STORED_FIELDS = {"sampling_mask": "kept"}
-"""Fields that have another name in the file."""
+"""Names in the file of fields that were renamed."""
 _FIELDS = {stored: name for name, stored in _STORED_FIELDS.items()}
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _TREE = "tree"
 
 
-class Stored(NamedTuple):
-    """A prompt of the stream with what was sampled of it."""
+class StoredRollouts(NamedTuple):
+    """A prompt of the stream and everything that was sampled for it."""
 
     position: int
-    """in the stream"""
+    """Index in the prompt stream."""
     prompt: Prompt
     content: RolloutGroup | GroupState | None
-    """the scored group; the responses of one that is not complete; None = nothing"""
+    """Scored group, or the responses of an incomplete one. None: nothing was sampled."""
 
 
-def save_groups(path: Path, groups: Sequence[Stored]) -> None:
-    """Write groups, with every field of every class but the prompts themselves.
+def save_groups(path: Path, groups: Sequence[StoredRollouts]) -> None:
+    """Write groups with every field of every class, except for the prompts.
 
     Raises:
-        TypeError: a field of a type that has no form here.
+        TypeError: a field has a type that cannot be saved.
     """
     tensors: dict[str, Tensor] = {}
     tree = [
@@ -60,17 +60,21 @@ def save_groups(path: Path, groups: Sequence[Stored]) -> None:
         }
         for position, prompt, content in groups
     ]
-    _separate(tensors)
-    # Text as a tensor: the header of the format, where metadata would stand, is limited in size.
+    _unshare_memory(tensors)
+    # JSON as a tensor: safetensors limits the size of its header, which would hold metadata.
     tensors[_TREE] = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
     save_file(tensors, path)
 
 
-def load_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> list[Stored]:
-    """Read what ``save_groups`` wrote; ``prompt_at`` gives the prompt of a position.
+def load_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> list[StoredRollouts]:
+    """Read what ``save_groups`` wrote.
+
+    Args:
+        path: file to read.
+        prompt_at: returns the prompt at a position of the stream.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or the prompts are others.
+        CheckpointError: the file is missing or damaged, or the prompts have changed.
     """
     try:
         tensors = load_file(path)
@@ -79,7 +83,7 @@ def load_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> list[Stored]:
         raise CheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {error}. Delete this checkpoint to use an older one"
         ) from error
-    found = []
+    groups = []
     for entry in tree:
         prompt = prompt_at(entry["position"])
         if (entry["prompt_id"], entry["prompt_token_ids"]) != (prompt.prompt_id, list(prompt.token_ids)):
@@ -87,11 +91,12 @@ def load_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> list[Stored]:
                 f"{path} holds rollouts of prompt {entry['prompt_id']} where the data now has {prompt.prompt_id} or "
                 "other text; put the old data.train and tokenizer back, or start again in another run.output_dir"
             )
-        found.append(Stored(entry["position"], prompt, _decode(entry["content"], tensors, prompt)))
-    return found
+        groups.append(StoredRollouts(entry["position"], prompt, _decode(entry["content"], tensors, prompt)))
+    return groups
 
 
 def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a value as JSON and add its numbers to ``tensors``."""
     if type(value) in _CLASS_NAMES:
         names = [f.name for f in fields(value) if f.name != "prompt"]
         return {
@@ -99,7 +104,8 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
             "fields": {_STORED_FIELDS.get(name, name): _encode(getattr(value, name), tensors) for name in names},
         }
     if isinstance(value, Tensor):
-        return {"tensor": _keep(value.detach().cpu().contiguous(), tensors)}
+        return {"tensor": _add_tensor(value.detach().cpu().contiguous(), tensors)}
+    # VersionSpan is a tuple and FinishReason a string: both must come before the general cases.
     if isinstance(value, VersionSpan):
         return {"span": list(value)}
     if isinstance(value, FinishReason):
@@ -107,7 +113,7 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, tuple):
         numbers = _as_tensor(value)
         if numbers is not None:
-            return {"tuple": _keep(numbers, tensors)}
+            return {"tuple": _add_tensor(numbers, tensors)}
         return {"items": [_encode(item, tensors) for item in value]}
     if isinstance(value, Mapping):
         return {"mapping": {key: _encode(item, tensors) for key, item in value.items()}}
@@ -117,14 +123,15 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor], prompt: Prompt) -> Any:
+    """Return the value that ``_encode`` wrote."""
     if not isinstance(value, dict):
         return value
     ((kind, content), *_) = value.items()
     if kind == "class":
         cls = _CLASSES[content]
-        known = {"prompt": prompt} if "prompt" in {f.name for f in fields(cls)} else {}
+        prompt_field = {"prompt": prompt} if "prompt" in {f.name for f in fields(cls)} else {}
         stored = {_FIELDS.get(key, key): _decode(item, tensors, prompt) for key, item in value["fields"].items()}
-        return cls(**known, **stored)
+        return cls(**prompt_field, **stored)
     if kind == "tensor":
         return tensors[content]
     if kind == "span":
@@ -139,23 +146,24 @@ def _decode(value: Any, tensors: Mapping[str, Tensor], prompt: Prompt) -> Any:
     return {key: _decode(item, tensors, prompt) for key, item in content.items()}
 
 
-def _separate(tensors: dict[str, Tensor]) -> None:
-    """The format takes no two tensors that lie in the same memory, as columns of responses may."""
-    seen = set()
+def _unshare_memory(tensors: dict[str, Tensor]) -> None:
+    """Clone tensors that share memory with an earlier one, as columns of a response may: safetensors rejects them."""
+    addresses = set()
     for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
+        address = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
 
 
-def _keep(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
+def _add_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
+    """Add a tensor and return its key."""
     key = str(len(tensors))
     tensors[key] = tensor
     return key
 
 
 def _as_tensor(value: tuple[Any, ...]) -> Tensor | None:
-    """``[R]``, or ``[R, K]`` of equally long rows, when all are numbers of one type; else None."""
+    """Return numbers of one type as ``[R]``, or rows of equal length as ``[R, K]``; None for anything else."""
     numbers = value
     if value and all(type(row) is tuple and row for row in value):
         if len({len(row) for row in value}) > 1:

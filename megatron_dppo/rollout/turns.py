@@ -1,4 +1,4 @@
-"""Responses of several turns, driven by a user's function: sample, let a tool answer, sample again.
+"""Responses of several turns, driven by a user function: sample, let a tool respond, sample again.
 
     async def generate(prompt: Prompt, turns: Turns) -> Completion:
         turn = await turns.sample()
@@ -6,12 +6,12 @@
         await turns.sample()
         return turns.finish()
 
-The tokens of all turns are one sequence, and every turn is sampled from exactly the tokens before it; text is never
+The tokens of all turns are one sequence, and every turn is sampled from exactly the tokens before it. Text is never
 decoded and encoded again, which could give other tokens. ``rollout.generate`` names the function.
 
-A response that is stopped, or found in a checkpoint, goes on by running the function again: its turns get what they got
-before, until it asks for more than that. A function that does not ask for the same again goes on from where it differs;
-what came after is dropped.
+A response that was canceled, or restored from a checkpoint, continues by running the function again: its turns return
+the recorded tokens until these are used up. A function that behaves differently this time continues from the first
+difference, and the recorded tokens after it are dropped.
 """
 
 from __future__ import annotations
@@ -29,154 +29,169 @@ from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
 
 GenerateFunction = Callable[[Prompt, "Turns"], Awaitable[Completion]]
-Sample = Callable[[int, tuple[int, ...]], Awaitable[FinishReason | None]]
-"""(new tokens at most, further tokens to stop at) -> why it ended, when the response has grown; None = told to"""
+SampleTokens = Callable[[int, tuple[int, ...]], Awaitable[FinishReason | None]]
+"""Function that extends the response.
+
+Its arguments are the maximum number of new tokens and further stop tokens. It returns the finish reason, or None if the
+response was canceled.
+"""
 
 
 class TurnsStopped(BaseException):
-    """A response is to stop now; passes through a user's ``except Exception``."""
+    """The response is canceled. Not an ``Exception``, so that a user's ``except Exception`` does not catch it."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What was sampled at one go."""
+    """Tokens that were sampled by one call."""
 
     token_ids: tuple[int, ...]
     text: str
-    """without special tokens"""
+    """Decoded text without special tokens."""
     finish_reason: FinishReason
-    """``length``: nothing is left of ``rollout.max_new_tokens``, or of the limit of this turn"""
+    """Reason of the end. ``length``: the limit of this turn or ``rollout.max_new_tokens`` is reached."""
 
 
 @dataclass(eq=False)
-class Strand:
-    """One sequence of tokens. A response that is begun anew has several, of which one is finished."""
+class ResponseBranch:
+    """One sequence of tokens. A response that was started anew has several branches, one of which is finished."""
 
     response: GrowingResponse
-    place: int = 0
-    """what was sampled and given before lies behind it"""
-    reason: FinishReason = FinishReason.STOP
+    position: int = 0
+    """Number of tokens that the user function has sampled or added so far."""
+    finish_reason: FinishReason = FinishReason.STOP
 
 
 class Turns:
-    """One response on its way: what a user's function works with.
+    """One response in progress, as a user function sees it.
 
     Args:
-        prompt: what it answers.
-        response: what it fills.
-        params: ``max_new_tokens`` limits the whole response, given tokens included.
-        tokenizer: of the model.
-        sample: extends the response.
+        prompt: prompt of the response.
+        response: tokens of the response; recorded ones are replayed.
+        params: sampling parameters; ``max_new_tokens`` limits the whole response, added tokens included.
+        tokenizer: tokenizer of the model.
+        sample: function that extends the response.
     """
 
     def __init__(
-        self, prompt: Prompt, response: GrowingResponse, params: SamplingParams, tokenizer: Any, sample: Sample
+        self, prompt: Prompt, response: GrowingResponse, params: SamplingParams, tokenizer: Any, sample: SampleTokens
     ) -> None:
-        self.prompt, self.params, self.tokenizer = prompt, params, tokenizer
-        self._strand, self._sample = Strand(response), sample
+        self.prompt = prompt
+        self.params = params
+        self.tokenizer = tokenizer
+        self._branch = ResponseBranch(response)
+        self._sample = sample
         self.completion: Completion | None = None
-        """what ``finish`` gave"""
+        """Completion that ``finish`` returned."""
 
     @property
-    def strand(self) -> Strand:
-        """The sequence that grows now."""
-        return self._strand
+    def branch(self) -> ResponseBranch:
+        """Current branch."""
+        return self._branch
 
     @property
     def response(self) -> GrowingResponse:
-        """What grows now."""
-        return self._strand.response
+        """Response of the current branch."""
+        return self._branch.response
 
-    def begin(self) -> Strand:
-        """Go on with another, empty sequence; returns it."""
-        return self.use(Strand(self.response.fresh()))
+    def start_branch(self) -> ResponseBranch:
+        """Continue with a new, empty branch and return it."""
+        return self.switch_branch(ResponseBranch(self.response.empty_copy()))
 
-    def use(self, strand: Strand) -> Strand:
-        """Go on with a sequence that was begun; ``finish`` is of the last one that was used."""
-        self._strand = strand
-        return strand
+    def switch_branch(self, branch: ResponseBranch) -> ResponseBranch:
+        """Continue with an existing branch and return it; ``finish`` applies to the last one."""
+        self._branch = branch
+        return branch
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The response so far, without the prompt."""
-        return tuple(self.response.tokens[: self._strand.place])
+        """Tokens of the response so far, without the prompt."""
+        return tuple(self.response.tokens[: self._branch.position])
 
     @property
     def tokens_left(self) -> int:
-        """What can still be sampled or given."""
-        return self.params.max_new_tokens - self._strand.place
+        """Number of tokens that can still be sampled or added."""
+        return self.params.max_new_tokens - self._branch.position
 
     async def sample(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
-        """Let the model go on, until an end token, a token of ``stop_token_ids`` (it stays), or the limit.
+        """Sample until an end token, a token of ``stop_token_ids`` (it stays in the response), or the limit.
 
-        An empty turn with ``length`` when no token is left.
+        Returns an empty turn with ``length`` if no token is left.
 
         Raises:
-            ServerError: no server gave an answer.
+            ServerError: no server responded.
         """
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
-        start = self._strand.place
-        self._strand.reason = (
-            FinishReason.LENGTH if limit <= 0 else await self._turn(start, limit, tuple(stop_token_ids))
+        start = self._branch.position
+        self._branch.finish_reason = (
+            FinishReason.LENGTH if limit <= 0 else await self._sample_turn(start, limit, tuple(stop_token_ids))
         )
-        tokens = tuple(self.response.tokens[start : self._strand.place])
-        return Turn(tokens, self.tokenizer.decode(tokens, skip_special_tokens=True), self._strand.reason)
+        tokens = tuple(self.response.tokens[start : self._branch.position])
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return Turn(tokens, text, self._branch.finish_reason)
 
-    async def _turn(self, start: int, limit: int, stop: tuple[int, ...]) -> FinishReason:
+    async def _sample_turn(self, start: int, limit: int, stop: tuple[int, ...]) -> FinishReason:
+        """Replay the recorded turn that begins at ``start``, or sample its remaining tokens."""
         response = self.response
-        known = next(((end, why) for end, why in response.turn_ends if end > start), None)
-        until = len(response.tokens) if known is None else known[0]
-        if not response.was_all_sampled(start, until) or until - start > limit:
-            response.cut(start)
-            known, until = None, start
-        if known is None:
-            reason = await self._sample(limit - (until - start), stop)
+        recorded = next(((end, reason) for end, reason in response.turn_ends if end > start), None)
+        # Without a recorded end, the last turn was interrupted: all tokens after ``start`` belong to it.
+        end = len(response.tokens) if recorded is None else recorded[0]
+        if not response.is_fully_sampled(start, end) or end - start > limit:
+            response.truncate(start)
+            recorded = None
+            end = start
+        if recorded is None:
+            reason = await self._sample(limit - (end - start), stop)
             if reason is None:
                 raise TurnsStopped
-            known = (len(response.tokens), reason)
-            response.turn_ends.append(known)
-        self._strand.place = known[0]
-        return known[1]
+            recorded = (len(response.tokens), reason)
+            response.turn_ends.append(recorded)
+        self._branch.position = recorded[0]
+        return recorded[1]
 
     def append(self, given: str | Sequence[int]) -> int:
-        """Add text (no special tokens are put around it) or token ids that are not trained on; returns how many fit.
+        """Add text or token ids that are not trained on, and return how many tokens fit.
 
-        What is longer than ``tokens_left`` is cut off, and the response counts as cut off, too.
+        Text is encoded without special tokens. Tokens beyond ``tokens_left`` are dropped, and the response then ends
+        with ``length``.
         """
         tokens = self.tokenizer.encode(given, add_special_tokens=False) if isinstance(given, str) else list(given)
-        fits, start, response = tokens[: self.tokens_left], self._strand.place, self.response
-        end = start + len(fits)
-        if response.tokens[start:end].tolist() != fits or response.was_sampled(start, end):
-            response.cut(start)
-            response.append_given(fits)
-        self._strand.place = end
-        if len(fits) < len(tokens):
-            self._strand.reason = FinishReason.LENGTH
-        return len(fits)
+        fitting = tokens[: self.tokens_left]
+        response = self.response
+        start = self._branch.position
+        end = start + len(fitting)
+        # Recorded tokens are kept only if they are the same and were added then, too.
+        if response.tokens[start:end].tolist() != fitting or response.has_sampled_tokens(start, end):
+            response.truncate(start)
+            response.append_unsampled(fitting)
+        self._branch.position = end
+        if len(fitting) < len(tokens):
+            self._branch.finish_reason = FinishReason.LENGTH
+        return len(fitting)
 
-    def finish(self, reward: float | None = None, **more: Any) -> Completion:
-        """The response, with a reward or for the reward function.
+    def finish(self, reward: float | None = None, **fields: Any) -> Completion:
+        """Return the response.
 
         Args:
-            reward: None = the reward function is asked.
-            more: other fields of ``Completion``.
+            reward: reward of the response. None: the reward function is called.
+            fields: other fields of ``Completion``.
 
         Raises:
-            ValueError: nothing was sampled, or a reward that is not finite.
+            ValueError: nothing was sampled, or the reward is not finite.
         """
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"reward = {reward}, expected a finite number or None")
-        self.response.cut(self._strand.place)
-        completion = self.response.completion(self._strand.reason, self.tokenizer)
-        self.completion = replace(completion, reward=None if reward is None else float(reward), **more)
+        self.response.truncate(self._branch.position)
+        completion = self.response.completion(self._branch.finish_reason, self.tokenizer)
+        self.completion = replace(completion, reward=None if reward is None else float(reward), **fields)
         return self.completion
 
 
 def load_generate(name: str) -> GenerateFunction:
-    """The function that ``rollout.generate`` names.
+    """Return the function that ``rollout.generate`` names.
 
     Raises:
-        GenerateError: it cannot be imported, is not ``async def``, or does not take two arguments.
+        GenerateError: the function cannot be imported, is not ``async def``, or does not take two arguments.
     """
     try:
         function = load_function(name, "rollout.generate")
@@ -194,11 +209,11 @@ def load_generate(name: str) -> GenerateFunction:
 
 
 async def call_generate(function: GenerateFunction, turns: Turns) -> Completion:
-    """Run a user's function.
+    """Run a user function.
 
     Raises:
-        GenerateError: it raised, or returned something else than ``turns.finish()``.
-        ServerError: no server gave an answer.
+        GenerateError: it raised an exception, or did not return ``turns.finish()``.
+        ServerError: no server responded.
     """
     name = f"rollout.generate: {getattr(function, '__name__', function)}"
     try:
@@ -206,11 +221,11 @@ async def call_generate(function: GenerateFunction, turns: Turns) -> Completion:
     except UserError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise GenerateError(
             f"{name} failed on prompt {turns.prompt.prompt_id}: {type(error).__name__}: {error} "
-            f"({place.filename}, line {place.lineno})"
+            f"({frame.filename}, line {frame.lineno})"
         ) from error
     if result is not turns.completion or result is None:
-        raise GenerateError(f"{name} returned {result!r:.200}; expected what turns.finish() gives")
+        raise GenerateError(f"{name} returned {result!r:.200}; expected the result of turns.finish()")
     return result

@@ -19,7 +19,7 @@ from megatron_dppo.engines.local.engine import generation_of
 from megatron_dppo.engines.local.sampler import Sampler
 from megatron_dppo.hf.folder import end_tokens
 from megatron_dppo.report.clock import PROGRESS
-from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
+from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.types import Completion, Prompt, SamplingMask, SamplingParams, TrainingSample
 from megatron_dppo.types.token_columns import asked_columns
@@ -54,12 +54,12 @@ class BatchInvariantEngine:
 
     def submit(
         self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
-    ) -> list[Sampled]:
+    ) -> list[SampledFuture]:
         """See ``RolloutEngine``; all groups are completed, and nothing is sampling_mask."""
         del enough, keep
         prompts = [group.prompt for group in groups for _ in range(group.siblings)]
         completions = iter(self.generate(prompts, params))
-        futures: list[Sampled] = []
+        futures: list[SampledFuture] = []
         for group in groups:
             futures.append(Future())
             futures[-1].set_result([next(completions) for _ in range(group.siblings)])
@@ -79,7 +79,7 @@ class BatchInvariantEngine:
         for row, prompt in enumerate(prompts):
             assert decoded is not None
             response = GrowingResponse(prompt.token_ids, columns=asked_columns(params))
-            request = response.request("", params, (), params.max_new_tokens)
+            request = response.next_request("", params, (), params.max_new_tokens)
             generation = generation_of(decoded, row, request, self._eos, self.policy_version)
             response.append_sampled(generation)
             found.append(response.completion(generation.finish_reason, self._tokenizer))

@@ -15,8 +15,8 @@ from megatron_dppo.files import require_space
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder, prune, set_aside
 from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.report.clock import PROGRESS
-from megatron_dppo.rollout.saved import SavedStream, load_contents, save_contents, why_unusable
-from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility, load_rollouts, save_rollouts
+from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.run.evaluation import Evaluator, SampleResponse
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.output_checks import estimate_save_bytes
@@ -82,7 +82,7 @@ class Checkpoints:
         config: Config,
         inputs: Inputs,
         trainer: PolicyTrainer,
-        stream: Stream,
+        stream: RolloutScheduler,
         *,
         has_engine: bool,
         background: dist.ProcessGroup | None,
@@ -126,14 +126,14 @@ class Checkpoints:
         # One save at a time: the previous one may still be writing in the background.
         self.finish(wait=True)
         config = self._config
-        contents = self._stream.contents() if self._has_engine else []
+        contents = self._stream.stored_rollouts() if self._has_engine else []
         record = {
             "step": state.step,
             "skipped_in_a_row": state.skipped_in_a_row,
             "answers_before": evaluator.responses_before,
             "best": state.best,
             "evaluation_due": evaluator.is_running,
-            "stream": self._stream.saved().plain(),
+            "stream": self._stream.state().to_json(),
             "identity": run_identity(config, self._inputs),
             "layout": layout_identity(config, self._inputs),
             "config": config.model_dump(mode="json"),
@@ -148,7 +148,7 @@ class Checkpoints:
             record,
             config.checkpoint.keep,
             self._best_step(state),
-            also=partial(save_contents, contents, self._trainer.dp_rank),
+            also=partial(save_rollouts, contents, self._trainer.dp_rank),
             background=self._background,
         )
 
@@ -206,15 +206,15 @@ class Checkpoints:
     def _restore_stream(self, record: Mapping[str, Any], point: ResumePoint, step: int) -> None:
         """Restore the rollouts that were not trained on, or return their prompts to the stream."""
         dp = self._inputs.layout.dp
-        before = SavedStream.of(record["stream"])
-        saved = before.on(dp)
+        before = SchedulerState.from_json(record["stream"])
+        saved = before.with_data_parallel_size(dp)
         # A fork on other data: the saved prompts do not exist in this stream.
         if not point.same_stream:
             self._say("         on other prompts, or in another order: starts at the first prompt")
-            self._stream.restore(saved.from_the_first(step), {})
+            self._stream.restore(saved.restarted(step), {})
             return
         # Rollouts of other sampling or reward settings must not be trained on: sample their prompts again.
-        problem = why_unusable(
+        problem = describe_incompatibility(
             saved,
             record["config"],
             self._config.train,
@@ -226,12 +226,12 @@ class Checkpoints:
         if problem and saved.num_prompts:
             self._say(f"         rollouts that were sampled ahead are sampled again: {problem}")
         if problem:
-            self._stream.restore(saved.without_draws(step), {})
+            self._stream.restore(saved.without_submissions(step), {})
             return
         contents = {}
         if self._has_engine:
             prompts = self._inputs.train_prompts
-            contents = load_contents(before, dp, self._trainer.dp_rank, point.checkpoint, prompts.__getitem__)
+            contents = load_rollouts(before, dp, self._trainer.dp_rank, point.checkpoint, prompts.__getitem__)
         self._stream.restore(saved, contents)
 
     def tidy(self, point: ResumePoint, state: RunState) -> None:

@@ -20,9 +20,9 @@ from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import prefixed, reduce_over_samples
 from megatron_dppo.report.records import read_records
 from megatron_dppo.rewards.math import extract_answer
-from megatron_dppo.rollout.pending import Draw
+from megatron_dppo.rollout.pending import Submission
 from megatron_dppo.rollout.requests import sampling_params
-from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.types import Metric, Prompt, Rollout, RolloutGroup, SamplingParams
 
 
@@ -48,7 +48,7 @@ def metrics_by_set(
     Args:
         set_names: Names of all held-out sets. The name ``""`` gets no metrics of its own.
         group_sets: Name of each group's set.
-        groups: Scored groups, maybe none.
+        groups: ScoredFuture groups, maybe none.
         n: Responses per prompt.
     """
     values = eval_metrics(groups, n)
@@ -121,7 +121,7 @@ class Evaluation:
     """Rollout step whose weights sample."""
     prompts: list[tuple[str, Prompt]]
     """Prompts of this data-parallel rank, each with the name of its set."""
-    draw: Draw
+    draw: Submission
     """The submitted requests."""
 
 
@@ -144,7 +144,7 @@ class Evaluator:
         self,
         config: Config,
         sets: Mapping[str, PromptDataset],
-        stream: Stream,
+        stream: RolloutScheduler,
         groups: ParallelGroups,
         *,
         dp: int,
@@ -178,7 +178,7 @@ class Evaluator:
         all_prompts = [(name, prompts[i]) for name, prompts in self._sets.items() for i in range(len(prompts))]
         share = all_prompts[self._dp_rank :: self._dp]
         prompts = [prompt for _, prompt in share]
-        draw = self._stream.ask(prompts, config.eval.samples_per_prompt, eval_sampling_params(config), step)
+        draw = self._stream.submit(prompts, config.eval.samples_per_prompt, eval_sampling_params(config), step)
         evaluation = Evaluation(step, share, draw)
         # The last evaluation has no training left to run beside.
         if config.evaluates_beside_training and step < config.run.num_steps:
@@ -195,7 +195,7 @@ class Evaluator:
         return evaluation.step, self._compute_metrics(evaluation)
 
     def _compute_metrics(self, evaluation: Evaluation) -> dict[str, float]:
-        groups = self._stream.answered(evaluation.draw, Clock())
+        groups = self._stream.wait_for(evaluation.draw, Clock())
         responses = write_sample_responses(self._folder, groups, evaluation.step, self._groups.world)
         if evaluation.step == 0:
             self.responses_before = responses

@@ -80,7 +80,7 @@ def _train(session: Session, stop: StopSignal) -> None:
 
         # Wait until the engine can get new weights: for rollouts of the next step, unless they may change weights
         # in mid-response, and for an evaluation that started after the previous update.
-        stream.settle(clock)
+        stream.wait_before_update(clock)
         finished_evaluation = evaluator.finish()
         if finished_evaluation is not None:
             records.log(*finished_evaluation)

@@ -21,7 +21,7 @@ from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.steps.files import StepMeta, write_step
 from megatron_dppo.report.steps.rows import RankPart, TrainedTokens
 from megatron_dppo.report.steps.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
-from megatron_dppo.rollout.batch import Collected
+from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.run.run_folder import read_marker
 from megatron_dppo.types import Completion, TrainingSample
 
@@ -63,7 +63,7 @@ class StepRecord:
         self.watch = TokenRecorder()
         return samples
 
-    def build_rank_part(self, collected: Collected, dp_rank: int, seen: dict[int, SampleRecord]) -> RankPart:
+    def build_rank_part(self, collected: CollectedRollouts, dp_rank: int, seen: dict[int, SampleRecord]) -> RankPart:
         """Return the samples of one data-parallel rank.
 
         Args:
@@ -83,7 +83,7 @@ class _RankRecord(NamedTuple):
     """Record of one rank, as rank 0 receives it."""
 
     dp_rank: int
-    rollouts: tuple[Collected, StepRecord] | None
+    rollouts: tuple[CollectedRollouts, StepRecord] | None
     """None on ranks other than the leader of their replica, which has the same rollouts."""
     seen: dict[int, SampleRecord]
     """Result of ``StepRecord.pop_seen``."""
@@ -113,7 +113,7 @@ class StepRecorder:
             return None
         return StepRecord(self._trainer.policy_version)
 
-    def write(self, step: int, record: StepRecord, collected: Collected, writer: MetricsWriter | None) -> None:
+    def write(self, step: int, record: StepRecord, collected: CollectedRollouts, writer: MetricsWriter | None) -> None:
         """Write the step that was just trained; a collective of all ranks, which returns after rank 0 has written.
 
         Args:

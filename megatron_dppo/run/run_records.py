@@ -24,7 +24,7 @@ from megatron_dppo.report.findings import Alarms
 from megatron_dppo.report.metrics import MetricsWriter, prefixed, reduce_over_samples
 from megatron_dppo.report.records import before_after_table, sample_answers, summarize, written_files
 from megatron_dppo.report.trackers import Labels
-from megatron_dppo.rollout.batch import Collected
+from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.run.evaluation import read_sample_responses
 from megatron_dppo.types import (
@@ -44,7 +44,7 @@ _RECORD_BYTES = 1_000_000
 
 def step_metrics(
     groups: ParallelGroups,
-    collected: Collected,
+    collected: CollectedRollouts,
     samples: Sequence[TrainingSample],
     results: Sequence[StepResult],
     clock: Clock,

@@ -27,9 +27,9 @@ from megatron_dppo.report.console import Console
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import drop_after
 from megatron_dppo.rewards.scorer import RewardScorer
-from megatron_dppo.rollout.batch import Needed
+from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.run.checkpoints import Checkpoints, RunState
 from megatron_dppo.run.engines import (
     build_engine,
@@ -74,7 +74,7 @@ class Session:
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
     teacher: TeacherModel | TeacherServers | None
     """Teacher of a distillation, in the trainer or behind servers."""
-    stream: Stream
+    stream: RolloutScheduler
     """Source of the rollouts."""
     gpus: Gpus
     """Turns of the engine and the trainer on the GPUs."""
@@ -278,9 +278,9 @@ def _stream(
     trainer: PolicyTrainer,
     engine: RolloutEngine | None,
     scorer: RewardScorer,
-) -> Stream:
-    needed = from_each(Needed(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
-    return Stream(
+) -> RolloutScheduler:
+    rank_columns = from_each(RankColumns(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
+    return RolloutScheduler(
         rollout=config.rollout,
         params=rollout_sampling_params(config),
         prompts=inputs.train_prompts,
@@ -291,7 +291,7 @@ def _stream(
         scorer=scorer,
         num_steps=config.run.num_steps,
         max_staleness=config.train.max_staleness,
-        needed=needed,
+        rank_columns=rank_columns,
         leads=is_leader(groups.replica),
     )
 

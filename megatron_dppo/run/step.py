@@ -27,7 +27,7 @@ from megatron_dppo.parallel.objects import from_each, from_leader
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import reduce_metrics, reduce_over_samples
-from megatron_dppo.rollout.batch import Collected
+from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.requests import sampling_seed
 from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
 from megatron_dppo.run.recording import StepRecord
@@ -57,7 +57,7 @@ def update_policy(
     config: Config,
     teacher: TeacherModel | TeacherServers | None,
     step: int,
-    collected: Collected,
+    collected: CollectedRollouts,
     samples: Sequence[TrainingSample],
     clock: Clock,
     record: StepRecord | None = None,
@@ -124,7 +124,7 @@ def update_policy(
     return results
 
 
-def build_first_update_guard(groups: ParallelGroups, config: Config, collected: Collected) -> FirstUpdateGuard:
+def build_first_update_guard(groups: ParallelGroups, config: Config, collected: CollectedRollouts) -> FirstUpdateGuard:
     """Return the guard of this step's first update; a collective of all ranks."""
     local = {
         "dropped": count_nonfinite_tokens(collected.groups),

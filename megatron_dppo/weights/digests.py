@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import PartsDigest
-from megatron_dppo.rollout.weight_sums import WeightLayout
+from megatron_dppo.rollout.weight_digests import WeightLayout
 from megatron_dppo.weights.quantization import is_quantized, never_rounded
 
 _VOCABULARY_MULTIPLE = 64

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
+from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.digests import Expected
 
 _NAMED = 4
@@ -81,14 +81,14 @@ class ServerRecord:
         """Whether there is something to compare with."""
         return bool(self._sums)
 
-    def begin(self, before: Sequence[RankSums]) -> None:
+    def begin(self, before: Sequence[RankDigests]) -> None:
         """Compare with what the server has now, before it gets anything: it is new, or came back."""
         self._sums, self._sent, self._whole = _flat(before), {}, None
 
     def judge(
         self,
         layout: WeightLayout,
-        ranks: Sequence[RankSums],
+        ranks: Sequence[RankDigests],
         expected: Mapping[int, Mapping[str, Expected]],
         whole: str | None = None,
     ) -> Proof:
@@ -176,8 +176,8 @@ def _kind(name: str) -> str:
     return re.sub(r"\.\d+\.", ".N.", name)
 
 
-def _flat(ranks: Sequence[RankSums]) -> dict[Key, str]:
-    return {(rank.tp_rank, name): digest for rank in ranks for name, digest in rank.sums.items()}
+def _flat(ranks: Sequence[RankDigests]) -> dict[Key, str]:
+    return {(rank.tp_rank, name): digest for rank in ranks for name, digest in rank.digests.items()}
 
 
 def _same(expected: Expected, digest: str | None) -> bool:

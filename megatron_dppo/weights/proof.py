@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
-from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
+from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.judge import ServerRecord
@@ -37,7 +37,7 @@ class WeightProofs:
         self._heads = heads
         self._records: dict[str, ServerRecord] = {}
         self._versions: dict[str, int] = {}
-        self._sums: dict[str, tuple[RankSums, ...]] = {}
+        self._sums: dict[str, tuple[RankDigests, ...]] = {}
 
     async def begin(
         self, servers: Sequence[InferenceServer], attempt: Attempt, *, again: bool, sends: bool = True
@@ -58,7 +58,7 @@ class WeightProofs:
             record = self._records.setdefault(server.url, ServerRecord())
             same = self._versions.get(server.url) == attempt.infos[server.url].policy_version
             if not record.known or not (same or again):
-                record.begin(await server.weight_sums())
+                record.begin(await server.weight_digests())
 
         await attempt.each(servers, ask)
         kept = {url: self._sums[url] for url in attempt.kept if url in self._sums}
@@ -78,7 +78,7 @@ class SyncProof:
         records: dict[str, ServerRecord],
         layouts: dict[str, WeightLayout],
         stream: StreamDigests,
-        kept: Mapping[str, tuple[RankSums, ...]],
+        kept: Mapping[str, tuple[RankDigests, ...]],
     ) -> None:
         self._records, self._layouts, self._stream = records, layouts, stream
         self.sums = dict(kept)
@@ -92,10 +92,10 @@ class SyncProof:
 
     async def judge(self, servers: Sequence[InferenceServer], attempt: Attempt) -> None:
         """Note in ``attempt`` who does not hold what was sent, and what could not be proved of the others."""
-        sums: dict[str, tuple[RankSums, ...]] = {}
+        sums: dict[str, tuple[RankDigests, ...]] = {}
 
         async def note(server: InferenceServer) -> None:
-            sums[server.url] = await server.weight_sums()
+            sums[server.url] = await server.weight_digests()
 
         await attempt.each(servers, note)
         for url, ranks in sums.items():
@@ -112,7 +112,7 @@ class SyncProof:
         _compare(self.sums, attempt, self.exact)
 
 
-def _compare(sums: dict[str, tuple[RankSums, ...]], attempt: Attempt, exact: set[str]) -> None:
+def _compare(sums: dict[str, tuple[RankDigests, ...]], attempt: Attempt, exact: set[str]) -> None:
     """Servers of one kind and layout must have the same bytes; those that are ``exact`` have them, whoever has not."""
     for kind in {_kind(attempt.infos[url]) for url in sums}:
         alike = {url: ranks for url, ranks in sums.items() if _kind(attempt.infos[url]) == kind}
@@ -122,11 +122,11 @@ def _compare(sums: dict[str, tuple[RankSums, ...]], attempt: Attempt, exact: set
                 attempt.failed.setdefault(url, f"its weights differ from those of the other servers: {_names(alike)}")
 
 
-def _fingerprint(ranks: Sequence[RankSums]) -> frozenset[tuple[int, str, str]]:
-    return frozenset((i, name, digest) for i, rank in enumerate(ranks) for name, digest in rank.sums.items())
+def _fingerprint(ranks: Sequence[RankDigests]) -> frozenset[tuple[int, str, str]]:
+    return frozenset((i, name, digest) for i, rank in enumerate(ranks) for name, digest in rank.digests.items())
 
 
-def _names(alike: dict[str, tuple[RankSums, ...]]) -> str:
+def _names(alike: dict[str, tuple[RankDigests, ...]]) -> str:
     """Some of the tensors that are not the same everywhere."""
     every = [_fingerprint(ranks) for ranks in alike.values()]
     names = sorted({name for _, name, _ in frozenset.union(*every) - frozenset.intersection(*every)})

@@ -30,7 +30,7 @@ def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_ca
     async def use(server: InferenceServer) -> None:
         before = await server.generate(ask(LONG, 30))
         assert off(old_model, before, LONG) < 1e-5 < 0.1 < off(new_model, before, LONG)
-        old_sum = await server.weight_sums()
+        old_sum = await server.weight_digests()
         await server.pause()
         await update(server, new_model, 7)
         await server.resume()
@@ -38,9 +38,9 @@ def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_ca
         assert off(new_model, after, LONG) < 1e-5
         assert after.versions == (VersionSpan(7, 0, len(after.token_ids)),)
         assert (await server.info()).policy_version == 7
-        assert await server.weight_sums() != old_sum
+        assert await server.weight_digests() != old_sum
         await server.update_from_disk(str(old_model.folder), 8)
-        assert await server.weight_sums() == old_sum
+        assert await server.weight_digests() == old_sum
 
     call(sglang, use)
 

@@ -16,7 +16,7 @@ from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
 from megatron_dppo.engines.server_engine import ServerEngine, contract_of
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.rollout.saved import load_contents
+from megatron_dppo.rollout.saved import load_rollouts
 from megatron_dppo.types import Prompt
 from tests.engines.servers import Engine
 from tests.engines.tiny import SPECIAL, Reference, byte_tokenizer
@@ -112,7 +112,7 @@ def test_running_responses_go_on_with_new_weights_and_after_a_restart_with_the_t
     )  # those of later steps begin when those of the first are complete
     collected = list(loop.steps(1))
     loop.save(tmp_path / "saved")
-    contents = load_contents(loop.saved, 1, 0, tmp_path / "saved", prompt_at)
+    contents = load_rollouts(loop.saved, 1, 0, tmp_path / "saved", prompt_at)
     had = {
         (position, i): state.token_ids.tolist()
         for position, stored in contents.items()

@@ -52,7 +52,7 @@ def ask(engine: Engine) -> tuple[ServerInfo, str]:
     async def both() -> tuple[ServerInfo, str]:
         server = SGLangServer(engine.url)
         try:
-            return await server.info(), await server.weight_sums()
+            return await server.info(), await server.weight_digests()
         finally:
             await server.close()
 

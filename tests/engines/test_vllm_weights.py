@@ -34,7 +34,7 @@ def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_ca
     async def use(server: InferenceServer) -> None:
         before = await server.generate(ask(LONG, 30))
         assert off(old_model, before, LONG) < 1e-5 < 0.1 < off(new_model, before, LONG)
-        old_sum = await server.weight_sums()
+        old_sum = await server.weight_digests()
         await server.pause()
         await update(server, new_model, 7)
         await server.resume()
@@ -42,9 +42,9 @@ def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_ca
         assert off(new_model, after, LONG) < 1e-5
         assert after.versions == (VersionSpan(7, 0, len(after.token_ids)),)
         assert (await server.info()).policy_version == 7
-        assert await server.weight_sums() != old_sum
+        assert await server.weight_digests() != old_sum
         await server.update_from_disk(str(old_model.folder), 8)
-        assert await server.weight_sums() == old_sum
+        assert await server.weight_digests() == old_sum
 
     call(vllm, use)
 
@@ -59,13 +59,13 @@ def test_the_checksum_sees_a_change_of_one_tensor_that_the_server_keeps_packed(
     changed[name][0, 0] += 0.01
 
     async def use(server: InferenceServer) -> None:
-        before = await server.weight_sums()
+        before = await server.weight_digests()
         await server.pause()
         for version, weights in ((1, changed.items()), (2, old_model.weights())):
             await server.begin_update()
             await server.receive_tensors(list(weights))
             await server.end_update(version)
-            assert (await server.weight_sums() == before) == (version == 2)
+            assert (await server.weight_digests() == before) == (version == 2)
         await server.resume()
 
     call(vllm, use)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.item import RewardResult
-from megatron_dppo.rollout.batch import Collected
+from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.pending import Draw
-from megatron_dppo.rollout.saved import SavedStream, load_contents, save_contents
+from megatron_dppo.rollout.pending import Submission
+from megatron_dppo.rollout.saved import SchedulerState, load_rollouts, save_rollouts
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt, RolloutGroup, SamplingParams
 from tests.unit.configs import config
@@ -114,18 +114,18 @@ class Loop:
         groups: Any = SimpleNamespace(replica=None, dp=None)
         scorer: Any = _Scorer()
         self.stream = stream_of(self.config, _Prompts(self.prompt_at), groups, 0, 1, self.engine, scorer)
-        self.evaluation: Draw | None = None
+        self.evaluation: Submission | None = None
 
-    def steps(self, until: int) -> Iterator[Collected]:
+    def steps(self, until: int) -> Iterator[CollectedRollouts]:
         """Each step's groups, checked."""
         self.publish(self.step)
         while self.step < until:
             if self.combination.evaluation:
                 params = SamplingParams(max_new_tokens=self.limit, temperature=0.0)
-                self.evaluation = self.stream.ask([self.prompt_at(i) for i in range(3)], 1, params, self.step)
+                self.evaluation = self.stream.submit([self.prompt_at(i) for i in range(3)], 1, params, self.step)
             collected = self.stream.collect(self.step, self.step, Clock())
             self._check(collected)
-            self.stream.settle(Clock())
+            self.stream.wait_before_update(Clock())
             self._check_evaluation()
             self.step += 1
             self.publish(self.step)
@@ -134,25 +134,25 @@ class Loop:
     def save(self, folder: Path) -> None:
         """As a checkpoint does."""
         folder.mkdir()
-        save_contents(self.stream.contents(), 0, folder)
-        self.saved = self.stream.saved()
+        save_rollouts(self.stream.stored_rollouts(), 0, folder)
+        self.saved = self.stream.state()
 
     def resume(self, other: Loop, folder: Path) -> None:
         """Go on where another run was saved."""
-        saved = SavedStream.of(other.saved.plain())
+        saved = SchedulerState.from_json(other.saved.to_json())
         self.step = other.step
-        self.stream.restore(saved, load_contents(saved, 1, 0, folder, self.prompt_at))
+        self.stream.restore(saved, load_rollouts(saved, 1, 0, folder, self.prompt_at))
 
-    def check_prompts(self, trained: list[Collected]) -> None:
+    def check_prompts(self, trained: list[CollectedRollouts]) -> None:
         """Whether each prompt that was taken is trained on, waiting, or left out, once."""
-        saved = self.stream.saved()
+        saved = self.stream.state()
         there = [int(group.prompt.prompt_id) for c in trained for group in c.groups]
         there += [place.position for places in saved.waiting for place in places]
-        there += [place.position for draws in saved.draws for draw in draws for place in draw.places]
+        there += [place.position for submissions in saved.submissions for each in submissions for place in each.slots]
         assert len(there) == len(set(there)) and all(p < saved.cursor for p in there)
         assert saved.cursor - len(there) == sum(sum(c.left_out.values()) for c in trained)
 
-    def _check(self, collected: Collected) -> None:
+    def _check(self, collected: CollectedRollouts) -> None:
         assert len(collected.groups) == PROMPTS
         for group, age in zip(collected.groups, collected.ages, strict=True):
             assert len(group.rollouts) == SIBLINGS
@@ -182,7 +182,7 @@ class Loop:
     def _check_evaluation(self) -> None:
         if self.evaluation is None:
             return
-        groups = self.stream.answered(self.evaluation, Clock())
+        groups = self.stream.wait_for(self.evaluation, Clock())
         assert [int(group.prompt.prompt_id) for group in groups] == [0, 1, 2]
         for group in groups:
             assert {span.policy_version for span in group.rollouts[0].completion.policy_versions} == {self.step}

@@ -60,7 +60,7 @@ def honest(
             prompt_token_ids=prompt,
             prompt_length=len(prompt),
             response_length=LENGTH,
-            ended_by=END if reason == "stop" else None,
+            matched_stop=END if reason == "stop" else None,
             best_token_ids=order[:, 0].astype(np.int32),
             best_logprobs=logprobs[np.arange(LENGTH), order[:, 0]],
         ),

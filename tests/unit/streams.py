@@ -12,10 +12,10 @@ from typing import Any
 from megatron_dppo.config.schema import Config
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.item import RewardResult
-from megatron_dppo.rollout.batch import Collected
-from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
-from megatron_dppo.rollout.saved import SavedStream, why_unusable
-from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.rollout.batch import CollectedRollouts
+from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
+from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility
+from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.run.engines import rollout_sampling_params
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.unit.columns import ids, logs
@@ -39,15 +39,15 @@ class FakeEngine:
 
     def submit(
         self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
-    ) -> list[Sampled]:
+    ) -> list[SampledFuture]:
         assert enough == len(groups) and [g.prompt.text for g in groups] == [str(g.key) for g in groups]
         self.asked.append([group.key for group in groups])
-        futures: list[Sampled] = [Future() for _ in groups]
+        futures: list[SampledFuture] = [Future() for _ in groups]
         self.busy += 1
         self._thread.submit(self._answer, groups, params, futures)
         return futures
 
-    def _answer(self, groups: Sequence[GroupRequest], params: SamplingParams, futures: Sequence[Sampled]) -> None:
+    def _answer(self, groups: Sequence[GroupRequest], params: SamplingParams, futures: Sequence[SampledFuture]) -> None:
         version, place = self.policy_version, 0
         found = []
         for group in groups:
@@ -98,16 +98,16 @@ class Run:
 
     config: Any
     engine: Any
-    stream: Stream
+    stream: RolloutScheduler
     step: int = 0
 
-    def steps(self, until: int) -> list[Collected]:
+    def steps(self, until: int) -> list[CollectedRollouts]:
         """The loop without training: the version of the weights is the number of steps done."""
         self.engine.update_weights(self.step)
         found = []
         while self.step < until:
             found.append(self.stream.collect(self.step, self.engine.policy_version, Clock()))
-            self.stream.settle(Clock())
+            self.stream.wait_before_update(Clock())
             self.step += 1
             self.engine.update_weights(self.step)
         return found
@@ -131,9 +131,11 @@ def make(
     return Run(found, engine, stream_of(found, Numbers(), groups, rank, dp, engine, scorer))
 
 
-def stream_of(config: Config, prompts: Any, groups: Any, rank: int, dp: int, engine: Any, scorer: Any) -> Stream:
+def stream_of(
+    config: Config, prompts: Any, groups: Any, rank: int, dp: int, engine: Any, scorer: Any
+) -> RolloutScheduler:
     """The stream of a configuration."""
-    return Stream(
+    return RolloutScheduler(
         rollout=config.rollout,
         params=rollout_sampling_params(config),
         prompts=prompts,
@@ -147,9 +149,9 @@ def stream_of(config: Config, prompts: Any, groups: Any, rank: int, dp: int, eng
     )
 
 
-def unusable(saved: SavedStream, was: Mapping[str, Any], config: Config) -> str:
-    """``why_unusable`` for a configuration."""
-    return why_unusable(
+def unusable(saved: SchedulerState, was: Mapping[str, Any], config: Config) -> str:
+    """``describe_incompatibility`` for a configuration."""
+    return describe_incompatibility(
         saved,
         was,
         config.train,
@@ -160,13 +162,13 @@ def unusable(saved: SavedStream, was: Mapping[str, Any], config: Config) -> str:
     )
 
 
-def versions(collected: Collected) -> list[int]:
+def versions(collected: CollectedRollouts) -> list[int]:
     return [group.rollouts[0].completion.policy_version for group in collected.groups]
 
 
-def positions(collected: Collected) -> list[int]:
+def positions(collected: CollectedRollouts) -> list[int]:
     return [int(group.prompt.text) for group in collected.groups]
 
 
-def values(collected: Collected) -> dict[str, float]:
+def values(collected: CollectedRollouts) -> dict[str, float]:
     return {name: metric.numerator / metric.denominator for name, metric in collected.metrics(1).items()}

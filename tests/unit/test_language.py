@@ -25,7 +25,6 @@ NOT_YET = {
     "policy",
     "report",
     "rewards",
-    "rollout",
     "run",
     "types",
     "weights",

@@ -16,7 +16,7 @@ from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import te
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.handles import Handle, as_flattened_bucket
 from megatron_dppo.rollout.server import ServerInfo
-from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
+from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.handles import Sharing
 from megatron_dppo.weights.quantization import Quantization
 from megatron_dppo.weights.sync import WeightSync
@@ -166,11 +166,11 @@ class FakeServer:
         self._called("weight_layout")
         return WeightLayout(algorithm="sha256", tp_size=1, plain=self.plain)
 
-    async def weight_sums(self) -> tuple[RankSums, ...]:
-        self._called("weight_sums")
+    async def weight_digests(self) -> tuple[RankDigests, ...]:
+        self._called("weight_digests")
         assert not self.released
         kept = {name: w.flip(0).clone() if name in self.packs else w for name, w in self.weights.items()}
-        return (RankSums(tp_rank=0, sums={k: tensor_digest(w).partition(":")[2] for k, w in kept.items()}),)
+        return (RankDigests(tp_rank=0, digests={k: tensor_digest(w).partition(":")[2] for k, w in kept.items()}),)
 
     async def close(self) -> None:
         self._called("close")

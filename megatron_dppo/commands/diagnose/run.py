@@ -29,8 +29,8 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
 from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.rollout.batch import Collected
-from megatron_dppo.rollout.saved import SavedStream
+from megatron_dppo.rollout.batch import CollectedRollouts
+from megatron_dppo.rollout.saved import SchedulerState
 from megatron_dppo.run.session import Session, open_session, warmup_from_config
 from megatron_dppo.run.starts import load_run_config, read_starts
 from megatron_dppo.run.step import make_samples, update_policy
@@ -62,7 +62,7 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = ()) -> Ledger:
                 samples = [scorer.without_weights(sample) for sample in samples]
             step = session.state.step
             update_policy(session.trainer, config, session.teacher, step, collected, samples, Clock())
-            session.stream.settle(Clock())
+            session.stream.wait_before_update(Clock())
             session.state.step += 1
             session.records.show_servers(session.gpus.after_update(samples_next=True))
         collected = _collect(session, snapshots)
@@ -135,12 +135,12 @@ def _restore(session: Session) -> None:
         return
     state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
     session.state.step = state["step"]
-    saved = SavedStream.of(state["stream"]).on(session.inputs.layout.dp)
-    session.stream.restore(saved.without_draws(session.state.step), {})
+    saved = SchedulerState.from_json(state["stream"]).with_data_parallel_size(session.inputs.layout.dp)
+    session.stream.restore(saved.without_submissions(session.state.step), {})
     session.records.console.say(f"diagnose {point.checkpoint} (step {session.state.step})")
 
 
-def _collect(session: Session, snapshots: Snapshots) -> Collected:
+def _collect(session: Session, snapshots: Snapshots) -> CollectedRollouts:
     """The next batch, drawn with the present weights published."""
     notes = session.gpus.for_sampling()
     snapshots.take()
@@ -168,7 +168,7 @@ def _scorer(session: Session, before: Config, snapshots: Snapshots) -> RunScorer
     )
 
 
-def _ledger(session: Session, before: Config, snapshots: Snapshots, collected: Collected) -> Ledger:
+def _ledger(session: Session, before: Config, snapshots: Snapshots, collected: CollectedRollouts) -> Ledger:
     import torch
 
     scorer, inputs = _scorer(session, before, snapshots), session.inputs

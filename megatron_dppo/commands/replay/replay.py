@@ -28,7 +28,7 @@ from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import StepMeta, read_meta, read_rows, recorded_steps
 from megatron_dppo.report.steps.rows import groups_of
-from megatron_dppo.rollout.batch import Collected
+from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.requests import sampling_seed
 from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.run.resume import CANNOT_RESHARD, layout_identity
@@ -83,7 +83,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
     with _opened(config, checkpoint, step) as run:
         rows, parts = _mine(run, meta, file)
         groups, ages = groups_of(rows)
-        collected = Collected(groups, ages, {}, dict(Counter(ages)))
+        collected = CollectedRollouts(groups, ages, {}, dict(Counter(ages)))
         record = StepRecord(run.trainer.policy_version)
         samples = make_samples(groups, config.train)
         results = update_policy(run.trainer, config, run.teacher, run.step, collected, samples, Clock(), record, parts)

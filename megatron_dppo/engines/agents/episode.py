@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_dppo.engines.agents.requests import AgentRequest, CallError, Message, identity, split_tool_calls
 from megatron_dppo.engines.agents.template import ChatTemplate
-from megatron_dppo.rollout.turns import Strand, Turn, Turns
+from megatron_dppo.rollout.turns import ResponseBranch, Turn, Turns
 from megatron_dppo.types import Completion, FinishReason
 
 
@@ -44,7 +44,7 @@ class Answer:
 class _Conversation:
     """A sequence, and what the agent knows of it."""
 
-    strand: Strand
+    branch: ResponseBranch
     prompt_tokens: int
     """given before the first answer"""
     messages: list[Message] = field(default_factory=list)
@@ -130,9 +130,9 @@ class Episode:
             failure = failure or f"the agent ended without an answer of the policy{too_long}"
             await self._one_token()
         best = max(reversed(self._conversations), key=lambda each: each.sampled)
-        strand = turns.use(best.strand)
+        branch = turns.switch_branch(best.branch)
         if self.cut_off:
-            strand.reason = FinishReason.LENGTH
+            branch.finish_reason = FinishReason.LENGTH
         sampled = sum(each.sampled for each in self._conversations)
         return turns.finish(
             reward,
@@ -150,7 +150,7 @@ class Episode:
         """A response needs a token; this one is of a failed sample, without a gradient."""
         turns = self._turns
         turns.append([turns.tokenizer.eos_token_id or 0])
-        conversation = _Conversation(turns.strand, len(turns.token_ids))
+        conversation = _Conversation(turns.branch, len(turns.token_ids))
         conversation.sampled = len((await turns.sample(1)).token_ids)
         self._conversations.append(conversation)
 
@@ -179,9 +179,9 @@ class Episode:
             tokens = self._template.encode(call.text, add_special_tokens=True)
         if len(tokens) >= self._turns.params.max_new_tokens or not tokens:
             raise self._full(len(tokens))
-        strand = self._turns.begin() if self._conversations else self._turns.strand
+        branch = self._turns.start_branch() if self._conversations else self._turns.branch
         self._turns.append(tokens)
-        conversation = _Conversation(strand, len(tokens), tools=_same(call), is_chat=call.is_chat)
+        conversation = _Conversation(branch, len(tokens), tools=_same(call), is_chat=call.is_chat)
         self._conversations.append(conversation)
         return conversation
 
@@ -204,7 +204,10 @@ class Episode:
         for conversation in reversed(self._conversations):
             if conversation.is_chat:
                 continue
-            known, tokens = conversation.text, tuple(conversation.strand.response.tokens[: conversation.strand.place])
+            known, tokens = (
+                conversation.text,
+                tuple(conversation.branch.response.tokens[: conversation.branch.position]),
+            )
             if isinstance(call.text, tuple) and call.text[: len(tokens)] == tokens:
                 return self._extend(conversation, self._template.encode(call.text[len(tokens) :]))
             if isinstance(call.text, str) and known is not None and call.text.startswith(known):
@@ -213,12 +216,12 @@ class Episode:
 
     def _extend(self, conversation: _Conversation, tokens: list[int], *, closes: bool = False) -> _Conversation:
         """Append what the agent said; the end token of an answer that has one is not written twice."""
-        strand = self._turns.use(conversation.strand)
-        last = strand.response.tokens[strand.place - 1]
-        if closes and strand.reason == FinishReason.STOP and tokens[:1] == [last]:
+        branch = self._turns.switch_branch(conversation.branch)
+        last = branch.response.tokens[branch.position - 1]
+        if closes and branch.finish_reason == FinishReason.STOP and tokens[:1] == [last]:
             tokens = tokens[1:]
         if len(tokens) >= self._turns.tokens_left:
-            raise self._full(strand.place + len(tokens))
+            raise self._full(branch.position + len(tokens))
         self._turns.append(tokens)
         return conversation
 

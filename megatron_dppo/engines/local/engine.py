@@ -19,7 +19,7 @@ from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore
 from megatron_dppo.engines.local.rounds import Goal, PendingResponse, Rounds
 from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, end_tokens, routing_shape
-from megatron_dppo.rollout.engine import GroupRequest, GroupState, Sampled
+from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.turns import GenerateFunction
@@ -91,12 +91,12 @@ class LocalEngine:
 
     def submit(
         self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
-    ) -> list[Sampled]:
+    ) -> list[SampledFuture]:
         """See ``RolloutEngine``; returns at once. With a user's function it stops only between turns.
 
         Where sampling failed, no group of the call has a result, and what was held before is held as it was.
         """
-        futures: list[Sampled] = [Future() for _ in groups]
+        futures: list[SampledFuture] = [Future() for _ in groups]
         self._thread.submit(self._answer, groups, params, enough, keep, futures)
         return futures
 
@@ -106,7 +106,7 @@ class LocalEngine:
         params: SamplingParams,
         enough: int,
         keep: Collection[int],
-        futures: Sequence[Sampled],
+        futures: Sequence[SampledFuture],
     ) -> None:
         try:
             samples = [self._continued(group, params) for group in groups]
@@ -181,7 +181,7 @@ class LocalEngine:
             if isinstance(state, Completion):
                 sample.completion = state
             else:
-                sample.response.take(state)
+                sample.response.restore(state)
         return samples
 
     def _complete(self, samples: Sequence[PendingResponse], params: SamplingParams, goal: Goal | None) -> None:
@@ -214,7 +214,7 @@ class LocalEngine:
                 return
             batch = left[start : start + self._max_batch]
             limits = [params.max_new_tokens - len(sample.response.tokens) for sample in batch]
-            requests = [s.response.request("", params, (), limit) for s, limit in zip(batch, limits, strict=True)]
+            requests = [s.response.next_request("", params, (), limit) for s, limit in zip(batch, limits, strict=True)]
             ended = None if goal is None else _watcher(goal, batch)
             for sample, generation in zip(batch, self._decode(requests, params, generator, ended), strict=True):
                 sample.response.append_sampled(generation)

@@ -122,7 +122,7 @@ class Rounds:
             return FinishReason.LENGTH
         if index in self._asked:
             raise RuntimeError("turns.sample was called while another turn of the same response was being sampled")
-        request = sample.response.request(str(index), self._params, stop, limit)
+        request = sample.response.next_request(str(index), self._params, stop, limit)
         answer: asyncio.Future[Generation | None] = asyncio.get_running_loop().create_future()
         self._asked[index] = _Turn(request, answer)
         self._changed.set()

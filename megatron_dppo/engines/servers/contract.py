@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.errors import ContractViolation
-from megatron_dppo.rollout.server import Ask, GenerateRequest, Generation, InferenceServer
+from megatron_dppo.rollout.server import GenerateCall, GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import FinishReason
 
 Breach = Callable[[str, object, str], NoReturn]
@@ -144,7 +144,7 @@ def check_generation(generation: Generation, request: GenerateRequest, contract:
     check_values(generation, request, contract, url)
 
 
-def checked(contract: Contract) -> Ask:
+def checked(contract: Contract) -> GenerateCall:
     """A way to ask servers in this process, which raises ``ContractViolation`` where ``check_generation`` does."""
 
     async def ask(server: InferenceServer, request: GenerateRequest) -> Generation:
@@ -235,7 +235,7 @@ class _Answer:
             place = int(ended.argmax())
             self._breach(f"token {place}", f"the end token {inner[place]}", f"none before the last of {self._length}")
         echo = self._given.echo
-        named = None if echo is None else echo.ended_by
+        named = None if echo is None else echo.matched_stop
         if self._given.finish_reason == FinishReason.STOP:
             # A model folder may name end tokens that only the server reads; it says which one it found.
             if named is not None and named != last:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_dppo.engines.servers.member import Gate, PooledServer, Watch
 from megatron_dppo.errors import ContractViolation, NoUsableServer, ServerError
-from megatron_dppo.rollout.server import Ask, GenerateRequest, Generation, InferenceServer
+from megatron_dppo.rollout.server import GenerateCall, GenerateRequest, Generation, InferenceServer
 
 _ASK_AGAIN = 1.0
 """Seconds between two rounds of questions when no server is left."""
@@ -58,7 +58,7 @@ class ServerPool:
     def __init__(
         self,
         servers: Sequence[InferenceServer],
-        ask: Ask,
+        ask: GenerateCall,
         *,
         max_in_flight: int,
         health_seconds: float,

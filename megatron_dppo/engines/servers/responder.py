@@ -231,7 +231,7 @@ class Responder:
         shared = sample.prompt_routes if sample.response.lacks_routes else None
         if shared is not None:
             await shared.by(self._pool.version, name, affinity)
-        request = sample.response.request(
+        request = sample.response.next_request(
             name, sample.seeded(), (*self._end, *stop), limit, prompt_routes=shared is None
         )
         generation = await self._pool.generate(request, affinity)

@@ -20,7 +20,7 @@ from megatron_dppo.engines.sglang.wire import version_parts
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.handles import DeviceHandle, Handle, as_flattened_bucket
 from megatron_dppo.rollout.server import transfer_group_name
-from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
+from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 
 _SESSIONS = (0, 5, 21)
 """The first version with begin_weight_update, and that flushes its caches while retracted requests wait."""
@@ -192,13 +192,13 @@ class SGLangWeightUpdates(FolderUpdates):
             plain=known and device in ("cpu", "cuda") and alone and as_sent,
         )
 
-    async def weight_sums(self) -> tuple[RankSums, ...]:
+    async def weight_digests(self) -> tuple[RankDigests, ...]:
         """See ``InferenceServer``."""
         path = "/weights_checker"
         answer = await self._control(path, {"action": "checksum"}, repeat=True)
         try:
             return tuple(
-                RankSums(tp_rank=_placement(rank)["tp_rank"], sums=dict(rank["checksums"]))
+                RankDigests(tp_rank=_placement(rank)["tp_rank"], digests=dict(rank["checksums"]))
                 for rank in sorted(answer["ranks"], key=lambda rank: _placement(rank)["rank"])
             )
         except (KeyError, IndexError, TypeError, ValueError):

@@ -184,7 +184,7 @@ class _Reader(Fields):
             prompt_token_ids=tuple(self.integers(prompt, "prompt_token_ids")),
             prompt_length=counts["prompt_tokens"],
             response_length=counts["completion_tokens"],
-            ended_by=matched if type(matched) is int else None if matched is None else str(matched)[:80],
+            matched_stop=matched if type(matched) is int else None if matched is None else str(matched)[:80],
             best_token_ids=best_ids,
             best_logprobs=best_logprobs,
         )

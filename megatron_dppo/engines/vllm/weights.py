@@ -21,7 +21,7 @@ from megatron_dppo.engines.servers.updates import ADAPTER, FolderUpdates, Part
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.handles import Handle, as_json
 from megatron_dppo.rollout.server import transfer_group_name
-from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
+from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 
 _EXTENSION, _BACKEND = "megatron_dppo_vllm.WorkerExtension", "megatron_dppo"
 _EMPTY = hashlib.sha256().hexdigest()
@@ -173,7 +173,7 @@ class VLLMWeightUpdates(FolderUpdates):
             complete=extended and plain,
         )
 
-    async def weight_sums(self) -> tuple[RankSums, ...]:
+    async def weight_digests(self) -> tuple[RankDigests, ...]:
         """See ``InferenceServer``.
 
         On a CPU vLLM's own checksum leaves out what it has packed; that of the worker extension does not.
@@ -181,7 +181,7 @@ class VLLMWeightUpdates(FolderUpdates):
         try:
             if await self._extended():
                 ranks = await self._ask_workers("megatron_dppo_sums")
-                return tuple(RankSums(tp_rank=r["tp_rank"], sums=r["sums"], loaded=r["loaded"]) for r in ranks)
+                return tuple(RankDigests(tp_rank=r["tp_rank"], digests=r["sums"], loaded=r["loaded"]) for r in ranks)
             answer = await self._control("/weight_checker", {"action": "checksum"}, repeat=True)
             return _stock_sums(answer["checksums"])
         except (KeyError, TypeError, AttributeError, ValueError):
@@ -252,7 +252,7 @@ class VLLMWeightUpdates(FolderUpdates):
         return checked_success(answer, self.url + path)
 
 
-def _stock_sums(checksums: dict[str, str]) -> tuple[RankSums, ...]:
+def _stock_sums(checksums: dict[str, str]) -> tuple[RankDigests, ...]:
     """vLLM's own digests, whose names begin with the rank: ``dp0:pp0:pcp0:tp0:model.norm.weight``."""
     ranks: dict[str, dict[str, str]] = {}
     for key, digest in checksums.items():
@@ -261,7 +261,7 @@ def _stock_sums(checksums: dict[str, str]) -> tuple[RankSums, ...]:
             ranks.setdefault(rank, {})[name.replace(".routed_experts.", ".")] = digest
     if not ranks:
         raise ValueError("no checksums")
-    return tuple(RankSums(tp_rank=int(rank.rpartition(":tp")[2]), sums=ranks[rank]) for rank in sorted(ranks))
+    return tuple(RankDigests(tp_rank=int(rank.rpartition(":tp")[2]), digests=ranks[rank]) for rank in sorted(ranks))
 
 
 def _without_control(error: ServerError) -> ServerError:

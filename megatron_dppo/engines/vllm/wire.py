@@ -163,7 +163,7 @@ class _Reader(Fields):
             prompt_token_ids=tuple(self.integers(prompt, "prompt_token_ids")),
             prompt_length=counts[0],
             response_length=counts[1],
-            ended_by=ended if type(ended) is int else None if ended is None else str(ended)[:80],
+            matched_stop=ended if type(ended) is int else None if ended is None else str(ended)[:80],
             best_token_ids=best_ids,
             best_logprobs=best_logprobs,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rollout.saved import SavedStream
+from megatron_dppo.rollout.saved import SchedulerState
 from megatron_dppo.types import Completion, Prompt, RolloutGroup
 from tests.faults.simulation import model
 
@@ -94,7 +94,7 @@ def _check_routes(rows: Sequence[int], c: Completion, begin: int) -> Iterator[st
         yield "routes of other weights, another prefix or another position"
 
 
-def check_prompts(trained: Mapping[int, Sequence[int]], stream: SavedStream, left_out: int) -> Iterator[str]:
+def check_prompts(trained: Mapping[int, Sequence[int]], stream: SchedulerState, left_out: int) -> Iterator[str]:
     """Whether every prompt that was taken from the stream is trained on, waiting, or left out by the rules, once.
 
     Args:
@@ -104,7 +104,7 @@ def check_prompts(trained: Mapping[int, Sequence[int]], stream: SavedStream, lef
     """
     positions = [p for step in trained.values() for p in step]
     carried = [place.position for places in stream.waiting for place in places]
-    ahead = [place.position for draws in stream.draws for draw in draws for place in draw.places]
+    ahead = [place.position for submissions in stream.submissions for each in submissions for place in each.slots]
     counts = Counter([*positions, *carried, *ahead])
     where = f"trained {trained}, carried {carried}, ahead {ahead}"
     if doubled := sorted(p for p, count in counts.items() if count > 1):

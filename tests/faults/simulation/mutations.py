@@ -12,10 +12,10 @@ from megatron_dppo.engines.servers import contract, pool
 from megatron_dppo.engines.servers.member import PooledServer
 from megatron_dppo.engines.servers.updates import ReleasedMemory
 from megatron_dppo.engines.sglang import client
-from megatron_dppo.rollout import stream
+from megatron_dppo.rollout import scheduler
 from megatron_dppo.rollout.pending import PromptSlot
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.proof import SyncProof
 from megatron_dppo.weights.publish import ServerPublisher
@@ -77,7 +77,7 @@ def _of_places(change: Callable[[list[PromptSlot]], list[PromptSlot]]) -> Abstra
     def from_each(value: Any, group: Any) -> list[Any]:
         return [change(value) if isinstance(value, list) and value and isinstance(value[0], PromptSlot) else value]
 
-    return mock.patch.object(stream, "from_each", from_each)
+    return mock.patch.object(scheduler, "from_each", from_each)
 
 
 def _loses_carried() -> AbstractContextManager[Any]:
@@ -89,23 +89,23 @@ def _doubles_carried() -> AbstractContextManager[Any]:
 
 
 def _resume_forgets() -> AbstractContextManager[Any]:
-    restore = Stream.restore
+    restore = RolloutScheduler.restore
 
-    def forget(self: Stream, saved: Any, contents: Any) -> None:
+    def forget(self: RolloutScheduler, saved: Any, contents: Any) -> None:
         restore(self, replace(saved, waiting=[[] for _ in saved.waiting]), contents)
 
-    return mock.patch.object(Stream, "restore", forget)
+    return mock.patch.object(RolloutScheduler, "restore", forget)
 
 
 def _ahead_is_forgotten() -> AbstractContextManager[Any]:
     """What is under way when a checkpoint is written is not in it."""
-    saved = Stream.saved
+    saved = RolloutScheduler.state
 
-    def without(self: Stream) -> Any:
+    def without(self: RolloutScheduler) -> Any:
         whole = saved(self)
-        return replace(whole, draws=[[] for _ in whole.draws])
+        return replace(whole, submissions=[[] for _ in whole.submissions])
 
-    return mock.patch.object(Stream, "saved", without)
+    return mock.patch.object(RolloutScheduler, "state", without)
 
 
 def _never_paused() -> AbstractContextManager[Any]:

@@ -22,8 +22,7 @@ from megatron_dppo.engines import server_engine
 from megatron_dppo.engines.servers import http
 from megatron_dppo.engines.sglang import client
 from megatron_dppo.engines.sglang import wire as client_wire
-from megatron_dppo.rollout import pending as stream_draw
-from megatron_dppo.rollout import stream
+from megatron_dppo.rollout import pending, scheduler
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.run import engines, gpus
 from megatron_dppo.weights import probe as trainer_probe
@@ -216,9 +215,9 @@ def installed() -> Iterator[None]:
         mock.patch.object(weight_sync, "save_hf_folder", _save_folder),
         mock.patch.object(transfer, "Buckets", partial(_one_tensor_each, transfer.Buckets)),
         mock.patch.object(Path, "mkdir", lambda *_, **__: None),
-        mock.patch.object(stream_draw, "ThreadPoolExecutor", _Executor),
-        mock.patch.object(stream, "wait", _wait),
-        *(mock.patch.object(module, "Future", _Future) for module in (server_engine, stream_draw, stream)),
+        mock.patch.object(pending, "ThreadPoolExecutor", _Executor),
+        mock.patch.object(scheduler, "wait", _wait),
+        *(mock.patch.object(module, "Future", _Future) for module in (server_engine, pending, scheduler)),
         mock.patch.object(http.HttpClient, "_open", _open),
         mock.patch.object(engines, "dist", alone),
         mock.patch.object(gpus, "dist", alone),

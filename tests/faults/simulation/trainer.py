@@ -15,8 +15,8 @@ from transformers import Qwen3MoeConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.folder import routing_shape
 from megatron_dppo.rewards.item import RewardItem, RewardResult
-from megatron_dppo.rollout.saved import SavedStream
-from megatron_dppo.rollout.store import Stored
+from megatron_dppo.rollout.saved import SchedulerState
+from megatron_dppo.rollout.store import StoredRollouts
 from megatron_dppo.types import Prompt, RolloutGroup
 from tests.faults.simulation import model
 from tests.faults.simulation.faults import Plan
@@ -87,8 +87,8 @@ class Saved:
 
     step: int
     weights: dict[str, bytes]
-    stream: SavedStream | None = None
-    contents: dict[int, Stored] = field(default_factory=dict)
+    stream: SchedulerState | None = None
+    contents: dict[int, StoredRollouts] = field(default_factory=dict)
 
 
 class SimDeviceState:

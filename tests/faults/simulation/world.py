@@ -16,8 +16,8 @@ import torch
 from megatron_dppo.engines.servers.updates import RELEASED
 from megatron_dppo.errors import TrainingStopped, UserError
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.rollout.batch import Collected
-from megatron_dppo.rollout.stream import Stream
+from megatron_dppo.rollout.batch import CollectedRollouts
+from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers
 from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
 from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
@@ -217,7 +217,7 @@ class _Run:
             if self.plan.colocated and node.up and node.births == born and not excused and len(server.released) < 2:
                 self.outcome.violations.append(f"the trainer has the GPUs, and server {node.place} its memory")
 
-    def _step(self, stream: Stream, step: int, trainer: SimTrainer, gpus: Gpus) -> None:
+    def _step(self, stream: RolloutScheduler, step: int, trainer: SimTrainer, gpus: Gpus) -> None:
         collected = stream.collect(step, trainer.policy_version, Clock())
         wrong = self._examine(collected, step)
         self._guard(collected, trainer, wrong)
@@ -229,15 +229,15 @@ class _Run:
         # Another life learns something else from the same prompts.
         tokens = ([tuple(r.completion.token_ids.tolist()) for r in g.rollouts] for g in collected.groups)
         trainer.learn([self.outcome.lives, *tokens])
-        stream.settle(Clock())
+        stream.wait_before_update(Clock())
         self.digests[trainer.policy_version] = trainer.digest
         self._publish(gpus.after_update(samples_next=True))
         if (step + 1) % self.plan.save_every and step + 1 < self.plan.steps:
             return
-        contents = {stored.position: stored for stored in stream.contents()}
-        self.saved = Saved(step + 1, dict(trainer.weights), stream.saved(), contents)
+        contents = {stored.position: stored for stored in stream.stored_rollouts()}
+        self.saved = Saved(step + 1, dict(trainer.weights), stream.state(), contents)
 
-    def _guard(self, collected: Collected, trainer: SimTrainer, wrong: list[str]) -> None:
+    def _guard(self, collected: CollectedRollouts, trainer: SimTrainer, wrong: list[str]) -> None:
         """The guard of the first update, as ``loop.update_policy`` has it; what it lets through has trained."""
         dropped = count_nonfinite_tokens(collected.groups)
         share = float(dropped.numerator) / max(float(dropped.denominator), 1.0)
@@ -260,7 +260,7 @@ class _Run:
         for text in wrong:
             self.say(f"WRONG {text}")
 
-    def _examine(self, collected: Collected, step: int) -> list[str]:
+    def _examine(self, collected: CollectedRollouts, step: int) -> list[str]:
         plan = self.plan
         age = plan.partial + plan.staleness
         versions = range(max(0, step - age), step + 1)

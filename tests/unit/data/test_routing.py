@@ -18,7 +18,7 @@ from megatron_dppo.data.routing import (
     with_all_routes,
 )
 from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
-from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, RoutingShape
 from megatron_dppo.types.token_columns import ROUTES, GrowingColumn
 from tests.unit.columns import ids, logs
@@ -194,7 +194,7 @@ def test_a_checkpoint_s_rollouts_keep_their_routes_to_the_bit(tmp_path: Path) ->
             routed_experts=compact(routes(2, shape), shape),
         )
         group = RolloutGroup(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, reward=1.0),))
-        save_groups(tmp_path / "r", [Stored(0, prompt, group)])
+        save_groups(tmp_path / "r", [StoredRollouts(0, prompt, group)])
         (stored,) = load_groups(tmp_path / "r", lambda position: prompt)
         found = stored.content.rollouts[0].completion.routed_experts  # type: ignore[union-attr]
         assert found is not None and found.dtype == shape.dtype and torch.equal(found, completion.routed_experts)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from megatron_dppo.errors import ConfigError, GenerateError
 from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.pending import score_completions
-from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.run.engines import open_generate_function
 from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Prompt, RolloutGroup, SamplingParams
@@ -346,7 +346,7 @@ def test_an_agent_that_fails_costs_its_sample(world: World, settings: Any, failu
     assert [(r.reward, r.reward_failed) for r in groups[0].rollouts] == [(0.0, True), (2.0, False)]
     metrics = rollout_metrics(groups, to_samples(groups, [[0.0, 1.0]]))
     assert metrics["reward_failed_fraction"].numerator == 1 and metrics["agent/calls"].numerator == 1
-    save_groups(tmp_path / "f", [Stored(0, TASK, groups[0])])
+    save_groups(tmp_path / "f", [StoredRollouts(0, TASK, groups[0])])
     (again,) = load_groups(tmp_path / "f", lambda place: TASK)
     assert isinstance(again.content, RolloutGroup)
     assert again.content.rollouts[0].completion.failure == failure and same(again.content, groups[0])

@@ -60,10 +60,12 @@ def test_an_end_token_that_only_the_server_knows_is_believed_when_it_names_it() 
     given = put("token_ids", -1, 30)(given)
     given = replace(given, topk_token_ids=None, topk_logprobs=None)
     request = replace(request, params=replace(request.params, topk_logprobs=0))
-    given = says(ended_by=30, best_token_ids=np.full(LENGTH, 31, np.int32), best_logprobs=np.zeros(LENGTH, "f4"))(given)
+    given = says(matched_stop=30, best_token_ids=np.full(LENGTH, 31, np.int32), best_logprobs=np.zeros(LENGTH, "f4"))(
+        given
+    )
     check(request, replace(given, echo=replace(given.echo, best_logprobs=None)))  # type: ignore[type-var]
     with pytest.raises(ContractViolation, match="last token is 30, expected 2, by which the server says that it ended"):
-        check(request, says(ended_by=2, best_logprobs=None)(given))
+        check(request, says(matched_stop=2, best_logprobs=None)(given))
 
 
 def test_a_token_of_the_request_ends_it() -> None:
@@ -182,7 +184,7 @@ def test_a_prefix_of_an_answer_that_stopped_is_no_answer() -> None:
     request, given = honest(reason="stop")
     with pytest.raises(ContractViolation, match=r"last token is .*by which the server says that it ended"):
         check(request, truncated(given))
-    silent = says(ended_by=None)(given)
+    silent = says(matched_stop=None)(given)
     with pytest.raises(ContractViolation, match=r"last token is .*expected an end token"):
         check(request, truncated(silent))
 

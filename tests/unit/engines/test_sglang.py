@@ -19,7 +19,7 @@ import torch
 from megatron_dppo.engines.sglang import SGLangServer, wire
 from megatron_dppo.errors import ConfigError, ContractViolation, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
-from megatron_dppo.rollout.weight_sums import RankSums
+from megatron_dppo.rollout.weight_digests import RankDigests
 from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
 from tests.unit.columns import ids, logs, same
 from tests.unit.http_stub import Stub, with_stub
@@ -357,13 +357,13 @@ def test_the_digests_of_the_weights_are_those_of_each_rank_in_order(version: str
     for info in place if isinstance(place, list) else [place]:
         info |= {"tp_rank": 1, "rank": 1}
 
-    def sums(answer: object) -> tuple[RankSums, ...]:
+    def sums(answer: object) -> tuple[RankDigests, ...]:
         stub = Stub(server_answers(version, **{"/weights_checker": answer}))
-        return use_server(stub, lambda server: server.weight_sums())
+        return use_server(stub, lambda server: server.weight_digests())
 
     found = sums({"success": True, "ranks": [second, first]})
-    assert [rank.tp_rank for rank in found] == [0, 1] and [len(rank.sums) for rank in found] == [21, 21]
-    assert (found[0].sums["lm_head.weight"], found[1].sums["lm_head.weight"]) == (
+    assert [rank.tp_rank for rank in found] == [0, 1] and [len(rank.digests) for rank in found] == [21, 21]
+    assert (found[0].digests["lm_head.weight"], found[1].digests["lm_head.weight"]) == (
         first["checksums"]["lm_head.weight"],
         "0",
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import PartsDigest, tensor_digest
 from megatron_dppo.parallel.objects import from_message, to_message
-from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 from megatron_dppo.weights.transfer_group import flatten_bucket
 
@@ -108,7 +108,7 @@ def test_groups_on_disk_whose_columns_lie_in_the_same_memory(tmp_path: Path) -> 
         )
         for t, p in parts
     )
-    save_groups(tmp_path / "groups", [Stored(0, prompt, RolloutGroup(prompt=prompt, rollouts=rollouts))])
+    save_groups(tmp_path / "groups", [StoredRollouts(0, prompt, RolloutGroup(prompt=prompt, rollouts=rollouts))])
     (found,) = load_groups(tmp_path / "groups", lambda position: prompt)
     assert isinstance(found.content, RolloutGroup)
     for rollout, (token_ids, expected) in zip(found.content.rollouts, parts, strict=True):

@@ -21,7 +21,7 @@ from safetensors.torch import load
 from megatron_dppo.engines.vllm import VLLMServer, wire
 from megatron_dppo.errors import ConfigError, ContractViolation, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
-from megatron_dppo.rollout.weight_sums import RankSums
+from megatron_dppo.rollout.weight_digests import RankDigests
 from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
 from tests.unit.columns import ids, logs, same
 from tests.unit.http_stub import Stub, with_stub
@@ -426,15 +426,15 @@ def test_the_digests_of_the_weights_are_those_of_each_rank() -> None:
         "dp0:pp0:pcp0:tp0:model.layers.0.mlp.gate.weight": hashlib.sha256().hexdigest(),  # packed out of reach
     }
     found = use_server(
-        Stub(server_answers(PLAIN, **{"/weight_checker": {"checksums": stock}})), lambda server: server.weight_sums()
+        Stub(server_answers(PLAIN, **{"/weight_checker": {"checksums": stock}})), lambda server: server.weight_digests()
     )
     assert found == (
-        RankSums(tp_rank=0, sums={"model.norm.weight": "a" * 64}),
-        RankSums(tp_rank=1, sums={"model.layers.0.mlp.experts.w2_weight": "b" * 64}),
+        RankDigests(tp_rank=0, digests={"model.norm.weight": "a" * 64}),
+        RankDigests(tp_rank=1, digests={"model.layers.0.mlp.experts.w2_weight": "b" * 64}),
     )
     ours = {"results": [{"tp_rank": 1, "sums": {"a": "1"}, "loaded": {"b": "2"}}]}
-    found = use_server(Stub(server_answers(**{"/collective_rpc": ours})), lambda server: server.weight_sums())
-    assert found == (RankSums(tp_rank=1, sums={"a": "1"}, loaded={"b": "2"}),)
+    found = use_server(Stub(server_answers(**{"/collective_rpc": ours})), lambda server: server.weight_digests())
+    assert found == (RankDigests(tp_rank=1, digests={"a": "1"}, loaded={"b": "2"}),)
     for case, path, junk in [
         (PLAIN, "/weight_checker", {}),
         (PLAIN, "/weight_checker", {"checksums": {"x": "1"}}),
@@ -442,7 +442,7 @@ def test_the_digests_of_the_weights_are_those_of_each_rank() -> None:
         (RIGHT, "/collective_rpc", {"results": [None]}),
     ]:
         with pytest.raises(ServerError, match=r"no checksums|no result"):
-            use_server(Stub(server_answers(case, **{path: junk})), lambda server: server.weight_sums())
+            use_server(Stub(server_answers(case, **{path: junk})), lambda server: server.weight_digests())
 
 
 def test_only_the_named_request_is_aborted_and_without_a_name_all_are() -> None:

@@ -19,7 +19,7 @@ from megatron_dppo.report.records import read_records
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.worker import Worker
-from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.run.evaluation import write_sample_responses
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 from tests.unit.columns import ids, logs, same
@@ -69,7 +69,7 @@ def downstream(prompt: Prompt, folder: Path) -> None:
     )
     rollout = Rollout(prompt=prompt, completion=completion, reward=1.0)
     group = RolloutGroup(prompt=prompt, rollouts=(rollout,))
-    save_groups(folder / "groups", [Stored(0, prompt, group)])
+    save_groups(folder / "groups", [StoredRollouts(0, prompt, group)])
     assert same(load_groups(folder / "groups", lambda position: prompt)[0].content, group)
     answers = write_sample_responses(folder, [group], 0, None)
     (record,) = read_records(folder / "samples.jsonl")

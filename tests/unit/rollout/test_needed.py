@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dppo.rollout.batch import Needed
+from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, SamplingMask
 from tests.unit.columns import ids, logs, same
 
@@ -30,7 +30,7 @@ def group(completion: Completion) -> RolloutGroup:
 
 
 def test_a_rank_gets_the_columns_that_its_stage_computes_with_and_all_else() -> None:
-    assert same(Needed().of([group(COMPLETION), None]), [group(COMPLETION), None])
+    assert same(RankColumns().select([group(COMPLETION), None]), [group(COMPLETION), None])
     middle = replace(
         COMPLETION,
         topk_token_ids=None,
@@ -38,6 +38,6 @@ def test_a_rank_gets_the_columns_that_its_stage_computes_with_and_all_else() -> 
         sampling_mask=None,
         routed_experts=torch.tensor([[[2, 3], [6, 7]], [[10, 11], [14, 15]], [[18, 19], [22, 23]]], dtype=torch.uint8),
     )
-    assert same(Needed(topk=False, layers=(1, 3)).of([None, group(COMPLETION)]), [None, group(middle)])
+    assert same(RankColumns(topk=False, layers=(1, 3)).select([None, group(COMPLETION)]), [None, group(middle)])
     plain = replace(COMPLETION, routed_experts=None)
-    assert same(Needed(topk=True, layers=(0,)).of([group(plain)]), [group(plain)])
+    assert same(RankColumns(topk=True, layers=(0,)).select([group(plain)]), [group(plain)])

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.router_replay import check_router_replay_support
-from megatron_dppo.rollout.saved import SavedStream
+from megatron_dppo.rollout.saved import SchedulerState
 from tests.unit.configs import config
 from tests.unit.streams import unusable
 
@@ -73,7 +73,7 @@ def test_what_obeys_replay_is_not_refused() -> None:
 
 
 def test_rollouts_sampled_ahead_without_experts_are_sampled_again() -> None:
-    stream = SavedStream(0, 0, {}, [[]], [[]])
+    stream = SchedulerState(0, 0, {}, [[]], [[]])
     off, replay = config(), config(train={"router_replay": "rollout"})
     was = off.model_dump(mode="json")
     assert "without the experts" in unusable(stream, was, replay)

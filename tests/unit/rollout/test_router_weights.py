@@ -19,7 +19,7 @@ from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.contract import check_generation
 from megatron_dppo.errors import ConfigError, ContractViolation
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
-from megatron_dppo.rollout.saved import SavedStream
+from megatron_dppo.rollout.saved import SchedulerState
 from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, experts_of, weights_of, with_weights
 from megatron_dppo.types.token_columns import ROUTES, GrowingColumn
 from tests.unit.configs import config
@@ -194,7 +194,7 @@ def test_servers_are_not_asked_for_weights() -> None:
     ("then", "now", "words"), [(False, True, "without the weights"), (True, False, "does not use")]
 )
 def test_rollouts_sampled_ahead_go_with_one_value_of_the_key(then: bool, now: bool, words: str) -> None:
-    stream = SavedStream(0, 0, {}, [[]], [[]])
+    stream = SchedulerState(0, 0, {}, [[]], [[]])
     was, of_now = (config(train={"router_replay": "rollout", "router_replay_weights": key}) for key in (then, now))
     assert words in unusable(stream, was.model_dump(mode="json"), of_now)
     assert not unusable(stream, of_now.model_dump(mode="json"), of_now)
@@ -205,7 +205,7 @@ def test_rollouts_sampled_ahead_go_with_one_value_of_the_key(then: bool, now: bo
 
 
 def test_a_folder_of_rollouts_keeps_them(tmp_path: Path) -> None:
-    from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+    from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
     from megatron_dppo.types import Completion, FinishReason, Rollout, RolloutGroup
     from tests.unit.columns import ids, logs
 
@@ -219,7 +219,7 @@ def test_a_folder_of_rollouts_keeps_them(tmp_path: Path) -> None:
         routed_experts=column,
     )
     group = RolloutGroup(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, reward=1.0),))
-    save_groups(tmp_path / "r", [Stored(0, prompt, group)])
+    save_groups(tmp_path / "r", [StoredRollouts(0, prompt, group)])
     (stored,) = load_groups(tmp_path / "r", lambda position: prompt)
     found = stored.content.rollouts[0].completion.routed_experts  # type: ignore[union-attr]
     assert found is not None and torch.equal(found, column)

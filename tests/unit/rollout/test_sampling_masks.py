@@ -12,7 +12,7 @@ from megatron_dppo.data.training_samples import RowShape, pack, to_training_samp
 from megatron_dppo.head.vocab_topk import keep_only, keep_only_
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import Generation
-from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import FinishReason, Prompt, SamplingMask, TrainingSample, VersionSpan
 
 Lists = list[list[int]]
@@ -89,15 +89,15 @@ class Tokenizer:
 def test_a_response_of_parts_keeps_the_sets_of_each_through_cuts_and_a_checkpoint(tmp_path: Path) -> None:
     response = GrowingResponse((1, 2), sampling_mask=True)
     response.append_sampled(generation([[4, 2], [9]]))
-    response.append_given([7, 7])
+    response.append_unsampled([7, 7])
     response.append_sampled(generation([[1, 0], [5]]))
-    response.cut(5)
+    response.truncate(5)
     state, prompt = response.state(), Prompt(prompt_id="p", text="", token_ids=(1, 2), label="")
-    save_groups(tmp_path / "f.safetensors", [Stored(0, prompt, (state,))])
+    save_groups(tmp_path / "f.safetensors", [StoredRollouts(0, prompt, (state,))])
     content = load_groups(tmp_path / "f.safetensors", lambda _: prompt)[0].content
     assert isinstance(content, tuple) and isinstance(content[0], PartialResponse)
     other = GrowingResponse((1, 2), sampling_mask=True)
-    other.take(content[0])
+    other.restore(content[0])
     other.append_sampled(generation([[8, 3]]))
     done = other.completion(FinishReason.LENGTH, Tokenizer())
     assert lists(done.sampling_mask) == [[4, 2], [9], [], [], [1, 0], [8, 3]]
@@ -108,7 +108,7 @@ def test_a_response_of_parts_keeps_the_sets_of_each_through_cuts_and_a_checkpoin
     plain.append_sampled(generation([[4]], sampling_mask=False))
     assert plain.completion(FinishReason.LENGTH, Tokenizer()).sampling_mask is None
     with pytest.raises(ValueError, match="sampling masks of this run"):
-        GrowingResponse((1, 2), sampling_mask=True).take(plain.state())
+        GrowingResponse((1, 2), sampling_mask=True).restore(plain.state())
 
 
 @pytest.mark.parametrize(("first", "own"), [(0, 10), (0, 7), (5, 5), (5, 2), (8, 2), (20, 0)])

@@ -13,12 +13,12 @@ import torch
 
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.rollout.batch import choose
+from megatron_dppo.rollout.batch import select_indices
 from megatron_dppo.rollout.pending import PromptSlot
 from megatron_dppo.rollout.requests import oversampled
 from megatron_dppo.rollout.response import PartialResponse
-from megatron_dppo.rollout.saved import SavedDraw, SavedStream, load_contents, save_contents
-from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.rollout.saved import SavedSubmission, SchedulerState, load_rollouts, save_rollouts
+from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import Completion, FinishReason, Rollout, RolloutGroup, VersionSpan
 from tests.unit.columns import ids, logs, mask, same
 from tests.unit.configs import config
@@ -53,11 +53,11 @@ def test_prompts_and_seeds_of_a_batch_do_not_depend_on_max_staleness() -> None:
     assert len({batch[0][0] for batch in tokens[0]}) == 6, "each step has a seed of its own"
 
 
-def saved_and_loaded(run: Run, folder: Path) -> tuple[SavedStream, dict[int, Stored]]:
+def saved_and_loaded(run: Run, folder: Path) -> tuple[SchedulerState, dict[int, StoredRollouts]]:
     """By way of the files of a checkpoint."""
-    save_contents(run.stream.contents(), 0, folder)
-    saved = SavedStream.of(json.loads(json.dumps(run.stream.saved().plain())))
-    return saved, load_contents(saved, 1, 0, folder, Numbers().__getitem__)
+    save_rollouts(run.stream.stored_rollouts(), 0, folder)
+    saved = SchedulerState.from_json(json.loads(json.dumps(run.stream.state().to_json())))
+    return saved, load_rollouts(saved, 1, 0, folder, Numbers().__getitem__)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
@@ -80,7 +80,7 @@ def test_a_failure_in_the_background_is_raised_as_it_was_before_the_weights_chan
     run.steps(1)
     run.stream.collect(1, 1, Clock())
     with pytest.raises(ZeroDivisionError, match="division by zero"):
-        run.stream.settle(Clock())
+        run.stream.wait_before_update(Clock())
     run.stream.close()
 
 
@@ -108,9 +108,9 @@ def test_oversampling_keeps_the_first_groups_with_signal_in_the_order_of_the_pro
 
 
 def test_choose_never_prefers_a_flat_group() -> None:
-    assert choose([True, False, True, True], 2) == [0, 2]
-    assert choose([False, True, False, False], 3) == [1, 2, 3]
-    assert choose([False, False], 2) == [0, 1]
+    assert select_indices([True, False, True, True], 2) == [0, 2]
+    assert select_indices([False, True, False, False], 3) == [1, 2, 3]
+    assert select_indices([False, False], 2) == [0, 1]
     assert [oversampled(100, f) for f in (1.0, 1.1, 1.101, 2.0)] == [100, 110, 111, 200]
 
 
@@ -125,14 +125,14 @@ def test_impossible_values_are_refused() -> None:
             config(**{section: {key: value}})
 
 
-DRAWN = SavedStream(
+DRAWN = SchedulerState(
     cursor=14,
-    next=5,
+    next_step=5,
     ages={"3": 3},
     waiting=[[PromptSlot(9, 3)], [PromptSlot(2, 2)]],
-    draws=[
-        [SavedDraw(4, 3, [PromptSlot(10, 4), PromptSlot(11, 4), PromptSlot(7, 3)])],
-        [SavedDraw(4, 3, [PromptSlot(12, 4), PromptSlot(13, 4), PromptSlot(8, 3)])],
+    submissions=[
+        [SavedSubmission(4, 3, [PromptSlot(10, 4), PromptSlot(11, 4), PromptSlot(7, 3)])],
+        [SavedSubmission(4, 3, [PromptSlot(12, 4), PromptSlot(13, 4), PromptSlot(8, 3)])],
     ],
 )
 
@@ -148,23 +148,26 @@ def test_saved_rollouts_are_unusable_after_a_change_that_concerns_them() -> None
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 def test_another_number_of_ranks_loses_no_prompt(dp: int) -> None:
-    found = SavedStream.of(DRAWN.on(dp).plain())
-    assert found.dp == dp and (found.cursor, found.next, found.ages) == (14, 5, {"3": 3})
+    found = SchedulerState.from_json(DRAWN.with_data_parallel_size(dp).to_json())
+    assert found.dp == dp and (found.cursor, found.next_step, found.ages) == (14, 5, {"3": 3})
     assert sorted(p for of_rank in found.waiting for p in of_rank) == [(2, 2), (9, 3)]
-    drawn = [draw for of_rank in found.draws for draw in of_rank]
-    assert sorted(p.position for draw in drawn for p in draw.places) == [7, 8, 10, 11, 12, 13]
+    drawn = [draw for of_rank in found.submissions for draw in of_rank]
+    assert sorted(p.position for draw in drawn for p in draw.slots) == [7, 8, 10, 11, 12, 13]
     assert {(draw.step, draw.sampled_at) for draw in drawn} == {(4, 3)}
-    assert len({len(draw.places) for draw in drawn}) <= 2
-    again = found.without_draws(4)
+    assert len({len(draw.slots) for draw in drawn}) <= 2
+    again = found.without_submissions(4)
     assert sorted(p.position for of_rank in again.waiting for p in of_rank) == [2, 7, 8, 9, 10, 11, 12, 13]
-    assert again.next == 4 and not any(again.draws)
+    assert again.next_step == 4 and not any(again.submissions)
 
 
 def test_prompts_whose_rollouts_are_unusable_are_drawn_before_others() -> None:
     run = run_of(0)
     run.step = 4
     run.stream.restore(
-        SavedStream(14, 5, {}, [[]], [[SavedDraw(4, 3, [PromptSlot(10, 4), PromptSlot(11, 4)])]]).without_draws(4), {}
+        SchedulerState(
+            14, 5, {}, [[]], [[SavedSubmission(4, 3, [PromptSlot(10, 4), PromptSlot(11, 4)])]]
+        ).without_submissions(4),
+        {},
     )
     assert [positions(c) for c in run.steps(6)] == [[10, 11, 14, 15], [16, 17, 18, 19]]
 
@@ -198,10 +201,10 @@ def test_rollouts_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
     )
     whole = group(2, (0.1, -1.0)).rollouts[0].completion
     entries = [
-        Stored(0, numbers[0], group(0, (0.1, -1.0))),
-        Stored(1, numbers[1], group(1, (1e-300, 0.0))),
-        Stored(2, numbers[2], (whole, partial)),
-        Stored(9, numbers[9], None),
+        StoredRollouts(0, numbers[0], group(0, (0.1, -1.0))),
+        StoredRollouts(1, numbers[1], group(1, (1e-300, 0.0))),
+        StoredRollouts(2, numbers[2], (whole, partial)),
+        StoredRollouts(9, numbers[9], None),
     ]
     save_groups(tmp_path / "a", entries)
     found = load_groups(tmp_path / "a", numbers.__getitem__)
@@ -217,7 +220,7 @@ def test_tables_of_numbers_and_tensors_in_any_field_come_back_too(tmp_path: Path
     numbers = Numbers()
 
     def there_and_back(changed: RolloutGroup) -> RolloutGroup:
-        save_groups(tmp_path / "a", [Stored(0, numbers[0], changed)])
+        save_groups(tmp_path / "a", [StoredRollouts(0, numbers[0], changed)])
         (found,) = load_groups(tmp_path / "a", numbers.__getitem__)
         assert isinstance(found.content, RolloutGroup)
         return found.content
@@ -237,7 +240,7 @@ def test_tables_of_numbers_and_tensors_in_any_field_come_back_too(tmp_path: Path
 
 def test_a_damaged_file_and_other_data_are_named(tmp_path: Path) -> None:
     numbers = Numbers()
-    save_groups(tmp_path / "a", [Stored(0, numbers[0], group(0, (0.0, 1.0)))])
+    save_groups(tmp_path / "a", [StoredRollouts(0, numbers[0], group(0, (0.0, 1.0)))])
     with pytest.raises(CheckpointError, match="prompt row:0 where the data now has row:1"):
         load_groups(tmp_path / "a", lambda position: numbers[position + 1])
     (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes()[:-5])

@@ -15,9 +15,9 @@ from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import RewardError
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.item import RewardResult
-from megatron_dppo.rollout.batch import Collected
-from megatron_dppo.rollout.engine import GroupRequest, Sampled
-from megatron_dppo.rollout.saved import SavedStream
+from megatron_dppo.rollout.batch import CollectedRollouts
+from megatron_dppo.rollout.engine import GroupRequest, SampledFuture
+from megatron_dppo.rollout.saved import SchedulerState
 from megatron_dppo.types import Completion, SamplingParams
 from tests.unit.columns import ids, logs
 from tests.unit.engines.test_server_engine import FakeTokenizer, publish
@@ -35,11 +35,11 @@ class Turtle:
 
     def submit(
         self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
-    ) -> list[Sampled]:
+    ) -> list[SampledFuture]:
         keys = [group.key for group in groups]
         assert [int(group.prompt.text) for group in groups] == keys
         self.calls.append(keys)
-        found: list[Sampled] = []
+        found: list[SampledFuture] = []
         for group in groups:
             self.slow[group.key] = self.slow.get(group.key, 0) - 1
             self.kept.setdefault(group.key, []).append(self.policy_version)
@@ -77,7 +77,7 @@ def run_with(
 
 
 def waiting(run: Run) -> list[list[int]]:
-    return [[place.position for place in places] for places in run.stream.saved().waiting]
+    return [[place.position for place in places] for places in run.stream.state().waiting]
 
 
 def test_a_stopped_group_goes_first_in_the_next_step_and_new_prompts_fill_up() -> None:
@@ -123,7 +123,7 @@ def test_a_group_is_carried_for_the_allowed_number_of_steps_and_then_thrown_away
     assert sum(3 in call for call in engine.calls) == asked
     assert all(3 not in positions(c) for c in collected)
     assert max(c.ages[0] for c in collected) == 0 and not engine.kept.get(3)
-    assert len(run.stream.saved().ages) == limit + 1
+    assert len(run.stream.state().ages) == limit + 1
 
 
 def test_refills_go_on_with_what_was_stopped() -> None:
@@ -140,7 +140,7 @@ def test_a_resume_goes_on_with_what_was_stopped() -> None:
     run.steps(1)
     again = run_with(Turtle({}), carry=3)
     again.step = 1
-    again.stream.restore(SavedStream.of(run.stream.saved().plain()), {})
+    again.stream.restore(SchedulerState.from_json(run.stream.state().to_json()), {})
     assert positions(again.steps(2)[0]) == [1, 4, 6, 7]
 
 
@@ -199,9 +199,9 @@ def test_ranks_take_new_prompts_one_after_the_other_whatever_each_carries(monkey
         barrier.wait(10)
         return values
 
-    monkeypatch.setattr("megatron_dppo.rollout.stream.from_each", from_each)
+    monkeypatch.setattr("megatron_dppo.rollout.scheduler.from_each", from_each)
     runs = [run_with(Turtle({1: 1, 3: 1}), carry=2, dp=2, rank=rank) for rank in range(2)]
-    found: dict[int, list[Collected]] = {}
+    found: dict[int, list[CollectedRollouts]] = {}
     threads = [
         threading.Thread(target=lambda rank=rank: found.update({rank: runs[rank].steps(3)}), name=str(rank))
         for rank in range(2)

@@ -15,10 +15,10 @@ from megatron_dppo.data.training_samples import RowShape, pack, to_samples
 from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.report.steps.files import StepMeta, read_rows, write_step
 from megatron_dppo.report.steps.rows import RankPart, TrainedTokens, groups_of
-from megatron_dppo.rollout.batch import Needed
+from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import Generation
-from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import (
     Completion,
     FinishReason,
@@ -101,14 +101,14 @@ def growing() -> GrowingResponse:
 def grown(tmp_path: Path) -> Completion:
     response = growing()
     response.append_sampled(generation([4, 5, 6], ROWS[:3]))
-    response.append_given([7, 7])
+    response.append_unsampled([7, 7])
     response.append_sampled(generation([8, 9], [ROWS[5], [0.0, 0.0]], version=2))
-    response.cut(6)
-    save_groups(tmp_path / "f.safetensors", [Stored(0, PROMPT, (response.state(),))])
+    response.truncate(6)
+    save_groups(tmp_path / "f.safetensors", [StoredRollouts(0, PROMPT, (response.state(),))])
     content = load_groups(tmp_path / "f.safetensors", lambda _: PROMPT)[0].content
     assert isinstance(content, tuple) and isinstance(content[0], PartialResponse)
     other = growing()
-    other.take(content[0])
+    other.restore(content[0])
     other.append_sampled(generation([3], ROWS[6:], version=2))
     return other.completion(FinishReason.LENGTH, Tokenizer())
 
@@ -137,7 +137,7 @@ def test_a_response_joins_cuts_fills_and_keeps_it_in_a_checkpoint(tmp_path: Path
     plain = GrowingResponse((1, 2))
     plain.append_sampled(generation([4], None))
     with pytest.raises(ValueError, match="it lacks rollout_margins"):
-        growing().take(plain.state())
+        growing().restore(plain.state())
     assert "margins" not in asked_columns(SamplingParams(max_new_tokens=8))
 
 
@@ -165,9 +165,9 @@ def test_it_is_sent_between_processes_and_only_to_the_stage_that_needs_it(tmp_pa
     arrived = response_from_tensors(received[0])
     assert list(arrived) == ["token_ids", "logprobs", "margins"] and arrived["margins"].tolist() == ROWS[:2]
     done = grown(tmp_path)
-    (sent,) = Needed(topk=False).of([group(done)])
+    (sent,) = RankColumns(topk=False).select([group(done)])
     assert sent is not None and sent.rollouts[0].completion.margins is None  # type: ignore[attr-defined]
-    (sent,) = Needed(topk=True).of([group(done)])
+    (sent,) = RankColumns(topk=True).select([group(done)])
     assert sent is not None and column(sent.rollouts[0].completion, "margins") == ROWS
 
 

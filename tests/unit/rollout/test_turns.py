@@ -19,7 +19,7 @@ from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import ConfigError, GenerateError
 from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.pending import score_completions
-from megatron_dppo.rollout.store import Stored, load_groups, save_groups
+from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.rollout.turns import Turns, load_generate
 from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Completion, Prompt, RolloutGroup, VersionSpan
@@ -170,7 +170,7 @@ def test_completions_of_several_turns_and_versions_come_back_from_a_file(run: An
             return [RewardResult(reward=1.0, parts={"a": 1.0}) for _ in items]
 
     groups = score_completions(Scorer(), [prompt(0)], [found, sibling])  # type: ignore[arg-type]
-    save_groups(tmp_path / "a", [Stored(0, prompt(0), groups[0])])
+    save_groups(tmp_path / "a", [StoredRollouts(0, prompt(0), groups[0])])
     (stored,) = load_groups(tmp_path / "a", prompt)
     loaded = stored.content
     assert isinstance(loaded, RolloutGroup) and same(loaded, groups[0])
@@ -197,7 +197,7 @@ def test_what_the_function_does_wrong_is_named_with_the_prompt_and_the_line(run:
 
     for function, words in (
         (fails, r"fails failed on prompt row:0: KeyError: 'tool' \(.*test_turns.py, line \d+\)"),
-        (nothing, r"nothing returned None; expected what turns.finish\(\) gives"),
+        (nothing, r"nothing returned None; expected the result of turns.finish\(\)"),
         (never_sampled, "1 tokens, none of them sampled"),
         (infinite, "reward = nan, expected a finite number"),
     ):

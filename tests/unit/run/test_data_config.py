@@ -121,7 +121,7 @@ def test_named_sets_are_reported_apart_and_together(monkeypatch: pytest.MonkeyPa
             for p in prompts
         ]
 
-    stream = SimpleNamespace(ask=answer, answered=lambda groups, clock: groups)
+    stream = SimpleNamespace(submit=answer, wait_for=lambda groups, clock: groups)
     monkeypatch.setattr(evaluation, "write_sample_responses", lambda *_: None)
     monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, metrics: local.append(metrics) or {})
     for rank in (0, 1):

@@ -55,13 +55,13 @@ def test_a_run_whose_server_goes_on_lying_ends_with_its_tensors_and_one_that_sto
         PublishError, match=r"(?s)attempt 1: http://a:1: w1, w3: not what was sent.*attempt 2: http://a"
     ):
         sender.publish()
-    original = server.weight_sums
+    original = server.weight_digests
 
     async def lies_once() -> object:
         found, server.ignores = await original(), set()
         return found
 
-    monkeypatch.setattr(server, "weight_sums", lies_once)
+    monkeypatch.setattr(server, "weight_digests", lies_once)
     (note,) = sender.publish()
     assert "attempt 1: http://a:1: w1, w3" in note and server.holds(weights(1)) and not server.paused
 

@@ -70,7 +70,7 @@ def test_buckets_are_of_the_type_that_is_sent_and_a_tied_output_layer_is_sent_tw
     assert pair[0].holds({name: tensor.bfloat16() for name, tensor in expected.items()})
 
 
-@pytest.mark.parametrize("call", ["pause", "begin_update", "receive_handles", "end_update", "weight_sums", "resume"])
+@pytest.mark.parametrize("call", ["pause", "begin_update", "receive_handles", "end_update", "weight_digests", "resume"])
 def test_a_server_that_fails_anywhere_leaves_no_memory_and_gets_the_next_weights(
     pair: list[FakeServer], model_folder: Path, call: str
 ) -> None:

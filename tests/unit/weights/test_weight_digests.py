@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import PartsDigest, tensor_digest
-from megatron_dppo.rollout.weight_sums import RankSums, WeightLayout
+from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.judge import Proof, ServerRecord
 from megatron_dppo.weights.quantization import Quantization, fp8_blocks, quantized
@@ -160,7 +160,7 @@ def test_experts_in_int4_have_a_form_of_the_servers_own_that_must_change() -> No
         found = stream.expected(layout, 0)
         assert found.keys() == {name, name.replace("packed", "scale")}
         sums = dict.fromkeys(found, packed.ljust(64, "0"))
-        return record.judge(layout, [RankSums(tp_rank=0, sums=sums)], {0: found})
+        return record.judge(layout, [RankDigests(tp_rank=0, digests=sums)], {0: found})
 
     assert len(judge(0, "a").changed) == 2 and len(judge(1, "b").changed) == 2
     assert len(judge(2, "b").wrong) == 2
@@ -192,7 +192,7 @@ def test_of_a_tensor_that_is_packed_after_loading_the_loaded_bytes_and_the_chang
     def judge(weight: Tensor, loaded: Tensor, packed: str) -> list[str]:
         stream = StreamDigests([layout], KV_HEADS)
         stream.add(name, weight)
-        sums = RankSums(tp_rank=0, sums={name: packed.ljust(64, "0")}, loaded={name: sha(loaded)})
+        sums = RankDigests(tp_rank=0, digests={name: packed.ljust(64, "0")}, loaded={name: sha(loaded)})
         return record.judge(layout, [sums], {0: stream.expected(layout, 0)}).wrong
 
     old, new, other = torch.randn(3, 4, 4)
@@ -209,7 +209,7 @@ def test_a_tied_head_without_a_name_in_use_is_proved_by_what_was_loaded() -> Non
         weight = torch.randn(64, HIDDEN)
         stream = StreamDigests([layout], KV_HEADS)
         list(stream.watch((name, weight) for name in (embedding, head)))
-        sums = RankSums(tp_rank=0, sums={embedding: sha(weight)}, loaded={head: sha(weight)})
+        sums = RankDigests(tp_rank=0, digests={embedding: sha(weight)}, loaded={head: sha(weight)})
         proof = record.judge(layout, [sums], {0: stream.expected(layout, 0)})
         assert not proof.wrong and sorted(proof.as_sent) == [head, embedding]
 
@@ -220,7 +220,7 @@ def test_a_server_that_tells_what_it_loaded_has_no_form_of_its_own() -> None:
         layout = WeightLayout(algorithm="sha256", tp_size=1, plain=True, complete=complete)
         stream, record = StreamDigests([layout], KV_HEADS), ServerRecord()
         list(stream.watch((name, torch.randn(4, 4)) for name in names))
-        record.begin([RankSums(tp_rank=0, sums=dict.fromkeys(names, "a" * 64))])
-        after = RankSums(tp_rank=0, sums=dict.fromkeys(names, "b" * 64))
+        record.begin([RankDigests(tp_rank=0, digests=dict.fromkeys(names, "a" * 64))])
+        after = RankDigests(tp_rank=0, digests=dict.fromkeys(names, "b" * 64))
         proof = record.judge(layout, [after], {0: stream.expected(layout, 0)})
         assert (proof.wrong if complete else proof.changed) == names

@@ -64,7 +64,7 @@ def test_a_stream_that_goes_on_in_the_same_memory_is_sent_as_it_was(pair: list[F
     assert [float(pair[1].weights[f"w{i}"][0]) for i in range(3)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("call", ["pause", "begin_update", "receive_tensors", "end_update", "weight_sums", "resume"])
+@pytest.mark.parametrize("call", ["pause", "begin_update", "receive_tensors", "end_update", "weight_digests", "resume"])
 def test_a_server_that_fails_anywhere_is_not_good_and_the_others_are(
     pair: list[FakeServer], model_folder: Path, call: str
 ) -> None:
@@ -185,9 +185,9 @@ def test_the_checksums_are_compared_as_often_as_asked_and_in_each_attempt_of_suc
     pair: list[FakeServer], model_folder: Path
 ) -> None:
     def checked(sync: WeightSync, version: int) -> bool:
-        before = pair[0].calls.count("weight_sums")
+        before = pair[0].calls.count("weight_digests")
         sync.send(iter(weights(version).items()), version)
-        return pair[0].calls.count("weight_sums") > before
+        return pair[0].calls.count("weight_digests") > before
 
     sync = make(pair, model_folder, checksum_every=2)
     assert [checked(sync, version) for version in (0, 0, 1, 1, 2, 3)] == [True, True, False, False, True, False]
