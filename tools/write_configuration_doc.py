@@ -5,13 +5,14 @@ python tools/write_configuration_doc.py docs/configuration.md
 
 from __future__ import annotations
 
+import inspect
 import sys
 import typing
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from megatron_dppo.config.describe import is_section, limits, type_name
+from megatron_dppo.config.describe import is_section, limits, toml_value, type_name
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_classes, user_loss_class
 from megatron_dppo.config.schema import Config
@@ -19,41 +20,53 @@ from megatron_dppo.config.section import Section
 
 HEAD = """# Configuration
 
-One TOML file, one table a section. On the command line `--section.key VALUE` (or `--section.key=VALUE`) overrides any
-key; Megatron's own flags work as they stand (`--tensor-model-parallel-size 2`, `--sequence-parallel`, `--lr 1e-6`,
-`--recompute-granularity full`), and the value `null` takes a key of the file out. Unknown keys are errors. A relative
-path of a model, of data or of `rollout.servers.command` is looked up next to the TOML file first.
-`megatron-dppo help KEY` prints what this page says of a key, a section or a flag, and finds the names of other
-frameworks.
+You configure a run with one TOML file. Each section of this page is a table of that file.
 
-`extends = "base.toml"` at the top of a file takes everything from another one, next to it, that the file does not say
-itself: tables are joined key by key, anything else is replaced. Files may extend files that extend others. A run keeps
-the joined configuration.
+| to | write |
+|---|---|
+| set a key | `key = value` in the table of its section |
+| override a key on the command line | `--section.key VALUE` or `--section.key=VALUE` |
+| use a flag of Megatron | the flag itself: `--tensor-model-parallel-size 2`, `--sequence-parallel`, `--lr 1e-6` |
+| return a key to its default | remove it, or `--section.key null` |
+| read the description of a key | `megatron-dppo help KEY`; it also accepts names of other frameworks |
+| check a file without a run | `megatron-dppo train CONFIG.toml --dry-run` |
+
+`null` in this page means that the key is not set. An unknown key is an error. A relative path of a model, of data or
+of a program is looked up in the folder of the TOML file first.
+
+`extends = "base.toml"` at the top of a file reads another file first. Tables are merged key by key, and other values
+are replaced. An extended file may extend a further one. A run stores the merged configuration.
 
 ## Before the first step
 
-`megatron-dppo train CONFIG.toml --dry-run` makes every check that a run makes before its first step, creates nothing,
-and lists all problems in one message (exit code 2). Without problems it prints layout, batch sizes, data, the
-checkpoint that a run would resume from, and the defaults that depend on other keys. `--verbose` adds the resolved
-configuration. A run starts with the same list (`megatron_dppo/run/preflight.py`). `--world-size N` checks the layout
-for N processes; without it and without WORLD_SIZE, for the fewest that the layout can have.
+`megatron-dppo train CONFIG.toml --dry-run` makes every check that a run makes before its first step. It creates
+nothing. If something is wrong, it lists every problem in one message and exits with code 2. Otherwise it prints:
 
-- the file and the flags: unknown keys, wrong values, combinations; `model.transformer` against the names and types of
-  Megatron's TransformerConfig, which is then built for the model and the layout
-- the model folder: configuration, tokenizer, every weight by the headers of its files (missing, cut off, of another
-  shape)
-- all data files, row by row, against chat template, prompt length and context; the warm-up's too
-- layout and batch sizes for the number of processes; CUDA devices for the processes of this machine
-- the reward and generate functions load, and their signatures are known
-- the output folder can be created and written; its file system has room for the checkpoints that are kept, the
-  warmed-up and the exported model; an earlier checkpoint there belongs to this run
-- TensorBoard and Weights & Biases are installed, and there is a key for the latter; API keys of servers are set
-- each server is healthy, is the engine that `rollout.engine` says, is new enough, takes the longest prompt and
-  response, and was started with the flags that can be seen from outside. A run starts when at least one server
-  passes, a dry run names every one that does not
+- layout, batch sizes and data
+- the checkpoint that a run would resume from
+- the value in effect of each default that depends on other keys
+- with `--verbose`: the resolved configuration
 
-Where a value is wrong, checks that depend on its section are left out and named: what they would say would be about
-the default.
+A run starts with the same checks (`megatron_dppo/run/preflight.py`). `--world-size N` checks the layout for N
+processes. Without it and without WORLD_SIZE, the smallest number that the layout allows is checked.
+
+The checks are:
+
+- File and flags: unknown keys, wrong values, incompatible values. `model.transformer` must match the names and types
+  of Megatron's TransformerConfig, which is then built for the model and the layout.
+- Model folder: configuration, tokenizer, and every weight by the headers of its files (missing, truncated, or of a
+  wrong shape).
+- Data: every row of all files, including the warm-up's, against chat template, prompt length and context length.
+- Layout: batch sizes for the number of processes, and CUDA devices for the processes of this machine.
+- User functions: reward and generate functions load, and their signatures are known.
+- Output folder: it can be created and written, has space for checkpoints and exported models, and an earlier checkpoint
+  in it belongs to this run.
+- Trackers: TensorBoard and Weights & Biases are installed, with an API key for the latter. API keys of servers are set.
+- Servers: each is healthy, runs the engine in `rollout.engine`, is new enough, accepts the longest prompt and response,
+  and has the required flags as far as they can be seen from outside. A run starts if at least one server passes. A dry
+  run names each server that does not.
+
+If a value is wrong, the checks that depend on its section are skipped and named, because they would check the default.
 """
 
 
@@ -61,8 +74,8 @@ NO_KEYS = "\nNo further keys.\n"
 
 
 def row(name: str, field: FieldInfo) -> str:
-    """One line of a section's table."""
-    default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
+    """Return one line of a section's table."""
+    default = "required" if field.is_required() else f"`{toml_value(field.get_default(call_default_factory=True))}`"
     within = limits(field)
     text = (field.description or "").replace("\n", " ").replace("|", "\\|").replace("``", "`")
     kind = type_name(field.annotation) + (f" ({within})" if within else "")
@@ -70,7 +83,7 @@ def row(name: str, field: FieldInfo) -> str:
 
 
 def section(name: str, model: type[Section]) -> str:
-    """The table of one section, and those of the sections inside it."""
+    """Return the table of one section, and the tables of the sections inside it."""
     plain, nested = [], []
     for key, field in model.model_fields.items():
         if is_section(field.annotation):
@@ -80,18 +93,18 @@ def section(name: str, model: type[Section]) -> str:
             nested.append(section(f"{name}.{key}.NAME", inner[0]))
         else:
             plain.append(row(key, field))
-    about = (model.__doc__ or "").partition("\n\n    Example:")[0].strip().replace("``", "`")
+    about = inspect.cleandoc(model.__doc__ or "").partition("\n\nExample:")[0].replace("``", "`")
     head = f"\n## [{name}]\n\n{about}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
-    of_losses = keys_of_losses() if model is LossConfig else ""
-    return (head + "\n".join(plain) + "\n" if plain else "") + of_losses + "".join(nested)
+    loss_tables = write_loss_tables() if model is LossConfig else ""
+    return (head + "\n".join(plain) + "\n" if plain else "") + loss_tables + "".join(nested)
 
 
-def keys_of_losses() -> str:
+def write_loss_tables() -> str:
     """Return the tables of the keys that only some losses have, one for each class of losses."""
     names: dict[type[LossConfig], list[str]] = {}
     for name, kind in loss_classes().items():
         names.setdefault(kind, []).append(f"`{name}`")
-    names[user_loss_class()] = ["A function of your own"]
+    names[user_loss_class()] = ["A user function"]
     text = ""
     for kind, of_kind in names.items():
         rows = [row(key, field) for key, field in kind.model_fields.items() if key not in LossConfig.model_fields]
@@ -101,7 +114,7 @@ def keys_of_losses() -> str:
 
 
 def document() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return HEAD + section("", Config)
 
 

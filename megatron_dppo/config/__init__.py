@@ -1,1 +1,1 @@
-"""The configuration: its sections, reading it, and the layout of ranks that follows from it."""
+"""Configuration: sections, loading, and the parallel layout that follows from it."""

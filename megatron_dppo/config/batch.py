@@ -1,4 +1,4 @@
-"""The sizes that a step's samples and a warm-up's batches have, from several sections."""
+"""Batch sizes of a step and of the warm-up, collected from several sections."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """Samples of a step, its optimizer updates, and the batch of a warm-up."""
+    """Samples per step, optimizer updates per step, and the batch size of the warm-up."""
 
     prompts_per_step: int
+    """Prompts of one rollout step, over all ranks."""
     samples_per_prompt: int
+    """Responses sampled for each prompt."""
     mini_batches: int
-    """Optimizer updates of an epoch."""
+    """Optimizer updates per epoch."""
     epochs: int
+    """Passes over the samples of one step."""
     num_steps: int
+    """Rollout steps of the run."""
     warmup_batch_size: int | None
-    """Sequences of one update of the warm-up; None = there is no warm-up."""
+    """Sequences per warm-up update, over all ranks. None if the run has no warm-up."""

@@ -1,6 +1,6 @@
-"""Checks across sections of the configuration. What concerns one section alone is checked in that section.
+"""Checks across sections of the configuration. Checks within one section are in that section.
 
-``check`` is the list, in the order in which problems are reported; the groups below it follow that order.
+``check_sections`` lists them in the order in which problems are reported; the functions below follow that order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from megatron_dppo.config.schema import Config
 
 
-def check(config: Config) -> None:
-    """Check that the sections fit each other.
+def check_sections(config: Config) -> None:
+    """Check that the sections are compatible.
 
     Raises:
-        ValueError: Two sections do not fit each other, with what to change.
+        ValueError: Two sections are incompatible; the text names the change that fixes it.
     """
     _check_optimizer("optimizer", config.optimizer, config.model, config.parallel)
     _check_optimizer("warmup.optimizer", config.warmup.optimizer, config.model, config.parallel)
@@ -52,35 +52,35 @@ def check(config: Config) -> None:
     _check_colocated(config.rollout, config.train, config.eval)
 
 
-# The optimizer's memory, and the weights of routers.
+# Optimizer memory and router weights.
 
 
 def _check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse memory settings that Megatron refuses, or leaves without effect."""
+    """Reject memory settings that Megatron rejects or ignores."""
     dtype = model.dtype
     distributed = parallel.use_distributed_optimizer
     dtypes = {key: getattr(optimizer, key) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
     keys = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     given = [key for key in keys if key in optimizer.changed_keys()]
     if given and dtype != "fp16":
-        raise ValueError(f"{name}.{given[0]} has no effect with model.dtype = {dtype!r}; leave it out")
+        raise ValueError(f"{name}.{given[0]} has no effect with model.dtype = {dtype!r}; remove it")
     low = [f"{name}.{key} = {value!r}" for key, value in dtypes.items() if value != "fp32"]
     if optimizer.optimizer_cpu_offload and not optimizer.use_precision_aware_optimizer:
         raise ValueError(
-            f"{name}.optimizer_cpu_offload = true with use_precision_aware_optimizer = false: Megatron then keeps "
-            "the fp32 copies on the GPU as well, and cannot load a checkpoint. Set use_precision_aware_optimizer = "
+            f"{name}.optimizer_cpu_offload = true with use_precision_aware_optimizer = false: Megatron then also "
+            "keeps the fp32 copies on the GPU, and cannot load a checkpoint. Set use_precision_aware_optimizer = "
             "true; on the host it needs no Transformer Engine"
         )
     if optimizer.use_precision_aware_optimizer and not (distributed and dtype == "bf16"):
         raise ValueError(
-            f"{name}.use_precision_aware_optimizer = true with model.dtype = {dtype!r} and parallel."
-            f"use_distributed_optimizer = {str(distributed).lower()}: Megatron has it for the fp32 copies of bf16 "
-            "weights, with the distributed optimizer. Set both, or leave it out"
+            f"{name}.use_precision_aware_optimizer = true with model.dtype = {dtype!r} and "
+            f"parallel.use_distributed_optimizer = {str(distributed).lower()}: Megatron supports it only for bf16 "
+            "weights with the distributed optimizer. Set both, or remove it"
         )
     if low and (optimizer.optimizer_cpu_offload or not optimizer.use_precision_aware_optimizer):
         raise ValueError(
-            f"{low[0]}: only Transformer Engine's Adam on the GPU has other dtypes than fp32. Set {name}."
-            "use_precision_aware_optimizer = true and optimizer_cpu_offload = false, or leave it out"
+            f"{low[0]}: only Transformer Engine's Adam on the GPU supports dtypes other than fp32. Set "
+            f"{name}.use_precision_aware_optimizer = true and optimizer_cpu_offload = false, or remove it"
         )
     if not optimizer.optimizer_cpu_offload and (
         optimizer.optimizer_offload_fraction < 1 or optimizer.overlap_cpu_optimizer_d2h_h2d
@@ -88,12 +88,12 @@ def _check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, 
         raise ValueError(
             f"{name}.optimizer_offload_fraction = {optimizer.optimizer_offload_fraction:g} and "
             f"overlap_cpu_optimizer_d2h_h2d = {str(optimizer.overlap_cpu_optimizer_d2h_h2d).lower()} have no effect "
-            "without optimizer_cpu_offload = true"
+            "without optimizer_cpu_offload = true; set it, or remove them"
         )
 
 
 def check_router_weights(replay: str, engine: str, transformer: Mapping[str, Any]) -> None:
-    """Whether there are combine weights to replay, and they mean the same on both sides.
+    """Check that there are combine weights to replay, with the same meaning in engine and trainer.
 
     Args:
         replay: ``train.router_replay``.
@@ -101,39 +101,39 @@ def check_router_weights(replay: str, engine: str, transformer: Mapping[str, Any
         transformer: ``model.transformer``.
 
     Raises:
-        ValueError: ``train.router_replay_weights = true`` does not go with one of them.
+        ValueError: ``train.router_replay_weights = true`` is incompatible with one of them.
     """
     key = "train.router_replay_weights = true"
     if replay == "off":
         raise ValueError(
             f"{key} has no effect with train.router_replay = 'off'; set router_replay to 'rollout', 'recorded' or "
-            "'compare', or leave router_replay_weights out"
+            "'compare', or remove router_replay_weights"
         )
     if replay not in ENGINE_REPLAY_MODES:
         return
     if engine != "local":
         raise ValueError(
-            f"{key} with rollout.engine = {engine!r}: neither SGLang (0.5.23) nor vLLM (0.32.0) returns the routers' "
-            "weights, only which experts they chose. Set it to false, or use rollout.engine = 'local' or "
-            "train.router_replay = 'recorded'"
+            f"{key} with rollout.engine = {engine!r}: SGLang (0.5.23) and vLLM (0.32.0) return the chosen experts, "
+            "but not the routers' weights. Set it to false, or use rollout.engine = 'local' or train.router_replay "
+            "= 'recorded'"
         )
     for name in ("moe_router_topk_scaling_factor", "moe_router_score_function"):
         if transformer.get(name) is not None:
             raise ValueError(
-                f"model.transformer.{name} = {transformer[name]!r} with {key}: it changes the trainer's weights of "
-                "experts, but not those of the engine, which would replace them; remove one of them"
+                f"model.transformer.{name} = {transformer[name]!r} with {key}: it changes the trainer's expert "
+                "weights, but not the engine's, which would replace them; remove one of them"
             )
 
 
 # Adapters.
 
-_PASSES_BY = {
-    "moe_shared_expert_overlap": "the shared expert's layers then exchange nothing themselves",
+_INCOMPATIBLE_WITH_LORA = {
+    "moe_shared_expert_overlap": "the shared expert's layers then do not communicate themselves",
     "use_transformer_engine_op_fuser": "the fused operations do not call the layers that have adapters",
-    "moe_router_bias_update_rate": "checkpoints hold adapters alone, and would lose the biases",
-    "delay_wgrad_compute": "frozen weights have no gradient that could be delayed",
+    "moe_router_bias_update_rate": "checkpoints contain only adapters, so the biases would be lost",
+    "delay_wgrad_compute": "frozen weights have no gradient to delay",
 }
-"""Switches of Megatron's under which a layer is not computed as its adapter takes it to be."""
+"""Megatron options under which a layer is not computed as its adapter assumes, each with the reason."""
 
 
 def _check_adapter_sync(rollout: RolloutConfig, lora: LoraConfig, model: ModelConfig) -> None:
@@ -141,13 +141,13 @@ def _check_adapter_sync(rollout: RolloutConfig, lora: LoraConfig, model: ModelCo
         return
     if not lora.rank:
         raise ValueError(
-            "rollout.weight_sync.method = 'adapter' with lora.rank = 0: there is no adapter to send. Set lora.rank, or "
-            "the method to 'distributed' or 'disk'"
+            "rollout.weight_sync.method = 'adapter' with lora.rank = 0: there is no adapter to send. Set lora.rank, "
+            "or set method to 'distributed' or 'disk'"
         )
     if model.random_init:
         raise ValueError(
-            "rollout.weight_sync.method = 'adapter' with model.random_init = true: the servers read the base model "
-            "from model.path themselves, so its weights have to be there"
+            "rollout.weight_sync.method = 'adapter' with model.random_init = true: the servers load the base model "
+            "from model.path, so it must contain weights. Set random_init = false"
         )
 
 
@@ -156,25 +156,25 @@ def _check_lora(lora: LoraConfig, warmup: WarmupConfig, model: ModelConfig) -> N
         return
     if warmup.num_steps:
         raise ValueError(
-            f"lora.rank = {lora.rank} with warmup.num_steps = {warmup.num_steps}: the warm-up trains all "
-            "weights. Warm up in a run without [lora], and set model.path to its RUN/base"
+            f"lora.rank = {lora.rank} with warmup.num_steps = {warmup.num_steps}: the warm-up trains all weights. "
+            "Run the warm-up without [lora], and set model.path to its RUN/base"
         )
-    for key, reason in _PASSES_BY.items():
+    for key, reason in _INCOMPATIBLE_WITH_LORA.items():
         if model.transformer.get(key):
             raise ValueError(
-                f"lora.rank = {lora.rank} with model.transformer.{key} = "
-                f"{model.transformer[key]!r}: {reason}. Leave it out"
+                f"lora.rank = {lora.rank} with model.transformer.{key} = {model.transformer[key]!r}: {reason}. "
+                "Remove it"
             )
 
 
-# Where the signal comes from: rewards, a teacher, an agent.
+# Training signal: rewards, a teacher, an agent.
 
 
 def _check_signal(distillation: DistillationConfig, reward: RewardConfig) -> None:
     if reward.function == "none" and not distillation.is_enabled:
         raise ValueError(
-            "reward.function = 'none' without distillation.teacher_path: nothing says what is better. Name a "
-            "reward function or a teacher"
+            "reward.function = 'none' without distillation.teacher_path: there is no training signal. Set a reward "
+            "function or a teacher"
         )
 
 
@@ -183,31 +183,32 @@ def _check_distillation(distillation: DistillationConfig, rollout: RolloutConfig
         return
     if rollout.dynamic_sampling and not distillation.task_reward:
         raise ValueError(
-            "rollout.dynamic_sampling = true with distillation.task_reward = false: it throws away groups whose "
-            "rewards are equal, and the teacher is the only signal here. Set dynamic_sampling = false"
+            "rollout.dynamic_sampling = true with distillation.task_reward = false: it discards groups with equal "
+            "rewards, but only the teacher gives a signal here. Set dynamic_sampling = false"
         )
     if not distillation.is_exact and not distillation.teacher_urls:
         return
-    what = f"distillation.divergence = {distillation.divergence!r}"
+    setting = f"distillation.divergence = {distillation.divergence!r}"
     if distillation.teacher_urls:
-        what = "distillation.teacher_urls"
+        setting = "distillation.teacher_urls"
         if rollout.temperature != 1:
             raise ValueError(
-                f"{what} with rollout.temperature = {rollout.temperature:g}: servers tell log-probabilities at "
-                "temperature 1, and those of the rollout are at its own. Set temperature = 1, or use teacher_path"
+                f"{setting} with rollout.temperature = {rollout.temperature:g}: the teacher's servers return "
+                "log-probabilities at temperature 1, the rollout at its own temperature. Set temperature = 1, or "
+                "use teacher_path"
             )
     elif not model.fused_head:
         raise ValueError(
-            f"{what} with model.fused_head = false: it is formed in the fused head, chunk by chunk. Set fused_head = "
+            f"{setting} with model.fused_head = false: the fused head computes it chunk by chunk. Set fused_head = "
             "true, or divergence = 'sampled'"
         )
     filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     for key, off in filters.items():
         if getattr(rollout, key) not in (off, None):
             raise ValueError(
-                f"{what} with rollout.{key} = {getattr(rollout, key)}: what the filter left is not the whole "
-                "vocabulary, which the teacher's distribution is over. Remove it, or use teacher_path with "
-                "divergence = 'sampled'"
+                f"{setting} with rollout.{key} = {getattr(rollout, key)}: the filter leaves only part of the "
+                "vocabulary, but the teacher's distribution covers all of it. Remove the filter, or use "
+                "teacher_path with divergence = 'sampled'"
             )
 
 
@@ -216,26 +217,25 @@ def _check_agent(agent: AgentConfig, rollout: RolloutConfig, data: DataConfig) -
         return
     if rollout.generate is not None:
         raise ValueError(
-            f"rollout.generate = {rollout.generate!r} and [agent] both make the responses; remove one of them"
+            f"rollout.generate = {rollout.generate!r} and [agent] both produce the responses; remove one of them"
         )
     if agent.max_running is not None and rollout.engine == "local":
         raise ValueError(
-            f"agent.max_running = {agent.max_running} with rollout.engine = 'local', which decodes the turns of "
-            "all episodes together and would wait for those that may not begin; remove it"
+            f"agent.max_running = {agent.max_running} with rollout.engine = 'local': it decodes the turns of all "
+            "episodes together, so it would wait forever for episodes that may not start. Remove it"
         )
     for name in ("system_prompt", "apply_chat_template"):
         if getattr(data, name) is not None:
             raise ValueError(
-                f"data.{name} has no effect with [agent]: the agent writes the messages itself. Remove it, or put the "
-                "text into the agent"
+                f"data.{name} has no effect with [agent], because the agent writes the messages itself; remove it, "
+                "or put the text into the agent"
             )
 
 
-# The engine on the trainer's own model.
+# Batch-invariant sampling with the trainer's model.
 
-_MOST_TENSOR_RANKS = 2
-"""Of two numbers the sum is the same in any order; more are added in an order that depends on their place."""
-_TOGETHER = "ranks that sample together"
+_MAX_TENSOR_RANKS = 2
+"""The sum of two numbers is the same in any order. Larger groups add in an order that depends on the position."""
 
 
 def _check_batch_invariant(config: Config) -> None:
@@ -244,74 +244,84 @@ def _check_batch_invariant(config: Config) -> None:
         return
     parallel = config.parallel
     train = config.train
-    model_dtype = f"model.dtype = {config.model.dtype!r}, whose weights it samples with"
-    unfit: list[tuple[bool, str, object, str]] = [
+    model_dtype = f"model.dtype = {config.model.dtype!r}, because it samples with these weights"
+    # Each row: True if incompatible, setting, its value, expected value with the reason.
+    requirements: list[tuple[bool, str, object, str]] = [
         (rollout.engine != "local", "rollout.engine", rollout.engine, "'local'"),
         (rollout.dtype != config.model.dtype, "rollout.dtype", rollout.dtype, model_dtype),
         (
             rollout.generate is not None,
             "rollout.generate",
             rollout.generate,
-            f"left out: {_TOGETHER} take the same turns",
+            "null: all ranks sample in lockstep",
         ),
-        (config.agent.is_set, "[agent]", "set", f"left out: {_TOGETHER} take the same turns"),
-        (rollout.abort_slowest, "rollout.abort_slowest", True, f"false: {_TOGETHER} end together"),
+        (config.agent.is_set, "[agent]", "set", "no agent: all ranks sample in lockstep"),
+        (rollout.abort_slowest, "rollout.abort_slowest", True, "false: all ranks sample in lockstep"),
         (
             rollout.perturbation.is_active,
             "[rollout.perturbation]",
             "set",
-            "left out: no copy of the weights to perturb",
+            "no perturbation: there is no copy of the weights to perturb",
         ),
         (not config.model.fused_head, "model.fused_head", False, "true"),
         (
             train.needs_engine_routing,
             "train.router_replay",
             train.router_replay,
-            "'off': the routers agree to the bit",
+            "'off': the routers already agree bit for bit",
         ),
         (
             train.layer_noise.std > 0 and train.max_first_prob_diff == "auto",
             "train.layer_noise.std",
             train.layer_noise.std,
-            "0, or train.max_first_prob_diff set: the guard allows no difference, and the noise makes one",
+            "0, or set train.max_first_prob_diff: by default no difference is allowed, and the noise causes one",
         ),
-        (bool(config.eval.beside_training), "eval.beside_training", True, "left out: the model does one at a time"),
+        (
+            bool(config.eval.beside_training),
+            "eval.beside_training",
+            True,
+            "null or false: one model cannot do both at once",
+        ),
     ]
-    for key, most in (
-        ("tensor_model_parallel_size", _MOST_TENSOR_RANKS),
-        ("expert_tensor_parallel_size", _MOST_TENSOR_RANKS),
+    for key, limit in (
+        ("tensor_model_parallel_size", _MAX_TENSOR_RANKS),
+        ("expert_tensor_parallel_size", _MAX_TENSOR_RANKS),
         ("pipeline_model_parallel_size", 1),
         ("context_parallel_size", 1),
     ):
         size = getattr(parallel, key) or 1
-        unfit.append((size > most, f"parallel.{key}", size, f"at most {most}"))
-    problems = [f"{name} = {value!r} (expected {expected})" for is_unfit, name, value, expected in unfit if is_unfit]
+        requirements.append((size > limit, f"parallel.{key}", size, f"at most {limit}"))
+    problems = [
+        f"{name} = {value!r} (expected {expected})"
+        for is_incompatible, name, value, expected in requirements
+        if is_incompatible
+    ]
     if problems:
-        raise ValueError(f"rollout.batch_invariant = true does not go with {'; '.join(problems)}")
+        raise ValueError(f"rollout.batch_invariant = true is incompatible with {'; '.join(problems)}")
 
 
-# Training steps: recomputed log-probabilities, order, routes, time, length and number of samples, initial weights.
+# Training steps: recomputed log-probabilities, order, routes, time limits, lengths, number of samples, initial weights.
 
 
 def _check_recomputed_logprobs(loss: LossConfig, rollout: RolloutConfig, train: TrainConfig) -> None:
     if not rollout.return_logprobs:
         raise ValueError(
-            f"loss.name = {loss.name!r} is anchored on the rollout policy's own log-probabilities, but "
-            "rollout.return_logprobs = false; set it to true (recomputed log-probabilities make another algorithm)"
+            f"loss.name = {loss.name!r} uses the rollout policy's own log-probabilities, but "
+            "rollout.return_logprobs = false; set it to true (recomputed log-probabilities are a different algorithm)"
         )
     if loss.uses_recomputed_logprobs and train.max_staleness:
         raise ValueError(
-            f"train.max_staleness = {train.max_staleness} with loss.name = {loss.name!r}, which needs "
-            "log-probabilities recomputed at the rollout's weights: those are gone when an older batch is trained "
-            "on. Set max_staleness = 0, or use a loss that is anchored on the rollout alone"
+            f"train.max_staleness = {train.max_staleness} with loss.name = {loss.name!r}: the loss needs "
+            "log-probabilities recomputed at the rollout's weights, which no longer exist when an older batch is "
+            "trained on. Set max_staleness = 0, or use a loss without recomputed log-probabilities"
         )
 
 
 def _check_order(rollout: RolloutConfig, train: TrainConfig) -> None:
     if rollout.order == "completed" and train.max_staleness < 2:
         raise ValueError(
-            f"rollout.order = 'completed' with train.max_staleness = {train.max_staleness}: a group that "
-            "waits for a step while others are trained on becomes two steps old. Set max_staleness = 2 or more, or "
+            f"rollout.order = 'completed' with train.max_staleness = {train.max_staleness}: a group that waits one "
+            "step while others are trained on becomes two steps old. Set max_staleness to at least 2, or "
             "rollout.order = 'stream'"
         )
 
@@ -319,8 +329,9 @@ def _check_order(rollout: RolloutConfig, train: TrainConfig) -> None:
 def _check_recorded_routes(train: TrainConfig) -> None:
     if train.router_replay == "recorded" and train.mini_batches * train.epochs == 1:
         raise ValueError(
-            "train.router_replay = 'recorded' has no effect with one update a step: it replays the routing of the "
-            "step's start in its later updates. Set train.mini_batches or train.epochs above 1, or use 'rollout'"
+            "train.router_replay = 'recorded' has no effect with one update per step: it replays the routing at the "
+            "start of the step in its later updates. Set train.mini_batches or train.epochs above 1, or use "
+            "'rollout'"
         )
 
 
@@ -330,8 +341,8 @@ def _check_sync_time(rollout: RolloutConfig, run: RunConfig) -> None:
     if rollout.engine != "local" and sync >= limit:
         raise ValueError(
             f"rollout.weight_sync.timeout_seconds = {sync:g} reaches run.timeout_minutes = {limit / 60:g}: while "
-            "rank 0 waits for a server, the others wait for the next weight in a collective of the model. Set "
-            f"run.timeout_minutes above {sync / 60:g}"
+            "rank 0 waits for a server, the other ranks wait in a collective of the model. Set run.timeout_minutes "
+            f"above {sync / 60:g}"
         )
 
 
@@ -339,7 +350,7 @@ def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
     if reward.overlong_buffer_tokens >= rollout.max_new_tokens:
         raise ValueError(
             f"reward.overlong_buffer_tokens = {reward.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
-            f"{rollout.max_new_tokens}: every response would be punished. DAPO uses a fifth of it"
+            f"{rollout.max_new_tokens}, otherwise every response gets a penalty. DAPO uses a fifth of it"
         )
 
 
@@ -364,41 +375,44 @@ def _check_reference(model: ModelConfig, *, is_needed: bool) -> None:
 def _check_random_weights(model: ModelConfig, warmup: WarmupConfig, distillation: DistillationConfig) -> None:
     if model.random_init and warmup.num_steps == 0 and not distillation.is_enabled:
         raise ValueError(
-            "model.random_init = true starts RL from noise, where no reward is ever found; set warmup.num_steps "
-            "above 0, point model.path to a folder with weights, or name a distillation.teacher_path"
+            "model.random_init = true starts RL from random weights, which never reach a reward. Set "
+            "warmup.num_steps above 0, set model.path to a folder with weights, or set distillation.teacher_path"
         )
 
 
-# Evaluation, forks and servers on the trainer's GPUs.
+# Evaluation, forks, and servers that share the trainer's GPUs.
 
 
 def _check_evaluations(evaluation: EvalConfig, data: DataConfig, checkpoint: CheckpointConfig) -> None:
     has_prompts = data.eval is not None
-    needing = "checkpoint.keep_best = true" if checkpoint.keep_best else ""
+    setting = "checkpoint.keep_best = true" if checkpoint.keep_best else ""
     if evaluation.stop_at_accuracy is not None:
-        needing = f"eval.stop_at_accuracy = {evaluation.stop_at_accuracy}"
-    if needing and not (has_prompts and evaluation.every):
+        setting = f"eval.stop_at_accuracy = {evaluation.stop_at_accuracy}"
+    if setting and not (has_prompts and evaluation.every):
         missing = "eval.every = 0" if has_prompts else "no data.eval"
         raise ValueError(
-            f"{needing} with {missing}: nothing is evaluated. Set data.eval and eval.every, or remove "
-            f"{needing.partition(' ')[0]}"
+            f"{setting} with {missing}: nothing is evaluated. Set data.eval and eval.every, or remove "
+            f"{setting.partition(' ')[0]}"
         )
     if checkpoint.keep_best and evaluation.beside_training:
         raise ValueError(
-            "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation is "
-            "there, its weights are gone. Choose one of them"
+            "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation "
+            "arrives, the weights have changed. Remove one of them"
         )
 
 
 def _check_eval_filters(evaluation: EvalConfig, rollout: RolloutConfig, data: DataConfig) -> None:
-    """Refuse requests without top-k to a vLLM server that returns what rollouts' filters left: it rejects them."""
+    """Reject evaluation without top-k on a vLLM server that returns the allowed token ids.
+
+    Such a server rejects every request without top-k.
+    """
     if data.eval is None or rollout.engine != "vllm" or not rollout.has_filters:
         return
     if evaluation.temperature and not evaluation.top_k:
         raise ValueError(
-            f"eval.top_k = 0 with eval.temperature = {evaluation.temperature}, rollout.engine = 'vllm' and filters of "
-            "rollouts: a vLLM server that tells what filters left answers no request without top_k. Set eval.top_k "
-            "(4096 cuts next to nothing), or eval.temperature = 0"
+            f"eval.top_k = 0 with eval.temperature = {evaluation.temperature}, rollout.engine = 'vllm' and rollout "
+            "filters: a vLLM server that returns the allowed token ids rejects requests without top_k. Set "
+            "eval.top_k (4096 excludes almost nothing), or eval.temperature = 0"
         )
 
 
@@ -406,15 +420,15 @@ def _check_fork(checkpoint: CheckpointConfig, warmup: WarmupConfig) -> None:
     source = checkpoint.fork_from
     if source is not None and warmup.num_steps:
         raise ValueError(
-            f"checkpoint.fork_from = {source!r} with warmup.num_steps = {warmup.num_steps}: a fork has the "
-            "checkpoint's weights. Set warmup.num_steps = 0 and model.random_init = false, and model.path to the "
-            "folder that the other run warmed up (RUN/base)"
+            f"checkpoint.fork_from = {source!r} with warmup.num_steps = {warmup.num_steps}: a fork starts with the "
+            "checkpoint's weights. Set warmup.num_steps = 0 and model.random_init = false, and set model.path to "
+            "the folder that the other run warmed up (RUN/base)"
         )
 
 
 def _check_colocated(rollout: RolloutConfig, train: TrainConfig, evaluation: EvalConfig) -> None:
     if rollout.servers.colocated and (train.max_staleness or evaluation.beside_training):
         raise ValueError(
-            "rollout.servers.colocated = true: servers have no memory while the policy trains. Set "
-            "train.max_staleness = 0 and leave eval.beside_training out, or give the servers GPUs of their own"
+            "rollout.servers.colocated = true: the servers have no GPU memory while the policy trains. Set "
+            "train.max_staleness = 0 and remove eval.beside_training, or give the servers separate GPUs"
         )

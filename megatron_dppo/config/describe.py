@@ -1,4 +1,4 @@
-"""The keys of the configuration as its own models describe them: for documents, for ``help``, for hints."""
+"""Descriptions of the configuration's keys, for the documentation, for ``help`` and for hints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
 def type_name(annotation: Any) -> str:
-    """A short name of a field's type."""
+    """Return a short name of a field's type."""
     if typing.get_origin(annotation) is typing.Literal:
         return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
     if typing.get_origin(annotation) is typing.Annotated:
@@ -36,18 +36,34 @@ def type_name(annotation: Any) -> str:
 
 
 def limits(field: FieldInfo) -> str:
-    """The limits of a number, as ``> 0, ≤ 1``; empty without any."""
-    found = ((key, getattr(limit, key)) for limit in field.metadata for key in _SIGNS if hasattr(limit, key))
-    return ", ".join(f"{_SIGNS[key]} {value}" for key, value in found)
+    """Return the limits of a number such as ``> 0, ≤ 1``; empty if there are none."""
+    bounds = ((key, getattr(limit, key)) for limit in field.metadata for key in _SIGNS if hasattr(limit, key))
+    return ", ".join(f"{_SIGNS[key]} {value}" for key, value in bounds)
+
+
+def toml_value(value: object) -> str:
+    """Return a default as a TOML file would write it; ``null`` for None, as on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(toml_value(part) for part in value) + "]"
+    return str(value)
 
 
 def is_section(kind: Any) -> bool:
-    """Whether a type is that of a section."""
+    """Return True if a type is a section."""
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def sections(model: type[Section] = Config, name: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """``(rollout.servers, ServersConfig)`` of every section, those in others after them; the whole has the name ""."""
+    """Yield the path and the model of each section, such as ``("rollout.servers", ServersConfig)``.
+
+    Nested sections follow the section that contains them. The path of the whole configuration is empty.
+    """
     yield name, model
     for key, field in model.known_fields().items():
         below = f"{name}.{key}" if name else key
@@ -58,7 +74,7 @@ def sections(model: type[Section] = Config, name: str = "") -> Iterator[tuple[st
 
 
 def keys() -> dict[str, FieldInfo]:
-    """``loss.name`` -> its field, of every key that is no section."""
+    """Return the field of each key that is not a section, by its path such as ``loss.name``."""
     return {
         f"{name}.{key}": field
         for name, model in sections()
@@ -68,43 +84,45 @@ def keys() -> dict[str, FieldInfo]:
 
 
 def explain(name: str) -> str:
-    """What is known of a key, a section, a flag of Megatron's, a loss or a name from another framework.
+    """Return the description of a key, a section, a Megatron flag, a loss or another framework's name.
 
     Example:
         >>> print(explain("optimizer.clip_grad"))
         optimizer.clip_grad  float (≥ 0), default 1.0
-            Global gradient norm limit; 0 = no clipping.
+            Maximum global gradient norm. 0 disables clipping.
 
     Raises:
-        ConfigError: nothing is called so; with what is close to it.
+        ConfigError: Nothing has this name; the text suggests the closest one.
     """
     wanted = name.strip("-[]").replace("-", "_")
-    found = keys()
+    fields = keys()
     models = dict(sections())
-    if wanted in found:
-        return _entry(wanted, found[wanted])
+    if wanted in fields:
+        return _entry(wanted, fields[wanted])
     if removed := removed_key_hint(wanted):
         return f"{wanted}: {removed}"
     if wanted in models and wanted:
         inside = [_entry(f"{wanted}.{key}", f) for key, f in models[wanted].known_fields().items()]
         return "\n".join([f"[{wanted}]  {_prose(models[wanted].__doc__ or '')}", "", *inside])
     if name in LOSS_ALIASES:
-        stands = ", ".join(f"{key} = {value!r}" for key, value in LOSS_ALIASES[name].items())
-        return f"loss.name = {name!r} is an alias of: {stands}"
-    ends = [path for path in found if path.rpartition(".")[2] == wanted]
-    if ends:
-        return "\n".join(_entry(path, found[path]) for path in ends)
+        expansion = ", ".join(f"{key} = {value!r}" for key, value in LOSS_ALIASES[name].items())
+        return f"loss.name = {name!r} is an alias of: {expansion}"
+    paths = [path for path in fields if path.rpartition(".")[2] == wanted]
+    if paths:
+        return "\n".join(_entry(path, fields[path]) for path in paths)
     if wanted in FOREIGN_KEY_NAMES:
         path = FOREIGN_KEY_NAMES[wanted]
-        return f"{wanted} elsewhere is here:\n{_entry(path, found[path])}"
+        return f"{wanted} of another framework is here:\n{_entry(path, fields[path])}"
     raise ConfigError(
         f"no key, section or loss is called {name!r}{closest_hint(wanted) or '; docs/configuration.md has them'}"
     )
 
 
 def exact_hint(name: str) -> str:
-    """``; did you mean 'optimizer.lr'?`` for a name that another framework, or another section here, has exactly; of
-    several sections those that are most alike come first."""
+    """Return ``; did you mean 'optimizer.lr'?`` for a name that exists exactly elsewhere, otherwise "".
+
+    Another framework or another section may have the name. Of several sections, the most similar ones come first.
+    """
     leaf = _leaf(name)
     exact = (
         [FOREIGN_KEY_NAMES[leaf]] if leaf in FOREIGN_KEY_NAMES else [path for path in _paths() if _leaf(path) == leaf]
@@ -114,10 +132,10 @@ def exact_hint(name: str) -> str:
 
 
 def closest_hint(name: str) -> str:
-    """The same for a name that is only like one of them; empty when nothing is."""
+    """Return the hint of ``exact_hint``, or one for the most similar name; "" if nothing is similar."""
     if hint := exact_hint(name):
         return hint
-    # The section alone may be most of the name: the key in it has to be like the other one too.
+    # Compare the last parts too, because a long section name alone would make two paths similar.
     alike = [path for path in _paths() if get_close_matches(_leaf(name), [_leaf(path)], 1)]
     if close := get_close_matches(name, alike, 1, 0.8):
         return f"; did you mean {close[0]!r}?"
@@ -139,7 +157,9 @@ def _paths() -> list[str]:
 def _entry(path: str, field: FieldInfo) -> str:
     if is_section(field.annotation):
         return f"[{path}]"
-    default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
+    default = (
+        "required" if field.is_required() else f"default {toml_value(field.get_default(call_default_factory=True))}"
+    )
     within = limits(field)
     kind = type_name(field.annotation).replace("`", "") + (f" ({within})" if within else "")
     text = _prose(field.description or "")
@@ -150,7 +170,7 @@ def _prose(text: str) -> str:
     return " ".join(text.partition("\n\n    Example:")[0].replace("``", "").split())
 
 
-_RUN: Mapping[str, Callable[[Config, Layout], Any]] = {
+_RESOLVERS: Mapping[str, Callable[[Config, Layout], Any]] = {
     "parallel.expert_tensor_parallel_size": lambda config, layout: layout.etp,
     "parallel.sequence_parallel": lambda config, layout: layout.sequence_parallel,
     "parallel.overlap_p2p_comm": lambda config, layout: layout.overlap_p2p_comm,
@@ -158,22 +178,23 @@ _RUN: Mapping[str, Callable[[Config, Layout], Any]] = {
     "eval.beside_training": lambda config, layout: config.evaluates_beside_training,
     "run.hang_minutes": lambda config, layout: 0.9 * config.run.timeout_minutes,
 }
+"""Functions that compute the value in effect of a key whose default depends on other keys."""
 
 
 def resolved_defaults(config: Config, layout: Layout) -> dict[str, Any]:
-    """Key -> the value in force, of each key that is not set and that has an effect in this run.
+    """Return the value in effect of each key that is not set and has an effect in this run.
 
     Example: ``{"loss.divergence_threshold_low": 0.15, "parallel.sequence_parallel": False}`` and more for
     DPPO-Binary-TV on one process.
     """
-    idle = config.loss.unused_keys()
-    found = {
+    unused = config.loss.unused_keys()
+    values = {
         f"loss.{key}": value
         for key, value in config.loss.resolved_defaults().items()
-        if key not in idle and getattr(config.loss, key) is None
+        if key not in unused and getattr(config.loss, key) is None
     }
-    for path, rule in _RUN.items():
+    for path, rule in _RESOLVERS.items():
         section, _, key = path.partition(".")
         if getattr(getattr(config, section), key) is None:
-            found[path] = rule(config, layout)
-    return found
+            values[path] = rule(config, layout)
+    return values

@@ -1,4 +1,4 @@
-"""The ``[distillation]`` section: a teacher that looks at the student's own responses."""
+"""The ``[distillation]`` section: a teacher that scores the student's own responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_dppo.config.section import Section
 DivergenceName = Literal["sampled", "reverse_kl", "forward_kl"]
 
 
-_OF_SERVERS = (
+_SERVER_KEYS = (
     "teacher_urls",
     "teacher_engine",
     "teacher_api_key_env",
@@ -24,38 +24,41 @@ class DistillationConfig(Section):
     """On-policy distillation (docs/distillation.md)."""
 
     teacher_path: str | None = None
-    """Hugging Face folder of the teacher, of any size that the layout divides, with the policy's vocabulary and
-    tokenizer; None = there is none in the trainer."""
+    """Hugging Face folder of the teacher, loaded in the trainer. It needs the policy's vocabulary and tokenizer; its
+    size must fit the parallel layout. null loads no teacher in the trainer."""
     teacher_weights: Literal["whole", "by_layer"] = "whole"
-    """What of ``teacher_path`` is on the GPU while it looks at the responses: all of its weights, or embeddings, output
-    layer and one layer at a time, which are copied there again for every micro-batch."""
+    """Part of ``teacher_path`` on the GPU while the teacher scores responses. ``whole`` holds all weights. ``by_layer``
+    holds the embeddings, the output layer and one layer at a time, and copies the layers again for every
+    micro-batch."""
     teacher_urls: list[str] = Field(default_factory=list)
-    """In place of it ``http://HOST:PORT`` of running servers with the teacher's weights, asked in turn for the
-    log-probabilities of the sampled tokens; only with ``sampled``."""
+    """Instead of ``teacher_path``: addresses (``http://HOST:PORT``) of running servers with the teacher's weights. They
+    take turns to return the log-probabilities of the sampled tokens. Only with ``divergence = "sampled"``."""
     teacher_engine: Literal["sglang", "vllm"] = "sglang"
-    """What those servers are."""
+    """Engine of the servers in ``teacher_urls``."""
     teacher_api_key_env: str | None = None
-    """Environment variable with their API key."""
+    """Environment variable with the API key of these servers. null sends no key."""
     teacher_timeout_seconds: float = Field(600.0, gt=0)
-    """Limit of one of their answers, the time in the queue included."""
+    """Time limit in seconds for one response of a teacher server, including its time in the queue."""
     teacher_max_in_flight: int = Field(64, ge=1)
-    """Requests that one data-parallel rank has under way at a time."""
+    """Maximum number of teacher requests in flight per data-parallel rank."""
     divergence: DivergenceName = "sampled"
-    """``sampled``: log mu - log teacher of the sampled token is taken from its advantage. Or over the whole vocabulary,
-    as a term of the loss: ``reverse_kl`` is KL(policy || teacher), ``forward_kl`` KL(teacher || policy)."""
+    """Divergence between policy and teacher. ``sampled`` subtracts log mu - log teacher of the sampled token from its
+    advantage. The others sum over the full vocabulary and are a term of the loss: ``reverse_kl`` is KL(policy ||
+    teacher), ``forward_kl`` is KL(teacher || policy)."""
     coef: float = Field(1.0, gt=0)
-    """What the divergence is multiplied by."""
+    """Weight of the divergence."""
     task_reward: bool = True
-    """False = rewards are only logged and evaluated: all advantages are 0 but for what ``sampled`` makes of them."""
+    """Train on the task reward as well. false only logs and evaluates rewards: all advantages are 0, except for what
+    ``divergence = "sampled"`` adds."""
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is a teacher."""
+        """True if the run has a teacher."""
         return self.teacher_path is not None or bool(self.teacher_urls)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the divergence is over the whole vocabulary."""
+        """True if the divergence sums over the full vocabulary."""
         return self.is_enabled and self.divergence != "sampled"
 
     @model_validator(mode="after")
@@ -66,16 +69,16 @@ class DistillationConfig(Section):
                 f"{changed[0]} = {getattr(self, changed[0])!r} has no effect without a teacher; set teacher_path or "
                 "teacher_urls"
             )
-        if self.teacher_path is not None and (of_servers := [name for name in changed if name in _OF_SERVERS]):
+        if self.teacher_path is not None and (server_keys := [name for name in changed if name in _SERVER_KEYS]):
             raise ValueError(
-                f"{of_servers[0]} = {getattr(self, of_servers[0])!r} belongs to a teacher behind servers, and "
-                f"teacher_path = {self.teacher_path!r} is one in the trainer; remove one of them"
+                f"{server_keys[0]} = {getattr(self, server_keys[0])!r} applies to teacher servers, but teacher_path "
+                f"= {self.teacher_path!r} loads the teacher in the trainer; remove one of them"
             )
         if self.teacher_urls and self.teacher_weights != "whole":
-            raise ValueError("teacher_weights = 'by_layer' has no effect on teacher_urls; remove it")
+            raise ValueError("teacher_weights = 'by_layer' has no effect with teacher_urls; remove it")
         if self.teacher_urls and self.divergence != "sampled":
             raise ValueError(
-                f"divergence = {self.divergence!r} with teacher_urls: servers tell the log-probabilities of the "
-                "sampled tokens, not those of the whole vocabulary. Use divergence = 'sampled', or teacher_path"
+                f"divergence = {self.divergence!r} with teacher_urls: servers return the log-probabilities of the "
+                "sampled tokens only, not of the full vocabulary. Use divergence = 'sampled', or teacher_path"
             )
         return self

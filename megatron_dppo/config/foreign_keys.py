@@ -1,4 +1,4 @@
-"""What keys are called elsewhere, for hints at unknown keys."""
+"""Names of configuration keys in other frameworks, for hints at unknown keys."""
 
 from __future__ import annotations
 
@@ -68,4 +68,4 @@ FOREIGN_KEY_NAMES: Mapping[str, str] = {
     "use_routing_replay": "train.router_replay",
     "use_rollout_routing_replay": "train.router_replay",
 }
-"""Name in TRL, verl, slime, prime-rl or Megatron -> our key."""
+"""Name in TRL, verl, slime, prime-rl or Megatron, mapped to the key here."""

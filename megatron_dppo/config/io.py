@@ -1,4 +1,4 @@
-"""TOML file and command-line overrides to a checked ``Config``, and back."""
+"""Load a ``Config`` from a TOML file and command-line overrides, and write it back."""
 
 from __future__ import annotations
 
@@ -28,51 +28,52 @@ _ALIASES: dict[str, tuple[str, str, Any]] = {
     "seed": ("run", "seed", None),
     "wandb_project": ("log", "wandb_project", None),
 }
-"""Megatron's flags that live in another section here: name -> (section, key, value or None = takes one)."""
+"""Megatron flags whose key is in another section here: ``(section, key, value)``. A value of None means that the flag
+takes one."""
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration file with overrides, and what is wrong with them."""
+    """A configuration file with overrides, and its problems."""
 
     config: Config | None
-    """What is left when wrong flags, unknown keys and wrong values are taken out; None = nothing that could run"""
+    """Configuration without the wrong flags, unknown keys and wrong values. None if nothing valid remains."""
     problems: list[str]
+    """Text of each problem."""
     unreliable_sections: frozenset[str]
-    """sections in which a wrong value was taken out, so that the default stands there: what follows from them says
-    nothing about the run that is meant"""
+    """Sections in which a default replaced a wrong value. Conclusions from them do not apply to the intended run."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to: Path | None = None) -> Config:
-    """Read and check a configuration.
+    """Load and check a configuration.
 
     Args:
-        path: a TOML file. Paths to models and data in it are taken relative to the file when they exist there.
+        path: TOML file. Relative paths of models and data are resolved against its folder if they exist there.
         overrides: ``--section.key value`` or ``--section.key=value``, and Megatron's own flags such as
-            ``--tensor-model-parallel-size 2`` or ``--sequence-parallel``; flags of Megatron's TransformerConfig that
-            have no section here (``--recompute-granularity full``) go to ``model.transformer``. The value ``null``
-            takes a key out, as if the file did not have it.
-        relative_to: the folder that its paths are relative to; None = the file's.
+            ``--tensor-model-parallel-size 2`` or ``--sequence-parallel``. Flags of Megatron's TransformerConfig without
+            a section here (``--recompute-granularity full``) go to ``model.transformer``. The value ``null`` removes a
+            key of the file.
+        relative_to: Folder that its paths are relative to. None uses the file's folder.
 
     Raises:
-        ConfigError: with every problem found: unknown keys with the nearest known one, wrong values, bad combinations.
+        ConfigError: With every problem: unknown keys with the closest known one, wrong values, bad combinations.
     """
-    found = read_config(path, overrides, relative_to=relative_to)
-    if found.problems or found.config is None:
-        raise invalid_config(path, found.problems)
-    return found.config
+    loaded = read_config(path, overrides, relative_to=relative_to)
+    if loaded.problems or loaded.config is None:
+        raise invalid_config(path, loaded.problems)
+    return loaded.config
 
 
 def invalid_config(path: str | Path, problems: Sequence[str]) -> ConfigError:
-    """The error that lists what is wrong with a configuration."""
+    """Return the error that lists the problems of a configuration."""
     return ConfigError(f"{path} cannot be used:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to: Path | None = None) -> LoadedConfig:
-    """``load_config`` without giving up at what is wrong, for a report on everything else as well.
+    """Load a configuration like ``load_config``, but return its problems instead of raising.
 
     Raises:
-        ConfigError: there is no such file, or it is no TOML, or the files that it extends go round in a circle.
+        ConfigError: The file does not exist, is not valid TOML, or the files that it extends form a cycle.
     """
     values = read_tables(Path(path), relative_to)
     parsed, problems = _parse_overrides(overrides)
@@ -85,16 +86,20 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
 
 
 def _read_values(values: dict[str, Any], problems: list[str]) -> LoadedConfig:
-    """Validate; put something else for what is wrong, and validate again, until nothing is wrong or nothing helps."""
+    """Validate repeatedly, and replace what is wrong each time, until nothing is wrong or nothing helps."""
     unreliable_sections: set[str] = set()
     while True:
         try:
             return LoadedConfig(Config.model_validate(values), problems, frozenset(unreliable_sections))
         except ValidationError as error:
             details = error.errors()
-        # What is wrong with a section in which something else stands may be wrong because of that.
-        told = [d for d in details if not unreliable_sections or (d["loc"] and d["loc"][0] not in unreliable_sections)]
-        problems += [text for text in map(_explain, told) if text not in problems]
+        # A later problem in a section with a replaced value may be a consequence of that value: skip it.
+        reliable = [
+            detail
+            for detail in details
+            if not unreliable_sections or (detail["loc"] and detail["loc"][0] not in unreliable_sections)
+        ]
+        problems += [text for text in map(_explain, reliable) if text not in problems]
         if not any([_replace(values, detail["loc"]) for detail in details]):
             return LoadedConfig(None, problems, frozenset(unreliable_sections))
         unreliable_sections |= {str(d["loc"][0]) for d in details if d["loc"] and d["type"] != "extra_forbidden"}
@@ -107,11 +112,11 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 1},
     "optimizer": {"lr": 1.0},
 }
-"""For keys without a default that are missing or wrong, so that other sections can be looked at."""
+"""Values for missing or wrong keys without a default, so that the other sections can be checked."""
 
 
 def _replace(values: dict[str, Any], location: tuple[int | str, ...]) -> bool:
-    """Take a key out of nested tables, or put its stand-in there; False when nothing changes."""
+    """Remove a key from nested tables, or set its placeholder. Return False if nothing changes."""
     path = [part for part in location if isinstance(part, str)]
     if not path:
         return False
@@ -135,7 +140,11 @@ def _replace(values: dict[str, Any], location: tuple[int | str, ...]) -> bool:
 
 
 def validate(values: dict[str, Any], origin: str) -> Config:
-    """A ``Config`` from nested dictionaries, or a ConfigError that lists every problem."""
+    """Return a ``Config`` from nested dictionaries.
+
+    Raises:
+        ConfigError: With every problem of the values.
+    """
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -143,12 +152,12 @@ def validate(values: dict[str, Any], origin: str) -> Config:
 
 
 def config_problems(values: dict[str, Any]) -> list[str]:
-    """What is wrong with nested dictionaries as a configuration, each problem once; they stay as they are."""
+    """Return the problems of nested dictionaries as a configuration, each once; they stay unchanged."""
     return _read_values(copy.deepcopy(values), []).problems
 
 
 def dump_toml(config: Config) -> str:
-    """The resolved configuration as TOML; loading it again gives an equal ``Config``."""
+    """Return the resolved configuration as TOML; loading it again gives an equal ``Config``."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
@@ -157,7 +166,7 @@ def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:
     for part in section.split("."):
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--{section}.{key}: {part!r} is a value, not a section")
+            raise ConfigError(f"--{section}.{key}: {part!r} is a key, not a section")
     if value is None:
         table.pop(key, None)
     else:
@@ -165,12 +174,12 @@ def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:
 
 
 def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, Any]], list[str]]:
-    """``(section, key, value)`` of each flag, in order, and what is wrong with the others."""
+    """Return ``(section, key, value)`` of each flag in order, and the problems of the others."""
     result: list[tuple[str, str, Any]] = []
     problems: list[str] = []
-    rest = list(arguments)
-    while rest:
-        flag, equals, inline = rest.pop(0).partition("=")
+    remaining = list(arguments)
+    while remaining:
+        flag, equals, inline = remaining.pop(0).partition("=")
         if not flag.startswith("--") or flag == "--":
             problems.append(f"unexpected argument {flag!r}; overrides look like --section.key value")
             continue
@@ -178,15 +187,18 @@ def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, Any
         section, key, fixed = _locate(name)
         if fixed is not None:
             if equals:
-                problems.append(f"{flag} takes no value, got {inline!r}; leave it out to keep the configured value")
+                problems.append(
+                    f"{flag} takes no value, got {inline!r}; remove the value, or remove the flag to keep the "
+                    "configured value"
+                )
             result.append((section, key, fixed))
             continue
         if equals:
             text = inline
-        elif rest and not rest[0].startswith("--"):
-            text = rest.pop(0)
+        elif remaining and not remaining[0].startswith("--"):
+            text = remaining.pop(0)
         elif "." not in name:
-            text = "true"  # Megatron's switches, such as --sequence-parallel
+            text = "true"  # A switch of Megatron, such as --sequence-parallel.
         else:
             problems.append(f"{flag} needs a value: {flag} VALUE")
             continue
@@ -195,7 +207,7 @@ def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, Any
 
 
 def _locate(name: str) -> tuple[str, str, Any]:
-    """Section and key of a flag; the third part is its value when the flag takes none."""
+    """Return section and key of a flag; the third part is its value if the flag takes none."""
     if "." in name:
         section, _, key = name.rpartition(".")
         return section, key.replace("-", "_"), None
@@ -211,7 +223,7 @@ def _locate(name: str) -> tuple[str, str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value, None for ``null``, which TOML does not have, or the text itself."""
+    """Return a TOML value, None for ``null`` (which TOML lacks), or the text itself."""
     if text == "null":
         return None
     try:
@@ -221,26 +233,26 @@ def _parse_value(text: str) -> Any:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    place = ".".join(str(part) for part in detail["loc"])
+    path = ".".join(str(part) for part in detail["loc"])
     value, message = detail["input"], detail["msg"].removeprefix("Value error, ")
-    if hint := removed_value_hint(place, value):
-        return f"{place} = {value!r}: {hint}"
+    if hint := removed_value_hint(path, value):
+        return f"{path} = {value!r}: {hint}"
     if detail["type"] == "extra_forbidden":
-        if hint := removed_key_hint(place):
-            return f"{place} = {value!r}: {hint}"
-        return f"{place} = {value!r}: unknown key{_nearest(detail['loc'])}"
+        if hint := removed_key_hint(path):
+            return f"{path} = {value!r}: {hint}"
+        return f"{path} = {value!r}: unknown key{_nearest(detail['loc'])}"
     if detail["type"] == "missing":
-        return f"{place} is missing; it has no default"
+        return f"{path} is missing; it has no default"
     if isinstance(value, dict):
-        return f"{place}: {message}" if place else message
-    return f"{place} = {value!r}: {message}"
+        return f"{path}: {message}" if path else message
+    return f"{path} = {value!r}: {message}"
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """The closest known name for an unknown key, and what the section knows."""
+    """Return the closest known name for an unknown key, or the known keys of the section."""
     model: Any = Config
     for part in location[:-1]:
-        # A table of sections by name has a type of its own for what is in it.
+        # A table of named sections, dict[str, Section]: its second argument is the type of a section.
         model = get_args(model)[1] if get_args(model) else model.known_fields()[part].annotation
     if hint := exact_hint(".".join(map(str, location))):
         return hint

@@ -1,4 +1,4 @@
-"""The arithmetic of a layout: how ranks, layers, heads, experts and samples divide, checked before anything starts."""
+"""The parallel layout: how ranks, layers, heads, experts and samples divide, checked before a run starts."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from megatron_dppo.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model that a layout has to divide."""
+    """The sizes of a model that a layout must divide."""
 
     family: str
-    """``model_type`` of config.json"""
+    """``model_type`` of config.json."""
     num_layers: int
     num_attention_heads: int
     num_query_groups: int
     num_experts: int | None
+    """Number of experts per layer. None for a dense model."""
     hidden_size: int
     vocab_size: int
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     has_shared_expert: bool = False
-    """One expert more that every token visits."""
+    """True if an additional expert processes every token."""
     has_router_bias: bool = False
-    """Routers choose by scores plus a bias (a buffer)."""
+    """True if routers choose by scores plus a bias (a buffer)."""
     has_latent_attention: bool = False
-    """MLA instead of grouped queries."""
+    """True for MLA instead of grouped-query attention."""
     has_latent_queries: bool = False
-    """With MLA: queries are made of a latent too."""
+    """True if MLA also compresses the queries (``q_lora_rank``)."""
     num_mtp_layers: int = 0
-    """Layers after the last that predict further tokens; they are left out."""
+    """Multi-token-prediction layers after the last layer. They are ignored."""
     dense_layers: tuple[int, ...] = ()
-    """Layers without experts in a mixture-of-experts model, from 0."""
+    """Indices of layers without experts in a mixture-of-experts model, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Resolved parallel sizes; ``vpp`` is 1 without an interleaved pipeline."""
+    """Resolved parallel sizes. ``vpp`` is 1 without an interleaved pipeline."""
 
     world_size: int
     tp: int
@@ -55,46 +56,54 @@ class Layout:
     overlap_p2p_comm: bool
 
     def __str__(self) -> str:
-        """Short form, for example ``tp1 pp1 cp1 dp2 ep2 etp1``."""
+        """Return the short form, for example ``tp1 pp1 cp1 dp2 ep2 etp1``."""
         virtual = f" vpp{self.vpp}" if self.vpp > 1 else ""
         return f"tp{self.tp} pp{self.pp}{virtual} cp{self.cp} dp{self.dp} ep{self.ep} etp{self.etp}"
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sequence of a packed row is padded to a multiple of this (context parallelism splits it in chunks)."""
+        """Multiple to which each sequence of a packed row is padded.
+
+        Context parallelism splits a sequence into 2 cp chunks, two per rank, to balance the causal mask.
+        """
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def row_multiple(self) -> int:
-        """Packed rows are padded to a multiple of this (sequence parallelism splits each context share of a row)."""
+        """Multiple to which packed rows are padded.
+
+        Sequence parallelism splits each context-parallel part of a row.
+        """
         return math.lcm(self.sequence_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number of micro-batches has to be a multiple of this (Megatron's interleaved schedule)."""
+        """Multiple that the number of micro-batches must be (Megatron's interleaved schedule)."""
         return self.pp if self.vpp > 1 else 1
 
     @property
     def lockstep_ranks(self) -> int:
-        """Data-parallel ranks, one after another, that meet in each layer of a micro-batch by expert parallelism.
+        """Number of consecutive data-parallel ranks that expert parallelism synchronizes in each layer.
 
-        Where these groups and those of tensor and context parallelism do not nest, all ranks are taken to meet.
+        If these groups and those of tensor and context parallelism do not nest, all ranks are assumed to synchronize.
         """
-        experts, rank = self.ep * self.etp, self.tp * self.cp
-        if experts <= rank and rank % experts == 0:
+        expert_ranks = self.ep * self.etp
+        replica_ranks = self.tp * self.cp
+        if expert_ranks <= replica_ranks and replica_ranks % expert_ranks == 0:
             return 1
-        return experts // rank if experts % rank == 0 and self.dp % (experts // rank) == 0 else self.dp
+        replicas = expert_ranks // replica_ranks
+        return replicas if expert_ranks % replica_ranks == 0 and self.dp % replicas == 0 else self.dp
 
 
 def resolve_layout(parallel: ParallelConfig, batch: BatchSizes, world_size: int, shape: ModelShape) -> Layout:
-    """``resolve_parallel`` for a run, whose prompts and samples have to divide too.
+    """Resolve the layout of a run, whose prompts and samples must also divide.
 
     Raises:
-        ConfigError: with the arithmetic of every check that fails.
+        ConfigError: With the arithmetic of every check that fails.
     """
     layout = _fill_in(parallel, world_size)
-    _refuse(_world_problems(parallel, layout))
-    _refuse(_model_problems(layout, shape) + _batch_problems(batch, layout))
+    _raise_if_any(_world_problems(parallel, layout))
+    _raise_if_any(_model_problems(layout, shape) + _batch_problems(batch, layout))
     return layout
 
 
@@ -102,25 +111,23 @@ def resolve_parallel(parallel: ParallelConfig, world_size: int, shape: ModelShap
     """Fill in the defaults of a layout and check that processes, layers, heads and experts divide.
 
     Raises:
-        ConfigError: with the arithmetic of every check that fails.
+        ConfigError: With the arithmetic of every check that fails.
     """
     layout = _fill_in(parallel, world_size)
-    _refuse(_world_problems(parallel, layout))
-    _refuse(_model_problems(layout, shape))
+    _raise_if_any(_world_problems(parallel, layout))
+    _raise_if_any(_model_problems(layout, shape))
     return layout
 
 
-def _refuse(problems: list[str]) -> None:
+def _raise_if_any(problems: list[str]) -> None:
     if problems:
         raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
 def _fill_in(parallel: ParallelConfig, world_size: int) -> Layout:
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
+    tp = parallel.tensor_model_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
     vpp = parallel.virtual_pipeline_model_parallel_size or 1
     ep = parallel.expert_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or (tp if ep == 1 else 1)
@@ -143,14 +150,12 @@ def _fill_in(parallel: ParallelConfig, world_size: int) -> Layout:
 
 def _world_problems(parallel: ParallelConfig, layout: Layout) -> list[str]:
     problems = []
-    world, tp, pp, cp, ep, etp = (
-        layout.world_size,
-        layout.tp,
-        layout.pp,
-        layout.cp,
-        layout.ep,
-        layout.etp,
-    )
+    world = layout.world_size
+    tp = layout.tp
+    pp = layout.pp
+    cp = layout.cp
+    ep = layout.ep
+    etp = layout.etp
     if world % (tp * pp * cp):
         problems.append(
             f"tensor * pipeline * context parallel size = {tp} * {pp} * {cp} = {tp * pp * cp} does not divide the "
@@ -163,7 +168,7 @@ def _world_problems(parallel: ParallelConfig, layout: Layout) -> list[str]:
         )
     if layout.sequence_parallel and tp == 1:
         problems.append(
-            "sequence_parallel = true splits rows over tensor_model_parallel_size = 1; leave it out, or use 2"
+            "sequence_parallel = true has no effect with tensor_model_parallel_size = 1; remove it, or use at least 2"
         )
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         problems.append("overlap_param_gather = true needs use_distributed_optimizer and overlap_grad_reduce")
@@ -187,28 +192,31 @@ def _model_problems(layout: Layout, shape: ModelShape) -> list[str]:
         problems.append(f"expert_model_parallel_size = {layout.ep}, but the model has no experts")
     if layout.overlap_p2p_comm and layout.vpp == 1:
         problems.append(
-            "overlap_p2p_comm = true needs an interleaved pipeline, Megatron's plain one has nothing to overlap; leave "
-            "it out, or set virtual_pipeline_model_parallel_size above 1"
+            "overlap_p2p_comm = true needs an interleaved pipeline, because Megatron's plain schedule has nothing to "
+            "overlap; remove it, or set virtual_pipeline_model_parallel_size above 1"
         )
     if layout.vpp > 1 and layout.pp == 1:
-        problems.append(f"virtual_pipeline_model_parallel_size = {layout.vpp} needs pipeline_model_parallel_size > 1")
-    return problems + _wrong_numbers(layout, shape)
+        problems.append(
+            f"virtual_pipeline_model_parallel_size = {layout.vpp} needs pipeline_model_parallel_size above 1"
+        )
+    return problems + _silently_wrong_layouts(layout, shape)
 
 
-def _wrong_numbers(layout: Layout, shape: ModelShape) -> list[str]:
-    """Layouts that Megatron Core accepts and computes wrongly, without an error (seen on 0.16.1)."""
+def _silently_wrong_layouts(layout: Layout, shape: ModelShape) -> list[str]:
+    """Return problems of layouts that Megatron Core 0.16.1 accepts but computes wrongly, without an error."""
     problems = []
     if shape.num_experts and layout.ep == 1 and layout.etp != layout.tp:
         problems.append(
             f"expert_tensor_parallel_size = {layout.etp} with tensor_model_parallel_size = {layout.tp} and "
-            "expert_model_parallel_size = 1: Megatron then takes the experts' shards for replicas of dense weights and "
-            "their gradients are wrong (forward is exact, so nothing shows it). Use expert_tensor_parallel_size = "
+            "expert_model_parallel_size = 1: Megatron then treats the experts' shards as replicas of dense weights, "
+            "and their gradients are silently wrong (the forward pass is exact). Use expert_tensor_parallel_size = "
             f"{layout.tp}, or expert parallelism above 1"
         )
     if layout.vpp > 1 and not layout.overlap_p2p_comm:
         problems.append(
             f"virtual_pipeline_model_parallel_size = {layout.vpp} with overlap_p2p_comm = false: Megatron's "
-            "interleaved schedule then gives a wrong loss and gradients off by a factor of 10 from 4 micro-batches on. "
+            "interleaved schedule then computes a wrong loss, and with 4 or more micro-batches gradients wrong by a "
+            "factor of 10. "
             "Set overlap_p2p_comm = true"
         )
     if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
@@ -242,7 +250,7 @@ def _batch_problems(batch: BatchSizes, layout: Layout) -> list[str]:
 
 
 def format_layout(layout: Layout, batch: BatchSizes) -> str:
-    """The batch arithmetic in words, printed before the run starts."""
+    """Return the layout and the batch arithmetic as text, printed before the run starts."""
     prompts = batch.prompts_per_step
     samples = batch.samples_per_prompt
     total = prompts * samples

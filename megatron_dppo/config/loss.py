@@ -1,7 +1,7 @@
 """The ``[loss]`` section: the keys that all losses share.
 
-The keys of one loss stand in its file in ``megatron_dppo/losses``, as a class derived from ``LossConfig``; ``name``
-chooses it (a discriminated union).
+The keys of one loss are in its file in ``megatron_dppo/losses``, in a class derived from ``LossConfig``. ``name``
+selects the class (a discriminated union).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ TopKSummary = Literal["divergence", "rate"]
 
 
 class LossConfig(Section):
-    """The policy loss: keys of every loss. Source of names and defaults: arXiv 2602.04879 and docs/loss.md.
+    """The policy loss. Names and defaults follow arXiv 2602.04879 and docs/loss.md.
 
-    ``name`` may be an alias (``verl/dppo_kl``), which docs/loss.md lists, or a loss of the user's. It says which
-    further keys there are; those of another loss are unknown.
+    ``name`` may also be an alias such as ``verl/dppo_kl`` (docs/loss.md) or a user's loss. It determines which further
+    keys exist. A key of another loss is an error.
 
     Example:
         >>> sorted(LossConfig(name="dppo_topk_tv", topk=8).required_inputs)
@@ -50,140 +50,152 @@ class LossConfig(Section):
     """
 
     name: str = DEFAULT_LOSS
-    """A built-in loss, an alias, or a function or class of your own: ``path/to/file.py:name`` or ``module:name``."""
+    """A built-in loss, an alias, or a user's function or class: ``path/to/file.py:name`` or ``module:name``. The
+    default is DPPO with the binary total variation, which needs no Top-K."""
     mask: str | None = None
-    """A function of your own, ``path/to/file.py:function``: a bool for each token (False = dropped, beside what the
-    loss drops itself) or a weight of its term."""
+    """User function ``path/to/file.py:function`` that masks tokens in addition to the loss. It returns a bool per token
+    (False drops the token) or a weight of its term. null adds no mask."""
     mask_options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of ``mask`` by name, beside its inputs."""
+    """Keyword arguments of ``mask``, in addition to its inputs."""
     topk: int = Field(20, ge=1)
-    """K, the rollout's most probable tokens per position, for losses and masks that need them."""
+    """K: the number of the rollout's most probable tokens per position, for losses and masks that need them."""
     form: Form | None = None
-    """Reported value, ``-A min(r, C) log pi`` or ``-A min(r, C)`` (no gradient above C, nor below ``ratio_floor``);
-    None = reinforce where there is a choice. Clipped surrogates have ``ratio`` alone."""
+    """Reported value. ``reinforce`` is ``-A min(r, C) log pi``. ``ratio`` is ``-A min(r, C)``, without a gradient above
+    C or below ``ratio_floor``. null uses ``reinforce`` if the loss has a choice. Clipped surrogates have only
+    ``ratio``."""
     mismatch: Mismatch = "none"
-    """Weights against the mismatch of trainer and engine: truncate them, or drop the tokens or sequences outside."""
+    """Correction for the mismatch between trainer and engine: ``truncate`` truncates the weights, the ``mask_*`` modes
+    drop tokens or sequences outside the limits."""
     mismatch_low: float | None = Field(None, ge=0)
-    """Lower limit; None = 0.5 for the masks, 0 for ``truncate``."""
+    """Lower limit of the ratio. null uses 0.5 for the masks and 0 for ``truncate``."""
     mismatch_high: float | None = Field(None, gt=0)
-    """Upper limit; None = 2."""
+    """Upper limit of the ratio. null uses 2."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL penalty, added for every token of the loss mask."""
+    """Weight of the KL penalty, which applies to every token of the loss mask. 0 disables it."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of KL(pi || kl_anchor) from one token: log ratio, half its square, or r - 1 - log r."""
+    """Estimator of KL(pi || kl_anchor) from one token: log ratio (k1), half its square (k2), or r - 1 - log r (k3)."""
     kl_anchor: Literal["reference", "rollout"] = "reference"
     """Policy that the penalty pulls towards."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus. 0 disables it."""
     aggregation: Aggregation | None = None
-    """Reduction of the tokens to one number; None = token_mean, but seq_mean_token_mean for ``gspo``."""
+    """Reduction of the token losses to one number. null uses ``token_mean``, or ``seq_mean_token_mean`` for
+    ``gspo``."""
     horizon: int | None = Field(None, ge=1)
-    """Tokens that the ``*_norm`` aggregations divide by, usually the longest response allowed."""
+    """Number of tokens that the ``*_norm`` aggregations divide by, usually ``rollout.max_new_tokens``. null for the
+    other aggregations."""
 
     forms: ClassVar[tuple[Form, ...]] = ("reinforce", "ratio")
-    """Values that ``form`` may have, the default first; empty where the loss has no such choice."""
+    """Values that ``form`` may have, the default first. Empty if the loss has no such choice."""
     default_aggregation: ClassVar[Aggregation] = "token_mean"
+    """Value of ``aggregation`` if it is null."""
     mismatch_uses_recomputed: ClassVar[bool] = False
-    """``mismatch`` compares trainer and engine at the same weights (pi' and mu), else pi and mu."""
+    """True if ``mismatch`` compares trainer and engine at the same weights (pi' and mu), False for pi and mu."""
     truncates_mismatch: ClassVar[bool] = False
-    """The weight has a factor pi' / mu, which ``mismatch = "truncate"`` limits."""
+    """True if the weight has a separate factor pi' / mu, which ``mismatch = "truncate"`` limits."""
 
     def __new__(cls, **values: Any) -> Self:
-        """Make an object of the class that ``name`` chooses."""
+        """Create an object of the class that ``name`` selects."""
         return cast(Self, super().__new__(loss_class_for(values) if cls is LossConfig else cls))
 
     def __reduce__(self) -> Any:
         return (partial(LossConfig, **{"name": self.name, **self.model_dump(exclude_unset=True)}), ())
 
     def __hash__(self) -> int:
-        return hash(self.model_dump_json())  # the tables of options have no hash
+        return hash(self.model_dump_json())  # Tables of options are not hashable.
 
     @property
     def needs(self) -> FunctionNeeds:
-        """Inputs that the loss itself needs beside pi, mu and the advantage of each token."""
+        """Inputs that the loss itself needs, in addition to pi, mu and the advantage of each token."""
         return FunctionNeeds(zero_advantage=False)
 
     @property
     def topk_summary(self) -> TopKSummary | None:
-        """Part of the Top-K that sums over the slots give: the divergence, or also its rate; None = single slots."""
+        """Result of the sums over the Top-K slots that the loss reads. None if it reads single slots.
+
+        ``divergence`` is the divergence alone, ``rate`` also its rate along the update.
+        """
 
     @property
     def evicts_topk(self) -> bool:
-        """A sampled token outside the Top-K replaces the K-th."""
+        """True if a sampled token outside the Top-K replaces the K-th."""
         return False
 
     @property
     def ratio_limits(self) -> tuple[float, float]:
-        """(floor, cap) of the weight; 0 and infinity where there is none."""
+        """``(floor, cap)`` of the weight; 0 and infinity if there is none."""
         return (0.0, float("inf"))
 
     def unused_keys(self) -> dict[str, str]:
-        """Return the keys that do nothing beside the values of the others -> what they would need."""
-        idle = {}
+        """Return each key that has no effect with the current values, and the setting that it needs."""
+        unused = {}
         if self.mask is None:
-            idle["mask_options"] = "mask"
+            unused["mask_options"] = "mask"
         if not self.is_topk:
-            idle["topk"] = "a loss on the Top-K, divergence = 'topk', or a function that needs(topk=True)"
+            unused["topk"] = "a loss on the Top-K, divergence = 'topk', or a function that needs(topk=True)"
         if not self.forms:
-            idle["form"] = "a loss that has the choice"
+            unused["form"] = "a loss with this choice"
         if self.mismatch == "none":
-            why = "mismatch other than 'none', or centering = 'mask'"
-            idle |= {"mismatch_low": why, "mismatch_high": why}
+            needed = "mismatch other than 'none', or centering = 'mask'"
+            unused |= {"mismatch_low": needed, "mismatch_high": needed}
         if self.kl_coef == 0:
-            idle |= {"kl_estimator": "kl_coef above 0", "kl_anchor": "kl_coef above 0"}
-        return idle
+            unused |= {"kl_estimator": "kl_coef above 0", "kl_anchor": "kl_coef above 0"}
+        return unused
 
     def check(self) -> None:
-        """Check that the values fit each other; a loss extends it.
+        """Check that the values are compatible. Losses extend it.
 
         Raises:
-            ValueError: they do not.
+            ValueError: Two values are incompatible.
         """
         low, high = self.mismatch_limits
         if low > high:
-            raise ValueError(f"mismatch_low = {low} is above the upper limit {high}; no ratio fits in between")
+            raise ValueError(
+                f"mismatch_low = {low} is above the upper limit {high}, so that no ratio is inside; lower mismatch_low"
+            )
         if self.mismatch == "truncate" and not self.truncates_mismatch:
             raise ValueError(
-                f"mismatch = 'truncate' has no effect on the loss {self.name!r}, whose weight pi / mu is capped by "
-                "ratio_cap; use that, or a mask_* mode, or the loss ppo_decoupled"
+                f"mismatch = 'truncate' has no effect on the loss {self.name!r}: ratio_cap caps its weight pi / mu. "
+                "Use ratio_cap, a mask_* mode, or the loss ppo_decoupled"
             )
         if self.form is not None and self.form not in self.forms:
             raise ValueError(
-                f"form = {self.form!r} does not exist for {self.name!r}, which is {self.forms[0]!r} always; remove it"
+                f"form = {self.form!r} does not exist for {self.name!r}, which always uses {self.forms[0]!r}; remove it"
             )
         if (self.horizon is None) == self.resolved_aggregation.endswith("_norm"):
             raise ValueError(
-                f"horizon = {self.horizon} with aggregation = {self.resolved_aggregation!r}: the *_norm aggregations, "
-                "and only they, need horizon; the longest response allowed (rollout.max_new_tokens) is usual"
+                f"horizon = {self.horizon} with aggregation = {self.resolved_aggregation!r}: only the *_norm "
+                "aggregations use horizon, and they need it. Set it to the maximum response length "
+                "(rollout.max_new_tokens), or remove it"
             )
 
     def load_functions(self) -> None:
-        """Load the user's functions.
+        """Load the user functions.
 
         Raises:
-            FunctionError: one cannot be loaded, or declares what it cannot have.
+            FunctionError: A function cannot be loaded, or declares an input that it cannot have.
         """
         if self.mask is not None:
             load_user_mask(self.mask, self.mask_options)
 
     def input_reasons(self) -> dict[str, str]:
-        """Return each field of LossInputs that the loss needs -> the setting because of which."""
-        why = {"rollout_logprobs": "loss.name"}
+        """Return the fields of LossInputs that the loss needs, each with the setting that needs it."""
+        reasons = {"rollout_logprobs": "loss.name"}
         if self.user_mask is not None:
-            why |= dict.fromkeys(self.user_mask.needs.inputs, "loss.mask")
-        why |= dict.fromkeys(self.needs.inputs, "loss.name")
+            reasons |= dict.fromkeys(self.user_mask.needs.inputs, "loss.mask")
+        reasons |= dict.fromkeys(self.needs.inputs, "loss.name")
         if self.mismatch in ("mask_sequence", "mask_geometric"):
-            why["sequence_ids"] = "loss.mismatch"
+            reasons["sequence_ids"] = "loss.mismatch"
         if self.kl_coef and self.kl_anchor == "reference":
-            why["reference_logprobs"] = "loss.kl_coef"
+            reasons["reference_logprobs"] = "loss.kl_coef"
         if self.entropy_coef:
-            why["entropy"] = "loss.entropy_coef (with its gradient)"
+            reasons["entropy"] = "loss.entropy_coef (with its gradient)"
         if self.resolved_aggregation != "token_mean":
-            why["token_weights"] = "loss.aggregation" if self.aggregation else "loss.name"
-        return why
+            reasons["token_weights"] = "loss.aggregation" if self.aggregation else "loss.name"
+        return reasons
 
     def resolved_defaults(self) -> dict[str, Any]:
-        """Return each key whose ``None`` stands for a value of the loss -> that value."""
+        """Return the value in effect for each key whose ``None`` stands for a default of the loss."""
         return {
             "form": self.resolved_form,
             "mismatch_low": self.mismatch_limits[0],
@@ -193,28 +205,28 @@ class LossConfig(Section):
 
     @property
     def user_mask(self) -> UserFunction | None:
-        """The user's function in ``mask``."""
+        """The user function in ``mask``. None if there is none."""
         return None if self.mask is None else get_user_function(self.mask, "loss.mask")
 
     @property
     def is_topk(self) -> bool:
-        """Whether the rollout's Top-K is needed."""
+        """True if the loss or the mask needs the rollout's Top-K."""
         return self.needs.topk or (self.user_mask is not None and self.user_mask.needs.topk)
 
     @property
     def reads_topk_slots(self) -> bool:
-        """Whether loss or mask read single slots of the Top-K, not only sums over them."""
+        """True if loss or mask read single slots of the Top-K, not only sums over them."""
         by_mask = self.user_mask is not None and self.user_mask.needs.topk
         return by_mask or (self.needs.topk and self.topk_summary is None)
 
     @property
     def uses_recomputed_logprobs(self) -> bool:
-        """Whether the loss compares with log-probabilities that the trainer recomputed at the rollout's weights."""
+        """True if the loss needs log-probabilities that the trainer recomputes at the rollout's weights."""
         return self.needs.recomputed or (self.user_mask is not None and self.user_mask.needs.recomputed)
 
     @property
     def mismatch_limits(self) -> tuple[float, float]:
-        """(low, high) of the mismatch weights with the defaults filled in."""
+        """``(low, high)`` of the mismatch correction with the defaults filled in."""
         default_low = 0.0 if self.mismatch == "truncate" else 0.5
         low, high = self.mismatch_low, self.mismatch_high
         return (default_low if low is None else low, 2.0 if high is None else high)
@@ -231,16 +243,16 @@ class LossConfig(Section):
 
     @property
     def required_inputs(self) -> frozenset[str]:
-        """Fields of LossInputs that this loss needs and that other losses may do without."""
+        """Fields of LossInputs that this loss needs and other losses may not need."""
         return frozenset(self.input_reasons())
 
     def input_reason(self, name: str) -> str:
-        """Return the setting because of which the loss needs the input ``name``."""
+        """Return the setting that needs the input ``name``."""
         return self.input_reasons()[name]
 
     @classmethod
     def known_fields(cls) -> Mapping[str, FieldInfo]:
-        """Return the keys of all losses, those that all share first."""
+        """Return the keys of all losses, shared keys first."""
         if cls is not LossConfig:
             return cls.model_fields
         fields = dict(cls.model_fields)
@@ -256,7 +268,8 @@ class LossConfig(Section):
             return values
         values = expand_alias(values)
         if not is_loss_name(values.get("name", DEFAULT_LOSS)):
-            return {"name": values["name"]}  # nothing can be said of the other keys
+            # Keep only the name: without the class of the loss, the other keys cannot be checked.
+            return {"name": values["name"]}
         return drop_keys_of_other_losses(cls, values)
 
     @field_validator("name", mode="before")
@@ -276,12 +289,12 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> Self:
-        changed, idle = self.changed_keys(), self.unused_keys()
-        for key in changed:
-            if key in idle:
+        unused = self.unused_keys()
+        for key in self.changed_keys():
+            if key in unused:
                 value = getattr(self, key)
                 raise ValueError(
-                    f"{key} = {value} has no effect on the loss {self.name!r}; remove it or use {idle[key]}"
+                    f"{key} = {value} has no effect on the loss {self.name!r}; remove it or use {unused[key]}"
                 )
         self.check()
         return self
@@ -296,4 +309,4 @@ def _validated(values: Any) -> Any:
 
 
 AnyLoss = Annotated[SerializeAsAny[LossConfig], PlainValidator(_validated)]
-"""The ``[loss]`` section of a configuration: an object of the class that its name chooses."""
+"""The ``[loss]`` section of a configuration: an object of the class that its name selects."""

@@ -1,4 +1,4 @@
-"""The names that other frameworks give to losses."""
+"""Names of losses in other frameworks."""
 
 from __future__ import annotations
 
@@ -55,19 +55,20 @@ LOSS_ALIASES: Mapping[str, Mapping[str, Any]] = {
         "form": "ratio",
     },
 }
-"""``framework/its name`` -> the keys of LossConfig that give its gradient, with the defaults that are in force there.
+"""``framework/name`` in that framework, mapped to the keys of LossConfig that give the same gradient.
 
-Read in the versions that docs/loss.md names. Explicit keys next to the alias win. The anchor is always ours, the
-rollout's own log-probabilities.
+They contain the defaults of the versions that docs/loss.md names. A key set next to the alias takes precedence. The
+comparison is always with the rollout's own log-probabilities, also if the framework recomputes them.
 """
 
 
 def expand_alias(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a ``[loss]`` table with those that its alias stands for; explicit keys win."""
+    """Return a ``[loss]`` table with the keys of its alias filled in; keys that are set take precedence."""
     name = values.get("name")
     if not isinstance(name, str) or name not in LOSS_ALIASES:
         return values
     merged = {**LOSS_ALIASES[name], **values, "name": LOSS_ALIASES[name]["name"]}
-    if not merged.get("kl_coef"):  # taken away beside the alias, whose other keys of the penalty go with it
+    if not merged.get("kl_coef"):
+        # The user removed the alias's KL penalty, so its other kl_* keys would have no effect.
         merged = {key: value for key, value in merged.items() if key in values or not key.startswith("kl_")}
     return merged

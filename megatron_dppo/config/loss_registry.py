@@ -1,7 +1,7 @@
-"""The built-in losses: every file of ``megatron_dppo/losses`` is one, and is found by being there.
+"""The registry of built-in losses: each file of ``megatron_dppo/losses`` declares its own.
 
-This package never imports torch, so neither do those files when they are loaded: what they compute with is
-``megatron_dppo.losses``, whose functions load torch when the first of them is called.
+This package never imports torch. The loss files do not import it either when they are loaded: the functions of
+``megatron_dppo.losses`` that they compute with import torch at their first call.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PACKAGE = "megatron_dppo.losses"
 
 @cache
 def loss_classes() -> Mapping[str, type[LossConfig]]:
-    """Return ``loss.name`` -> the class that has its keys and its rule, DPPO first."""
-    found = {name: kind for kind in _classes() for name in get_args(kind.model_fields["name"].annotation)}
-    return dict(sorted(found.items(), key=lambda item: not item[0].startswith("dppo_")))
+    """Return the class of each ``loss.name``, with its keys and its rule; DPPO first."""
+    classes = {name: kind for kind in _classes() for name in get_args(kind.model_fields["name"].annotation)}
+    return dict(sorted(classes.items(), key=lambda item: not item[0].startswith("dppo_")))
 
 
 def loss_names() -> tuple[str, ...]:
@@ -39,34 +39,37 @@ def loss_names() -> tuple[str, ...]:
 
 
 def losses_with_key(key: str) -> list[str]:
-    """Return the names of the losses that have a key of their own."""
+    """Return the names of the losses that have this key."""
     return [name for name, kind in loss_classes().items() if key in kind.model_fields]
 
 
 @cache
 def user_loss_class() -> type[LossConfig]:
-    """Return the class of a loss that is a plain function of the user's."""
+    """Return the class for a loss that is a plain user function."""
     kind: type[LossConfig] = import_module(f"{_PACKAGE}.user_loss").UserLoss
     return kind
 
 
 def is_loss_name(name: Any) -> bool:
-    """Whether a loss may be called so: a built-in one, or one of the user's."""
+    """Return True for the name of a built-in loss, or the path of a user's function or class."""
     return isinstance(name, str) and (name in loss_classes() or is_function_name(name))
 
 
 def unknown_loss_message(name: str) -> str:
-    """Return the message about a name that no loss has."""
+    """Return the error text for an unknown loss, with the closest known name."""
     close = get_close_matches(name, [*loss_names(), *LOSS_ALIASES], 1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return (
-        f"no such loss{hint} Expected one of {', '.join(loss_names())}, an alias (docs/loss.md), or "
+        f"unknown loss{hint} Expected one of {', '.join(loss_names())}, an alias (docs/loss.md), or "
         "'path/to/file.py:function'"
     )
 
 
 def loss_class_for(values: Mapping[str, Any]) -> type[LossConfig]:
-    """Return the class of the loss that ``name`` says; of an unknown one the default's, which then refuses it."""
+    """Return the class that ``name`` selects.
+
+    An unknown name gives the class of the default loss, which then rejects the name.
+    """
     name = values.get("name", DEFAULT_LOSS)
     name = LOSS_ALIASES[name]["name"] if isinstance(name, str) and name in LOSS_ALIASES else name
     if not is_loss_name(name):
@@ -76,42 +79,44 @@ def loss_class_for(values: Mapping[str, Any]) -> type[LossConfig]:
     try:
         value: Any = reload_if_changed(name, "loss.name").function
     except FunctionError:
-        return user_loss_class()  # which says so
+        # The function cannot be loaded. This class reports that when it is validated.
+        return user_loss_class()
     return value if isinstance(value, type) and hasattr(value, "required_inputs") else user_loss_class()
 
 
 def drop_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys without those of other losses that have their default.
 
-    Configurations of when all keys were in one table, resolved ones above all, have every key of every loss.
+    Recorded configurations of earlier versions have every key of every loss in one table.
 
     Raises:
-        ValueError: a key of another loss has a value of its own; with the losses that have the key.
+        ValueError: A key of another loss is set; the text names the losses that have the key.
     """
-    return {key: value for key, value in values.items() if not _is_left_out(kind, key, value, values)}
+    return {key: value for key, value in values.items() if not _is_unset_key_of_another_loss(kind, key, value, values)}
 
 
-def _is_left_out(kind: type[LossConfig], key: str, value: Any, values: Mapping[str, Any]) -> bool:
+def _is_unset_key_of_another_loss(kind: type[LossConfig], key: str, value: Any, values: Mapping[str, Any]) -> bool:
     owners = losses_with_key(key)
     if key in user_loss_class().model_fields and not owners:
-        owners = ["a function of your own in name"]
+        owners = ["a user function in loss.name"]
     if key in kind.model_fields or not owners:
-        return False  # its own, or one that the section does not have: pydantic says so
+        # A key of this loss, or an unknown key, which pydantic rejects.
+        return False
     owner = loss_classes().get(owners[0], user_loss_class())
     if value is None or value == owner.model_fields[key].get_default(call_default_factory=True):
         return True
     name = values.get("name", DEFAULT_LOSS)
-    raise ValueError(f"{key} = {value} has no effect on the loss {name!r}; remove it or use {_listed(owners)}")
+    raise ValueError(f"{key} = {value} has no effect on the loss {name!r}; remove it or use {_join_names(owners)}")
 
 
-def _listed(names: Sequence[str]) -> str:
-    if len(names) > 6:  # a list of nearly all says nothing
+def _join_names(names: Sequence[str]) -> str:
+    if len(names) > 6:  # Almost every loss has the key, so a full list helps nobody.
         return f"{', '.join(names[:6])} or another loss that has it (docs/losses/README.md)"
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _classes() -> Iterator[type[LossConfig]]:
-    """Yield the classes whose ``name`` says which losses they are: ``name: Literal["grpo"]``."""
+    """Yield the classes whose ``name`` is a literal: ``name: Literal["grpo"]``."""
     spec = find_spec(_PACKAGE)
     assert spec is not None
     for file in pkgutil.iter_modules(spec.submodule_search_locations):

@@ -1,17 +1,12 @@
-"""``[model]``, ``[lora]``, ``[parallel]``."""
+"""The sections ``[model]``, ``[lora]`` and ``[parallel]``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import DType, Section
-from megatron_dppo.config.section import Section as _Section
-
-if TYPE_CHECKING:
-    pass
-
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -19,76 +14,85 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
 
-_ALPHA_OF_RANK = 2.0
+_DEFAULT_SCALE = 2.0
+"""Value of ``alpha / rank`` if ``alpha`` is null."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters; all else is frozen, also embeddings, output layer, norms and routers (docs/lora.md)."""
+    """Low-rank adapters (docs/lora.md).
+
+    Everything else is frozen, including embeddings, output layer, norms and routers.
+    """
 
     rank: int = Field(0, ge=0)
-    """Of each adapter; 0 = none, all weights are trained."""
+    """Rank of each adapter. 0 disables adapters and trains all weights."""
     alpha: float | None = Field(None, gt=0)
-    """A weight becomes W + alpha / rank * B A; None = 2 * rank."""
+    """Scale: a weight W becomes W + alpha / rank * B A. null uses 2 * rank."""
     target_modules: list[LoraTarget] = Field(default_factory=lambda: list(LORA_TARGETS), min_length=1)
-    """Which linear layers, in PEFT's names: of attention, and of MLPs, experts (each expert has adapters of its own)
-    and shared experts."""
+    """Linear layers that get an adapter, by PEFT's names. They cover attention, MLPs, experts and shared experts. Each
+    expert has its own adapter."""
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
-        return _ALPHA_OF_RANK if self.alpha is None else self.alpha / self.rank
+        """Factor of B A."""
+        return _DEFAULT_SCALE if self.alpha is None else self.alpha / self.rank
 
     @model_validator(mode="after")
     def _has_effect(self) -> LoraConfig:
         changed = self.changed_keys()
         if changed and not self.rank:
             raise ValueError(f"lora.{changed[0]} = {getattr(self, changed[0])!r} has no effect with rank = 0; set rank")
-        twice = sorted({name for name in self.target_modules if self.target_modules.count(name) > 1})
-        if twice:
-            raise ValueError(f"lora.target_modules names {', '.join(twice)} more than once")
+        duplicates = sorted({name for name in self.target_modules if self.target_modules.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"lora.target_modules lists {', '.join(duplicates)} more than once; list each module once")
         return self
 
 
-class ModelConfig(_Section):
-    """The policy."""
+class ModelConfig(Section):
+    """The policy model."""
 
     path: str
-    """Hugging Face folder: config.json, tokenizer files and, unless ``random_init``, safetensors weights."""
+    """Hugging Face folder with config.json, tokenizer files and, unless ``random_init``, safetensors weights."""
     random_init: bool = False
-    """Start from random weights drawn by the folder's config (only with a warm-up, or for tests)."""
+    """Start from random weights with the folder's configuration. Use it only with a warm-up or in tests."""
     reference_path: str | None = None
-    """Hugging Face folder of the reference policy of ``loss.kl_coef`` and ``reward.kl_coef``; None = the policy as it
-    is before RL."""
+    """Hugging Face folder of the reference policy for ``loss.kl_coef`` and ``reward.kl_coef``. null uses the policy's
+    weights at the start of RL."""
     dtype: DType = "bf16"
-    """Parameter dtype of training."""
+    """Data type of the parameters in training."""
     fused_head: bool = True
-    """Output layer, statistics and loss gradient in one chunked pass; False = the whole logits, for comparison."""
+    """Compute output layer, token statistics and loss gradient in one chunked pass, which never holds the full logits.
+    false computes the full logits, for comparison."""
     transformer: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of Megatron's TransformerConfig, by Megatron's name."""
+    """Further fields of Megatron's TransformerConfig, by Megatron's names."""
 
 
-class ParallelConfig(_Section):
-    """Parallel layout, in Megatron's words."""
+class ParallelConfig(Section):
+    """Parallel layout, with Megatron's names."""
 
     tensor_model_parallel_size: int = Field(1, ge=1)
-    """Ranks that split each weight and the vocabulary."""
+    """Number of ranks that split each weight and the vocabulary."""
     pipeline_model_parallel_size: int = Field(1, ge=1)
-    """Stages that split the layers."""
+    """Number of pipeline stages that split the layers."""
     virtual_pipeline_model_parallel_size: int | None = Field(None, ge=1)
-    """Chunks of layers per stage (interleaved pipeline)."""
+    """Number of layer chunks per pipeline stage (interleaved schedule). null uses the plain schedule."""
     context_parallel_size: int = Field(1, ge=1)
-    """Ranks that split each sequence."""
+    """Number of ranks that split each sequence."""
     expert_model_parallel_size: int = Field(1, ge=1)
-    """Ranks that split the experts among them."""
+    """Number of ranks that divide the experts among themselves."""
     expert_tensor_parallel_size: int | None = Field(None, ge=1)
-    """None = tensor_model_parallel_size when the expert parallel size is 1, else 1."""
+    """Number of ranks that split the weights of each expert. null uses ``tensor_model_parallel_size`` if the expert
+    parallel size is 1, otherwise 1."""
     sequence_parallel: bool | None = None
-    """None = on exactly when the tensor parallel size is above 1."""
+    """Split activations along the sequence within a tensor-parallel group. null enables it if the tensor parallel size
+    is above 1."""
     use_distributed_optimizer: bool = True
-    """Split the optimizer state over data parallelism."""
+    """Shard the optimizer state across data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients behind the backward pass."""
+    """Overlap the gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
-    """Gather updated weights behind the next forward pass; needs the two above."""
+    """Overlap the gathering of updated weights with the next forward pass. Needs ``use_distributed_optimizer`` and
+    ``overlap_grad_reduce``."""
     overlap_p2p_comm: bool | None = None
-    """None = on exactly with an interleaved pipeline (required there)."""
+    """Overlap the communication between pipeline stages with computation. null enables it for an interleaved pipeline,
+    which requires it."""

@@ -1,4 +1,4 @@
-"""Paths of a configuration, which are relative to its file where they exist there."""
+"""Paths in a configuration. A relative path is resolved against the folder of its file if it exists there."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _PATHS = (
     ("data", "eval"),
     ("warmup", "data"),
 )
+"""Keys whose values are paths or data sources."""
 
 
 _FUNCTIONS = (
@@ -29,88 +30,91 @@ _FUNCTIONS = (
     ("loss", "mask"),
     ("train", "advantage"),
 )
-"""Where a path is one only with a function behind it: ``path/to/file.py:function``."""
+"""Keys whose value is a path only in the form ``path/to/file.py:function``."""
 
 
 def resolve_paths(values: dict[str, Any], folder: Path) -> None:
-    """Make the paths of a configuration's models, data, functions and programs relative to the working directory."""
+    """Make the paths of models, data, functions and programs relative to the working directory."""
     for section, key in (*_PATHS, *_FUNCTIONS):
         table = values.get(section)
         if not isinstance(table, dict) or key not in table:
             continue
         if (section, key) in _PATHS or ".py:" in str(table[key]):
-            table[key] = _beside(table[key], folder)
+            table[key] = _resolve(table[key], folder)
     _resolve_program(values, folder, "rollout", "servers", "command")
     _resolve_served_model(values, folder)
     _resolve_program(values, folder, "agent", "command")
     _resolve_rewards(values.get("reward"), folder)
 
 
-def _resolve_program(values: dict[str, Any], folder: Path, *place: str) -> None:
-    """The path of a program and of Python files that it is given; a bare name is looked up in PATH."""
+def _resolve_program(values: dict[str, Any], folder: Path, *key_path: str) -> None:
+    """Resolve the path of a program and of its Python files; a bare name is looked up in PATH."""
     table: Any = values
-    for part in place:
+    for part in key_path:
         table = table.get(part) if isinstance(table, dict) else None
     if isinstance(table, list) and table and isinstance(table[0], str) and "/" in table[0]:
-        # Not a Path: "./serve" must keep its slash.
+        # A string, because Path would drop the "./" of "./serve", which then would be looked up in PATH.
         beside = os.path.join(folder, table[0])
         table[0] = beside if os.path.exists(beside) else table[0]
-    if isinstance(table, list) and place[0] == "agent":
-        table[1:] = [_beside(part, folder) if str(part).endswith(".py") else part for part in table[1:]]
+    if isinstance(table, list) and key_path[0] == "agent":
+        table[1:] = [_resolve(part, folder) if str(part).endswith(".py") else part for part in table[1:]]
 
 
 def _resolve_served_model(values: dict[str, Any], folder: Path) -> None:
     rollout = values.get("rollout")
     servers = rollout.get("servers") if isinstance(rollout, dict) else None
     if isinstance(servers, dict) and "model" in servers:
-        servers["model"] = _beside(servers["model"], folder)
+        servers["model"] = _resolve(servers["model"], folder)
 
 
 def _resolve_rewards(reward: Any, folder: Path) -> None:
-    """Files of several reward functions, and those in the options of built-in ones."""
+    """Resolve the files of several reward functions, and those in the options of built-in functions."""
     functions = reward.get("functions") if isinstance(reward, dict) else None
     several = [each for each in functions.values() if isinstance(each, dict)] if isinstance(functions, dict) else []
     for table in several:
         if ".py:" in str(table.get("function")):
-            table["function"] = _beside(table["function"], folder)
+            table["function"] = _resolve(table["function"], folder)
     for table in [reward, *several] if isinstance(reward, dict) else []:
         options = table.get("options")
         if table.get("function") in BUILT_IN_REWARDS and isinstance(options, dict):
-            options |= {key: _beside(options[key], folder) for key in FILE_OPTIONS if key in options}
+            options |= {key: _resolve(options[key], folder) for key in FILE_OPTIONS if key in options}
 
 
-def _beside(value: Any, folder: Path) -> Any:
-    """A path that exists in ``folder``, as seen from here; in lists and tables each. Anything else as it is."""
+def _resolve(value: Any, folder: Path) -> Any:
+    """Return a path that exists in ``folder`` relative to the working directory, and anything else unchanged.
+
+    Lists and tables are resolved element by element.
+    """
     if isinstance(value, list):
-        return [_beside(part, folder) for part in value]
+        return [_resolve(part, folder) for part in value]
     if isinstance(value, dict):
-        return {name: _beside(part, folder) for name, part in value.items()}
+        return {name: _resolve(part, folder) for name, part in value.items()}
     if not isinstance(value, str) or value.startswith(("task:", "hf:")):
         return value
     file = value.rpartition(".py:")[0] + ".py" if ".py:" in value else value  # path/to/file.py:function
     return str(folder / value) if (folder / file).exists() else value
 
 
-def read_tables(file: Path, relative_to: Path | None = None, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tables of a file with ``extends`` carried out, and with paths as seen from the working directory.
+def read_tables(file: Path, relative_to: Path | None = None, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the tables of a file with ``extends`` applied and paths relative to the working directory.
 
-    Example: ``b.toml`` holds ``extends = "a.toml"`` and ``[loss] topk = 8``; of ``[loss] name = "dppo_topk_tv"`` in
-    ``a.toml`` and its other tables nothing is lost.
+    Example: ``b.toml`` contains ``extends = "a.toml"`` and ``[loss] topk = 8``. The result keeps ``[loss] name =
+    "dppo_topk_tv"`` of ``a.toml``, and its other tables.
 
     Args:
-        file: of the configuration.
-        relative_to: the folder that its paths are relative to; None = the file's. That of a file which is extended is
-            its own.
-        seen: the files that extend this one, resolved.
+        file: Configuration file.
+        relative_to: Folder that its paths are relative to. None uses the file's own. A file that is extended always
+            uses its own.
+        extended_by: Resolved paths of the files that extend this one, for the detection of cycles.
 
     Raises:
-        ConfigError: there is no such file, or it is no TOML, or files extend each other in a circle.
+        ConfigError: The file does not exist, is not valid TOML, or files extend each other in a cycle.
     """
-    where = f" (which {str(seen[-1])!r} extends)" if seen else ""
-    place = file.resolve()
-    if place in seen:
-        circle = " -> ".join(str(path) for path in (*seen[seen.index(place) :], place))
-        raise ConfigError(f"configuration files extend each other in a circle: {circle}; take one 'extends' out")
+    where = f" (which {str(extended_by[-1])!r} extends)" if extended_by else ""
+    resolved = file.resolve()
+    if resolved in extended_by:
+        cycle = " -> ".join(str(path) for path in (*extended_by[extended_by.index(resolved) :], resolved))
+        raise ConfigError(f"configuration files extend each other in a cycle: {cycle}; remove one 'extends'")
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -125,11 +129,11 @@ def read_tables(file: Path, relative_to: Path | None = None, seen: tuple[Path, .
         return values
     if not isinstance(base, str):
         raise ConfigError(f"{file}: extends = {base!r}: expected the path of one TOML file, relative to this one")
-    return merge_tables(read_tables(file.parent / base, None, (*seen, place)), values)
+    return merge_tables(read_tables(file.parent / base, None, (*extended_by, resolved)), values)
 
 
 def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with what ``over`` says: tables key by key, anything else replaced."""
+    """Return ``base`` updated with ``over``: tables key by key, anything else replaced."""
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)

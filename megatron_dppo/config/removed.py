@@ -1,4 +1,4 @@
-"""Keys and values that were removed from the configuration, and what to use instead."""
+"""Removed keys and values of the configuration, and their replacements."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import Any, NamedTuple
 
 
 class RemovedKey(NamedTuple):
-    """A key that no section has any more."""
+    """A key that was removed from its section."""
 
     default: Any
-    """Value that changed nothing. It is accepted and dropped: ``config.toml`` of a recorded run has every key."""
-    instead: str
-    """What to use now, as a sentence."""
+    """Former default. This value is accepted and dropped, because ``config.toml`` of a recorded run has every key."""
+    replacement: str
+    """Replacement, as a sentence."""
 
 
 REMOVED_KEYS: Mapping[str, RemovedKey] = {
     "rollout.weight_sync.delta": RemovedKey(
-        default=False, instead="Remove it, and set method to 'distributed' or 'disk', which send all weights."
+        default=False, replacement="Remove it, and set method to 'distributed' or 'disk', which send all weights."
     ),
-    "distillation.weight": RemovedKey(default=None, instead="Remove it: 'reverse_kl' and 'forward_kl' have no weight."),
+    "distillation.weight": RemovedKey(
+        default=None, replacement="Remove it: 'reverse_kl' and 'forward_kl' have no weight."
+    ),
 }
 """Removed keys by their path."""
 
@@ -28,26 +30,26 @@ REMOVED_VALUES: Mapping[tuple[str, Any], str] = {
     ("distillation.divergence", "mixed_kl"): _ONE_KL,
     ("distillation.divergence", "jsd"): _ONE_KL,
 }
-"""``(path of the key, removed value)`` -> what to use now, as a sentence."""
+"""Replacement, as a sentence, for each ``(path of the key, removed value)``."""
 
 
 def removed_key_hint(path: str) -> str | None:
-    """Return that a key was removed and what to use now, or None for every other key."""
+    """Return a sentence with the replacement of a removed key, or None for any other key."""
     removed = REMOVED_KEYS.get(path)
-    return None if removed is None else f"this key was removed. {removed.instead}"
+    return None if removed is None else f"this key was removed. {removed.replacement}"
 
 
 def removed_value_hint(path: str, value: Any) -> str | None:
-    """Return that a value was removed and what to use now, or None for every other value."""
-    instead = REMOVED_VALUES.get((path, value)) if isinstance(value, str) else None
-    return None if instead is None else f"this value was removed. {instead}"
+    """Return a sentence with the replacement of a removed value, or None for any other value."""
+    replacement = REMOVED_VALUES.get((path, value)) if isinstance(value, str) else None
+    return None if replacement is None else f"this value was removed. {replacement}"
 
 
 def drop_removed_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration's tables without removed keys that have their former default.
 
     Args:
-        values: nested tables, which are not changed.
+        values: Nested tables, which stay unchanged.
     """
     result = dict(values)
     for path, removed in REMOVED_KEYS.items():
@@ -57,7 +59,7 @@ def drop_removed_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop(table: dict[str, Any], sections: list[str], key: str, default: Any) -> None:
-    """Take ``key`` out of a section if it has its default; copies the tables on the way to it."""
+    """Remove ``key`` from a section if it has its default; copy the tables on the path to it."""
     for section in sections:
         if not isinstance(table.get(section), Mapping):
             return

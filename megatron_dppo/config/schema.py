@@ -1,6 +1,7 @@
-"""The configuration: one model per TOML section. Unknown keys are errors. Loading lives in ``config.io``.
+"""The configuration: one model per TOML section. Unknown keys are errors.
 
-Keys that exist in Megatron carry Megatron's own name, so that its command-line flags work as they stand.
+Keys that exist in Megatron have Megatron's name, so that its command-line flags work unchanged. Loading is in
+``config.io``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.batch import BatchSizes
-from megatron_dppo.config.checks import check
+from megatron_dppo.config.checks import check_sections
 from megatron_dppo.config.data import DataConfig, EvalConfig
 from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.loss import AnyLoss, LossConfig
@@ -20,12 +21,12 @@ from megatron_dppo.config.removed import drop_removed_defaults
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, LogConfig, RunConfig
-from megatron_dppo.config.section import Section as _Section
+from megatron_dppo.config.section import Section
 from megatron_dppo.config.train import TrainConfig, WarmupConfig
 
 
-class Config(_Section):
-    """A whole run."""
+class Config(Section):
+    """The configuration of one run."""
 
     run: RunConfig
     model: ModelConfig
@@ -51,7 +52,7 @@ class Config(_Section):
 
     @property
     def batch(self) -> BatchSizes:
-        """Sizes of the batches of RL and of the warm-up."""
+        """Batch sizes of RL and of the warm-up."""
         return BatchSizes(
             prompts_per_step=self.rollout.prompts_per_step,
             samples_per_prompt=self.rollout.samples_per_prompt,
@@ -63,28 +64,29 @@ class Config(_Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probabilities of the reference policy are computed."""
+        """True if the run computes log-probabilities of the reference policy."""
         return "reference_logprobs" in self.loss.required_inputs or self.reward.kl_coef > 0
 
     @property
     def topk_logprobs(self) -> int:
-        """Number of most probable tokens of each position that the rollout engine reports; 0 = none."""
+        """Number of most probable tokens per position that the rollout engine returns. 0 if the loss needs none."""
         return self.loss.topk if self.loss.is_topk else 0
 
     @property
     def eval_max_new_tokens(self) -> int:
-        """``eval.max_new_tokens`` with its default."""
+        """``eval.max_new_tokens`` with its default filled in."""
         return self.eval.max_new_tokens or self.rollout.max_new_tokens
 
     @property
     def evaluates_beside_training(self) -> bool:
-        """``eval.beside_training`` with its default."""
-        beside = self.eval.beside_training
-        apart = self.rollout.engine != "local" and not self.rollout.servers.colocated
-        at_once = self.checkpoint.keep_best or self.eval.stop_at_accuracy is not None
-        return apart and not at_once if beside is None else beside
+        """``eval.beside_training`` with its default filled in."""
+        if self.eval.beside_training is not None:
+            return self.eval.beside_training
+        has_separate_gpus = self.rollout.engine != "local" and not self.rollout.servers.colocated
+        needs_result_at_once = self.checkpoint.keep_best or self.eval.stop_at_accuracy is not None
+        return has_separate_gpus and not needs_result_at_once
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
-        check(self)
+        check_sections(self)
         return self

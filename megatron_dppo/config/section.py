@@ -1,4 +1,4 @@
-"""What every section of the configuration has in common."""
+"""The base class of every section of the configuration."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ DType = Literal["fp32", "bf16", "fp16"]
 
 
 class Section(BaseModel):
-    """A frozen table of keys; an unknown key, a value of another type and a non-finite number are errors."""
+    """A frozen table of keys. An unknown key, a value of another type, or a non-finite number is an error."""
 
-    # Strict: a flag whose value was forgotten reads as true, which lax mode takes for the number 1.
+    # Strict, because a flag without its value parses as true, and lax mode would convert that to the number 1.
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
     def changed_keys(self) -> list[str]:
-        """The keys whose values are not their defaults, in the order of the section."""
-        fields = type(self).model_fields.items()
-        return [name for name, f in fields if getattr(self, name) != f.get_default(call_default_factory=True)]
+        """Return the keys whose values differ from their defaults, in the order of the section."""
+        return [
+            name
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.get_default(call_default_factory=True)
+        ]
 
     @classmethod
     def known_fields(cls) -> Mapping[str, FieldInfo]:
-        """Return every key that the section may have; a section with variants has those of all."""
+        """Return every key that the section may have; a section with variants has the keys of all."""
         return cls.model_fields

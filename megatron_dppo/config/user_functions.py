@@ -1,4 +1,4 @@
-"""A user's own loss or mask: what it declares to need, and the one copy of it that a process has."""
+"""User-defined losses and masks: their declared inputs, and one loaded copy per process."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ BuiltInAdvantage = Literal["mean", "std", "leave_one_out", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionNeeds:
-    """What a user's loss or mask needs beside pi, mu and the advantage of each token."""
+    """Inputs that a user's loss or mask needs, in addition to pi, mu and the advantage of each token."""
 
     topk: bool = False
-    """the Top-K fields of ``LossInputs``, with ``loss.topk`` ids"""
+    """The Top-K fields of ``LossInputs``, with ``loss.topk`` ids."""
     topk_gradient: bool = False
-    """``topk_logprobs`` with a gradient; only a loss"""
+    """``topk_logprobs`` with a gradient. Losses only."""
     topk_other_square: bool = False
-    """the sum of pi^2 outside the Top-K set"""
+    """The sum of pi^2 outside the Top-K set."""
     entropy_gradient: bool = False
-    """``entropy`` with a gradient (without one it is always there); only a loss"""
+    """``entropy`` with a gradient; without one it is always available. Losses only."""
     recomputed: bool = False
-    """``recomputed_logprobs``, recomputed by the trainer at the rollout's weights"""
+    """``recomputed_logprobs``, which the trainer recomputes at the rollout's weights."""
     reference: bool = False
-    """``reference_logprobs``"""
+    """``reference_logprobs``."""
     sequences: bool = False
-    """whole sequences, told apart by ``sequence_ids``: a token's result depends on other tokens of its sequence"""
+    """Complete sequences, identified by ``sequence_ids``: a token's result depends on other tokens of its sequence."""
     zero_advantage: bool = True
-    """a token whose advantage is 0 may have a gradient; False = never, so that such rows are skipped; only a loss"""
+    """True if a token with advantage 0 can have a gradient. False skips rows without an advantage. Losses only."""
 
     def __post_init__(self) -> None:
         if not self.topk and (self.topk_gradient or self.topk_other_square):
-            raise ValueError("topk_gradient and topk_other_square need topk = True, too")
+            raise ValueError("topk_gradient and topk_other_square also need topk = True; add it")
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Fields of LossInputs that other losses may do without."""
+        """Fields of LossInputs that other losses may not need."""
         fields = {
             "topk_logprobs": self.topk,
             "rollout_topk_logprobs": self.topk,
@@ -56,7 +56,7 @@ class FunctionNeeds:
 
 
 def needs(**what: bool) -> Callable[[_F], _F]:
-    """Declare what a user's loss or mask needs; the keywords are the fields of ``FunctionNeeds``.
+    """Declare the inputs of a user's loss or mask; the keywords are the fields of ``FunctionNeeds``.
 
     Example:
         >>> @needs(topk=True)
@@ -66,8 +66,8 @@ def needs(**what: bool) -> Callable[[_F], _F]:
         True
 
     Raises:
-        TypeError: an unknown keyword.
-        ValueError: they contradict each other.
+        TypeError: A keyword is unknown.
+        ValueError: Two keywords contradict each other.
     """
     declared = FunctionNeeds(**what)
 
@@ -80,75 +80,85 @@ def needs(**what: bool) -> Callable[[_F], _F]:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A loaded function."""
+    """A loaded user function."""
 
     name: str
+    """``path/to/file.py:function`` or ``module:function``."""
     setting: str
-    """the key that named it"""
+    """Key that names the function, such as ``loss.mask``."""
     needs: FunctionNeeds
+    """Declared inputs."""
     content_hash: str
-    """SHA-256 of its file; empty for a module's function"""
+    """SHA-256 of its file. Empty for a function of a module."""
     function: Callable[..., Any] = field(compare=False)
+    """The callable."""
 
 
 _LOADED: dict[tuple[str, str], UserFunction] = {}
 
 
 def get_user_function(name: str, setting: str) -> UserFunction:
-    """The function as ``load_user_function`` has loaded it; loaded now in a process that has not.
+    """Return the function that ``load_user_function`` loaded; load it first in a new process.
 
     Raises:
-        FunctionError: see ``load_function``.
+        FunctionError: See ``load_function``.
     """
     return _LOADED.get((name, setting)) or _load(name, setting, content_hash(name))
 
 
 def reload_if_changed(name: str, setting: str) -> UserFunction:
-    """Return the loaded function, or load it again where its file has changed.
+    """Return the loaded function, or load it again if its file has changed.
 
     Raises:
-        FunctionError: see ``load_function``.
+        FunctionError: See ``load_function``.
     """
     try:
         content = content_hash(name)
     except OSError:
         content = ""
-    found = _LOADED.get((name, setting))
-    return _load(name, setting, content) if found is None or found.content_hash != content else found
+    current = _LOADED.get((name, setting))
+    if current is None or current.content_hash != content:
+        return _load(name, setting, content)
+    return current
 
 
 def load_user_function(
-    name: str, setting: str, options: Mapping[str, Any], takes: Sequence[str] = ("inputs",), offers: Sequence[str] = ()
+    name: str,
+    setting: str,
+    options: Mapping[str, Any],
+    *,
+    positional: Sequence[str] = ("inputs",),
+    optional: Sequence[str] = (),
 ) -> UserFunction:
-    """Load a function, or give the loaded one where its file has not changed.
+    """Return a user function, loaded again if its file has changed, after a check of its arguments.
 
     Args:
-        name: of the function.
-        setting: what named it.
-        options: what it gets by name.
-        takes: its positional arguments.
-        offers: what it also gets by name where it has such a parameter.
+        name: ``path/to/file.py:function`` or ``module:function``.
+        setting: Key that names the function.
+        options: Keyword arguments.
+        positional: Names of the positional arguments.
+        optional: Keyword arguments that are passed only if the function has such a parameter.
 
     Raises:
-        FunctionError: it cannot be imported, cannot be called with these arguments, or declares needs of another type.
+        FunctionError: It cannot be imported, cannot be called with these arguments, or declares needs of another type.
     """
-    found = reload_if_changed(name, setting)
-    extra = dict.fromkeys(offer for offer in offers if has_parameter(found.function, offer))
-    check_arguments(found.function, name, setting, takes, {**extra, **options})
-    return found
+    user_function = reload_if_changed(name, setting)
+    extra = dict.fromkeys(key for key in optional if has_parameter(user_function.function, key))
+    check_arguments(user_function.function, name, setting, positional, {**extra, **options})
+    return user_function
 
 
 def load_user_mask(name: str, options: Mapping[str, Any]) -> None:
     """Load the function in ``loss.mask``.
 
     Raises:
-        FunctionError: see ``load_user_function``; or it declares what only a loss can need.
+        FunctionError: See ``load_user_function``; or it declares an input that only a loss can have.
     """
     needs = load_user_function(name, "loss.mask", options).needs
     if needs.topk_gradient or needs.entropy_gradient or not needs.zero_advantage:
         raise FunctionError(
-            f"loss.mask = {name!r} declares topk_gradient, entropy_gradient or zero_advantage: a mask has no gradient, "
-            "so they would do nothing; take them out"
+            f"loss.mask = {name!r} declares topk_gradient, entropy_gradient or zero_advantage, which have no effect: "
+            "a mask has no gradient. Remove them from its declaration"
         )
 
 
@@ -157,7 +167,7 @@ def _load(name: str, setting: str, content: str) -> UserFunction:
     declared = getattr(function, _ATTRIBUTE, FunctionNeeds())
     if not isinstance(declared, FunctionNeeds):
         raise FunctionError(
-            f"{setting} = {name!r} has {_ATTRIBUTE} = {declared!r}; declare its needs by the decorator "
+            f"{setting} = {name!r} has {_ATTRIBUTE} = {declared!r}; declare its needs with the decorator "
             "megatron_dppo.losses.needs(topk=True, ...)"
         )
     _LOADED[(name, setting)] = UserFunction(name, setting, declared, content, function)
@@ -165,14 +175,14 @@ def _load(name: str, setting: str, content: str) -> UserFunction:
 
 
 def check_advantage(name: str, options: Mapping[str, Any]) -> None:
-    """Whether ``train.advantage`` is one that there is, and whether its options are of use.
+    """Check that ``train.advantage`` exists, loads if it is a user function, and uses its options.
 
     Raises:
-        ValueError: it is not.
+        ValueError: The name is unknown, the function cannot be used, or the options have no effect.
     """
     if is_function_name(name):
         try:
-            load_user_function(name, "train.advantage", options, ("rewards", "valid"), offers=("groups",))
+            load_user_function(name, "train.advantage", options, positional=("rewards", "valid"), optional=("groups",))
         except FunctionError as error:
             raise ValueError(str(error)) from error
     elif name not in get_args(BuiltInAdvantage):
@@ -180,6 +190,6 @@ def check_advantage(name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"advantage = {name!r}: expected {known} or 'path/to/file.py:function'")
     elif options:
         raise ValueError(
-            f"advantage_options = {dict(options)} has no effect on advantage = {name!r}; remove it, or name a function "
-            "of your own"
+            f"advantage_options = {dict(options)} has no effect on advantage = {name!r}; remove it, or set advantage "
+            "to a user function"
         )

@@ -106,7 +106,7 @@ def test_offloading_is_something_to_search() -> None:
             ["--optimizer-cpu-offload"],
             "optimizer.optimizer_cpu_offload = true .* Set use_precision_aware_optimizer = true",
         ),
-        (["--use-precision-aware-optimizer", "--model.dtype=fp32"], "with model.dtype = 'fp32' .* of bf16 weights"),
+        (["--use-precision-aware-optimizer", "--model.dtype=fp32"], "with model.dtype = 'fp32' .* for bf16 weights"),
         (["--use-precision-aware-optimizer", "--no-use-distributed-optimizer"], "use_distributed_optimizer = false"),
         ([*OFFLOAD["optimizer"], "--exp-avg-dtype=bf16"], "exp_avg_dtype = 'bf16': only Transformer Engine's Adam"),
         (["--main-params-dtype=fp16"], "optimizer.main_params_dtype = 'fp16': only Transformer Engine's Adam"),

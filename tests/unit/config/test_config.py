@@ -121,7 +121,7 @@ def test_one_key_of_the_warmup_optimizer_leaves_its_other_defaults(path: Path) -
         (["--run.num_steps", "3", "4"], "unexpected argument '4'"),
         (["--run.num_steps"], "--run.num_steps needs a value"),
         (["--run.output_dir", "--lr", "1"], "--run.output_dir needs a value"),
-        (["--run.output_dir.x", "1"], "'output_dir' is a value, not a section"),
+        (["--run.output_dir.x", "1"], "'output_dir' is a key, not a section"),
         (["--bf16=false"], "--bf16 takes no value, got 'false'"),
         (["--no-sequence-parallel=true"], "--no-sequence-parallel takes no value"),
         (["--lr"], "optimizer.lr = True: Input should be a valid number"),
@@ -202,7 +202,7 @@ def test_thresholds_default_by_the_variant(loss: dict[str, Any], expected: tuple
 @pytest.mark.parametrize(
     ("sections", "part"),
     [
-        ({"loss": {"divergence_threshold_low": 1.1}}, "a total variation never exceeds 1"),
+        ({"loss": {"divergence_threshold_low": 1.1}}, "a total variation is at most 1"),
         ({"loss": {"divergence_threshold_high": 0}}, "loss.divergence_threshold_high = 0"),
         ({"loss": {"name": "grpo", "divergence_threshold_high": 0.1}}, "no effect on the loss 'grpo'"),
         ({"loss": {"clip_ratio_low": 0.1}}, "clip_ratio_low = 0.1 has no effect on the loss 'dppo_binary_tv'"),
@@ -212,17 +212,17 @@ def test_thresholds_default_by_the_variant(loss: dict[str, Any], expected: tuple
         ({"loss": {"topk": 5}}, "topk = 5 has no effect"),
         ({"loss": {"topk_eviction": True}}, "topk_eviction = True has no effect"),
         ({"loss": {"mismatch_high": 3.0}}, "use mismatch other than 'none'"),
-        ({"loss": {"mismatch": "truncate"}}, "capped by ratio_cap"),
+        ({"loss": {"mismatch": "truncate"}}, "ratio_cap caps its weight"),
         ({"loss": {"mismatch": "mask_token", "mismatch_low": 3.0}}, "mismatch_low = 3.0 is above the upper limit 2.0"),
         ({"loss": {"name": "cispo", "ratio_floor": 6.0}}, "ratio_floor = 6.0 is above the upper limit 5.0"),
         ({"loss": {"name": "gspo", "form": "reinforce"}}, "form = 'reinforce' does not exist for 'gspo'"),
         ({"loss": {"name": "gspo", "aggregation": "token_mean"}}, "gspo is defined by seq_mean_token_mean"),
-        ({"loss": {"aggregation": "token_sum_norm"}}, "need horizon; the longest response"),
+        ({"loss": {"aggregation": "token_sum_norm"}}, "only the *_norm aggregations use horizon, and they need it"),
         ({"loss": {"horizon": 8}}, "horizon = 8 with aggregation = 'token_mean'"),
         ({"optimizer": {"min_lr": 1e-2}}, "min_lr = 0.01 is above lr = 0.001"),
         ({"rollout": {"return_logprobs": False}}, "rollout.return_logprobs = false"),
         ({"train": {"mini_batches": 3}}, "16 * 8 = 128 samples cannot be split into train.mini_batches = 3"),
-        ({"model": {"random_init": True}}, "set warmup.num_steps"),
+        ({"model": {"random_init": True}}, "Set warmup.num_steps"),
         ({"train": {"layer_noise": {"lr": 0.1}}}, "layer_noise.lr = 0.1 has no effect with std = 0"),
         ({"train": {"layer_noise": {"std": 1e-6, "learn": False, "lr": 0.1}}}, "no effect with learn = false"),
         ({"train": {"layer_noise": {"std": 1e-6, "start_layer": 3, "end_layer": 3}}}, "is not above start_layer = 3"),
@@ -237,12 +237,12 @@ def test_values_that_do_not_fit_each_other_are_refused(sections: dict[str, Any],
 def test_losses_with_recomputed_logprobs_are_refused_for_rollouts_of_older_weights() -> None:
     for name in ("minirl", "ppo_decoupled", "dppo_recompute_binary_kl"):
         assert config(loss={"name": name}).loss.uses_recomputed_logprobs
-        with pytest.raises(ConfigError, match="those are gone when an older batch is trained on"):
+        with pytest.raises(ConfigError, match="which no longer exist when an older batch is trained on"):
             config(loss={"name": name}, train={"max_staleness": 1})
 
 
 def test_the_length_of_a_run_is_said_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"num_steps = 10 beside num_epochs = 2.0; set one of them"):
+    with pytest.raises(ConfigError, match=r"num_steps = 10 and num_epochs = 2.0 are both set; set one of them"):
         config(run={"num_epochs": 2.0})
     file = tmp_path / "run.toml"
     file.write_text(dump_toml(config()))
@@ -321,9 +321,9 @@ def test_a_filtered_rollout_is_refused_where_the_engine_cannot_tell_what_it_kept
         for values in ({"top_p": 0.9}, {"top_k": 5000}, {"min_p": 0.1}):
             message = refused_rollout({**values, "engine": engine})
             name, value = next(iter(values.items()))
-            assert f"{name} = {value}" in message and "Set top_k from 2 to 4096" in message
+            assert f"{name} = {value}" in message and "Set top_k between 2 and 4096" in message
     for engine in ("local", "sglang", "vllm"):
-        assert "top_k = 1: every token" in refused_rollout({"top_k": 1, "engine": engine})
+        assert "top_k = 1 allows only one token" in refused_rollout({"top_k": 1, "engine": engine})
     for values in ({"engine": "local"}, {"top_k": 4096, "engine": "sglang"}, {"top_k": 4096, "engine": "vllm"}):
         config = minimal()
         config["rollout"] |= {"top_p": 0.9, **values}

@@ -39,7 +39,7 @@ def test_files_that_extend_each_other_or_nothing_are_refused(tmp_path: Path) -> 
     a, b = tmp_path / "a.toml", tmp_path / "b.toml"
     a.write_text('extends = "b.toml"\n')
     b.write_text('extends = "a.toml"\n')
-    with pytest.raises(ConfigError, match=r"circle: .*a.toml -> .*b.toml -> .*a.toml"):
+    with pytest.raises(ConfigError, match=r"cycle: .*a.toml -> .*b.toml -> .*a.toml"):
         load_config(a)
     a.write_text('extends = "c.toml"\n')
     with pytest.raises(ConfigError, match=r"c.toml' \(which .*a.toml' extends\) does not exist"):
@@ -83,7 +83,7 @@ def test_an_unknown_key_brings_the_right_one(wrong: str, right: str) -> None:
 
 def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "verl/dppo_tv"]) == 0 and "dppo_binary_tv" in capsys.readouterr().out
-    assert main(["help", "--lr"]) == 0 and "Highest learning rate" in capsys.readouterr().out
+    assert main(["help", "--lr"]) == 0 and "Peak learning rate" in capsys.readouterr().out
     assert main(["help"]) == 0 and "[rollout.servers]" in capsys.readouterr().out
     assert main(["help", "optimiser.lr"]) == 2 and "did you mean 'optimizer.lr'" in capsys.readouterr().err
 

@@ -128,7 +128,7 @@ def test_overlapped_p2p_is_on_exactly_with_an_interleaved_pipeline() -> None:
         (2, MOE, {"pp": 2, "vpp": 3}, "8 layers are not a multiple of ... = 6 (8 / 6"),
         (4, replace(MOE, num_experts=6), {"ep": 4}, "6 experts ... expert_model_parallel_size = 4 (6 / 4 = 1.5)"),
         (2, DENSE, {"ep": 2}, "expert_model_parallel_size = 2, but the model has no experts"),
-        (2, MOE, {"vpp": 2}, "virtual_pipeline_model_parallel_size = 2 needs pipeline_model_parallel_size > 1"),
+        (2, MOE, {"vpp": 2}, "virtual_pipeline_model_parallel_size = 2 needs pipeline_model_parallel_size above 1"),
         (4, MOE, {"tp": 2, "etp": 1}, "expert_tensor_parallel_size = 1 with tensor_model_parallel_size = 2 and"),
         (4, MOE, {"etp": 2}, "expert_tensor_parallel_size = 2 with tensor_model_parallel_size = 1 and"),
         (4, MOE, {"pp": 2, "overlap_p2p_comm": True}, "overlap_p2p_comm = true needs an interleaved pipeline"),

@@ -484,7 +484,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: config(agent={"command": ["a"], "function": "a:b"}), "both set"),
     (lambda: config(agent={"command": []}), "names no program"),
     (lambda: config(agent={"timeout_seconds": 3.0}), "has no effect without an agent"),
-    (lambda: config(agent={"command": ["a"]}, rollout={"generate": "a:b"}), "both make the responses"),
+    (lambda: config(agent={"command": ["a"]}, rollout={"generate": "a:b"}), "both produce the responses"),
     (lambda: config(agent={"command": ["a"], "max_running": 3}), "with rollout.engine = 'local'"),
     (lambda: config(agent={"command": ["a"]}, data={"system_prompt": "x"}), "data.system_prompt has no effect"),
     (lambda: AgentFunction(AgentConfig(command=["no-such-program"]), {}), "no program 'no-such-program'"),

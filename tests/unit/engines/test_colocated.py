@@ -35,9 +35,9 @@ def test_what_needs_the_gpus_twice_is_refused() -> None:
     assert not colocated().evaluates_beside_training
     assert colocated(rollout={"abort_slowest": True, "oversample": 2.0, "partial_rollouts": 1})
     for change, words in (
-        ({"method": "distributed"}, "NCCL refuses two processes on one GPU. Set it to 'ipc'"),
+        ({"method": "distributed"}, "NCCL refuses two processes on one GPU. Set method to 'ipc'"),
         ({"train": {"max_staleness": 1}}, "Set train.max_staleness = 0"),
-        ({"eval": {"beside_training": True}}, "leave eval.beside_training out"),
+        ({"eval": {"beside_training": True}}, "remove eval.beside_training"),
         ({"rollout": {"engine": "local"}}, r"\[rollout.servers\] has no effect with rollout.engine = 'local'"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -360,7 +360,7 @@ def test_a_head_without_gradient_is_refused() -> None:
         ({"kl_estimator": "k1"}, "kl_estimator = k1 has no effect .* kl_coef above 0"),
         ({"kl_anchor": "rollout"}, "kl_anchor = rollout has no effect .* kl_coef above 0"),
         ({"name": "prime_rl/2026-04", "kl_coef": 0.0, "kl_estimator": "k2"}, "kl_estimator = k2 has no effect"),
-        ({"name": "xyz"}, r"no such loss\. Expected one of"),
+        ({"name": "xyz"}, r"unknown loss\. Expected one of"),
     ],
 )
 def test_keys_without_effect_are_refused(keys: dict[str, object], match: str) -> None:

@@ -250,8 +250,8 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("@needs(zero_advantage=False)\ndef f(x): ...", {"mask": "FILE:f"}, "a mask has no gradient"),
     ("@needs(topk_gradient=True)\ndef f(x): ...", {"name": "FILE:f"}, "need topk = True"),
     ("@needs(top=True)\ndef f(x): ...", {"name": "FILE:f"}, "unexpected keyword argument 'top'"),
-    ("def f(x): ...\nf.function_needs = {}", {"name": "FILE:f"}, "declare its needs by the decorator"),
-    ("", {"name": "dppo_binary"}, "no such loss; did you mean 'dppo_binary_"),
+    ("def f(x): ...\nf.function_needs = {}", {"name": "FILE:f"}, "declare its needs with the decorator"),
+    ("", {"name": "dppo_binary"}, "unknown loss; did you mean 'dppo_binary_"),
 ]
 
 

@@ -40,7 +40,7 @@ def configured(section: str, **changes: Any) -> Config:
         ("model", {"fused_head": False}, "model.fused_head"),
         ("train", {"router_replay": "rollout"}, "train.router_replay = 'rollout' (expected 'off'"),
         ("eval", {"beside_training": True}, "eval.beside_training"),
-        ("train", {"layer_noise": {"std": 1e-6}}, "train.layer_noise.std = 1e-06 (expected 0, or train.max_first"),
+        ("train", {"layer_noise": {"std": 1e-6}}, "train.layer_noise.std = 1e-06 (expected 0, or set train.max_first"),
         ("parallel", {"tensor_model_parallel_size": 4}, "parallel.tensor_model_parallel_size = 4 (expected at most 2)"),
         ("parallel", {"pipeline_model_parallel_size": 2}, "parallel.pipeline_model_parallel_size = 2"),
         ("parallel", {"context_parallel_size": 2}, "parallel.context_parallel_size = 2"),
@@ -49,7 +49,7 @@ def configured(section: str, **changes: Any) -> Config:
 def test_what_it_does_not_go_with_is_named(section: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError) as caught:
         configured(section, **changes)
-    assert "rollout.batch_invariant = true does not go with" in str(caught.value) and words in str(caught.value)
+    assert "rollout.batch_invariant = true is incompatible with" in str(caught.value) and words in str(caught.value)
 
 
 def test_all_that_is_wrong_is_named_at_once_and_the_rest_is_fine() -> None:

@@ -53,20 +53,20 @@ SERVED: dict[str, Any] = {"teacher_urls": ["http://127.0.0.1:1"]}
         ),
         (
             {"distillation": TEACHER | {"divergence": "reverse_kl"}, "rollout": {"top_p": 0.9}},
-            "with rollout.top_p = 0.9: what the filter left is not the whole vocabulary",
+            "with rollout.top_p = 0.9: the filter leaves only part of the vocabulary",
         ),
         (
             {"distillation": TEACHER | {"task_reward": False}, "rollout": {"dynamic_sampling": True}},
-            "the teacher is the only signal here",
+            "only the teacher gives a signal here",
         ),
-        ({"reward": {"function": "none"}}, "nothing says what is better"),
-        ({"distillation": SERVED | {"teacher_weights": "by_layer"}}, "no effect on teacher_urls"),
-        ({"distillation": SERVED | TEACHER}, "is one in the trainer; remove one of them"),
-        ({"distillation": TEACHER | {"teacher_engine": "vllm"}}, "belongs to a teacher behind servers"),
+        ({"reward": {"function": "none"}}, "there is no training signal"),
+        ({"distillation": SERVED | {"teacher_weights": "by_layer"}}, "no effect with teacher_urls"),
+        ({"distillation": SERVED | TEACHER}, "loads the teacher in the trainer; remove one of them"),
+        ({"distillation": TEACHER | {"teacher_engine": "vllm"}}, "applies to teacher servers"),
         ({"distillation": {"teacher_engine": "vllm"}}, "set teacher_path or teacher_urls"),
-        ({"distillation": SERVED | {"divergence": "forward_kl"}}, "not those of the whole vocabulary"),
+        ({"distillation": SERVED | {"divergence": "forward_kl"}}, "not of the full vocabulary"),
         ({"distillation": SERVED, "rollout": {"temperature": 0.7}}, "log-probabilities at temperature 1"),
-        ({"distillation": SERVED, "rollout": {"top_p": 0.7}}, "which the teacher's distribution is over"),
+        ({"distillation": SERVED, "rollout": {"top_p": 0.7}}, "but the teacher's distribution covers all of it"),
     ],
 )
 def test_what_does_nothing_or_does_not_fit_is_refused(sections: dict[str, Any], part: str) -> None:

@@ -254,16 +254,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("reward_model", MODEL | {"url": []}, "options.url = []"),
     ("reward_model", MODEL | {"endpoint": "classify"}, "options.endpoint = 'classify'"),
     ("reward_model", MODEL | {"output": "softmax"}, "set options.index"),
-    ("reward_model", MODEL | {"endpoint": "vllm_score", "tokenizer": "x"}, "scores two texts by one number"),
-    ("reward_model", MODEL | {"indx": 1}, "options.indx: unknown; function = 'reward_model' takes url"),
+    ("reward_model", MODEL | {"endpoint": "vllm_score", "tokenizer": "x"}, "returns one number for two texts"),
+    ("reward_model", MODEL | {"indx": 1}, "options.indx: unknown option; function = 'reward_model' accepts url"),
     ("judge", JUDGE | {"prompt": "?"}, "options.prompt has no {completion}"),
-    ("judge", JUDGE | {"prompt_file": "x"}, "set one of options.prompt and options.prompt_file"),
-    ("judge", JUDGE | {"pattern": "(a)(b)"}, "has 2 groups; it needs one"),
-    ("judge", JUDGE | {"pattern": "("}, "is no regular expression"),
+    ("judge", JUDGE | {"prompt_file": "x"}, "set exactly one of options.prompt and options.prompt_file"),
+    ("judge", JUDGE | {"pattern": "(a)(b)"}, "has 2 groups; expected one"),
+    ("judge", JUDGE | {"pattern": "("}, "is not a valid regular expression"),
     ("judge", {k: v for k, v in JUDGE.items() if k != "pattern"}, "set options.pattern or options.choices"),
     ("judge", JUDGE | {"limits": [2.0, 1.0]}, "options.limits = [2.0, 1.0]: expected [lowest, highest]"),
-    ("judge", JUDGE | {"rescale": True}, "needs options.limits"),
-    ("judge", JUDGE | {"samples": 2}, "set a temperature"),
+    ("judge", JUDGE | {"rescale": True}, "has no effect without options.limits"),
+    ("judge", JUDGE | {"samples": 2}, "set options.temperature above 0"),
 ]
 
 

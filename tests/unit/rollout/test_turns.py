@@ -224,13 +224,13 @@ def test_settings_that_do_not_fit_are_refused() -> None:
     servers = {"engine": "sglang"}
     for rollout, train, words in (
         ({"order": "completed"}, {"max_staleness": 2}, "order = 'completed' needs inference servers"),
-        (servers | {"order": "completed"}, {"max_staleness": 1}, "Set max_staleness = 2 or more"),
+        (servers | {"order": "completed"}, {"max_staleness": 1}, "Set max_staleness to at least 2"),
         (servers | {"abort_slowest": True}, {}, "no effect with oversample = 1"),
         (servers | {"partial_rollouts": 1}, {}, "no effect without abort_slowest"),
         (
             servers | {"abort_slowest": True, "oversample": 2, "order": "completed"},
             {"max_staleness": 2},
-            "waits for no slow group",
+            "never waits for a slow one",
         ),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -55,9 +55,9 @@ def test_sources_beside_the_configuration_are_found_in_lists_and_tables(tmp_path
 @pytest.mark.parametrize(
     ("data", "part"),
     [
-        ({"train": []}, "name at least one source"),
-        ({"train": ""}, "name at least one source"),
-        ({"eval": {}}, "leave data.eval out"),
+        ({"train": []}, "expected at least one source"),
+        ({"train": ""}, "expected at least one source"),
+        ({"eval": {}}, "remove data.eval"),
         ({"eval": {"a/b": "x.jsonl"}}, "'a/b' becomes part of a metric"),
         ({"overlong_prompts": "cut"}, "'error', 'drop' or 'truncate_left'"),
     ],

@@ -24,7 +24,7 @@ def test_it_needs_an_evaluation_whose_result_is_there_at_once() -> None:
     assert config().eval.stop_at_accuracy is None
     assert config("--eval.stop_at_accuracy", "0.9").eval.stop_at_accuracy == 0.9
     for overrides, text in (
-        (["--eval.beside_training", "true"], "Choose one of them"),
+        (["--eval.beside_training", "true"], "Remove one of them"),
         (["--data.eval", "null"], "no data.eval: nothing is evaluated"),
         (["--eval.every", "0"], "eval.every = 0: nothing is evaluated"),
     ):
