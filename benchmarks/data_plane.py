@@ -33,7 +33,7 @@ from made_answers import CONTRACT, MAKERS, SHAPE, K, columns, request_of
 
 from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.data.training_samples import pack, to_samples
-from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
+from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.engines.servers.contract import check_generation
 from megatron_dppo.engines.servers.http import Deadlines, decode_body
 from megatron_dppo.engines.sglang import wire as sglang
@@ -71,14 +71,14 @@ def serving(engine: str, length: int) -> Any:
 
 async def received(engine: str, url: str, request: Any, count: int) -> tuple[list[Generation], float]:
     """So many answers through a process that reads them, four at a time, and the CPU seconds that this process took."""
-    settings = AnswerSettings(engine=engine, urls=[url], api_key=None, deadlines=Deadlines(), contract=CONTRACT)  # type: ignore[arg-type]
-    answers, server = AnswerProcesses(1, settings), SimpleNamespace(url=url)
-    await answers.ask(server, request)  # type: ignore[arg-type]
+    settings = ClientProcessSettings(engine=engine, urls=[url], api_key=None, deadlines=Deadlines(), contract=CONTRACT)  # type: ignore[arg-type]
+    clients, server = ClientProcesses(1, settings), SimpleNamespace(url=url)
+    await clients.generate(server, request)  # type: ignore[arg-type]
     begin, found = time.process_time(), []
     for _ in range(count // 4):
-        found += await asyncio.gather(*(answers.ask(server, request) for _ in range(4)))  # type: ignore[arg-type]
+        found += await asyncio.gather(*(clients.generate(server, request) for _ in range(4)))  # type: ignore[arg-type]
     seconds = time.process_time() - begin
-    await answers.close()
+    await clients.close()
     return found, seconds
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from megatron_dppo.engines.answers import AnswerProcesses
+from megatron_dppo.engines.client_processes import ClientProcesses
 from megatron_dppo.engines.servers.contract import Contract, checked
 from megatron_dppo.engines.servers.pool import PoolCounts, ServerPool
 from megatron_dppo.engines.servers.responder import (
@@ -24,36 +24,43 @@ from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo.types.token_columns import asked_columns
 
-WORTH_ASKING_ONCE = 512
-"""Tokens of a prompt: the routes of a shorter one, in each answer, cost less than one request more."""
+MIN_SHARED_PROMPT_TOKENS = 512
+"""Prompt tokens from which siblings share the routes of their prompt. The routes of a shorter prompt in each response
+cost less than one more request."""
+_STOP_SECONDS = 30.0
+"""Limit for stopping requests; the tokens of a request that still runs then are lost."""
+_ABORT_INTERVAL = 0.2
+"""Seconds between two aborts of requests that have not returned."""
 
 T = TypeVar("T")
-_STOP_SECONDS = 30.0
-"""Limit of stopping requests; the tokens of one that still runs are given up."""
-_STOP_AGAIN = 0.2
 
 
-def contract_of(hf_config: Any, tokenizer: Any) -> Contract:
-    """What answers of servers of a model have to keep."""
+def build_contract(hf_config: Any, tokenizer: Any) -> Contract:
+    """Return the contract for responses of servers with this model."""
     return Contract(vocab_size=hf_config.vocab_size, end_tokens=tuple(sorted(end_tokens(hf_config, tokenizer))))
 
 
 class ServerEngine:
-    """A ``RolloutEngine`` over a ``ServerPool``. Any thread may call it; servers belong to the thread in here.
+    """A ``RolloutEngine`` over a ``ServerPool``. Any thread may call it; the servers belong to its own thread.
 
-    The seed of a request is a function of ``SamplingParams.seed``, of the place of its prompt in the call, and of how
-    often the response was continued. Servers sample by it only where they are started so (SGLang:
-    ``--enable-deterministic-inference``), and then by what else runs at the time, so rollouts do not repeat to the bit.
+    The seed of a request is a function of ``SamplingParams.seed``, the index of its prompt in the call, and the number
+    of times the response was continued. Servers use it only with an option (SGLang:
+    ``--enable-deterministic-inference``). What else runs on the server still has an effect, so rollouts are not
+    reproducible to the bit.
 
-    A response that is stopped goes on, also under new weights; its ``policy_versions`` say which token is whose.
+    A response that is stopped continues later, also under new weights. Its ``policy_versions`` record which weights
+    sampled which token.
 
     Args:
         servers: clients that were not used in another event loop; ``close`` closes them.
-        tokenizer: decodes responses, names the end-of-sequence token.
-        hf_config: the model's transformers config.
+        tokenizer: decodes responses and has the end-of-sequence token.
+        hf_config: transformers config of the model.
         max_in_flight: see ``ServerPool``, as for the next three.
-        function: a user's ``rollout.generate``; None = one response to each prompt.
-        answers: asks the servers in place of this process; ``close`` closes it.
+        health_seconds: see ``ServerPool``.
+        patience_seconds: see ``ServerPool``.
+        first: see ``ServerPool``.
+        function: user function ``rollout.generate``; None for one response per prompt.
+        client_processes: processes that send the requests; ``close`` closes them. None sends them from this process.
     """
 
     def __init__(
@@ -67,69 +74,73 @@ class ServerEngine:
         patience_seconds: float = 60.0,
         first: int = 0,
         function: GenerateFunction | None = None,
-        answers: AnswerProcesses | None = None,
+        client_processes: ClientProcesses | None = None,
     ) -> None:
-        self._servers, self._answers = list(servers), answers
-        contract = contract_of(hf_config, tokenizer)
-        self._end = contract.end_tokens
+        self._servers = list(servers)
+        self._client_processes = client_processes
+        contract = build_contract(hf_config, tokenizer)
+        self._end_tokens = contract.end_tokens
         self._routing = routing_shape(hf_config)
         self._pool = ServerPool(
             servers,
-            checked(contract) if answers is None else answers.ask,
+            checked(contract) if client_processes is None else client_processes.generate,
             max_in_flight=max_in_flight,
             health_seconds=health_seconds,
             patience_seconds=patience_seconds,
             first=first,
         )
-        self._responder = Responder(self._pool, tokenizer, self._end, function)
+        self._responder = Responder(self._pool, tokenizer, self._end_tokens, function)
         self._held: dict[int, GroupState] = {}
-        self._under_way: dict[int, list[InFlightResponse]] = {}
-        self._paused = False
+        """Responses of incomplete groups that are not in flight, by key."""
+        self._in_flight: dict[int, list[InFlightResponse]] = {}
+        """Responses of the groups in flight, by key."""
+        self._is_paused = False
         self._thread = LoopThread("rollout")
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that a request gets now; -1 before the first ``use_version``."""
+        """Version of the weights for new requests; -1 before the first ``use_version``."""
         return self._pool.version
 
     def take_counts(self) -> PoolCounts:
-        """Retries and lost servers since the last call."""
-        counts, self._pool.counts = self._pool.counts, PoolCounts()
+        """Return the pool's counts since the last call, and reset them."""
+        counts = self._pool.counts
+        self._pool.counts = PoolCounts()
         return counts
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop that the servers belong to, such as a weight sync."""
+        """Run a coroutine, such as a weight sync, in the event loop that the servers belong to."""
         return self._thread.run(coroutine)
 
     def pause(self) -> None:
-        """See ``ServerPool.pause``; ``use_version`` ends it. Again, it does nothing."""
-        if not self._paused:
+        """See ``ServerPool.pause``; ``use_version`` ends the pause. A second call does nothing."""
+        if not self._is_paused:
             self.run(self._pool.pause())
-        self._paused = True
+        self._is_paused = True
 
     def use_version(self, version: int, urls: Iterable[str]) -> None:
         """See ``ServerPool.use_version``."""
 
         async def use() -> None:
             self._pool.use_version(version, urls)
-            if self._paused:
-                self._pool.proceed()
+            if self._is_paused:
+                self._pool.resume()
 
         self.run(use())
-        self._paused = False
+        self._is_paused = False
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """One completion a prompt, in order.
+        """Return one completion per prompt, in order.
 
         Raises:
             ServerError: see ``ServerPool.generate``.
-            GenerateError: the user's function failed.
-            ValueError: routed experts are asked of a dense model.
+            GenerateError: the user function failed.
+            ValueError: ``params`` ask a dense model for routed experts.
         """
         samples = [self._sample(prompt, params, i) for i, prompt in enumerate(prompts)]
 
         async def run() -> None:
-            await _all([self._responder.complete(sample) for sample in samples])
+            await _gather_or_cancel([self._responder.complete(sample) for sample in samples])
 
         self.run(run())
         return [sample.completion for sample in samples if sample.completion is not None]
@@ -140,27 +151,31 @@ class ServerEngine:
         """See ``RolloutEngine.submit``; returns at once.
 
         Raises:
-            ValueError: routed experts are asked of a dense model.
+            ValueError: ``params`` ask a dense model for routed experts.
         """
         futures: list[SampledFuture] = [Future() for _ in groups]
-        fresh, sizes = 0, []
+        samples_by_group = []
+        first_index = 0
         for group in groups:
             routes = self._prompt_routes(group, params)
-            sizes.append([self._sample(group.prompt, params, fresh + i, routes) for i in range(group.siblings)])
-            fresh += group.siblings
+            samples_by_group.append(
+                [self._sample(group.prompt, params, first_index + i, routes) for i in range(group.siblings)]
+            )
+            first_index += group.siblings
 
         async def run() -> None:
-            for group, samples in zip(groups, sizes, strict=True):
+            for group, samples in zip(groups, samples_by_group, strict=True):
                 for sample, state in zip(samples, self._held.pop(group.key, ()), strict=False):
-                    _take(sample, state)
-                self._under_way[group.key] = samples
+                    _restore(sample, state)
+                self._in_flight[group.key] = samples
             error: BaseException | None = None
             try:
-                await self._until(sizes, futures, enough)
+                await self._run_until(samples_by_group, futures, enough)
             except BaseException as failure:
                 error = failure
-            for group, samples, future in zip(groups, sizes, futures, strict=True):
-                del self._under_way[group.key]
+            # Every future gets a result, also after an error: the caller waits for it.
+            for group, samples, future in zip(groups, samples_by_group, futures, strict=True):
+                del self._in_flight[group.key]
                 if future.done():
                     continue
                 if error is not None:
@@ -174,7 +189,7 @@ class ServerEngine:
         return futures
 
     def unfinished(self) -> dict[int, GroupState]:
-        """See ``RolloutEngine.unfinished``: requests that servers have are stopped, and sent again for what is left."""
+        """See ``RolloutEngine.unfinished``: requests on servers are aborted, and continue afterwards."""
         return self.run(self._snapshot())
 
     def restore(self, groups: Mapping[int, GroupState]) -> None:
@@ -182,22 +197,22 @@ class ServerEngine:
         self._held |= groups
 
     def close(self) -> None:
-        """Stop what runs, close the connections and the thread."""
+        """Cancel everything that runs, and close the connections and the thread."""
 
         async def close() -> None:
             await asyncio.gather(*(server.close() for server in self._servers))
-            if self._answers is not None:
-                await self._answers.close()
+            if self._client_processes is not None:
+                await self._client_processes.close()
 
         self._thread.cancel()
         self.run(close())
         self._thread.close()
 
     def _prompt_routes(self, group: GroupRequest, params: SamplingParams) -> PromptRoutes | None:
-        is_long = len(group.prompt.start) >= WORTH_ASKING_ONCE
+        is_long = len(group.prompt.start) >= MIN_SHARED_PROMPT_TOKENS
         if not params.routed_experts or self._routing is None or group.siblings == 1 or not is_long:
             return None
-        return PromptRoutes(self._pool, group.prompt, params, self._routing, self._end)
+        return PromptRoutes(self._pool, group.prompt, params, self._routing, self._end_tokens)
 
     def _sample(
         self, prompt: Prompt, params: SamplingParams, index: int, routes: PromptRoutes | None = None
@@ -210,67 +225,69 @@ class ServerEngine:
         response = GrowingResponse(prompt.start, routing=routing, columns=asked_columns(params))
         return InFlightResponse(prompt, response, params, index, routes)
 
-    async def _until(
+    async def _run_until(
         self, groups: Sequence[Sequence[InFlightResponse]], futures: Sequence[SampledFuture], enough: int
     ) -> None:
-        """Run until ``enough`` groups are complete, and stop the others; a future is set when its group is complete."""
+        """Run until ``enough`` groups are complete, then stop the others; set the future of each complete group."""
         running = {s: asyncio.create_task(self._responder.complete(s)) for group in groups for s in group}
-        waiting = {asyncio.gather(*(running[s] for s in groups[i])): i for i in range(len(groups))}
-        pending = set(waiting)
+        group_indices = {asyncio.gather(*(running[s] for s in group)): i for i, group in enumerate(groups)}
+        pending = set(group_indices)
         try:
-            complete = 0
-            while complete < min(enough, len(groups)):
+            num_complete = 0
+            while num_complete < min(enough, len(groups)):
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for whole in done:
-                    whole.result()
-                    _settle(groups[waiting[whole]], futures[waiting[whole]])
-                complete += len(done)
+                for gathered in done:
+                    gathered.result()
+                    index = group_indices[gathered]
+                    _set_if_complete(groups[index], futures[index])
+                num_complete += len(done)
             await self._stop(running)
         finally:
             for task in running.values():
                 task.cancel()
-            await asyncio.gather(*running.values(), *waiting, return_exceptions=True)
+            await asyncio.gather(*running.values(), *group_indices, return_exceptions=True)
         for task in running.values():
             if not task.cancelled():
-                task.result()
+                task.result()  # raises its error
+        # A group may have become complete while the others were stopped.
         for group, future in zip(groups, futures, strict=True):
-            _settle(group, future)
+            _set_if_complete(group, future)
 
     async def _stop(self, running: Mapping[InFlightResponse, asyncio.Task[None]]) -> None:
         for sample, task in running.items():
-            sample.stopping = True
-            if not self._pool.was_sent(sample.request_id):
-                task.cancel()  # else it would be sent now that others make room
+            sample.is_stopping = True
+            if not self._pool.is_sent(sample.request_id):
+                task.cancel()  # else the pool would send it now that others make room
         loop = asyncio.get_running_loop()
         end = loop.time() + _STOP_SECONDS
-        while (left := {s: t for s, t in running.items() if not t.done()}) and loop.time() < end:
-            await self._pool.abort(sample.request_id for sample in left)
-            await asyncio.wait(left.values(), timeout=_STOP_AGAIN)
+        while (unfinished := {s: t for s, t in running.items() if not t.done()}) and loop.time() < end:
+            await self._pool.abort(sample.request_id for sample in unfinished)
+            await asyncio.wait(unfinished.values(), timeout=_ABORT_INTERVAL)
 
     async def _snapshot(self) -> dict[int, GroupState]:
         await self._pool.pause()
         try:
-            under_way = {key: tuple(s.state for s in samples) for key, samples in self._under_way.items()}
-            return self._held | under_way
+            in_flight = {key: tuple(s.state for s in samples) for key, samples in self._in_flight.items()}
+            return self._held | in_flight
         finally:
-            self._pool.proceed()
+            self._pool.resume()
 
 
-def _take(sample: InFlightResponse, state: Completion | PartialResponse) -> None:
+def _restore(sample: InFlightResponse, state: Completion | PartialResponse) -> None:
     if isinstance(state, Completion):
         sample.completion = state
     else:
         sample.response.restore(state)
 
 
-def _settle(group: Sequence[InFlightResponse], future: SampledFuture) -> None:
+def _set_if_complete(group: Sequence[InFlightResponse], future: SampledFuture) -> None:
     completions = [sample.completion for sample in group if sample.completion is not None]
     if len(completions) == len(group) and not future.done():
         future.set_result(completions)
 
 
-async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; when one fails, the others are cancelled and have ended."""
+async def _gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results in order; if one fails, cancel the others and wait for their end."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

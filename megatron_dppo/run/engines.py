@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.agents.generate import AgentFunction
-from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
+from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
-from megatron_dppo.engines.server_engine import ServerEngine, contract_of
+from megatron_dppo.engines.server_engine import ServerEngine, build_contract
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.serving.command import api_key
 from megatron_dppo.engines.sglang import SGLangServer
@@ -97,22 +97,22 @@ def _key(config: Config) -> str | None:
     return api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
 
-def _answers(
+def _client_processes(
     config: Config, hf_config: Any, tokenizer: Any, servers: Sequence[InferenceServer]
-) -> AnswerProcesses | None:
-    """What reads the servers' answers; None = the trainer itself."""
+) -> ClientProcesses | None:
+    """Return the processes that send requests; None if the trainer sends them itself."""
     count = config.rollout.servers.answer_processes
     if not count or config.rollout.engine == "local":
         return None
-    settings = AnswerSettings(
+    settings = ClientProcessSettings(
         engine=config.rollout.engine,
         urls=[server.url for server in servers],
         api_key=_key(config),
         deadlines=_deadlines(config),
-        contract=contract_of(hf_config, tokenizer),
+        contract=build_contract(hf_config, tokenizer),
         adapter=_by_adapter(config),
     )
-    return AnswerProcesses(count, settings)
+    return ClientProcesses(count, settings)
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def build_sampling_engine(
         patience_seconds=config.rollout.servers.patience_seconds,
         first=first,
         function=function,
-        answers=_answers(config, hf_config, tokenizer, servers),
+        client_processes=_client_processes(config, hf_config, tokenizer, servers),
     )
 
 

@@ -229,4 +229,4 @@ async def _info(server: InferenceServer, seconds: float) -> ServerInfo:
         async with asyncio.timeout(seconds):
             return await server.info()
     except TimeoutError:
-        raise ServerError(server.url, f"no answer within {seconds:g} seconds") from None
+        raise ServerError(server.url, f"no response within {seconds:g} seconds") from None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.data.routing import is_missing
-from megatron_dppo.engines.servers.fields import with_sampled
+from megatron_dppo.engines.servers.wire import append_sampled_token
 from megatron_dppo.hf.folder import routing_shape
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.rollout.server import Generation, ServerInfo
@@ -38,7 +38,7 @@ def make_answers(case: Case) -> tuple[Expectation, list[ProbeAnswer]]:
             ids = np.stack([generator.permutation(117)[:K] for _ in range(length)]).astype(np.int32)
             ids[0, 0] = tokens[0] if tokens[0] not in ids[0] else ids[0, 0]
             values = generator.normal(-3, 1, ids.shape).astype(np.float32)
-            topk = with_sampled(ids, values, tokens, np.full(length, -1.0, np.float32))
+            topk = append_sampled_token(ids, values, tokens, np.full(length, -1.0, np.float32))
             generations.append(
                 Generation(
                     token_ids=torch.from_numpy(tokens),

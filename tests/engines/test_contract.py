@@ -69,7 +69,7 @@ def test_each_lie_is_routed_around_and_alone_ends_in_an_error_that_names_it(sgla
             told = [message for message in counts.messages if re.search(said, message)]
             assert told and all(proxy.url in message for message in counts.messages), (name, counts.messages)
             proxy.lie = generation_lie(lie())
-            message = rf"none of 1 can be used.*{proxy.url}: it broke the contract \d+ times.*({said})"
+            message = rf"none of 1 can be used.*{proxy.url}: it violated the contract \d+ times.*({said})"
             with pytest.raises(ServerError, match=message):
                 over([proxy.url], alone)
 

@@ -182,7 +182,7 @@ def test_the_slowest_are_stopped_and_continued_under_the_next_weights(
     two: list[Engine], old_model: Reference, new_model: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the routes of each prompt asked for once for its three responses."""
-    monkeypatch.setattr("megatron_dppo.engines.server_engine.WORTH_ASKING_ONCE", 0)
+    monkeypatch.setattr("megatron_dppo.engines.server_engine.MIN_SHARED_PROMPT_TOKENS", 0)
     clients, engine = engine_over(two, old_model, 0)
     try:
         # More than are in flight at a time: those of one batch may all end together.

@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 from transformers import AutoConfig
 
-from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
-from megatron_dppo.engines.server_engine import ServerEngine, contract_of
+from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
+from megatron_dppo.engines.server_engine import ServerEngine, build_contract
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.rollout.saved import load_rollouts
@@ -42,12 +42,12 @@ class Server:
         limits = Deadlines(connect=2, alive=30, control=60, update=120, generate=120)
         self._client = SGLangServer(engine.url, deadlines=limits)
         hf_config, tokenizer = AutoConfig.from_pretrained(models[0].folder), byte_tokenizer(SPECIAL)
-        settings = AnswerSettings(
+        settings = ClientProcessSettings(
             engine="sglang",
             urls=[engine.url],
             api_key=None,
             deadlines=limits,
-            contract=contract_of(hf_config, tokenizer),
+            contract=build_contract(hf_config, tokenizer),
         )
         self.engine = ServerEngine(
             [self._client],
@@ -56,7 +56,7 @@ class Server:
             max_in_flight=max_in_flight,
             health_seconds=1,
             function=function,
-            answers=AnswerProcesses(processes, settings) if processes else None,
+            client_processes=ClientProcesses(processes, settings) if processes else None,
         )
 
     def publish(self, version: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.engines.servers.fields import policy_version
+from megatron_dppo.engines.servers.fields import parse_policy_version
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
@@ -139,7 +139,7 @@ def test_a_run_goes_on_without_a_server_that_begins_to_lie_and_names_it(pair: li
         assert len(steps) == 3 and sum(step["rollout/breaches"] for step in steps) >= 2, output
         assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in steps)
         assert f"servers  {liar.url}" in output and f"{pair[1].url}: the answer" not in output
-        assert f"{liar.url} is not used any more: it broke the contract 2 times since the last sync" in output
+        assert f"{liar.url} is not used any more: it violated the contract 2 times since the last sync" in output
 
 
 def test_a_run_with_nobody_but_a_liar_stops_before_it_trains_on_a_lie(pair: list[Engine], tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_run_with_nobody_but_a_liar_stops_before_it_trains_on_a_lie(pair: list
         result = train(arguments([liar], tmp_path / "run", **more))
         output = result.stdout + result.stderr
         assert result.returncode == 2 and "Traceback" not in output, output
-        assert f"{liar.url}: it broke the contract 2 times" in output and "log-probability 0 is nan" in output
+        assert f"{liar.url}: it violated the contract 2 times" in output and "log-probability 0 is nan" in output
         file = tmp_path / "run" / "metrics.jsonl"
         assert not file.is_file() or len(records(tmp_path / "run")) < 2
 
@@ -205,7 +205,7 @@ def test_a_server_that_is_killed_in_mid_broadcast_holds_up_nobody(pair: list[Eng
     model = build_hf_model(read_hf_config(MODEL), torch.float32, seed=0)
     try:
         first = sync.send(iter(stream_model(model)), 1)
-        assert first.failed.keys() == {third.url, pair[1].url} and "no answer within" not in str(first.failed)
+        assert first.failed.keys() == {third.url, pair[1].url} and "no response within" not in str(first.failed)
         second = sync.send(iter(stream_model(model)), 1)
         assert list(second.good) == [pair[1].url] and list(second.absent) == [third.url]
         assert version(pair[1]) == 1
@@ -283,7 +283,7 @@ def shared_memory() -> set[str]:
 def version(engine: Engine) -> int:
     """The policy version that a server reports."""
     with urllib.request.urlopen(engine.url + "/model_info", timeout=30) as answer:
-        return policy_version(json.load(answer)["weight_version"])
+        return parse_policy_version(json.load(answer)["weight_version"])
 
 
 def num_running(engine: Engine) -> int:

@@ -79,7 +79,7 @@ class FakeServer:
 
     async def info(self) -> ServerInfo:
         if self.hung:
-            raise ServerError(self.url, "no answer within 1 seconds")
+            raise ServerError(self.url, "no response within 1 seconds")
         await self._answer()
         version = self.version if self.reported is None else self.reported
         return ServerInfo(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.data.routing import count_differences
-from megatron_dppo.engines.servers.fields import with_sampled
+from megatron_dppo.engines.servers.wire import append_sampled_token
 from megatron_dppo.rollout.server import Generation, ServerInfo
 from megatron_dppo.types import RoutingShape, VersionSpan
 from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, Reading, RouteCounts
@@ -116,7 +116,7 @@ def ask(
 
 def _generation(columns: dict[str, Any], tokens: Any, where: slice) -> Generation:
     own, logprobs = tokens[where].astype(np.int32), columns["logprobs"][where].astype(np.float32)
-    ids, values = with_sampled(columns["ids"][where], columns["values"][where], own, logprobs)
+    ids, values = append_sampled_token(columns["ids"][where], columns["values"][where], own, logprobs)
     return Generation(
         token_ids=torch.from_numpy(own),
         logprobs=torch.from_numpy(logprobs),

@@ -1,7 +1,7 @@
-"""The contract of a response: what holds for every honest answer, whatever the model and the weights are.
+"""The contract of a response: what holds for every correct response, whatever the model and the weights are.
 
-A pure function over the columns of one answer. It needs no trainer, so that it can look at every answer; what only the
-trainer can tell (whether these are the log-probabilities of the policy) is the probe's.
+The checks are pure functions over the columns of one response. They need no trainer, so every response is checked. Only
+the trainer can check that the log-probabilities are those of the policy: see ``weights.probe``.
 """
 
 from __future__ import annotations
@@ -18,134 +18,153 @@ from megatron_dppo.errors import ContractViolation
 from megatron_dppo.rollout.server import GenerateCall, GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import FinishReason
 
-Breach = Callable[[str, object, str], NoReturn]
-"""(field, value, what was expected)"""
-
-
-class SetsOfAnswer:
-    """The sampling masks of an answer of R tokens, with their frame checked.
-
-    Args:
-        given: the answer.
-        request: what was asked.
-        vocab_size: ids are below it.
-        breach: how it is told that the contract is broken.
-    """
-
-    def __init__(self, given: Generation, request: GenerateRequest, vocab_size: int, breach: Breach) -> None:
-        self._given, self._params, self._size, self._breach = given, request.params, vocab_size, breach
-        if given.sampling_mask is None:
-            breach("sampling mask", "missing", "the ids that the filters left of each token")
-        ids, counts = given.sampling_mask.ids, given.sampling_mask.counts
-        if ids.dim() != 1 or counts.dim() != 1 or len(counts) != len(given.token_ids):
-            breach("sampling mask", f"of {list(counts.shape)} tokens", f"one for each of {len(given.token_ids)}")
-        self.ids, self.counts = ids.numpy(), counts.numpy()
-        if len(self.counts) and (self.counts.min() < 0 or self.counts.sum() != len(self.ids)):
-            breach("sampling mask", f"of {len(self.ids)} ids", f"{self.counts.sum()}, by their counts")
-        self._rows = np.repeat(np.arange(len(self.counts)), self.counts)
-        self._check_frame()
-
-    def _check_frame(self) -> None:
-        """Ids of the vocabulary, different in a set; not more than top-k; the sampled token among them."""
-        outside = (self.ids < 0) | (self.ids >= self._size)
-        if outside.any():
-            place = int(outside.argmax())
-            self._tell(int(self._rows[place]), self.ids[place], f"an id of 0 to {self._size - 1}")
-        self._keys = np.sort(self._rows * self._size + self.ids)
-        if (twice := self._keys[1:] == self._keys[:-1]).any():
-            row, found = divmod(int(self._keys[int(twice.argmax())]), self._size)
-            self._tell(row, f"{found} twice", "different ids")
-        most = self._params.top_k or self._size
-        if (self.counts > most).any():
-            row = int(self.counts.argmax())
-            self._tell(row, f"{self.counts[row]} ids", f"{most} at most, the top-k that was asked for")
-        tokens = self._given.token_ids.numpy()
-        inside = self.holds(np.arange(len(tokens)), tokens)
-        if not inside.all():
-            row = int((~inside).argmax())
-            shown = self.ids[self._rows == row][:8].tolist()
-            self._tell(row, f"{shown} ({self.counts[row]} ids)", f"the sampled token {tokens[row]} among them")
-
-    def _tell(self, row: int, value: object, expected: str) -> NoReturn:
-        self._breach(f"sampling mask, at token {row},", value, expected)
-
-    def holds(self, rows: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.bool_]:
-        """Whether each id is in the set of its row."""
-        wanted = rows * self._size + ids
-        places = np.minimum(np.searchsorted(self._keys, wanted), max(len(self._keys) - 1, 0))
-        found: NDArray[np.bool_] = self._keys[places] == wanted if len(self._keys) else np.zeros(len(ids), np.bool_)
-        return found
-
-    def check_values(self, slack: float) -> None:
-        """A token that is alone in its set has probability 1."""
-        values = self._given.logprobs.numpy()
-        wrong = (self.counts == 1) & ~(np.abs(values) <= slack)
-        if wrong.any():
-            row = int(wrong.argmax())
-            self._breach(f"log-probability {row}", values[row], "0: the filters left this token alone")
-
-    def used_slots(self, ids: NDArray[Any], values: NDArray[Any], slack: float) -> NDArray[np.bool_]:
-        """Which of the Top-K ``[R, K]`` are in use: as many as the set has. They are of the set, and where the set has
-        no more they hold all of the probability."""
-        k = ids.shape[1]
-        used = np.arange(k) < np.minimum(self.counts, k)[:, None]
-        rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
-        good = np.where(used, (ids >= 0) & (ids < self._size), ids == -1)
-        good &= ~used | self.holds(rows.ravel(), ids.ravel()).reshape(ids.shape)
-        good &= ~used | np.isfinite(values)
-        mass = np.where(used, np.exp(np.where(used, values, 0.0).astype(np.float64)), 0.0).sum(1)
-        whole = (self.counts > k) | (np.abs(mass - 1) <= 2 * slack)
-        for right, found, expected in (
-            (good.all(1), ids, "ids of the sampling mask with finite values, then -1"),
-            (whole, mass[:, None], "a mass of 1: they are the whole sampling mask"),
-        ):
-            if not right.all():
-                row = int((~right).argmax())
-                self._breach(f"Top-K, at token {row},", found[row].tolist(), expected)
-        return used
-
-
-_SHOWN = 120
-"""Characters of a wrong value in a message."""
+RaiseViolation = Callable[[str, object, str], NoReturn]
+"""Raises ``ContractViolation``. Arguments: field, value, expected value."""
+_MAX_SHOWN = 120
+"""Characters of a wrong value in an error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """What the answers of the servers of one run are measured by."""
+    """Facts about the model that the responses of all servers of a run must agree with."""
 
     vocab_size: int
-    """V, ids are below it"""
+    """V; every id is below it."""
     end_tokens: tuple[int, ...]
-    """after which a response is complete, besides those of the request"""
+    """Tokens after which a response is complete, besides those of the request."""
     rounding: float = 1e-4
-    """How far two log-probabilities of one distribution may lie apart. Both engines compute them in float32 from one
-    row of logits, and send them without loss: those that were measured are equal to the bit. Where the log-softmax is
-    taken as ``logit - logsumexp`` the error is that of a logit of some hundreds in float32, about 3e-5, in whatever
-    dtype the logits were."""
+    """Largest difference of two log-probabilities of one distribution. Both engines compute them in float32 from one
+    row of logits and send them without loss: measured ones are equal to the bit. A log-softmax computed as
+    ``logit - logsumexp`` has the error of a logit of some hundreds in float32, about 3e-5, whatever dtype the logits
+    had."""
+
+
+class SamplingMaskCheck:
+    """Checks of the sampling mask of a response of R tokens; the constructor checks its ids and counts.
+
+    Args:
+        generation: the response.
+        request: the request.
+        vocab_size: every id is below it.
+        raise_violation: called with each violation.
+    """
+
+    def __init__(
+        self, generation: Generation, request: GenerateRequest, vocab_size: int, raise_violation: RaiseViolation
+    ) -> None:
+        self._generation = generation
+        self._params = request.params
+        self._vocab_size = vocab_size
+        self._raise_violation = raise_violation
+        if generation.sampling_mask is None:
+            raise_violation("sampling mask", "missing", "the ids that the filters allow for each token")
+        ids = generation.sampling_mask.ids
+        counts = generation.sampling_mask.counts
+        if ids.dim() != 1 or counts.dim() != 1 or len(counts) != len(generation.token_ids):
+            raise_violation("sampling mask", f"of {list(counts.shape)} tokens", f"{len(generation.token_ids)} tokens")
+        self.ids = ids.numpy()
+        self.counts = counts.numpy()
+        if len(self.counts) and (self.counts.min() < 0 or self.counts.sum() != len(self.ids)):
+            raise_violation("sampling mask", f"of {len(self.ids)} ids", f"{self.counts.sum()}, by their counts")
+        self._rows = np.repeat(np.arange(len(self.counts)), self.counts)
+        self._check_ids()
+
+    def _check_ids(self) -> None:
+        """Check that each set has distinct ids of the vocabulary, at most top-k, and holds the sampled token."""
+        is_outside = (self.ids < 0) | (self.ids >= self._vocab_size)
+        if is_outside.any():
+            index = int(is_outside.argmax())
+            self._raise_at(int(self._rows[index]), self.ids[index], f"an id of 0 to {self._vocab_size - 1}")
+        # One sorted key for each (row, id) pair makes duplicates neighbors and lookups a binary search.
+        self._keys = np.sort(self._rows * self._vocab_size + self.ids)
+        if (is_repeated := self._keys[1:] == self._keys[:-1]).any():
+            row, repeated_id = divmod(int(self._keys[int(is_repeated.argmax())]), self._vocab_size)
+            self._raise_at(row, f"{repeated_id} twice", "different ids")
+        limit = self._params.top_k or self._vocab_size
+        if (self.counts > limit).any():
+            row = int(self.counts.argmax())
+            self._raise_at(row, f"{self.counts[row]} ids", f"at most {limit}, the top-k of the request")
+        tokens = self._generation.token_ids.numpy()
+        is_inside = self.contains(np.arange(len(tokens)), tokens)
+        if not is_inside.all():
+            row = int((~is_inside).argmax())
+            shown = self.ids[self._rows == row][:8].tolist()
+            self._raise_at(row, f"{shown} ({self.counts[row]} ids)", f"the sampled token {tokens[row]} among them")
+
+    def _raise_at(self, row: int, value: object, expected: str) -> NoReturn:
+        self._raise_violation(f"sampling mask, at token {row},", value, expected)
+
+    def contains(self, rows: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return for each id whether the sampling filters allow it in its row."""
+        if not len(self._keys):
+            return np.zeros(len(ids), np.bool_)
+        keys = rows * self._vocab_size + ids
+        positions = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        matches: NDArray[np.bool_] = self._keys[positions] == keys
+        return matches
+
+    def check_logprobs(self, tolerance: float) -> None:
+        """Check that a token that is alone in its set has probability 1."""
+        values = self._generation.logprobs.numpy()
+        is_wrong = (self.counts == 1) & ~(np.abs(values) <= tolerance)
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
+            self._raise_violation(f"log-probability {row}", values[row], "0: the filters allow only this token")
+
+    def check_topk(self, ids: NDArray[Any], values: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
+        """Check the Top-K ``[R, K]`` against the sets.
+
+        As many slots as a set has ids are in use. They hold ids of the set. If the set has no more ids than slots, they
+        hold all of the probability.
+
+        Returns:
+            True for each slot in use, [R, K].
+        """
+        k = ids.shape[1]
+        is_used = np.arange(k) < np.minimum(self.counts, k)[:, None]
+        rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
+        is_good = np.where(is_used, (ids >= 0) & (ids < self._vocab_size), ids == -1)
+        is_good &= ~is_used | self.contains(rows.ravel(), ids.ravel()).reshape(ids.shape)
+        is_good &= ~is_used | np.isfinite(values)
+        mass = np.where(is_used, np.exp(np.where(is_used, values, 0.0).astype(np.float64)), 0.0).sum(1)
+        has_full_mass = (self.counts > k) | (np.abs(mass - 1) <= 2 * tolerance)
+        for is_right, shown, expected in (
+            (is_good.all(1), ids, "ids of the sampling mask with finite values, then -1"),
+            (has_full_mass, mass[:, None], "a mass of 1: they are all ids of the sampling mask"),
+        ):
+            if not is_right.all():
+                row = int((~is_right).argmax())
+                self._raise_violation(f"Top-K, at token {row},", shown[row].tolist(), expected)
+        return is_used
 
 
 def check_generation(generation: Generation, request: GenerateRequest, contract: Contract, url: str) -> None:
-    """Whether an answer can be the answer to this request.
+    """Check that a response can be the response to a request.
 
-    Checked are: the server's own echo of the request's name, of the prompt, of both lengths and of what ended it; the
-    ids; the log-probabilities; why it ended; the versions; the Top-K; the sampling masks; the routes. The Top-K has
-    columns of the K most probable tokens, and a last one for a sampled token that is not among them (``Completion``).
+    The checks cover:
+
+    - the server's echo of the request id, the prompt, both lengths and the stop reason;
+    - token ids, log-probabilities, finish reason and versions;
+    - Top-K, sampling mask and routes.
+
+    The Top-K has columns of the K most probable tokens, and a last one for a sampled token that is not among them
+    (``Completion``).
 
     Args:
-        generation: the answer.
-        request: what was asked.
-        contract: of the run.
-        url: the server, for the message.
+        generation: the response.
+        request: the request.
+        contract: contract of the run.
+        url: URL of the server, for the error message.
 
     Raises:
-        ContractViolation: it cannot be; names the field, the value and what was expected.
+        ContractViolation: names the field, the value and what was expected.
     """
     check_frame(generation, request, contract, url)
     check_values(generation, request, contract, url)
 
 
 def checked(contract: Contract) -> GenerateCall:
-    """A way to ask servers in this process, which raises ``ContractViolation`` where ``check_generation`` does."""
+    """Return a function that sends a request to a server and raises where ``check_generation`` does."""
 
     async def ask(server: InferenceServer, request: GenerateRequest) -> Generation:
         generation = await server.generate(request)
@@ -156,198 +175,233 @@ def checked(contract: Contract) -> GenerateCall:
 
 
 def check_frame(generation: Generation, request: GenerateRequest, contract: Contract, url: str) -> None:
-    """The part of ``check_generation`` that looks at no probability: all that a computation on the answer relies on."""
-    answer = _Answer(generation, request, contract, url)
-    answer.check_echo()
-    answer.check_lengths()
+    """Run the checks of ``check_generation`` that read no probability, on which any computation relies."""
+    response = _ResponseCheck(generation, request, contract, url)
+    response.check_echo()
+    response.check_lengths()
     if len(generation.token_ids):
-        answer.check_tokens()
-        answer.check_columns()
-        answer.sets()
-        answer.check_routes()
+        response.check_tokens()
+        response.check_columns()
+        response.check_sampling_mask()
+        response.check_routes()
 
 
 def check_values(generation: Generation, request: GenerateRequest, contract: Contract, url: str) -> None:
-    """The rest, of an answer whose frame is right."""
-    answer = _Answer(generation, request, contract, url)
+    """Run the remaining checks of ``check_generation``, on a response that passes ``check_frame``."""
+    response = _ResponseCheck(generation, request, contract, url)
     if len(generation.token_ids):
-        answer.check_logprobs()
-        answer.check_best()
-        answer.check_topk()
+        response.check_logprobs()
+        response.check_most_probable()
+        response.check_topk()
 
 
-class _Answer:
-    """One answer; each method checks one part of it."""
+class _ResponseCheck:
+    """Checks of one response; each method checks one part of it."""
 
     def __init__(self, generation: Generation, request: GenerateRequest, contract: Contract, url: str) -> None:
-        self._given, self._request, self._contract, self._url = generation, request, contract, url
+        self._generation = generation
+        self._request = request
+        self._contract = contract
+        self._url = url
         self._length = len(generation.token_ids)
-        self._slack = contract.rounding
+        self._tolerance = contract.rounding
 
-    def _breach(self, field: str, value: object, expected: str) -> NoReturn:
+    def _raise_violation(self, field: str, value: object, expected: str) -> NoReturn:
         shown = str(value)
-        shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+        shown = shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "..."
         raise ContractViolation(self._url, self._request.request_id, field, f"is {shown}, expected {expected}")
 
     def check_echo(self) -> None:
-        """What the server says of the request and of its own answer."""
-        echo, asked = self._given.echo, self._request
+        """Check what the server reports about the request and its own response."""
+        echo = self._generation.echo
+        request = self._request
         if echo is None:
             return
-        if echo.request_id is not None and echo.request_id != asked.request_id:
-            self._breach("request id", repr(echo.request_id), repr(asked.request_id))
-        if echo.prompt_length is not None and echo.prompt_length != len(asked.token_ids):
-            self._breach("number of prompt tokens", echo.prompt_length, str(len(asked.token_ids)))
-        if echo.prompt_token_ids is not None and echo.prompt_token_ids != asked.token_ids:
-            place, found, sent = _first_difference(echo.prompt_token_ids, asked.token_ids)
-            self._breach(f"prompt token {place}", found, f"{sent}, which was sent")
+        if echo.request_id is not None and echo.request_id != request.request_id:
+            self._raise_violation("request id", repr(echo.request_id), repr(request.request_id))
+        if echo.prompt_length is not None and echo.prompt_length != len(request.token_ids):
+            self._raise_violation("number of prompt tokens", echo.prompt_length, str(len(request.token_ids)))
+        if echo.prompt_token_ids is not None and echo.prompt_token_ids != request.token_ids:
+            index, received, sent = _first_difference(echo.prompt_token_ids, request.token_ids)
+            self._raise_violation(f"prompt token {index}", received, f"{sent}, which was sent")
         if echo.response_length is not None and echo.response_length != self._length:
-            self._breach("number of response tokens", self._length, f"{echo.response_length}, by the server's count")
+            expected = f"{echo.response_length}, by the server's count"
+            self._raise_violation("number of response tokens", self._length, expected)
 
     def check_lengths(self) -> None:
-        """As many of everything as there are tokens; spans of versions that cover them; an end that fits."""
-        given, length = self._given, self._length
-        limit, reason = self._request.params.max_new_tokens, given.finish_reason
+        """Check the lengths of all columns, that the versions cover the tokens, and that the finish reason fits."""
+        generation = self._generation
+        length = self._length
+        limit = self._request.params.max_new_tokens
+        reason = generation.finish_reason
         if length > limit:
-            self._breach("number of response tokens", length, f"at most {limit}")
-        if len(given.logprobs) != length:
-            self._breach("number of log-probabilities", len(given.logprobs), f"{length}, one a token")
+            self._raise_violation("number of response tokens", length, f"at most {limit}")
+        if len(generation.logprobs) != length:
+            self._raise_violation("number of log-probabilities", len(generation.logprobs), f"{length}, one a token")
         if reason == FinishReason.LENGTH and length != limit:
-            self._breach("finish reason", f"'length' after {length} tokens", f"{limit} tokens, or another reason")
+            value = f"'length' after {length} tokens"
+            self._raise_violation("finish reason", value, f"{limit} tokens, or another reason")
         if reason not in tuple(FinishReason):
-            self._breach("finish reason", repr(reason), "stop, length or abort")
+            self._raise_violation("finish reason", repr(reason), "stop, length or abort")
         if not length and reason != FinishReason.ABORT:
-            self._breach("finish reason", f"'{reason}' without a token", "'abort', or tokens")
-        edges = [0, *(span.end for span in given.versions)]
-        whole = [span.start for span in given.versions] == edges[:-1] and edges[-1] == length
-        if not whole or any(span.end <= span.start for span in given.versions):
-            self._breach("versions", [tuple(span) for span in given.versions], f"spans that cover {length} tokens")
+            self._raise_violation("finish reason", f"'{reason}' without a token", "'abort', or tokens")
+        spans = generation.versions
+        edges = [0, *(span.end for span in spans)]
+        is_covered = [span.start for span in spans] == edges[:-1] and edges[-1] == length
+        if not is_covered or any(span.end <= span.start for span in spans):
+            self._raise_violation("versions", [tuple(span) for span in spans], f"spans that cover {length} tokens")
 
     def check_tokens(self) -> None:
-        """Ids of the vocabulary; an end token at the end and nowhere else."""
-        tokens, size = self._given.token_ids.numpy(), self._contract.vocab_size
+        """Check that ids are of the vocabulary, and that an end token stands at the end and nowhere else."""
+        tokens = self._generation.token_ids.numpy()
+        size = self._contract.vocab_size
         if tokens.min() < 0 or tokens.max() >= size:
-            place = int(((tokens < 0) | (tokens >= size)).argmax())
-            self._breach(f"token {place}", tokens[place], f"an id of 0 to {size - 1}")
-        ends = {*self._contract.end_tokens, *self._request.stop_token_ids}
-        last, inner = int(tokens[-1]), tokens[:-1]
-        if (ended := np.isin(inner, list(ends))).any():
-            place = int(ended.argmax())
-            self._breach(f"token {place}", f"the end token {inner[place]}", f"none before the last of {self._length}")
-        echo = self._given.echo
-        named = None if echo is None else echo.matched_stop
-        if self._given.finish_reason == FinishReason.STOP:
-            # A model folder may name end tokens that only the server reads; it says which one it found.
-            if named is not None and named != last:
-                self._breach("last token", last, f"{named!r}, by which the server says that it ended")
-            if named is None and last not in ends:
-                self._breach("last token", last, f"an end token ({_few(sorted(ends))}) for the finish reason 'stop'")
+            index = int(((tokens < 0) | (tokens >= size)).argmax())
+            self._raise_violation(f"token {index}", tokens[index], f"an id of 0 to {size - 1}")
+        end_tokens = {*self._contract.end_tokens, *self._request.stop_token_ids}
+        last = int(tokens[-1])
+        inner = tokens[:-1]
+        if (is_end := np.isin(inner, list(end_tokens))).any():
+            index = int(is_end.argmax())
+            expected = f"none before the last of {self._length}"
+            self._raise_violation(f"token {index}", f"the end token {inner[index]}", expected)
+        echo = self._generation.echo
+        stop_reason = None if echo is None else echo.matched_stop
+        if self._generation.finish_reason == FinishReason.STOP:
+            # A model folder may name end tokens that only the server reads; the server reports which one it met.
+            if stop_reason is not None and stop_reason != last:
+                self._raise_violation("last token", last, f"{stop_reason!r}, the server's own stop reason")
+            if stop_reason is None and last not in end_tokens:
+                expected = f"an end token ({_join_some(sorted(end_tokens))}) for the finish reason 'stop'"
+                self._raise_violation("last token", last, expected)
 
     def check_logprobs(self) -> None:
-        """Finite, and no probability above 1."""
-        values = self._given.logprobs.numpy()
-        good = np.isfinite(values) & (values <= self._slack)
-        if not good.all():
-            place = int((~good).argmax())
-            self._breach(f"log-probability {place}", values[place], "a finite number of at most 0")
+        """Check that log-probabilities are finite and no probability is above 1."""
+        values = self._generation.logprobs.numpy()
+        is_good = np.isfinite(values) & (values <= self._tolerance)
+        if not is_good.all():
+            index = int((~is_good).argmax())
+            self._raise_violation(f"log-probability {index}", values[index], "a finite number of at most 0")
 
-    def check_best(self) -> None:
-        """No sampled token is more probable than the most probable one; that one has one log-probability."""
-        echo = self._given.echo
+    def check_most_probable(self) -> None:
+        """Check that no sampled token is more probable than the most probable one."""
+        echo = self._generation.echo
         if echo is None or echo.best_logprobs is None or echo.best_token_ids is None:
             return
-        ids, values = echo.best_token_ids[:, None], echo.best_logprobs[:, None]
+        ids = echo.best_token_ids[:, None]
+        values = echo.best_logprobs[:, None]
         self._check_candidates("most probable token", ids, values)
 
     def check_columns(self) -> None:
-        """A Top-K where one was asked for, with K + 1 columns."""
+        """Check that there is a Top-K if the request asks for one, with K + 1 columns."""
         k = self._request.params.topk_logprobs
-        given_ids, given_values = self._given.topk_token_ids, self._given.topk_logprobs
+        ids = self._generation.topk_token_ids
+        values = self._generation.topk_logprobs
         if not k:
-            if given_ids is not None or given_values is not None:
-                self._breach("Top-K", "there", "none: it was not asked for")
+            if ids is not None or values is not None:
+                self._raise_violation("Top-K", "there", "none: the request does not ask for it")
             return
-        if given_ids is None or given_values is None:
-            self._breach("Top-K", "missing", f"the {k} most probable tokens")
+        if ids is None or values is None:
+            self._raise_violation("Top-K", "missing", f"the {k} most probable tokens")
         shape = (self._length, k + 1)
-        if tuple(given_ids.shape) != shape or tuple(given_values.shape) != shape:
-            shapes = f"of shape {list(given_ids.shape)} and {list(given_values.shape)}"
-            self._breach("Top-K", shapes, f"{list(shape)}: a row a token, K + 1 columns")
+        if tuple(ids.shape) != shape or tuple(values.shape) != shape:
+            shapes = f"of shape {list(ids.shape)} and {list(values.shape)}"
+            self._raise_violation("Top-K", shapes, f"{list(shape)}: a row a token, K + 1 columns")
 
-    def sets(self) -> SetsOfAnswer | None:
-        """The sampling masks, checked; None = they were not asked for."""
+    def check_sampling_mask(self) -> SamplingMaskCheck | None:
+        """Check the sampling mask and return its checker; None if the request does not ask for it."""
         if self._request.params.return_sampling_mask:
-            return SetsOfAnswer(self._given, self._request, self._contract.vocab_size, self._breach)
-        if self._given.sampling_mask is not None:
-            self._breach("sampling mask", "there", "none: they were not asked for")
+            return SamplingMaskCheck(self._generation, self._request, self._contract.vocab_size, self._raise_violation)
+        if self._generation.sampling_mask is not None:
+            self._raise_violation("sampling mask", "there", "none: the request does not ask for it")
         return None
 
     def check_topk(self) -> None:
-        """The K most probable tokens, and the sampled one among them or in the last column."""
+        """Check the K most probable tokens, and that the sampled one is among them or in the last column."""
         k = self._request.params.topk_logprobs
-        given_ids, given_values = self._given.topk_token_ids, self._given.topk_logprobs
-        if (sets := self.sets()) is not None:
-            sets.check_values(self._slack)
-        if given_ids is None or given_values is None:
+        mask_check = self.check_sampling_mask()
+        if mask_check is not None:
+            mask_check.check_logprobs(self._tolerance)
+        if self._generation.topk_token_ids is None or self._generation.topk_logprobs is None:
             return
-        ids, values = given_ids.numpy(), given_values.numpy()
-        used = None if sets is None else sets.used_slots(ids[:, :k], values[:, :k], self._slack)
-        inside = self._check_candidates("Top-K", ids[:, :k], values[:, :k], used)
-        sampled, logprobs = self._given.token_ids.numpy(), self._given.logprobs.numpy()
-        extra = np.where(inside, -1, sampled)
-        self._check_rows("Top-K: last id", ids[:, k] == extra, ids[:, k], "the sampled token, where it is no other")
-        equal = inside | (np.abs(values[:, k] - logprobs) <= self._slack)
-        self._check_rows("Top-K: last value", equal, values[:, k], "the sampled token's log-probability")
+        ids = self._generation.topk_token_ids.numpy()
+        values = self._generation.topk_logprobs.numpy()
+        is_used = None
+        if mask_check is not None:
+            is_used = mask_check.check_topk(ids[:, :k], values[:, :k], self._tolerance)
+        is_inside = self._check_candidates("Top-K", ids[:, :k], values[:, :k], is_used)
+        sampled = self._generation.token_ids.numpy()
+        logprobs = self._generation.logprobs.numpy()
+        last_id = np.where(is_inside, -1, sampled)
+        expected = "the sampled token, if it is not in another column"
+        self._check_rows("Top-K: last id", ids[:, k] == last_id, ids[:, k], expected)
+        is_equal = is_inside | (np.abs(values[:, k] - logprobs) <= self._tolerance)
+        self._check_rows("Top-K: last value", is_equal, values[:, k], "the sampled token's log-probability")
 
     def _check_candidates(
-        self, name: str, ids: NDArray[Any], values: NDArray[Any], used: NDArray[np.bool_] | None = None
+        self, name: str, ids: NDArray[Any], values: NDArray[Any], is_used: NDArray[np.bool_] | None = None
     ) -> NDArray[np.bool_]:
-        """Of the K most probable tokens [R, K]; returns where the sampled one is among them, [R].
+        """Check the K most probable tokens.
 
-        Slots that are not ``used`` (None = all are) hold nothing.
+        Args:
+            name: name of the column, for the error message.
+            ids: their ids, [R, K].
+            values: their log-probabilities, [R, K].
+            is_used: True for each slot that holds a token, [R, K]; None if all do.
+
+        Returns:
+            True where the sampled token is one of the K, [R].
         """
-        size, slack = self._contract.vocab_size, self._slack
+        size = self._contract.vocab_size
+        tolerance = self._tolerance
         if len(ids) != self._length or ids.shape != values.shape:
-            self._breach(name, f"of {len(ids)} ids and {len(values)} values", f"{self._length}, one a token")
-        in_range = (ids >= 0) & (ids < size)
-        if used is not None:  # ids of nothing, all different, that can never be sampled
-            in_range |= ~used
-            ids, values = np.where(used, ids, -1 - np.arange(ids.shape[1])), np.where(used, values, -np.inf)
-        self._check_rows(f"{name}: id", in_range.all(1), ids, f"ids of 0 to {size - 1}")
+            shapes = f"of {len(ids)} ids and {len(values)} values"
+            self._raise_violation(name, shapes, f"{self._length}, one a token")
+        is_in_range = (ids >= 0) & (ids < size)
+        if is_used is not None:
+            # Unused slots get distinct ids that are no token, and probability 0, so that they pass the checks below.
+            is_in_range |= ~is_used
+            ids = np.where(is_used, ids, -1 - np.arange(ids.shape[1]))
+            values = np.where(is_used, values, -np.inf)
+        self._check_rows(f"{name}: id", is_in_range.all(1), ids, f"ids of 0 to {size - 1}")
         ordered = np.sort(ids, axis=1)
         self._check_rows(f"{name}: ids", (ordered[:, 1:] != ordered[:, :-1]).all(1), ids, "different ids")
         # A token that cannot be sampled may stand at the end, as -inf.
-        number = (values <= slack) & (values > -np.inf) | np.isneginf(values)
-        self._check_rows(f"{name}: value", number.all(1), values, "numbers of at most 0")
-        falling = (values[:, 1:] <= values[:, :-1] + slack).all(1)
-        self._check_rows(f"{name}: values", falling, values, "falling values")
+        is_number = (values <= tolerance) & (values > -np.inf) | np.isneginf(values)
+        self._check_rows(f"{name}: value", is_number.all(1), values, "numbers of at most 0")
+        is_falling = (values[:, 1:] <= values[:, :-1] + tolerance).all(1)
+        self._check_rows(f"{name}: values", is_falling, values, "falling values")
         mass = np.exp(values.astype(np.float64)).sum(1)
-        self._check_rows(f"{name}: mass", mass <= 1 + 2 * slack, mass, "at most 1")
-        same = ids == self._given.token_ids.numpy()[:, None]
-        inside: NDArray[np.bool_] = same.any(1)
-        logprobs = self._given.logprobs.numpy()
-        own = values[np.arange(self._length), same.argmax(1)]
-        # Equal infinities have no difference; the sampled token's is finite.
-        equal = ~inside | (np.abs(np.where(inside, own, 0) - np.where(inside, logprobs, 0)) <= slack)
-        wanted = "the log-probability of the sampled token, which is the same token"
-        self._check_rows(f"{name}: value of the sampled token", equal, own, wanted)
-        below = inside | (logprobs <= values[:, -1] + slack)
-        wanted = "at most the lowest of the most probable ones, among which it is not"
-        self._check_rows("log-probability of the sampled token", below, logprobs, f"{wanted} ({name})")
-        return inside
+        self._check_rows(f"{name}: mass", mass <= 1 + 2 * tolerance, mass, "at most 1")
+        is_sampled = ids == self._generation.token_ids.numpy()[:, None]
+        is_inside: NDArray[np.bool_] = is_sampled.any(1)
+        logprobs = self._generation.logprobs.numpy()
+        value_of_sampled = values[np.arange(self._length), is_sampled.argmax(1)]
+        # The difference of two infinities is NaN, so rows without the sampled token compare 0 to 0.
+        difference = np.where(is_inside, value_of_sampled, 0) - np.where(is_inside, logprobs, 0)
+        is_equal = ~is_inside | (np.abs(difference) <= tolerance)
+        expected = "the log-probability of the sampled token, which is the same token"
+        self._check_rows(f"{name}: value of the sampled token", is_equal, value_of_sampled, expected)
+        is_below = is_inside | (logprobs <= values[:, -1] + tolerance)
+        expected = f"at most the lowest of the most probable ones, among which it is not ({name})"
+        self._check_rows("log-probability of the sampled token", is_below, logprobs, expected)
+        return is_inside
 
-    def _check_rows(self, field: str, good: NDArray[np.bool_] | np.bool_, values: NDArray[Any], expected: str) -> None:
-        if not good.all():
-            place = int((~good).argmax())
-            self._breach(f"{field}, at token {place},", values[place], expected)
+    def _check_rows(
+        self, field: str, is_good: NDArray[np.bool_] | np.bool_, values: NDArray[Any], expected: str
+    ) -> None:
+        if not is_good.all():
+            index = int((~is_good).argmax())
+            self._raise_violation(f"{field}, at token {index},", values[index], expected)
 
     def check_routes(self) -> None:
-        """A row a token that was read, of the model's experts."""
-        shape, routes = self._request.routing, self._given.routed_experts
+        """Check that the routes have one row for each token that was read, with experts of the model."""
+        shape = self._request.routing
+        routes = self._generation.routed_experts
         if shape is None:
             return
         if routes is None:
-            self._breach("routed experts", "missing", "the routers' choices of every token that was read")
+            self._raise_violation("routed experts", "missing", "the routers' choices of every token that was read")
         rows = len(self._request.token_ids) + self._length - 1 - self._request.routing_start
         try:
             check_routes(routes, shape, tokens=rows, request="routed experts")
@@ -355,14 +409,14 @@ class _Answer:
             raise ContractViolation(self._url, self._request.request_id, "routed experts", str(error)) from None
 
 
-def _first_difference(found: Sequence[int], sent: Sequence[int]) -> tuple[int, int | str, int | str]:
-    """The first place at which two sequences differ, and what stands there."""
-    place = next((i for i, (a, b) in enumerate(zip(found, sent, strict=False)) if a != b), min(len(found), len(sent)))
-    nothing = "missing"
-    left = found[place] if place < len(found) else nothing
-    right = sent[place] if place < len(sent) else nothing
-    return place, left, right
+def _first_difference(received: Sequence[int], sent: Sequence[int]) -> tuple[int, int | str, int | str]:
+    """Return the first index at which two sequences differ, and both values there."""
+    shorter = min(len(received), len(sent))
+    index = next((i for i, (a, b) in enumerate(zip(received, sent, strict=False)) if a != b), shorter)
+    received_value = received[index] if index < len(received) else "missing"
+    sent_value = sent[index] if index < len(sent) else "missing"
+    return index, received_value, sent_value
 
 
-def _few(values: Sequence[int]) -> str:
+def _join_some(values: Sequence[int]) -> str:
     return ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")

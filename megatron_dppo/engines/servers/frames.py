@@ -1,4 +1,4 @@
-"""Messages between a trainer and its own processes: a small JSON object, and the bytes of columns as they are."""
+"""Messages between a trainer and its own processes: a small JSON object, followed by the raw bytes of columns."""
 
 from __future__ import annotations
 
@@ -14,49 +14,54 @@ from torch import Tensor
 from megatron_dppo.types import as_bytes
 
 _PREFIX = struct.Struct("<Q")
-"""Length of the JSON, which says how long the columns are that follow."""
+"""Length of the JSON object, which holds the shapes of the columns that follow."""
 
 
 class Frames(asyncio.BufferedProtocol):
-    """One end of a connection. What comes in is received into the memory where it stays.
+    """One end of a connection. Columns are received into their final memory, without a copy.
 
     Args:
-        received: called with each message and its columns.
-        lost: called when the connection has ended.
+        on_message: called with each message and its columns.
+        on_close: called when the connection has ended.
     """
 
-    def __init__(self, received: Callable[[dict[str, Any], dict[str, Tensor]], None], lost: Callable[[], None]) -> None:
-        self._received, self._lost = received, lost
+    def __init__(
+        self, on_message: Callable[[dict[str, Any], dict[str, Tensor]], None], on_close: Callable[[], None]
+    ) -> None:
+        self._on_message = on_message
+        self._on_close = on_close
         self._transport: asyncio.Transport | None = None
         self._reader = self._read()
-        self._buffer, self._filled = bytearray(next(self._reader)), 0
+        self._buffer = bytearray(next(self._reader))
+        self._filled = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """By asyncio."""
+        """Store the transport; called by asyncio."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """By asyncio."""
+        """Report the end of the connection; called by asyncio."""
         self._transport = None
-        self._lost()
+        self._on_close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """By asyncio: where the next bytes go."""
+        """Return the memory for the next bytes; called by asyncio."""
         return memoryview(self._buffer)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """By asyncio: so many have come."""
+        """Count received bytes and pass on a full buffer; called by asyncio."""
         self._filled += nbytes
         if self._filled == len(self._buffer):
-            self._buffer, self._filled = bytearray(self._reader.send(self._buffer)), 0
+            self._buffer = bytearray(self._reader.send(self._buffer))
+            self._filled = 0
 
     def send(self, message: Mapping[str, Any], columns: Mapping[str, Tensor | None]) -> None:
-        """Send a message; nothing where the connection has ended. A column that is None is left out."""
+        """Send a message, unless the connection has ended. Columns that are None are left out."""
         if self._transport is None:
             return
         present = {name: column for name, column in columns.items() if column is not None}
-        kinds = [[name, str(c.dtype).removeprefix("torch."), list(c.shape)] for name, c in present.items()]
-        head = orjson.dumps({**message, "columns": kinds})
+        headers = [[name, str(c.dtype).removeprefix("torch."), list(c.shape)] for name, c in present.items()]
+        head = orjson.dumps({**message, "columns": headers})
         contents = [memoryview(as_bytes(column).numpy()) for column in present.values()]
         self._transport.writelines([_PREFIX.pack(len(head)), head, *contents])
 
@@ -66,16 +71,16 @@ class Frames(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _read(self) -> Generator[int, bytearray, None]:
-        """Yields how many bytes come next, and is sent these."""
+        """Yield the number of bytes to receive next; the generator is sent these bytes."""
         while True:
-            (size,) = _PREFIX.unpack((yield _PREFIX.size))
-            message: dict[str, Any] = orjson.loads((yield size))
+            (head_size,) = _PREFIX.unpack((yield _PREFIX.size))
+            message: dict[str, Any] = orjson.loads((yield head_size))
             columns = {}
-            for name, dtype, shape in message.pop("columns"):
-                kind: torch.dtype = getattr(torch, dtype)
-                column = torch.empty(shape, dtype=kind)
-                if size := column.nbytes:
-                    # Memory of its own for each: one that is dropped or copied later does not keep the others.
-                    column = torch.frombuffer((yield size), dtype=kind).view(shape)
+            for name, dtype_name, shape in message.pop("columns"):
+                dtype: torch.dtype = getattr(torch, dtype_name)
+                column = torch.empty(shape, dtype=dtype)
+                if column_size := column.nbytes:
+                    # Separate memory for each column, so that one that lives longer does not keep the others alive.
+                    column = torch.frombuffer((yield column_size), dtype=dtype).view(shape)
                 columns[name] = column
-            self._received(message, columns)
+            self._on_message(message, columns)

@@ -1,4 +1,4 @@
-"""JSON over HTTP to one inference server: a deadline on every call, repeats only where they are safe."""
+"""JSON over HTTP to one inference server, with a deadline on every call and retries only where they are safe."""
 
 from __future__ import annotations
 
@@ -21,33 +21,36 @@ from megatron_dppo.errors import ConfigError, ServerError
 
 _ATTEMPTS = 3
 _FIRST_WAIT = 0.1
+"""Seconds before the second attempt; each further wait is four times as long."""
 _KEEP_ALIVE = 3.0
-"""Seconds that an idle connection is kept: less than the 5 of the servers' uvicorn, so that no request is sent into a
-connection which the server is about to close. Such a request could not be repeated: nobody knows whether it runs."""
-_LONGEST_DETAIL = 2000
-_LATER = (408, 425, 429)
-"""Statuses that say that nothing was done, and that it may be asked again soon."""
-_LARGE = 1 << 20
-"""Bytes above which a body is sent in parts: one write of many megabytes would hold the event loop."""
+"""Seconds that an idle connection stays open. Less than the 5 of the servers' uvicorn, so that no request goes into a
+connection that the server is about to close. Such a request must not be repeated, since it may be running."""
+_MAX_DETAIL = 2000
+"""Characters of a server's error text in an error message."""
+_RETRY_STATUSES = (408, 425, 429)
+"""HTTP statuses of a request that was not processed and may be sent again soon."""
+_CHUNKED_BYTES = 1 << 20
+"""Size above which a body is sent in chunks: one write of many megabytes would block the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Seconds after which a call has failed, answer included."""
+    """Seconds until a call fails, including the time to read the response."""
 
     connect: float = 5.0
+    """Opening a connection."""
     alive: float = 10.0
-    """what a server says of itself, and stopping a request: calls that cost it nothing, however busy it is"""
+    """Server information and aborts: calls that are cheap for the server, however busy it is."""
     silent: float = 1.0
-    """the same, for a server that the last time did not answer"""
+    """The same calls to a server that did not respond the last time."""
     health: float = 30.0
-    """SGLang's own health check takes up to 20 seconds"""
+    """Health check; SGLang's own takes up to 20 seconds."""
     control: float = 120.0
-    """pause, resume, checksum"""
+    """Pause, resume, checksum."""
     update: float = 900.0
-    """one call that moves weights"""
+    """One call that transfers weights."""
     generate: float = 3600.0
-    """one whole response, the time in the server's queue included"""
+    """One complete response, including the time in the server's queue."""
 
 
 class HttpClient:
@@ -55,13 +58,13 @@ class HttpClient:
 
     Args:
         url: ``http://host:port``, without a path.
-        api_key: sent as ``Authorization: Bearer``; in no message and no representation.
-        connections: requests in flight; more wait for a free connection, within their deadline.
+        api_key: sent as ``Authorization: Bearer``; never part of an error message or a repr.
+        connections: maximum number of requests in flight; more wait for a free connection, within their deadline.
         connect_timeout: seconds to open a connection.
-        keep_alive: use a connection again. A server may close one after an error without saying so in its answer.
+        keep_alive: reuse connections. A server may close one after an error without an announcement.
 
     Raises:
-        ConfigError: a URL of another form.
+        ConfigError: the URL has another form.
     """
 
     def __init__(
@@ -80,42 +83,44 @@ class HttpClient:
             raise ConfigError(f"the URL of server {parts.hostname} holds a password; give it as the API key instead")
         self.url = url.rstrip("/")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._connections, self._connect_timeout, self._keep_alive = connections, connect_timeout, keep_alive
+        self._connections = connections
+        self._connect_timeout = connect_timeout
+        self._keep_alive = keep_alive
         self._session: aiohttp.ClientSession | None = None
-        self._silent = False
+        self._is_silent = False
 
-    async def check(self, path: str, deadlines: Deadlines) -> Any:
-        """The answer to a GET that costs the server nothing. While it is silent, each call is given up sooner.
+    async def check(self, path: str, deadlines: Deadlines) -> object:
+        """Return the response to a cheap GET. While the server is silent, calls fail sooner.
 
         Raises:
             ServerError: as ``get``.
         """
         try:
-            answer = await self.get(path, timeout=deadlines.silent if self._silent else deadlines.alive)
+            response = await self.get(path, timeout=deadlines.silent if self._is_silent else deadlines.alive)
         except ServerError as error:
-            self._silent = error.status is None
+            self._is_silent = error.status is None
             raise
-        self._silent = False
-        return answer
+        self._is_silent = False
+        return response
 
-    async def get(self, path: str, *, timeout: float) -> Any:
-        """The answer's JSON; see ``post``."""
+    async def get(self, path: str, *, timeout: float) -> object:
+        """Return the response to a GET; see ``post``."""
         return await self._call("GET", path, None, timeout, repeat=True)
 
     async def post(
-        self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float, repeat: bool = False
-    ) -> Any:
-        """The answer's JSON; its text where it is not JSON, None where it is empty.
+        self, path: str, body: Mapping[str, object] | None = None, *, timeout: float, repeat: bool = False
+    ) -> object:
+        """Return the JSON of the response, its text if it is not JSON, or None if it is empty.
 
         Args:
-            path: with a leading slash.
+            path: path with a leading slash.
             body: sent as JSON.
-            timeout: seconds for everything, waits between attempts included.
-            repeat: the call may run twice on the server. Without it only a call that never reached the server, because
-                no connection could be opened, is tried again.
+            timeout: seconds for all attempts and the waits between them.
+            repeat: the call may run twice on the server. If False, it is repeated only if no connection could be
+                opened, so that it never reached the server.
 
         Raises:
-            ServerError: no connection, no answer in time, or an answer that is not 2xx.
+            ServerError: no connection, no response in time, or a response that is not 2xx.
         """
         return await self._call("POST", path, {} if body is None else body, timeout, repeat)
 
@@ -125,50 +130,54 @@ class HttpClient:
         if session is not None:
             await session.close()
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float, repeat: bool) -> Any:
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None, timeout: float, repeat: bool
+    ) -> object:
         end = time.monotonic() + timeout
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-        again: tuple[type[Exception], ...] = (aiohttp.ClientConnectorError,)
+        retried: tuple[type[Exception], ...] = (aiohttp.ClientConnectorError,)
         if repeat:
-            again = (*again, aiohttp.ClientConnectionError)
+            retried = (*retried, aiohttp.ClientConnectionError)
         for attempt in range(_ATTEMPTS):
-            left, last = end - time.monotonic(), attempt + 1 == _ATTEMPTS
+            is_last = attempt + 1 == _ATTEMPTS
             try:
-                return await self._once(method, path, data, left)
+                return await self._send(method, path, data, end - time.monotonic())
             except aiohttp.ConnectionTimeoutError:
                 raise ServerError(self.url + path, f"no connection within {self._connect_timeout:g} seconds") from None
             except TimeoutError:
-                raise ServerError(self.url + path, f"no answer within {timeout:g} seconds") from None
+                raise ServerError(self.url + path, f"no response within {timeout:g} seconds") from None
             except ServerError as error:
                 wait = max(_FIRST_WAIT * 4**attempt, error.retry_after or 0.0)
-                if not repeat or error.status not in _LATER or last or wait >= end - time.monotonic():
+                is_late = wait >= end - time.monotonic()
+                if not repeat or error.status not in _RETRY_STATUSES or is_last or is_late:
                     raise
                 await asyncio.sleep(wait)
             except aiohttp.ClientError as error:
                 wait = _FIRST_WAIT * 4**attempt
-                if not isinstance(error, again) or last or wait >= end - time.monotonic():
-                    words = str(error)[:_LONGEST_DETAIL] or type(error).__name__
-                    raise ServerError(self.url + path, words) from None
+                if not isinstance(error, retried) or is_last or wait >= end - time.monotonic():
+                    detail = str(error)[:_MAX_DETAIL] or type(error).__name__
+                    raise ServerError(self.url + path, detail) from None
                 await asyncio.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _once(self, method: str, path: str, data: bytes | None, timeout: float) -> Any:
+    async def _send(self, method: str, path: str, data: bytes | None, timeout: float) -> object:
+        """Send one attempt."""
         if timeout <= 0:
             raise TimeoutError
-        payload = io.BytesIO(data) if data is not None and len(data) > _LARGE else data
+        payload = io.BytesIO(data) if data is not None and len(data) > _CHUNKED_BYTES else data
         async with self._open().request(
             method,
             self.url + path,
             data=payload,
             headers={"Content-Type": "application/json"} if data is not None else None,
             timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=self._connect_timeout),
-            # A redirect would carry the key to another place.
+            # A redirect would send the API key to another host.
             allow_redirects=False,
         ) as response:
             content = await response.read()
             if not 200 <= response.status < 300:
-                wish = _seconds(response.headers.get("Retry-After"))
-                raise ServerError(self.url + path, _detail(content), response.status, retry_after=wish)
+                retry_after = _parse_retry_after(response.headers.get("Retry-After"))
+                raise ServerError(self.url + path, _error_detail(content), response.status, retry_after=retry_after)
             return decode_body(content)
 
     def _open(self) -> aiohttp.ClientSession:
@@ -179,22 +188,22 @@ class HttpClient:
         return self._session
 
 
-def decode_body(content: bytes) -> Any:
-    """An answer's JSON; its text where it is not JSON, None where it is empty."""
+def decode_body(content: bytes) -> object:
+    """Return the JSON of a response, its text if it is not JSON, or None if it is empty."""
     if not content:
         return None
     try:
         return orjson.loads(content)
     except ValueError:
-        pass  # NaN and the infinities are no JSON, and servers send them
+        pass  # servers send NaN and infinities, which are no JSON but which the slower parser below reads
     try:
         return json.loads(content)
-    except (ValueError, RecursionError):  # the second: nested a thousand times
+    except (ValueError, RecursionError):  # RecursionError: nested a thousand times
         return content.decode(errors="replace")
 
 
-def _seconds(header: str | None) -> float | None:
-    """A Retry-After header: seconds, or a date."""
+def _parse_retry_after(header: str | None) -> float | None:
+    """Return the seconds of a ``Retry-After`` header, which holds seconds or a date."""
     if header is None:
         return None
     with contextlib.suppress(ValueError):
@@ -204,8 +213,8 @@ def _seconds(header: str | None) -> float | None:
     return None
 
 
-def _detail(content: bytes) -> str:
-    """The server's own words, wherever FastAPI, SGLang or vLLM put them."""
+def _error_detail(content: bytes) -> str:
+    """Return the server's error text, from any of the keys where FastAPI, SGLang and vLLM put it."""
     try:
         body = json.loads(content)
         for key in ("error", "message", "detail"):
@@ -214,4 +223,4 @@ def _detail(content: bytes) -> str:
         text = body if isinstance(body, str) else json.dumps(body)
     except (ValueError, RecursionError):
         text = content.decode(errors="replace")
-    return text.strip()[:_LONGEST_DETAIL] or "no message"
+    return text.strip()[:_MAX_DETAIL] or "no message"

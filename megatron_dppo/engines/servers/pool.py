@@ -1,6 +1,6 @@
-"""Requests over several servers: to whom each goes, what becomes of it when a server fails, and which weights count.
+"""Load balancing, retries and weight versions over several inference servers.
 
-Belongs to one event loop, and no method but ``generate`` and ``abort`` waits for anything, so that no locks are needed.
+Belongs to one event loop. No method but ``generate``, ``abort`` and ``pause`` waits, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -10,49 +10,49 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_dppo.engines.servers.member import Gate, PooledServer, Watch
+from megatron_dppo.engines.servers.pooled_server import Gate, HealthMonitor, PooledServer
 from megatron_dppo.errors import ContractViolation, NoUsableServer, ServerError
 from megatron_dppo.rollout.server import GenerateCall, GenerateRequest, Generation, InferenceServer
 
-_ASK_AGAIN = 1.0
-"""Seconds between two rounds of questions when no server is left."""
+_RECHECK_SECONDS = 1.0
+"""Seconds between two rounds of checks when no server is usable."""
 _PAUSE_SECONDS = 30.0
-_ABORT_AGAIN = 0.2
-"""Seconds between two tries to stop a request: a server does not know one that it has not queued yet."""
-_SLACK = 16
-"""Requests that a server may have more than the least loaded one and still get a sibling of what it has: a prompt in
-the prefix cache saves less than a long queue costs."""
+_ABORT_INTERVAL = 0.2
+"""Seconds between two aborts of a request: a server ignores an abort that arrives before it has queued the request."""
+_MAX_IMBALANCE = 16
+"""Extra requests over the least loaded server up to which a sibling still goes to the server of its siblings. Beyond
+that a longer queue costs more than a prompt in the prefix cache saves."""
 
 
 @dataclass
 class PoolCounts:
-    """What happened since the start."""
+    """Events since the start."""
 
     retries: int = 0
-    """requests that were sent again, whole"""
+    """Requests that were sent again in full."""
     servers_lost: int = 0
-    """times that a server became unusable while it was used"""
+    """Times that a server in use became unhealthy."""
     breaches: int = 0
-    """answers that broke the contract"""
+    """Responses that violated the contract."""
     messages: list[str] = field(default_factory=list)
-    """each broken contract and each lost server, in words"""
+    """Description of each contract violation and each lost server."""
 
 
-class _Unusable(Exception):
-    """The answer of a server is not to be had, or not to be used."""
+class _RetryElsewhere(Exception):
+    """The response is missing or must not be used; the request goes to another server."""
 
 
 class ServerPool:
-    """Dispatches requests to the least loaded server; those with one affinity go to one server where that is fair.
+    """Dispatch of requests to the least loaded server; requests with one affinity share a server where that is fair.
 
     Args:
-        servers: at least one; they are closed by the caller.
-        ask: how they are asked.
-        max_in_flight: requests that are under way at a time; more wait their turn, in order.
-        health_seconds: between two checks of each server while requests are under way.
-        patience_seconds: without a good answer from any server, after which a request that no server takes has failed.
-        first: which server gets the first request. Each trainer rank has a pool of its own over the same servers, and
-            sees only its own load: with different numbers they do not all begin with server 0.
+        servers: at least one; the caller closes them.
+        ask: sends a request to a server and checks the response.
+        max_in_flight: maximum number of requests in flight; further ones wait in order.
+        health_seconds: interval between two checks of each server while requests are in flight.
+        patience_seconds: time without a success on any server after which a request that fails everywhere is given up.
+        first: index of the server that gets the first request. Each trainer rank has its own pool over the same servers
+            and sees only its own load. Different numbers keep the ranks from all starting with server 0.
     """
 
     def __init__(
@@ -68,231 +68,252 @@ class ServerPool:
         if not servers:
             raise ValueError("ServerPool needs at least one server")
         self.counts = PoolCounts()
-        self._ask_server, self._patience = ask, patience_seconds
-        self._members = [PooledServer(server, (i - first) % len(servers)) for i, server in enumerate(servers)]
+        self._generate_on = ask
+        self._patience = patience_seconds
+        self._servers = [PooledServer(server, (i - first) % len(servers)) for i, server in enumerate(servers)]
         self._slots = asyncio.Semaphore(max_in_flight)
-        self._watch = Watch(self._members, health_seconds, self._lose, lambda: self.version)
+        self._monitor = HealthMonitor(self._servers, health_seconds, self._mark_unhealthy, lambda: self.version)
         self._versions: list[int] = []
         self._gate = Gate()
-        self._home: dict[str, PooledServer] = {}
-        self._sent: dict[str, tuple[PooledServer, str]] = {}
-        self._last_good = float("-inf")
+        self._server_by_affinity: dict[str, PooledServer] = {}
+        self._in_flight: dict[str, tuple[PooledServer, str]] = {}
+        """Server and name on the server of each request that was sent."""
+        self._last_success = float("-inf")
 
     @property
     def version(self) -> int:
-        """Of the weights that requests are answered with; -1 before the first ``use_version``."""
+        """Version of the current weights; -1 before the first ``use_version``."""
         return self._versions[-1] if self._versions else -1
 
     def use_version(self, version: int, urls: Iterable[str]) -> None:
-        """From now on these servers, which have exactly ``version``, are used; the others not before the next sync.
+        """Use only the given servers, which have exactly ``version``, until the next sync.
 
-        Call it after each publish, when the servers work again.
+        Call it after each publish, when the servers generate again.
 
         Raises:
-            ValueError: a URL that is none of the servers'.
+            ValueError: a URL is not one of the servers'.
         """
-        members = {member.url: member for member in self._members}
-        good = {url.rstrip("/") for url in urls}
-        if unknown := sorted(good - members.keys()):
-            raise ValueError(f"use_version: {unknown[0]!r} is not a server of this pool; it has {sorted(members)}")
+        servers = {server.url: server for server in self._servers}
+        synced = {url.rstrip("/") for url in urls}
+        if unknown := sorted(synced - servers.keys()):
+            raise ValueError(f"use_version: {unknown[0]!r} is not a server of this pool; it has {sorted(servers)}")
         if version != self.version:
             self._versions.append(version)
-        self._home.clear()  # new weights leave no prefix cache
-        for url, member in members.items():
-            member.welcome(None if url in good else f"the weight sync did not bring it to version {version}")
+        self._server_by_affinity.clear()  # the prefix caches are empty after a sync
+        for url, server in servers.items():
+            server.mark_synced(None if url in synced else f"the weight sync did not bring it to version {version}")
 
     async def pause(self) -> None:
-        """Take all requests back from the servers: they return what they have, and nothing is sent until ``proceed``.
+        """Abort all requests on the servers and hold them until ``resume``; each returns its tokens so far.
 
-        Servers do not sample across a change of the weights: one that did would report the experts of the new weights
-        for tokens of the old ones. A request that a server does not give back within ``_PAUSE_SECONDS`` stays there.
+        Servers do not sample across a change of the weights: they would report the experts of the new weights for
+        tokens of the old ones. A request that a server does not return within ``_PAUSE_SECONDS`` stays there.
         """
         self._gate.hold()
-        self._watch.resting = True
+        self._monitor.is_paused = True
         end = self._now() + _PAUSE_SECONDS
-        while self._sent and self._now() < end:
-            await self.abort(list(self._sent))
-            again = self._now() + _ABORT_AGAIN
-            while self._sent and self._now() < again:
-                await asyncio.sleep(_ABORT_AGAIN / 20)
+        while self._in_flight and self._now() < end:
+            await self.abort(list(self._in_flight))
+            next_abort = self._now() + _ABORT_INTERVAL
+            while self._in_flight and self._now() < next_abort:
+                await asyncio.sleep(_ABORT_INTERVAL / 20)
 
-    def proceed(self) -> None:
-        """Send requests again, after ``pause``."""
+    def resume(self) -> None:
+        """Send requests again after ``pause``."""
         self._gate.release()
-        self._watch.resting = not self._gate.is_open
+        self._monitor.is_paused = not self._gate.is_open
 
     async def generate(self, request: GenerateRequest, affinity: str) -> Generation:
-        """Continue a sequence on some server.
+        """Continue a sequence on one of the servers, with retries on the others.
 
-        A server that gives no answer, or one from weights that were not current at any time since the request was
-        sent, is not used before it works with the current weights; one that is overloaded rests; one whose answers
-        break the contract twice is out until the next ``use_version``. The request goes as a whole to another one.
+        - A server that does not respond, or responds with weights that were never current since the request was sent,
+          is unhealthy until it works with the current weights.
+        - An overloaded server backs off.
+        - A server that violates the contract twice is out until the next ``use_version``.
+
+        In each case the whole request goes to another server.
 
         Args:
-            request: ``request_id`` is unique among those of all pools over these servers.
-            affinity: the same for requests with a common prefix, as siblings of one prompt have.
+            request: its ``request_id`` is unique among all pools over these servers.
+            affinity: equal for requests with a common prefix, such as siblings of one prompt.
 
         Raises:
-            ServerError: a server refuses the request, or no server is usable; then it lists them all, and is a
-                ``NoUsableServer`` unless each of them broke the contract too often.
-            RuntimeError: before the first ``use_version``.
+            ServerError: a server rejects the request, or no server is usable. The message lists all servers. It is a
+                ``NoUsableServer`` unless each server violated the contract too often.
+            RuntimeError: called before the first ``use_version``.
         """
         if not self._versions:
             raise RuntimeError("ServerPool.generate before the first use_version: no server has weights")
         async with self._slots:
-            self._watch.enter()
+            self._monitor.request_started()
             try:
                 return await self._dispatch(request, affinity)
             finally:
-                self._sent.pop(request.request_id, None)
-                self._watch.leave()
+                self._in_flight.pop(request.request_id, None)
+                self._monitor.request_finished()
 
-    def was_sent(self, request_id: str) -> bool:
-        """Whether a server has the request now; False while it waits its turn, and afterwards."""
-        return request_id in self._sent
+    def is_sent(self, request_id: str) -> bool:
+        """Return True if a server has the request now; False while it waits in the pool, and afterwards."""
+        return request_id in self._in_flight
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Stop some requests that were sent: their ``generate`` returns what they have. Others are left alone.
+        """Abort requests that were sent: their ``generate`` returns the tokens so far. Others are left alone.
 
-        A request that a server has not queued yet when this arrives goes on; call again until all have returned.
+        A request that the server has not queued yet continues. Call again until all have returned.
         """
 
-        async def stop(member: PooledServer, name: str) -> None:
-            with contextlib.suppress(ServerError):  # what is wrong with the server shows in the request itself
-                await member.server.abort(name)
+        async def abort_one(server: PooledServer, name: str) -> None:
+            with contextlib.suppress(ServerError):  # a broken server shows in the request itself
+                await server.server.abort(name)
 
-        await asyncio.gather(*(stop(*self._sent[name]) for name in request_ids if name in self._sent))
+        sent = [self._in_flight[name] for name in request_ids if name in self._in_flight]
+        await asyncio.gather(*(abort_one(server, name) for server, name in sent))
 
     async def _dispatch(self, request: GenerateRequest, affinity: str) -> Generation:
+        """Send a request to one server after another until one succeeds."""
         failed: set[PooledServer] = set()
-        began: float | None = None
+        first_failure: float | None = None
         attempt = 0
         while True:
-            await self._gate.passed()
-            member = await self._choose(affinity, failed, began)
-            # An earlier try may still run on a server that hangs: a name of its own for each.
+            await self._gate.wait_open()
+            server = await self._select_server(affinity, failed, first_failure)
+            # An earlier attempt may still run on a hanging server, so each attempt has a name.
             sent = replace(request, request_id=f"{request.request_id}~{attempt}") if attempt else request
-            self._sent[request.request_id] = (member, sent.request_id)
+            self._in_flight[request.request_id] = (server, sent.request_id)
             try:
-                return await self._ask(member, sent)
-            except _Unusable as error:
-                self._sent.pop(request.request_id, None)
+                return await self._send(server, sent)
+            except _RetryElsewhere as error:
+                self._in_flight.pop(request.request_id, None)
                 self.counts.retries += 1
                 problem = str(error)
             attempt += 1
-            failed.add(member)
-            began = self._now() if began is None else began
-            # Servers that come back and fail again and again must end, too.
-            if attempt > 2 * len(self._members) and self._now() >= self._give_up(began):
-                states = "; ".join(m.state() for m in self._members)
+            failed.add(server)
+            first_failure = self._now() if first_failure is None else first_failure
+            # Servers that recover and fail in turn must not keep a request alive forever.
+            if attempt > 2 * len(self._servers) and self._now() >= self._deadline(first_failure):
+                states = "; ".join(s.describe() for s in self._servers)
                 raise ServerError(
                     "rollout.servers",
                     f"request {request.request_id} failed {attempt} times; the last time: {problem}. Servers: {states}",
                 )
 
-    async def _ask(self, member: PooledServer, request: GenerateRequest) -> Generation:
-        known, losses = len(self._versions) - 1, member.losses
-        task = asyncio.ensure_future(self._ask_server(member.server, request))
-        member.running.add(task)
+    async def _send(self, server: PooledServer, request: GenerateRequest) -> Generation:
+        """Send a request to a server and check which weights responded.
+
+        Raises:
+            _RetryElsewhere: the response is missing or must not be used.
+            ServerError: the server rejects the request itself.
+        """
+        version_index = len(self._versions) - 1
+        evictions = server.evictions
+        task = asyncio.ensure_future(self._generate_on(server.server, request))
+        server.in_flight.add(task)
         try:
             await asyncio.wait({task})
         finally:  # also when the caller is cancelled
-            member.running.discard(task)
+            server.in_flight.discard(task)
             task.cancel()
-        # Given up meanwhile: what arrives at the last moment is not used either.
-        if task.cancelled() or member.losses != losses:
-            _ = task.cancelled() or task.exception()
-            raise _Unusable(member.state())
+        # The server became unhealthy meanwhile: a response that arrives at the last moment is discarded too.
+        if task.cancelled() or server.evictions != evictions:
+            _ = task.cancelled() or task.exception()  # asyncio complains of an exception that is never read
+            raise _RetryElsewhere(server.describe())
         try:
             generation = task.result()
         except ServerError as error:
-            self._judge(member, error)
-            raise _Unusable(str(error)) from None
-        current = self._versions[known:]
-        wrong = sorted({span.policy_version for span in generation.versions} - set(current))
+            self._handle_error(server, error)
+            raise _RetryElsewhere(str(error)) from None
+        # Every version that was current at some time since the request was sent is valid.
+        valid = self._versions[version_index:]
+        wrong = sorted({span.policy_version for span in generation.versions} - set(valid))
         if wrong:
-            self._lose(member, f"it answered with weights of version {wrong[0]}, expected {current[-1]}")
-            raise _Unusable(member.state())
-        member.failures, self._last_good = 0, self._now()
+            problem = f"it responded with weights of version {wrong[0]}, expected {valid[-1]}"
+            self._mark_unhealthy(server, problem)
+            raise _RetryElsewhere(server.describe())
+        server.failures = 0
+        self._last_success = self._now()
         return generation
 
-    def _judge(self, member: PooledServer, error: ServerError) -> None:
-        """What a failed request means for its server.
+    def _handle_error(self, server: PooledServer, error: ServerError) -> None:
+        """Update the state of a server after a failed request.
 
         Raises:
-            ServerError: nothing: the request itself is wrong.
+            ServerError: ``error`` itself, if the request is wrong and not the server.
         """
         if isinstance(error, ContractViolation):
             self.counts.breaches += 1
             self.counts.messages.append(str(error))
-            member.rest(self._now(), error.detail)
-            member.breaches.append(error.detail)
-            if member.banned:
-                problem = f"it broke the contract {len(member.breaches)} times since the last sync, the last time: "
-                self._lose(member, problem + error.detail, final=True)
+            server.back_off(self._now(), error.detail)
+            server.violations.append(error.detail)
+            if server.is_banned:
+                count = len(server.violations)
+                problem = f"it violated the contract {count} times since the last sync, the last time: {error.detail}"
+                self._mark_unhealthy(server, problem, is_final=True)
         elif error.is_transient:
-            member.rest(self._now(), str(error), error.retry_after)
-        elif error.status is None:
-            self._lose(member, error.detail)
+            server.back_off(self._now(), str(error), error.retry_after)
+        elif error.status is None:  # no HTTP response at all
+            self._mark_unhealthy(server, error.detail)
         else:
             raise error
 
-    async def _choose(self, affinity: str, failed: set[PooledServer], began: float | None) -> PooledServer:
-        """The server for the next request: one that it has not failed on, where there is one.
+    async def _select_server(
+        self, affinity: str, failed: set[PooledServer], first_failure: float | None
+    ) -> PooledServer:
+        """Return the server for the next attempt, if possible one that the request has not failed on.
 
         Args:
             affinity: see ``generate``.
-            failed: servers that have failed the request.
-            began: when it failed first; None = it did not.
+            failed: servers that the request failed on.
+            first_failure: time of its first failure; None if it has not failed.
 
         Raises:
-            ServerError: there is none, also after each was asked again, as long as the patience lasts.
+            ServerError: no server is usable, also after rechecks for as long as the patience lasts.
         """
-        began = self._now() if began is None else began
+        first_failure = self._now() if first_failure is None else first_failure
         while True:
             now = self._now()
             usable = self._usable()
-            if ready := [member for member in usable if member.rest_until <= now]:
-                return self._pick(affinity, [m for m in ready if m not in failed] or ready)
-            wait = min((member.rest_until for member in usable), default=now + _ASK_AGAIN) - now
+            if ready := [server for server in usable if server.back_off_until <= now]:
+                return self._least_loaded(affinity, [s for s in ready if s not in failed] or ready)
+            wait = min((server.back_off_until for server in usable), default=now + _RECHECK_SECONDS) - now
             if not usable:
-                await self._watch.ask_again()
+                await self._monitor.recheck_unhealthy()
                 if self._usable():
                     continue
-            left = self._give_up(began) - self._now()
-            if left <= 0 or all(member.final for member in self._members):
-                raise self._nobody()
-            await asyncio.sleep(min(wait, left))
+            remaining = self._deadline(first_failure) - self._now()
+            if remaining <= 0 or all(server.is_final for server in self._servers):
+                raise self._no_usable_server()
+            await asyncio.sleep(min(wait, remaining))
 
-    def _pick(self, affinity: str, ready: list[PooledServer]) -> PooledServer:
-        least = min(ready, key=lambda member: (len(member.running), member.place))
-        home = self._home.get(affinity, least)
-        if home not in ready or len(home.running) - len(least.running) > _SLACK:
-            home = least
-        self._home[affinity] = home
-        return home
+    def _least_loaded(self, affinity: str, ready: list[PooledServer]) -> PooledServer:
+        """Return the server of the siblings, or the least loaded one if that is much less busy."""
+        least = min(ready, key=lambda server: (len(server.in_flight), server.preference))
+        server = self._server_by_affinity.get(affinity, least)
+        if server not in ready or len(server.in_flight) - len(least.in_flight) > _MAX_IMBALANCE:
+            server = least
+        self._server_by_affinity[affinity] = server
+        return server
 
-    def _nobody(self) -> ServerError:
-        kind = ServerError if all(member.banned for member in self._members) else NoUsableServer
-        return kind(
+    def _no_usable_server(self) -> ServerError:
+        error_class = ServerError if all(server.is_banned for server in self._servers) else NoUsableServer
+        return error_class(
             "rollout.servers",
-            f"none of {len(self._members)} can be used at policy version {self.version}: "
-            f"{'; '.join(member.state() for member in self._members)}. Restart the "
+            f"none of {len(self._servers)} can be used at policy version {self.version}: "
+            f"{'; '.join(server.describe() for server in self._servers)}. Restart the "
             "servers, and the run: it continues from its last checkpoint",
         )
 
-    def _give_up(self, began: float) -> float:
-        """When a request that has failed since ``began`` is given up."""
-        return max(began, self._last_good) + self._patience
+    def _deadline(self, first_failure: float) -> float:
+        """Return the time at which a request that has failed since ``first_failure`` is given up."""
+        return max(first_failure, self._last_success) + self._patience
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     def _usable(self) -> list[PooledServer]:
-        return [member for member in self._members if member.problem is None]
+        return [server for server in self._servers if server.problem is None]
 
-    def _lose(self, member: PooledServer, problem: str, *, final: bool = False) -> None:
-        member.rest(self._now(), problem)
-        if member.lose(problem, final=final):
+    def _mark_unhealthy(self, server: PooledServer, problem: str, *, is_final: bool = False) -> None:
+        server.back_off(self._now(), problem)
+        if server.mark_unhealthy(problem, is_final=is_final):
             self.counts.servers_lost += 1
-            self.counts.messages.append(f"{member.url} is not used any more: {problem}")
+            self.counts.messages.append(f"{server.url} is not used any more: {problem}")

@@ -24,9 +24,12 @@ from megatron_dppo.types import Completion, FinishReason, Prompt, RoutingShape, 
 
 T = TypeVar("T")
 
+_MAX_EMPTY_RESPONSES = 8
+"""Aborts in a row without a new token that a request survives, about 10 seconds in all."""
+
 
 class LoopThread:
-    """Runs coroutines for any thread until ``close``."""
+    """An event loop in a thread, which runs coroutines for any thread until ``close``."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -35,27 +38,27 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns or raises; it is cancelled when the caller is interrupted."""
+        """Run a coroutine and return its result; it is cancelled if the caller is interrupted."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # of no effect when it was the coroutine that raised
+            future.cancel()  # has no effect if the coroutine itself raised
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that deals with its own errors; do not wait for it."""
+        """Start a coroutine that handles its own errors, and return at once."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        self._started.add(future)  # the loop itself holds its tasks only weakly
+        self._started.add(future)  # the loop holds its tasks only weakly
         future.add_done_callback(self._started.discard)
 
     def cancel(self) -> None:
-        """Cancel what still runs, and wait until it has ended."""
+        """Cancel all running coroutines and wait until they have ended."""
         if self._thread.is_alive():
             self.run(_cancel_all())
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread."""
+        """Cancel all running coroutines and end the thread."""
         if self._thread.is_alive():
             self.run(_cancel_all())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -64,115 +67,131 @@ class LoopThread:
 
 
 async def _cancel_all() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class PromptRoutes:
-    """What the siblings of one prompt have in common. Belongs to one event loop.
+    """Routes of a prompt, which its siblings share. Belongs to one event loop.
 
-    A request for one token brings the routes, and the prompt into the server's prefix cache, before the siblings ask.
+    A request for one token returns the routes before the siblings are requested. It also brings the prompt into the
+    server's prefix cache.
 
     Args:
         pool: the servers.
-        prompt: of P tokens.
-        params: of the responses.
-        routing: the shape of routes.
-        end: tokens after which a response is complete.
+        prompt: prompt of P tokens.
+        params: sampling parameters of the responses.
+        routing: shape of the routes.
+        end_tokens: tokens after which a response is complete.
     """
 
     def __init__(
-        self, pool: ServerPool, prompt: Prompt, params: SamplingParams, routing: RoutingShape, end: tuple[int, ...]
+        self,
+        pool: ServerPool,
+        prompt: Prompt,
+        params: SamplingParams,
+        routing: RoutingShape,
+        end_tokens: tuple[int, ...],
     ) -> None:
-        self._pool, self._prompt, self._routing, self._end = pool, prompt, routing, end
+        self._pool = pool
+        self._prompt = prompt
+        self._routing = routing
+        self._end_tokens = end_tokens
         self._params = replace(params, max_new_tokens=1, topk_logprobs=0)
-        self._known: dict[int, Tensor] = {}
-        self._asking, self._numbers = asyncio.Lock(), itertools.count()
+        self._routes_by_version: dict[int, Tensor] = {}
+        self._lock = asyncio.Lock()
+        self._numbers = itertools.count()
 
-    async def by(self, version: int, name: str, affinity: str) -> Tensor | None:
-        """Routes ``[P - 1, L, k]`` by the weights of a version; None = these are gone, or the request was stopped.
+    async def get(self, version: int, request_id: str, affinity: str) -> Tensor | None:
+        """Return the routes ``[P - 1, L, k]`` under one version of the weights.
 
-        That of the prompt's last token is not among them: each response reads it anew.
+        The prompt's last token is not included: each response reads it anew.
 
         Args:
-            version: of the weights.
-            name: begins that of a request.
-            affinity: of the siblings.
+            version: version of the weights.
+            request_id: prefix of the id of the request for the routes.
+            affinity: affinity of the siblings.
+
+        Returns:
+            The routes; None if the version is no longer current or the request was aborted.
 
         Raises:
             ServerError: see ``ServerPool.generate``.
         """
-        async with self._asking:
-            if version not in self._known and version == self._pool.version:
+        async with self._lock:  # the first sibling sends the request, the others wait for its result
+            if version not in self._routes_by_version and version == self._pool.version:
                 request = GenerateRequest(
-                    request_id=f"{name}-routes-{next(self._numbers)}",
+                    request_id=f"{request_id}-routes-{next(self._numbers)}",
                     token_ids=self._prompt.token_ids,
                     params=self._params,
-                    stop_token_ids=self._end,
+                    stop_token_ids=self._end_tokens,
                     routing=self._routing,
                 )
-                found = await self._pool.generate(request, affinity)
-                if found.routed_experts is not None:
-                    self._known[found.versions[0].policy_version] = found.routed_experts[:-1].clone()
-        return self._known.get(version)
-
-
-_EMPTY_ANSWERS = 8
-"""Times in a row that a request may be stopped from outside without a token, about 10 seconds in all."""
+                generation = await self._pool.generate(request, affinity)
+                if generation.routed_experts is not None:
+                    # The weights may have changed while the request waited.
+                    actual_version = generation.versions[0].policy_version
+                    self._routes_by_version[actual_version] = generation.routed_experts[:-1].clone()
+        return self._routes_by_version.get(version)
 
 
 @dataclass(eq=False)
 class InFlightResponse:
-    """One response on its way."""
+    """A response that is being requested."""
 
     prompt: Prompt
     response: GrowingResponse
     params: SamplingParams
     index: int
-    """among the responses of one call: siblings get different seeds by it"""
+    """Index among the responses of one call, which gives siblings different seeds."""
     prompt_routes: PromptRoutes | None = None
-    """of all siblings; None = each asks for all routes itself"""
+    """Routes of the prompt, which all siblings share. None if each response requests all routes itself."""
     request_id: str = ""
-    """of the last request"""
-    stopping: bool = False
+    """Id of the last request."""
+    is_stopping: bool = False
+    """True if no further request is to be sent."""
     completion: Completion | None = None
-    """None = not complete"""
+    """The complete response. None if it is not complete."""
 
     @property
     def state(self) -> Completion | PartialResponse:
-        """What there is of it."""
+        """The completion, or the tokens so far."""
         return self.completion or self.response.state()
 
-    def seeded(self) -> SamplingParams:
-        """Parameters with the seed of the next request: no two of a run share it, but by accident."""
+    def seeded_params(self) -> SamplingParams:
+        """Return the parameters with the seed of the next request; seeds of a run are distinct but for accidents."""
         key = f"{self.params.seed}/{self.index}/{self.response.parts}"
         return replace(self.params, seed=random.Random(key).getrandbits(31))
 
 
 class Responder:
-    """Completes responses by a pool of servers.
+    """Completion of responses by a pool of servers.
 
     Args:
         pool: the servers.
         tokenizer: decodes responses.
-        end: tokens after which a response is complete.
-        function: a user's ``rollout.generate``; None = one response to each prompt.
+        end_tokens: tokens after which a response is complete.
+        function: user function ``rollout.generate``; None for one response per prompt.
     """
 
     def __init__(
-        self, pool: ServerPool, tokenizer: Any, end: tuple[int, ...], function: GenerateFunction | None
+        self, pool: ServerPool, tokenizer: Any, end_tokens: tuple[int, ...], function: GenerateFunction | None
     ) -> None:
-        self._pool, self._tokenizer, self._end, self._function = pool, tokenizer, end, function
-        self._name, self._numbers = uuid.uuid4().hex[:12], itertools.count()
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._end_tokens = end_tokens
+        self._function = function
+        self._name = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count()
 
     async def complete(self, sample: InFlightResponse) -> None:
-        """Go on until the response is complete or ``stopping`` is set.
+        """Continue a response until it is complete or ``is_stopping`` is set.
 
         Raises:
             ServerError: see ``ServerPool.generate``.
-            GenerateError: the user's function failed.
+            GenerateError: the user function failed.
         """
         if sample.completion is not None:
             return
@@ -184,61 +203,73 @@ class Responder:
 
         was_stopped = False
 
-        async def more(limit: int, stop: tuple[int, ...]) -> FinishReason | None:
+        async def sample_turn(limit: int, stop_token_ids: tuple[int, ...]) -> FinishReason | None:
             nonlocal was_stopped
             sample.response = turns.response
-            reason = await self._sample(sample, len(sample.response.tokens) + limit, stop)
+            reason = await self._sample(sample, len(sample.response.tokens) + limit, stop_token_ids)
             was_stopped = was_stopped or reason is None
             return reason
 
-        turns = Turns(sample.prompt, sample.response, sample.params, self._tokenizer, more)
+        turns = Turns(sample.prompt, sample.response, sample.params, self._tokenizer, sample_turn)
         try:
             completion = await call_generate(self._function, turns)
         except TurnsStopped:
             return
-        if not was_stopped:  # a function that catches everything may finish what is not complete
+        # A function that catches every exception may return a completion of a response that was stopped.
+        if not was_stopped:
             sample.completion = completion
 
-    async def _sample(self, sample: InFlightResponse, length: int, stop: tuple[int, ...]) -> FinishReason | None:
-        """Sample until the response is complete or has ``length`` tokens; None when it is to stop before."""
-        empty = 0
-        while (left := length - len(sample.response.tokens)) > 0:
-            if sample.stopping:
+    async def _sample(
+        self, sample: InFlightResponse, length: int, stop_token_ids: tuple[int, ...]
+    ) -> FinishReason | None:
+        """Sample until the response is complete or has ``length`` tokens; return None if it is stopped before."""
+        empty_responses = 0
+        while (remaining := length - len(sample.response.tokens)) > 0:
+            if sample.is_stopping:
                 return None
             sample.request_id = f"{self._name}-{sample.params.seed}-{next(self._numbers)}"
-            generation = await self._ask(sample, stop, left)
+            generation = await self._generate(sample, stop_token_ids, remaining)
             sample.response.append_sampled(generation)
             if generation.finish_reason != FinishReason.ABORT:
                 return generation.finish_reason
-            sampled = len(generation.token_ids) > 0
-            # An engine that is told to stop while it samples the end token says abort of what is complete.
-            if sampled and int(generation.token_ids[-1]) in (*self._end, *stop):
+            has_tokens = len(generation.token_ids) > 0
+            # An engine that is aborted while it samples the end token reports an abort of a complete response.
+            if has_tokens and int(generation.token_ids[-1]) in (*self._end_tokens, *stop_token_ids):
                 return FinishReason.STOP
-            empty = 0 if sampled else empty + 1
-            if empty > _EMPTY_ANSWERS:
+            empty_responses = 0 if has_tokens else empty_responses + 1
+            if empty_responses > _MAX_EMPTY_RESPONSES:
                 raise ServerError(
                     "rollout.servers",
-                    f"a request was stopped from outside {empty} times without a new token; does another program send "
-                    "aborts to the servers, or are they paused?",
+                    f"a request was stopped from outside {empty_responses} times without a new token; does another "
+                    "program send aborts to the servers, or are they paused?",
                 )
-            if empty:
-                await asyncio.sleep(0.02 * 2**empty)
+            if empty_responses:
+                await asyncio.sleep(0.02 * 2**empty_responses)
         return FinishReason.LENGTH
 
-    async def _ask(self, sample: InFlightResponse, stop: tuple[int, ...], limit: int) -> Generation:
-        """One request; as if it had been stopped where weights that are gone read a prompt whose routes it lacks."""
-        name, affinity = sample.request_id, f"{sample.prompt.prompt_id}/{sample.params.seed}"
-        shared = sample.prompt_routes if sample.response.lacks_routes else None
-        if shared is not None:
-            await shared.by(self._pool.version, name, affinity)
+    async def _generate(self, sample: InFlightResponse, stop_token_ids: tuple[int, ...], limit: int) -> Generation:
+        """Send one request for up to ``limit`` tokens.
+
+        Returns:
+            The generation; an empty abort if weights that are no longer current read a prompt without its routes.
+        """
+        request_id = sample.request_id
+        affinity = f"{sample.prompt.prompt_id}/{sample.params.seed}"
+        shared_routes = sample.prompt_routes if sample.response.lacks_routes else None
+        if shared_routes is not None:
+            await shared_routes.get(self._pool.version, request_id, affinity)
         request = sample.response.next_request(
-            name, sample.seeded(), (*self._end, *stop), limit, prompt_routes=shared is None
+            request_id,
+            sample.seeded_params(),
+            (*self._end_tokens, *stop_token_ids),
+            limit,
+            prompt_routes=shared_routes is None,
         )
         generation = await self._pool.generate(request, affinity)
-        if shared is None or generation.routed_experts is None:
+        if shared_routes is None or generation.routed_experts is None:
             return generation
-        # It may have waited for its turn until there were other weights.
-        routes = await shared.by(generation.versions[0].policy_version, name, affinity)
+        # The request may have waited in the pool until the weights changed: the routes must be of the same version.
+        routes = await shared_routes.get(generation.versions[0].policy_version, request_id, affinity)
         if routes is None:
             return Generation.empty(FinishReason.ABORT)
         return replace(generation, routed_experts=torch.cat([routes, generation.routed_experts]))

@@ -1,4 +1,4 @@
-"""Weight updates from a folder, and released memory: what SGLang and vLLM have in common."""
+"""Weight updates from a folder and memory release, as far as SGLang and vLLM have them in common."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from safetensors import SafetensorError, safe_open
 from megatron_dppo.engines.servers.fields import INCOMPLETE
 from megatron_dppo.errors import CheckpointError, ConfigError, ServerError
 
+# A server carries its state in its weight version, so that any client, also one of a later run, can continue from it.
 RELEASED = "released"
-"""Weights and key-value cache have no memory."""
-
-
+"""Version of a server whose weights and key-value cache have no memory."""
 CACHE_RELEASED = "incomplete, cache released"
-"""The weights have memory again, and anything in it."""
+"""Version of a server whose weights have memory with undefined content, and whose cache has none."""
+ADAPTER = "megatron_dppo"
+"""Name of the run's LoRA adapter on the servers."""
 
-
-Part = Literal["weights", "kv_cache"]
-"""Tags of both engines."""
+MemoryTag = Literal["weights", "kv_cache"]
+"""Part of a server's memory, by the name that both engines give it."""
 
 
 class ReleasedMemory(ABC):
-    """The part of a server's client that releases its memory; an engine adds its own calls."""
+    """The part of a server's client that releases memory; an engine adds its own calls."""
 
     url: str
-    _paused = False
-    _cache_released = False
-    """by ``wake_weights``: whether the cache is to be woken before anything is generated"""
+    _is_paused = False
+    _is_cache_released = False
+    """True if the cache needs memory before anything is generated; set by ``wake_weights``."""
 
     async def release_memory(self) -> None:
         """See ``InferenceServer``.
 
         Raises:
-            ConfigError: the server was started without what this takes.
-            ServerError: it refuses, and has all that it had; or it does not answer, and may have released it.
+            ConfigError: the server was started without the flag that memory release needs.
+            ServerError: the server refuses, and keeps its memory. Or it does not respond, and may have released it.
         """
         if (flag := await self._missing_flag()) is not None:
             raise ConfigError(
@@ -49,82 +49,82 @@ class ReleasedMemory(ABC):
         before = await self._weight_version()
         if before == RELEASED:
             return
-        await self._stop()
-        self._paused = True
-        if before == CACHE_RELEASED:  # both parts are released together
-            await self._take("kv_cache", INCOMPLETE, before)
+        await self._abort_and_pause()
+        self._is_paused = True
+        if before == CACHE_RELEASED:  # both parts can be released only together
+            await self._allocate_as("kv_cache", INCOMPLETE, before)
             before = INCOMPLETE
-        await self._renamed(RELEASED, before, self._release_all)
-        self._cache_released = False
+        await self._call_as(RELEASED, before, self._release_all)
+        self._is_cache_released = False
 
     async def wake_weights(self) -> None:
         """See ``InferenceServer``."""
-        name = await self._weight_version()
-        if name == RELEASED:
-            await self._take("weights", CACHE_RELEASED, name)
-        self._cache_released = name in (RELEASED, CACHE_RELEASED)
+        version = await self._weight_version()
+        if version == RELEASED:
+            await self._allocate_as("weights", CACHE_RELEASED, version)
+        self._is_cache_released = version in (RELEASED, CACHE_RELEASED)
 
     async def _wake_cache(self) -> None:
-        """Take the memory of the cache, if it is missing."""
-        if self._cache_released:
-            await self._take("kv_cache", INCOMPLETE, CACHE_RELEASED)
-            self._cache_released = False
+        """Allocate the memory of the cache if it is released."""
+        if self._is_cache_released:
+            await self._allocate_as("kv_cache", INCOMPLETE, CACHE_RELEASED)
+            self._is_cache_released = False
 
     @property
-    def _unfinished(self) -> str:
-        """The name of weights that are being changed."""
-        return CACHE_RELEASED if self._cache_released else INCOMPLETE
+    def _unfinished_version(self) -> str:
+        """Version during a weight update."""
+        return CACHE_RELEASED if self._is_cache_released else INCOMPLETE
 
-    async def _take(self, part: Part, name: str, before: str) -> None:
-        await self._renamed(name, before, lambda: self._take_part(part))
+    async def _allocate_as(self, tag: MemoryTag, version: str, before: str) -> None:
+        await self._call_as(version, before, lambda: self._allocate(tag))
 
-    async def _renamed(self, name: str, before: str, call: Callable[[], Awaitable[None]]) -> None:
-        """The call under its new name; the name before again when the server refuses."""
-        await self._set_version(name)
+    async def _call_as(self, version: str, before: str, call: Callable[[], Awaitable[None]]) -> None:
+        """Set the version, then make the call; restore the version ``before`` if the server refuses the call.
+
+        The version comes first: if the trainer dies in between, no client takes the server for a usable one.
+        """
+        await self._set_version(version)
         try:
             await call()
         except ServerError as error:
             if error.status is not None:
-                with contextlib.suppress(ServerError):  # the first error is the one to tell
+                with contextlib.suppress(ServerError):  # the first error is the one to report
                     await self._set_version(before)
             raise
 
     @abstractmethod
     async def _missing_flag(self) -> str | None:
-        """What the server should have been started with; None = nothing is missing."""
+        """Return the option that the server should have been started with; None if nothing is missing."""
 
     @abstractmethod
-    async def _stop(self) -> None:
-        """End all requests, and generate nothing until ``resume``."""
+    async def _abort_and_pause(self) -> None:
+        """Abort all requests and generate nothing until ``resume``."""
 
     @abstractmethod
     async def _release_all(self) -> None: ...
 
     @abstractmethod
-    async def _take_part(self, part: Part) -> None: ...
+    async def _allocate(self, tag: MemoryTag) -> None: ...
 
     @abstractmethod
     async def _weight_version(self) -> str: ...
 
     @abstractmethod
-    async def _set_version(self, name: str) -> None: ...
-
-
-ADAPTER = "megatron_dppo"
-"""What servers call the adapter of the run"""
+    async def _set_version(self, version: str) -> None: ...
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse weights that a server would make damage with.
+    """Check that a folder has complete weights, before a server reads it.
 
-    Of a file that breaks off SGLang dies: its way back reads the same folder again. Missing files it does not notice.
-    A stock vLLM is left without weights, and dies of the next request. A folder that is not on this machine passes.
+    SGLang crashes on a truncated file, since its rollback reads the same folder again, and does not notice missing
+    files. A stock vLLM is left without weights and crashes on the next request. A folder that is not on this machine
+    passes.
 
     Raises:
-        CheckpointError: a file is missing or breaks off.
+        CheckpointError: a file is missing or truncated.
     """
     if not folder.is_dir():
-        return  # a path of the server's machine: it says itself that there is nothing
+        return  # a path of the server's machine: the server reports itself if there is nothing
     index = folder / "model.safetensors.index.json"
     files = set(folder.glob("*.safetensors"))
     if index.is_file():
@@ -138,10 +138,10 @@ def check_weights(folder: Path) -> None:
 
 
 class FolderUpdates(ReleasedMemory):
-    """``update_from_disk`` of a server; an engine adds its own calls."""
+    """``update_from_disk`` and ``update_adapter`` of a server; an engine adds its own calls."""
 
-    _untouched: str
-    """stands in the server's message when it changed no weight"""
+    _untouched_text: str
+    """Part of the server's error text if it changed no weight."""
 
     @abstractmethod
     async def pause(self) -> None:
@@ -152,43 +152,43 @@ class FolderUpdates(ReleasedMemory):
         """See ``InferenceServer``."""
 
     @abstractmethod
-    async def _read_folder(self, folder: str) -> None: ...
+    async def _load_weights(self, folder: str) -> None: ...
 
     @abstractmethod
-    async def _read_adapter(self, folder: str) -> None: ...
+    async def _load_adapter(self, folder: str) -> None: ...
 
     @abstractmethod
-    async def _finish(self, version: int) -> None: ...
+    async def _finish_update(self, version: int) -> None: ...
 
     async def update_adapter(self, folder: str, version: int) -> None:
         """See ``InferenceServer``.
 
         Raises:
-            RuntimeError: not paused: requests would be answered with half of the new weights.
-            CheckpointError: the folder is on this machine too, and incomplete; the server was not asked.
+            RuntimeError: the server is not paused: it would respond with half of the new weights.
+            CheckpointError: the folder is on this machine and incomplete; no request was sent.
         """
-        if not self._paused:
+        if not self._is_paused:
             raise RuntimeError(f"{self.url}: update_adapter without pause")
         check_weights(Path(folder))
-        await self._set_version(self._unfinished)
-        await self._read_adapter(folder)
-        await self._finish(version)
+        await self._set_version(self._unfinished_version)
+        await self._load_adapter(folder)
+        await self._finish_update(version)
 
     async def update_from_disk(self, folder: str, version: int) -> None:
         """See ``InferenceServer``.
 
         Raises:
-            CheckpointError: the folder is on this machine too, and incomplete; the server was not asked.
-            ServerError: not loaded; the message says whether the old weights are still there.
+            CheckpointError: the folder is on this machine and incomplete; no request was sent.
+            ServerError: the weights are not loaded; the message states if the old weights are still there.
         """
         check_weights(Path(folder))
-        if self._paused:
+        if self._is_paused:
             return await self._load_folder(folder, version)
         await self.pause()
         try:
             await self._load_folder(folder, version)
         except ServerError:
-            # When this fails too, the first error is the one to tell.
+            # If this fails too, the first error is the one to report.
             with contextlib.suppress(ServerError):
                 await self.resume()
             raise
@@ -196,17 +196,17 @@ class FolderUpdates(ReleasedMemory):
 
     async def _load_folder(self, folder: str, version: int) -> None:
         before = await self._weight_version()
-        await self._set_version(self._unfinished)
+        await self._set_version(self._unfinished_version)
         try:
-            await self._read_folder(folder)
+            await self._load_weights(folder)
         except ServerError as error:
-            untouched = self._untouched in error.detail and not self._cache_released
-            if untouched:
+            is_untouched = self._untouched_text in error.detail and not self._is_cache_released
+            if is_untouched:
                 await self._set_version(before)
             state = (
                 f"the old weights, version {before!r}, are still served"
-                if untouched
+                if is_untouched
                 else "its weights may be half old and half new: update it again or restart it"
             )
             raise ServerError(self.url, f"cannot load {folder!r}: {error.detail}; {state}", error.status) from error
-        await self._finish(version)
+        await self._finish_update(version)

@@ -1,34 +1,36 @@
-"""One SGLang server."""
+"""Client of one SGLang server."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from megatron_dppo.engines.servers.fields import part, policy_version, tokens_of, whole
-from megatron_dppo.engines.servers.http import Deadlines, HttpClient
-from megatron_dppo.engines.servers.updates import ADAPTER
+from megatron_dppo.engines.servers.fields import parse_policy_version, require_integer, require_object
+from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.sglang.weights import SGLangWeightUpdates
-from megatron_dppo.engines.sglang.wire import decode_generation, generate_body, version_parts, wire_id
-from megatron_dppo.errors import ServerError
+from megatron_dppo.engines.sglang.wire import decode_generation, generate_body, parse_engine_version, wire_id
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
 
-_FLAT_TOPK = (0, 5, 22)
-"""The first version that sends the Top-K of responses as base64 instead of nested lists."""
+_FLAT_TOPK_VERSION = (0, 5, 22)
+"""First version that sends the Top-K of responses as base64 instead of nested lists."""
 
 
 class SGLangServer(SGLangWeightUpdates):
-    """An ``InferenceServer`` that is SGLang.
+    """Client of an SGLang server; an ``InferenceServer``.
 
-    Needs 0.5.19 or later, and ``--enable-return-routed-experts`` for the routers' choices. ``url`` is the server's own
-    address, not that of a router: sglang-router drops fields and knows none of the control calls.
+    Needs 0.5.19 or later, and ``--enable-return-routed-experts`` for the routers' choices. ``url`` is the address of
+    the server itself: sglang-router drops fields and has none of the control calls.
 
     Args:
         url: ``http://host:port``.
         api_key: the server's ``--api-key``.
-        admin_api_key: its ``--admin-api-key``, where it has one of its own.
-        deadlines: of each kind of call.
-        adapter: whether requests are for the adapter that ``update_adapter`` gave, instead of the bare weights.
+        admin_api_key: the server's ``--admin-api-key``, if it differs.
+        deadlines: deadline of each kind of call.
+        adapter: True if requests are for the adapter of ``update_adapter``; False for the base weights.
     """
+
+    _liveness_path = "/model_info"
+    _no_tokenizer_statuses = (400, 404, 500)
 
     def __init__(
         self,
@@ -39,83 +41,44 @@ class SGLangServer(SGLangWeightUpdates):
         deadlines: Deadlines | None = None,
         adapter: bool = False,
     ) -> None:
-        self._adapter = ADAPTER if adapter else None
-        self._deadlines = deadlines or Deadlines()
-        connect = self._deadlines.connect
-        self._http = HttpClient(url, api_key=api_key, connect_timeout=connect)
-        # Connections of their own: control must not wait behind hundreds of responses.
-        self._admin = HttpClient(url, api_key=admin_api_key or api_key, connections=8, connect_timeout=connect)
-        self.url = self._http.url
+        super().__init__(url, api_key=api_key, admin_api_key=admin_api_key, deadlines=deadlines, adapter=adapter)
 
-    async def health(self) -> bool:
-        """Whether one token can be generated; for a paused server, whether it answers.
-
-        SGLang's check generates a token, which a paused server cannot: it would call itself unhealthy from then on.
-        """
-        path = "/model_info" if self._paused else "/health"
-        try:
-            await self._admin.get(path, timeout=self._deadlines.health)
-        except ServerError:
-            return False
-        return True
-
-    async def alive(self) -> bool:
-        """Whether its HTTP process answers, which the scheduler's work does not hold up."""
-        try:
-            await self._admin.check("/model_info", self._deadlines)
-        except ServerError:
-            return False
-        return True
+    def _health_path(self) -> str:
+        # SGLang's health check generates a token. A paused server cannot, and would count as unhealthy from then on.
+        return "/model_info" if self._is_paused else "/health"
 
     async def info(self) -> ServerInfo:
-        """What it is."""
-        model = part(await self._admin.check("/model_info", self._deadlines), self.url + "/model_info", "the answer")
+        """Return the server's version, model, weight version and sizes."""
+        model = require_object(await self._admin.check("/model_info", self._deadlines), self.url + "/model_info")
         server = await self._server_info()
-        # A server that came back may be another one.
-        self._known_version = version_parts(server["version"])
+        # A server that was restarted may be of another version.
+        self._cached_version = parse_engine_version(server["version"])
         return ServerInfo(
             engine="sglang",
             engine_version=str(server["version"]),
             model=str(model.get("model_path")),
-            policy_version=policy_version(model.get("weight_version")),
+            policy_version=parse_policy_version(model.get("weight_version")),
             max_context=self._max_context(server),
-            world_size=whole(server.get("tp_size", 1), self.url + "/server_info", "tp_size"),
+            world_size=require_integer(server.get("tp_size", 1), self.url + "/server_info", "tp_size"),
         )
-
-    async def tokenize(self, text: str) -> tuple[int, ...] | None:
-        """The server's own tokens of a text; None = it has no tokenizer, or is one without this call."""
-        body = {"prompt": text, "add_special_tokens": False}
-        try:
-            answer = await self._http.post("/tokenize", body, timeout=self._deadlines.control, repeat=True)
-        except ServerError as error:
-            if error.status in (400, 404, 500):
-                return None
-            raise
-        return tokens_of(answer, self.url + "/tokenize")
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Continue a sequence.
 
         Raises:
-            ServerError: no answer, a refusal, or an answer that lacks what was asked for (``ContractViolation``).
-            ConfigError: top-p or top-k sampling.
+            ServerError: no response or an HTTP error. ``ContractViolation`` if the response lacks a requested field.
         """
-        flat = await self._version() >= _FLAT_TOPK
+        flat = await self._engine_version() >= _FLAT_TOPK_VERSION
         body = generate_body(request, flat=flat, adapter=self._adapter)
-        answer = await self._http.post("/generate", body, timeout=self._deadlines.generate)
-        return decode_generation(answer, request, self.url + "/generate")
+        response = await self._http.post("/generate", body, timeout=self._deadlines.generate)
+        return decode_generation(response, request, self.url + "/generate")
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Stop one request, or all; they return what they have."""
-        body: dict[str, Any] = {"abort_all": True} if request_id is None else {"rid": wire_id(request_id)}
+        """Abort one request, or all; each returns its tokens so far."""
+        body: dict[str, object] = {"abort_all": True} if request_id is None else {"rid": wire_id(request_id)}
         await self._admin.post("/abort_request", body, timeout=self._deadlines.alive, repeat=True)
 
-    async def close(self) -> None:
-        """Free connections."""
-        await self._http.close()
-        await self._admin.close()
-
-    def _max_context(self, server: dict[str, Any]) -> int:
-        """The longest sequence; the server's own limit on prompts where it was started without one."""
+    def _max_context(self, server: Mapping[str, Any]) -> int:
+        """Return the longest sequence; the server's limit on prompts if it was started without one."""
         limit = server.get("context_length") or server.get("max_req_input_len") or 0
-        return whole(limit, self.url + "/server_info", "context_length or max_req_input_len")
+        return require_integer(limit, self.url + "/server_info", "context_length or max_req_input_len")

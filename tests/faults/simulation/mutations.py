@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_dppo.engines.servers import contract, pool
-from megatron_dppo.engines.servers.member import PooledServer
+from megatron_dppo.engines.servers.pooled_server import PooledServer
 from megatron_dppo.engines.servers.updates import ReleasedMemory
 from megatron_dppo.engines.sglang import client
 from megatron_dppo.rollout import scheduler
@@ -134,13 +134,13 @@ def _without_cache() -> AbstractContextManager[Any]:
 @contextmanager
 def _takes_names() -> Iterator[None]:
     """A server that a sync left out is taken back when its weights have the right name."""
-    welcome = PooledServer.welcome
+    mark_synced = PooledServer.mark_synced
 
-    def welcome_all(self: PooledServer, problem: str | None) -> None:
-        welcome(self, problem)
-        self.synced = True
+    def mark_all_synced(self: PooledServer, problem: str | None) -> None:
+        mark_synced(self, problem)
+        self.is_synced = True
 
-    with mock.patch.object(PooledServer, "welcome", welcome_all):
+    with mock.patch.object(PooledServer, "mark_synced", mark_all_synced):
         yield
 
 

@@ -64,7 +64,7 @@ def test_an_end_token_that_only_the_server_knows_is_believed_when_it_names_it() 
         given
     )
     check(request, replace(given, echo=replace(given.echo, best_logprobs=None)))  # type: ignore[type-var]
-    with pytest.raises(ContractViolation, match="last token is 30, expected 2, by which the server says that it ended"):
+    with pytest.raises(ContractViolation, match="last token is 30, expected 2, the server's own stop reason"):
         check(request, says(matched_stop=2, best_logprobs=None)(given))
 
 
@@ -182,7 +182,7 @@ def test_more_tokens_than_asked_for_are_refused_whatever_ended_it() -> None:
 
 def test_a_prefix_of_an_answer_that_stopped_is_no_answer() -> None:
     request, given = honest(reason="stop")
-    with pytest.raises(ContractViolation, match=r"last token is .*by which the server says that it ended"):
+    with pytest.raises(ContractViolation, match=r"last token is .*the server's own stop reason"):
         check(request, truncated(given))
     silent = says(matched_stop=None)(given)
     with pytest.raises(ContractViolation, match=r"last token is .*expected an end token"):

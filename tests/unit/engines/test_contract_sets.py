@@ -93,11 +93,11 @@ def _counts(given: Generation) -> Generation:
 FRAME: dict[str, tuple[Callable[[Generation], Generation], str]] = {
     "none": (
         lambda g: replace(g, sampling_mask=None),
-        "sampling mask is missing, expected the ids that the filters left",
+        "sampling mask is missing, expected the ids that the filters allow",
     ),
     "one fewer": (
         lambda g: replace(g, sampling_mask=column(lists(g)[1:])),
-        r"sampling mask is of \[11\] tokens, expected one for",
+        r"sampling mask is of \[11\] tokens, expected",
     ),
     "counts that do not add up": (_counts, r"sampling mask is of \d+ ids, expected \d+, by their counts"),
     "an id of V": (
@@ -121,7 +121,7 @@ FRAME: dict[str, tuple[Callable[[Generation], Generation], str]] = {
 VALUES: dict[str, tuple[Callable[[Generation], Generation], str]] = {
     "alone, but not certain": (
         with_set(2, lambda s, t: [t]),
-        "log-probability 2 is .*: the filters left this token alone",
+        "log-probability 2 is .*: the filters allow only this token",
     ),
     "a Top-K id that was cut": (
         put("topk_token_ids", (11, 0), 1),
@@ -160,9 +160,9 @@ def test_more_ids_than_top_k_and_sets_that_nobody_asked_for_are_refused() -> Non
     request, given = filtered(0)
     most = max(len(part) for part in lists(given))
     check_generation(given, replace(request, params=replace(request.params, top_k=most)), CONTRACT, URL)
-    with pytest.raises(ContractViolation, match=f"is {most} ids, expected {most - 1} at most, the top-k"):
+    with pytest.raises(ContractViolation, match=f"is {most} ids, expected at most {most - 1}, the top-k"):
         check_generation(given, replace(request, params=replace(request.params, top_k=most - 1)), CONTRACT, URL)
-    with pytest.raises(ContractViolation, match="sampling mask is there, expected none: they were not asked for"):
+    with pytest.raises(ContractViolation, match="sampling mask is there, expected none: the request does not"):
         check_generation(
             given, replace(request, params=replace(request.params, return_sampling_mask=False)), CONTRACT, URL
         )

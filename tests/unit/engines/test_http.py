@@ -61,7 +61,7 @@ def test_a_call_ends_at_its_deadline() -> None:
         await asyncio.sleep(20)
 
     start = time.monotonic()
-    with pytest.raises(ServerError, match=r"/x: no answer within 0\.3 seconds") as caught:
+    with pytest.raises(ServerError, match=r"/x: no response within 0\.3 seconds") as caught:
         post(Stub({"/x": slow}), "/x", timeout=0.3)
     assert time.monotonic() - start < 3 and caught.value.status is None
 

@@ -47,7 +47,7 @@ JUNK: tuple[Any, ...] = (
 
 def sglang_case(version: str, name: str) -> Case:
     request, answer = test_sglang.recorded(version, name)
-    request = replace(request, request_id=sglang.own_id(answer["meta_info"]["id"]))
+    request = replace(request, request_id=sglang.parse_wire_id(answer["meta_info"]["id"]))
     return sglang.decode_generation, request, answer
 
 

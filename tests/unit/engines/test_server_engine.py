@@ -147,7 +147,7 @@ def test_a_response_that_was_stopped_from_outside_goes_on_under_the_new_weights(
 def test_a_request_that_is_always_stopped_at_once_is_an_error(
     engine: ServerEngine, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.engines.servers.responder._EMPTY_ANSWERS", 2)
+    monkeypatch.setattr("megatron_dppo.engines.servers.responder._MAX_EMPTY_RESPONSES", 2)
     stopping = True
 
     async def always() -> None:
@@ -359,7 +359,7 @@ def test_a_response_that_is_stopped_at_its_end_token_is_complete(
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also short prompts have their routes asked for once."""
-    monkeypatch.setattr("megatron_dppo.engines.server_engine.WORTH_ASKING_ONCE", 0)
+    monkeypatch.setattr("megatron_dppo.engines.server_engine.MIN_SHARED_PROMPT_TOKENS", 0)
 
 
 ROUTED = params(60, topk_logprobs=1, routed_experts=True)
@@ -419,7 +419,7 @@ def test_a_response_whose_prompt_was_read_by_weights_that_are_gone_begins_again(
     engine: ServerEngine, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_groups(servers, set(), end=20)
-    by, lost = PromptRoutes.by, list[int]()
+    by, lost = PromptRoutes.get, list[int]()
 
     async def first_is_lost(self: PromptRoutes, version: int, *names: str) -> torch.Tensor | None:
         if len(lost) < 4:  # of two siblings, before they ask and with their answers
@@ -427,7 +427,7 @@ def test_a_response_whose_prompt_was_read_by_weights_that_are_gone_begins_again(
             return None
         return await by(self, version, *names)
 
-    monkeypatch.setattr(PromptRoutes, "by", first_is_lost)
+    monkeypatch.setattr(PromptRoutes, "get", first_is_lost)
     (future,) = engine.submit([GroupRequest(0, prompt(0), 2)], ROUTED, 1)
     for completion in future.result(20) or []:
         check(completion, 3, [1] * 18)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.engines.answers import AnswerProcesses
+from megatron_dppo.engines.client_processes import ClientProcesses
 from megatron_dppo.engines.sglang import wire
 from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import FinishReason
 from tests.unit.columns import same
-from tests.unit.engines.test_answers import INFO, Case
+from tests.unit.engines.test_client_processes import INFO, Case
 from tests.unit.engines.test_sglang import decode, recorded
 from tests.unit.http_stub import Stub
 
@@ -136,14 +136,14 @@ def test_sampling_masks_come_through_a_process_as_they_were_read() -> None:
     expected = replace(wire.decode_generation(answer, request, "http://s"), echo=None)
     assert expected.sampling_mask is not None and len(expected.sampling_mask.ids) > len(expected.sampling_mask)
 
-    async def run(answers: AnswerProcesses, server: Any) -> None:
-        found = await answers.ask(server, request)
+    async def run(clients: ClientProcesses, server: Any) -> None:
+        found = await clients.generate(server, request)
         assert same(found, expected)
         broken = meta["output_token_sampling_mask"]
         broken[3] = [next(i for i in range(100, 200) if i not in broken[3])]
         with pytest.raises(
             ContractViolation, match=r"sampling mask, at token 3, is .*expected the sampled token \d+ among them"
         ):
-            await answers.ask(server, request)
+            await clients.generate(server, request)
 
     case.use(Stub({case.path: answer, "/server_info": {**INFO, "version": "0.5.20"}}), run)

@@ -118,8 +118,8 @@ def test_when_all_lie_the_error_lists_each_lie() -> None:
 
     async def run() -> None:
         pool = pool_of(servers)
-        first = r"http://s:0: it broke the contract 2 times since the last sync.*token 0 is 1000000"
-        second = r"http://s:1: it broke the contract 2 times since the last sync.*log-probability 0 is nan"
+        first = r"http://s:0: it violated the contract 2 times since the last sync.*token 0 is 1000000"
+        second = r"http://s:1: it violated the contract 2 times since the last sync.*log-probability 0 is nan"
         with pytest.raises(ServerError, match=rf"none of 2 .*{first}.*{second}") as caught:
             await pool.generate(request("r"), "p")
         assert caught.value.exit_code == 2, "to be mended, not to be tried again"
@@ -172,8 +172,8 @@ def test_a_wish_of_the_server_is_granted_within_reason() -> None:
         impatient = pool_of(servers, patience=0.2)
         with pytest.raises(ServerError, match="HTTP 429"):
             await impatient.generate(request("r"), "p")
-        (member,) = impatient._members
-        assert member.rest_until - loop.time() <= 30.0
+        (server,) = impatient._servers
+        assert server.back_off_until - loop.time() <= 30.0
 
     asyncio.run(run())
 
@@ -188,7 +188,7 @@ def test_requests_on_a_frozen_server_move_after_one_silent_check_and_it_works_ag
         servers[0].hung = True
         check(await running, 20)
         assert pool.counts.servers_lost == 1 and pool.counts.retries == 4
-        assert "http://s:0 is not used any more: it does not answer" in pool.counts.messages
+        assert "http://s:0 is not used any more: it does not respond" in pool.counts.messages
         running = asyncio.create_task(ask(pool, 8, tokens=100))
         await asyncio.sleep(0.05)
         servers[0].hung, before = False, len(servers[0].requests)
@@ -240,7 +240,7 @@ def test_an_answer_that_comes_after_its_server_was_given_up_is_not_used() -> Non
         pool = pool_of(servers)
         running = asyncio.create_task(pool.generate(request("r"), "p"))
         await asyncio.sleep(0.01)
-        pool._lose(pool._members[0], "given up")
+        pool._mark_unhealthy(pool._servers[0], "given up")
         answer = await running
         assert answer.finish_reason == "length" and pool.counts.retries == 1
         assert [r.request_id for r in servers[1].requests] == ["r~1"]

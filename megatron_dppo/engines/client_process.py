@@ -1,9 +1,9 @@
-"""A process that asks servers, decodes their answers and checks them, so that the trainer's own process need not.
+"""A process that sends requests to servers, decodes the responses and checks them, so that the trainer need not.
 
-An answer is several times as large as what it says, and takes longer to decode than to send on: see
-``benchmarks/data_plane.py``. Requests come from ``answers.AnswerProcesses`` and go back to it as columns; control calls
-stay with the trainer. Started as ``python -m megatron_dppo.engines.answer_process DESCRIPTOR``; it ends when the other
-end of that connection does.
+A response is several times as large as its content, and takes longer to decode than to pass on: see
+``benchmarks/data_plane.py``. Requests come from ``client_processes.ClientProcesses``, and the responses go back to it
+as columns. Control calls stay with the trainer. Started as ``python -m megatron_dppo.engines.client_process
+DESCRIPTOR``; it exits when the other end of that connection closes.
 """
 
 from __future__ import annotations
@@ -27,51 +27,57 @@ from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceS
 from megatron_dppo.types import RoutingShape, SamplingParams
 from megatron_dppo.types.token_columns import response_to_tensors
 
-_CLIENTS: dict[str, Any] = {"sglang": SGLangServer, "vllm": VLLMServer}
+_CLIENTS: dict[str, type[SGLangServer] | type[VLLMServer]] = {"sglang": SGLangServer, "vllm": VLLMServer}
 
 
-class _Process:
-    """The work of the process.
+class _RequestHandler:
+    """The handler of the trainer's messages.
 
     Args:
-        ended: set when there is nothing more to do.
+        closed: set when the connection to the trainer has ended.
     """
 
-    def __init__(self, ended: asyncio.Event) -> None:
-        self.frames = Frames(self._received, ended.set)
+    def __init__(self, closed: asyncio.Event) -> None:
+        self.frames = Frames(self._on_message, closed.set)
         self._servers: list[InferenceServer] = []
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def close(self) -> None:
-        """Drop what runs."""
+        """Cancel all requests and close the connections."""
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         for server in self._servers:
             await server.close()
 
-    def _received(self, message: dict[str, Any], columns: dict[str, Tensor]) -> None:
+    def _on_message(self, message: dict[str, Any], columns: dict[str, Tensor]) -> None:
         if (settings := message.get("settings")) is not None:
-            self._begin(settings)
+            self._configure(settings)
         elif message.get("cancel"):
             if (task := self._running.get(message["id"])) is not None:
                 task.cancel()
         else:
             number: int = message["id"]
-            task = asyncio.create_task(self._answer(number, message, tuple(columns["token_ids"].tolist())))
+            task = asyncio.create_task(self._respond(number, message, tuple(columns["token_ids"].tolist())))
             self._running[number] = task
             task.add_done_callback(lambda _: self._running.pop(number))
 
-    def _begin(self, settings: dict[str, Any]) -> None:
-        client, deadlines = _CLIENTS[settings["engine"]], Deadlines(**settings["deadlines"])
-        common = {"api_key": settings["api_key"], "deadlines": deadlines, "adapter": settings["adapter"]}
-        self._servers = [client(url, **common) for url in settings["urls"]]
+    def _configure(self, settings: dict[str, Any]) -> None:
+        """Create the clients; the settings are those of ``ClientProcessSettings``."""
+        client = _CLIENTS[settings["engine"]]
+        deadlines = Deadlines(**settings["deadlines"])
+        self._servers = [
+            client(url, api_key=settings["api_key"], deadlines=deadlines, adapter=settings["adapter"])
+            for url in settings["urls"]
+        ]
         contract = settings["contract"]
-        self._ask = checked(Contract(**{**contract, "end_tokens": tuple(contract["end_tokens"])}))
+        self._generate = checked(Contract(**{**contract, "end_tokens": tuple(contract["end_tokens"])}))
 
-    async def _answer(self, number: int, message: dict[str, Any], token_ids: tuple[int, ...]) -> None:
+    async def _respond(self, number: int, message: dict[str, Any], token_ids: tuple[int, ...]) -> None:
+        """Run one request and send its generation or its error to the trainer."""
         try:
-            generation = await self._ask(self._servers[message["server"]], _request(message["request"], token_ids))
+            server = self._servers[message["server"]]
+            generation = await self._generate(server, _request_from_json(message["request"], token_ids))
         except UserError as error:
             failure = {"kind": type(error).__name__, "text": str(error), "fields": vars(error)}
             self.frames.send({"id": number, "error": failure}, {})
@@ -79,10 +85,10 @@ class _Process:
             failure = {"kind": "RuntimeError", "text": traceback.format_exc(), "fields": {}}
             self.frames.send({"id": number, "error": failure}, {})
         else:
-            self.frames.send({"id": number, **_head(generation)}, response_to_tensors(generation))
+            self.frames.send({"id": number, **_generation_to_json(generation)}, response_to_tensors(generation))
 
 
-def _request(fields: dict[str, Any], token_ids: tuple[int, ...]) -> GenerateRequest:
+def _request_from_json(fields: dict[str, Any], token_ids: tuple[int, ...]) -> GenerateRequest:
     routing = fields["routing"]
     if routing is not None:
         routing = RoutingShape(**{**routing, "dense_layers": frozenset(routing["dense_layers"])})
@@ -96,23 +102,25 @@ def _request(fields: dict[str, Any], token_ids: tuple[int, ...]) -> GenerateRequ
     )
 
 
-def _head(generation: Generation) -> dict[str, Any]:
+def _generation_to_json(generation: Generation) -> dict[str, Any]:
+    """Return the fields that are not columns."""
     return {"finish_reason": str(generation.finish_reason), "versions": [list(span) for span in generation.versions]}
 
 
 async def _serve(descriptor: int) -> None:
-    ended = asyncio.Event()
-    process = _Process(ended)
+    closed = asyncio.Event()
+    handler = _RequestHandler(closed)
     loop = asyncio.get_running_loop()
-    await loop.create_unix_connection(lambda: process.frames, sock=socket.socket(fileno=descriptor))
-    await ended.wait()
-    await process.close()
+    await loop.create_unix_connection(lambda: handler.frames, sock=socket.socket(fileno=descriptor))
+    await closed.wait()
+    await handler.close()
 
 
 def main() -> None:
     """Serve until the connection ends."""
+    # These signals go to the whole process group, but the trainer may have work to finish.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # they are for the trainer, which may have things to finish
+        signal.signal(number, signal.SIG_IGN)
     asyncio.run(_serve(int(sys.argv[1])))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.answers import AnswerProcesses, AnswerSettings
+from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.engines.servers.contract import Contract
 from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.engines.servers.http import Deadlines
@@ -41,7 +41,7 @@ class Case:
         self.engine, self.is_sglang = engine, engine == "sglang"
         request, self.answer = test_sglang.recorded("0.5.23") if self.is_sglang else test_vllm.recorded()
         name = self.answer["meta_info"]["id"] if self.is_sglang else self.answer["request_id"]
-        own = sglang.own_id(name) if self.is_sglang else name.removeprefix(vllm.wire_id(""))
+        own = sglang.parse_wire_id(name) if self.is_sglang else name.removeprefix(vllm.wire_id(""))
         self.request = replace(request, request_id=own)
         decode = sglang.decode_generation if self.is_sglang else vllm.decode_generation
         self.expected = replace(decode(self.answer, self.request, "http://s"), echo=None)
@@ -50,30 +50,30 @@ class Case:
     def stub(self, answer: Any = None) -> Stub:
         return Stub({self.path: self.answer if answer is None else answer, "/server_info": INFO})
 
-    def answers(self, url: str, count: int = 1) -> AnswerProcesses:
-        settings = AnswerSettings(
+    def clients(self, url: str, count: int = 1) -> ClientProcesses:
+        settings = ClientProcessSettings(
             engine=self.engine,  # type: ignore[arg-type]
             urls=["http://127.0.0.1:9", url],
             api_key=KEY,
             deadlines=Deadlines(generate=20),
             contract=CONTRACT,
         )
-        return AnswerProcesses(count, settings)
+        return ClientProcesses(count, settings)
 
-    def use(self, stub: Stub, run: Callable[[AnswerProcesses, Any], Awaitable[None]], count: int = 1) -> None:
-        async def with_answers(url: str) -> None:
-            answers = self.answers(url, count)
+    def use(self, stub: Stub, run: Callable[[ClientProcesses, Any], Awaitable[None]], count: int = 1) -> None:
+        async def with_clients(url: str) -> None:
+            clients = self.clients(url, count)
             try:
-                await run(answers, SimpleNamespace(url=url))
+                await run(clients, SimpleNamespace(url=url))
             finally:
-                await answers.close()
-            assert not any(pid_exists(pid) for pid in pids(answers))
+                await clients.close()
+            assert not any(pid_exists(pid) for pid in pids(clients))
 
-        with_stub(stub, with_answers)
+        with_stub(stub, with_clients)
 
 
-def pids(answers: AnswerProcesses) -> list[int]:
-    return [process._process.pid for process in answers._processes]
+def pids(clients: ClientProcesses) -> list[int]:
+    return [process._process.pid for process in clients._processes]
 
 
 def pid_exists(pid: int) -> bool:
@@ -90,22 +90,22 @@ def test_answers_and_errors_are_those_of_a_client_in_this_process(engine: str) -
     wrong = replace(case.request, params=replace(case.request.params, max_new_tokens=3))
     filtered = replace(case.request, params=replace(case.request.params, top_k=4, return_sampling_mask=True))
 
-    async def run(answers: AnswerProcesses, server: Any) -> None:
-        for found in await asyncio.gather(*(answers.ask(server, case.request) for _ in range(6))):
+    async def run(clients: ClientProcesses, server: Any) -> None:
+        for found in await asyncio.gather(*(clients.generate(server, case.request) for _ in range(6))):
             assert same(found, case.expected)
-        lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids(answers)]
+        lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids(clients)]
         assert not any(KEY in line for line in lines) and stub.calls[-1].headers["Authorization"] == f"Bearer {KEY}"
         with pytest.raises(ContractViolation, match="number of response tokens is 6, expected at most 3") as breach:
-            await answers.ask(server, wrong)
+            await clients.generate(server, wrong)
         assert breach.value.field == "number of response tokens" and breach.value.request_id == wrong.request_id
         with pytest.raises(ContractViolation, match="sampling_mask is missing"):
-            await answers.ask(server, filtered)
+            await clients.generate(server, filtered)
         stub.answers[case.path] = (503, {"detail": "busy"})
         with pytest.raises(ServerError, match="HTTP 503: busy") as refused:
-            await answers.ask(server, case.request)
+            await clients.generate(server, case.request)
         assert (refused.value.status, refused.value.is_transient, type(refused.value)) == (503, True, ServerError)
         with pytest.raises(ServerError, match=r"127\.0\.0\.1:9") as silent:
-            await answers.ask(SimpleNamespace(url="http://127.0.0.1:9"), case.request)  # type: ignore[arg-type]
+            await clients.generate(SimpleNamespace(url="http://127.0.0.1:9"), case.request)  # type: ignore[arg-type]
         assert silent.value.status is None and not silent.value.is_transient
 
     stub = case.stub()
@@ -124,16 +124,16 @@ def test_a_caller_that_gives_up_ends_the_request_at_the_server() -> None:
             raise
         return case.answer
 
-    async def run(answers: AnswerProcesses, server: Any) -> None:
-        task = asyncio.create_task(answers.ask(server, case.request))
+    async def run(clients: ClientProcesses, server: Any) -> None:
+        task = asyncio.create_task(clients.generate(server, case.request))
         await until(lambda: stub.calls)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await until(lambda: ended)
         stub.answers[case.path] = case.answer
-        assert same(await answers.ask(server, case.request), case.expected)
-        assert all(not process.waiting for process in answers._processes)
+        assert same(await clients.generate(server, case.request), case.expected)
+        assert all(not process.pending for process in clients._processes)
 
     stub = case.stub(slow)
     case.use(stub, run)
@@ -152,17 +152,17 @@ def test_a_request_outlives_the_process_that_reads_its_answer() -> None:
         answer["meta_info"]["weight_versions"] = [{"version": "0", "start": 0, "end": 6}]
         return answer
 
-    async def run(answers: AnswerProcesses, server: Any) -> None:
-        pool = ServerPool([server], answers.ask, max_in_flight=4, health_seconds=60)
+    async def run(clients: ClientProcesses, server: Any) -> None:
+        pool = ServerPool([server], clients.generate, max_in_flight=4, health_seconds=60)
         pool.use_version(0, [server.url])
         task = asyncio.create_task(pool.generate(case.request, "a"))
         await until(lambda: asked)
-        (old,) = pids(answers)
+        (old,) = pids(clients)
         os.kill(old, signal.SIGKILL)
         found = await asyncio.wait_for(task, 20)
         assert same(found.token_ids, case.expected.token_ids) and len(set(asked)) == 2
         assert pool.counts.retries == 1 and pool.counts.servers_lost == 0, "the server is not to blame"
-        assert pids(answers) != [old]
+        assert pids(clients) != [old]
 
     case.use(case.stub(first_is_slow), run)
 
@@ -171,13 +171,13 @@ def test_a_request_outlives_the_process_that_reads_its_answer() -> None:
 def test_without_the_pool_the_loss_is_told() -> None:
     case = Case("sglang")
 
-    async def run(answers: AnswerProcesses, server: Any) -> None:
-        await answers.ask(server, case.request)
+    async def run(clients: ClientProcesses, server: Any) -> None:
+        await clients.generate(server, case.request)
         stub.answers[case.path] = never
-        task = asyncio.create_task(answers.ask(server, case.request))
+        task = asyncio.create_task(clients.generate(server, case.request))
         await until(lambda: len(stub.calls) > 2)
-        os.kill(pids(answers)[0], signal.SIGKILL)
-        with pytest.raises(ResponseLost, match="the process that reads the answers"):
+        os.kill(pids(clients)[0], signal.SIGKILL)
+        with pytest.raises(ResponseLost, match="the process that reads the servers' responses"):
             await task
 
     async def never(_: Any) -> Any:
@@ -191,11 +191,11 @@ def test_without_the_pool_the_loss_is_told() -> None:
 def test_signals_for_the_trainer_do_not_end_it() -> None:
     case = Case("sglang")
 
-    async def run(answers: AnswerProcesses, server: Any) -> None:
-        await answers.ask(server, case.request)
+    async def run(clients: ClientProcesses, server: Any) -> None:
+        await clients.generate(server, case.request)
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(pids(answers)[0], number)
-        assert same(await answers.ask(server, case.request), case.expected)
+            os.kill(pids(clients)[0], number)
+        assert same(await clients.generate(server, case.request), case.expected)
 
     case.use(case.stub(), run)
 
@@ -237,8 +237,8 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def test_a_request_keeps_all_its_fields_on_the_way() -> None:
-    from megatron_dppo.engines.answer_process import _request
-    from megatron_dppo.engines.answers import _fields
+    from megatron_dppo.engines.client_process import _request_from_json
+    from megatron_dppo.engines.client_processes import _request_to_json
     from megatron_dppo.types import RoutingShape, SamplingParams
 
     routing = RoutingShape(num_layers=3, num_experts=9, topk=2, dense_layers=frozenset({0, 2}))
@@ -251,7 +251,7 @@ def test_a_request_keeps_all_its_fields_on_the_way() -> None:
         routing_start=5,
     )
     for each in (request, replace(request, routing=None)):
-        assert _request(json.loads(json.dumps(_fields(each))), (1, 2)) == each
+        assert _request_from_json(json.loads(json.dumps(_request_to_json(each))), (1, 2)) == each
 
 
 @pytest.mark.slow
@@ -259,8 +259,8 @@ def test_a_generation_without_tokens_stays_one() -> None:
     case = Case("sglang")
     nothing = {"output_ids": [], "meta_info": {**case.answer["meta_info"], "finish_reason": {"type": "abort"}}}
 
-    async def run(answers: AnswerProcesses, server: Any) -> None:
-        found = await answers.ask(server, case.request)
+    async def run(clients: ClientProcesses, server: Any) -> None:
+        found = await clients.generate(server, case.request)
         assert same(found, replace(Generation.empty(found.finish_reason), echo=None)) and found.finish_reason == "abort"
 
     case.use(case.stub(nothing), run)
@@ -268,12 +268,12 @@ def test_a_generation_without_tokens_stays_one() -> None:
 
 def test_a_process_that_nothing_was_asked_of_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine it takes longer to start than a run would wait for its end.
-    monkeypatch.setattr("megatron_dppo.engines.answers._EXIT_SECONDS", 60.0)
+    monkeypatch.setattr("megatron_dppo.engines.client_processes._EXIT_SECONDS", 60.0)
 
     async def run() -> int | None:
-        answers = Case("sglang").answers("http://127.0.0.1:9")
-        (process,) = answers._processes
-        await answers.close()
+        clients = Case("sglang").clients("http://127.0.0.1:9")
+        (process,) = clients._processes
+        await clients.close()
         return process._process.returncode
 
     assert asyncio.run(run()) == 0, "it was not killed"
