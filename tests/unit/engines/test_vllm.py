@@ -341,7 +341,7 @@ def test_an_update_drops_the_caches_before_the_new_version_is_said() -> None:
 
 def test_a_refused_flush_leaves_the_version_incomplete() -> None:
     stub = Stub(server_answers(**{"/reset_prefix_cache": {"success": False}}))
-    with pytest.raises(ServerError, match=r"reset_prefix_cache.*says that it failed"):
+    with pytest.raises(ServerError, match=r"reset_prefix_cache.*reports a failure"):
         use_server(stub, update)
     assert said(stub) == ["incomplete"]
 
