@@ -153,7 +153,7 @@ class LayerNoise:
 
         return call
 
-    def settle(self, loss_scale: float, *, applied: bool) -> dict[str, float]:
+    def step(self, loss_scale: float, *, applied: bool) -> dict[str, float]:
         """Follow the gradient of an update that was applied, whose loss was multiplied by ``loss_scale``.
 
         Returns:

@@ -64,7 +64,7 @@ class LayerReplay(RouterReplay):
         self.given = experts_of(routes, self._shape)
         self._given_weights = weights_of(routes, self._shape) if self._shape.weights else None
 
-    def recorded(self) -> Tensor:
+    def recorded_routes(self) -> Tensor:
         """The rows of the micro-batch that ran last, which was told to record."""
         experts = self.get_recorded_indices()
         assert experts is not None

@@ -25,7 +25,7 @@ from megatron_dppo.mcore.lora_layer import PARTS, AdaptedWeight, LinearAdapter, 
 from megatron_dppo.parallel.groups import ParallelGroups
 
 _DRAWN = 0.25
-"""What an adapter of ``Lora.drawn`` adds, as a part of its layer's weight"""
+"""What an adapter of ``Lora.randomized`` adds, as a part of its layer's weight"""
 PEFT_PREFIX = "base_model.model."
 """PEFT's name of the model that it wraps."""
 
@@ -135,7 +135,7 @@ class Lora:
         }
 
     @contextmanager
-    def without(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """The base model inside."""
         self._switch(False)
         try:
@@ -144,7 +144,7 @@ class Lora:
             self._switch(True)
 
     @contextmanager
-    def drawn(self) -> Iterator[None]:
+    def randomized(self) -> Iterator[None]:
         """Inside, every B is random and an adapter adds a quarter of what its layer gives; A stays, and the weights are
         those of before afterwards. Who leaves out an adapter, or takes it for another's, has another policy then."""
         adapters = [adapter for chunk in self._chunks for adapter in chunk.of_layers()]
@@ -167,7 +167,7 @@ class Lora:
             adapters.is_on = is_on
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
+    def merge(self, weight: Tensor) -> Tensor:
         """A weight of the base model on this rank with its adapter, computed in fp32, in its own dtype."""
         if weight not in self._of_weight:
             return weight.detach()

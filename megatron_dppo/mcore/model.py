@@ -55,7 +55,7 @@ class LoadBalancingLosses:
         frequency = config.moe_layer_freq
         self._num_routers = sum(frequency) if isinstance(frequency, list) else config.num_layers
 
-    def __call__(self, num_micro_batches: int) -> dict[str, float]:
+    def collect(self, num_micro_batches: int) -> dict[str, float]:
         """Each loss by name, without its coefficient, as the mean over layers, micro-batches and ranks; a collective.
 
         1 is perfect balance.

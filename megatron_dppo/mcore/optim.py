@@ -57,9 +57,9 @@ class LossScale(MegatronGradScaler):
         return self._scale.double().reciprocal().float()
 
     def update(self, found_inf: bool) -> None:
-        """A part of the optimizer has looked at its gradients; ``settle`` decides when all have."""
+        """A part of the optimizer has looked at its gradients; ``adjust`` decides when all have."""
 
-    def settle(self, *, overflow: bool) -> bool:
+    def adjust(self, *, overflow: bool) -> bool:
         """The scale after an update that all ranks know to have overflowed or not; False = there is none lower."""
         if not overflow:
             self._without += 1
@@ -216,7 +216,7 @@ class Optimizer:
         """Update the weights unless the global gradient norm is not finite."""
         found_inf, norm = self.megatron.prepare_grads(), self.megatron.get_grad_norm()
         overflow = not math.isfinite(norm)
-        has_lower = self.loss_scale is not None and self.loss_scale.settle(overflow=overflow)
+        has_lower = self.loss_scale is not None and self.loss_scale.adjust(overflow=overflow)
         if overflow:
             return Update(False, float(norm), has_lower)
         with _known(self.megatron, prepare_grads=found_inf, get_grad_norm=norm):

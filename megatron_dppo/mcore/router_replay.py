@@ -93,7 +93,7 @@ class ReplayDriver:
         return found
 
     @contextmanager
-    def running(self, batches: Sequence[MicroBatch], mode: ReplayMode) -> Iterator[Sequence[MicroBatch]]:
+    def run(self, batches: Sequence[MicroBatch], mode: ReplayMode) -> Iterator[Sequence[MicroBatch]]:
         """One run of Megatron's schedule over ``batches``; yields them without their routes, which stay on the host.
 
         Raises:
@@ -141,7 +141,7 @@ class ReplayDriver:
     def _end(self, chunk: int, mode: ReplayMode, *_: Any) -> None:
         for router in self._chunks[chunk]:
             if mode == "record":
-                self._recorded[self._begun[chunk]][router.layer] = router.recorded()
+                self._recorded[self._begun[chunk]][router.layer] = router.recorded_routes()
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         self._begun[chunk] += 1
 
@@ -172,7 +172,7 @@ class ReplayDriver:
                     "micro-batches, expected all or none"
                 )
 
-    def recorded(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def recorded_routes(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The routes ``[T, L, width]`` of each micro-batch of the last run in mode ``record``; missing but on those
         layers that this pipeline stage has. A collective over tensor and context parallelism."""
         found = []

@@ -1,1 +1,1 @@
-"""The policy that is trained: its warm-up, its update, its scores."""
+"""The trained policy: packing, optimizer updates, log-probabilities and checkpoints."""

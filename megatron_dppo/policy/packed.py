@@ -1,4 +1,4 @@
-"""Packed micro-batches of one rank's part of a batch, their costs, and what updates saw of each token."""
+"""Packed micro-batches of one rank, their attention cost, and the recorded tokens of an update."""
 
 from __future__ import annotations
 
@@ -23,120 +23,150 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
-    """One rank's part of a batch, ready for the schedule."""
+class PackedBatch:
+    """Packed micro-batches of one rank, ready for Megatron's schedule."""
 
     bins: list[list[int]]
-    """for each micro-batch, the indices of its samples in the order of the row"""
+    """Sample indices of each micro-batch, in the order of the packed row."""
     batches: MicroBatches
+    """One packed micro-batch for each bin."""
     totals: BatchTotals
-    """of all ranks"""
+    """Token and sequence counts over all data-parallel ranks."""
 
     def positions(self, samples: Sequence[TrainingSample]) -> list[tuple[int, slice, int]]:
-        """Return of each sample its index, its part of a packed row, and the number of that row."""
+        """Return ``(sample index, tokens in its packed row, micro-batch index)`` for each sample."""
         return [
-            (i, slice(start, start + samples[i].num_tokens), number)
-            for number, (part, batch) in enumerate(zip(self.bins, self.batches, strict=True))
-            for i, start in zip(part, batch.cu_seqlens.tolist(), strict=False)  # a padding sequence may follow
+            (i, slice(start, start + samples[i].num_tokens), batch_index)
+            for batch_index, (indices, batch) in enumerate(zip(self.bins, self.batches, strict=True))
+            # Not strict: ``cu_seqlens`` ends with the row's length, and a padding sequence may come before it.
+            for i, start in zip(indices, batch.cu_seqlens.tolist(), strict=False)
         ]
 
 
 class Packer:
-    """Packs what a layout asks for.
+    """Packs samples into micro-batches that fit the layout.
 
     Args:
-        shape: what rows have to be padded to.
-        multiple: of the number of micro-batches.
-        dp_group: ranks with different samples.
-        equal_rows: the rows of one micro-batch are equally long on all ranks.
+        shape: Multiples that rows and sequences are padded to.
+        multiple: The number of micro-batches is a multiple of this (interleaved pipeline schedules need it).
+        dp_group: Data-parallel ranks, which have different samples.
+        equal_rows: Pad the rows of a micro-batch to the same length on all data-parallel ranks.
     """
 
     def __init__(self, shape: RowShape, multiple: int, dp_group: dist.ProcessGroup | None, *, equal_rows: bool) -> None:
-        self._shape, self._multiple, self._dp_group, self._equal_rows = shape, multiple, dp_group, equal_rows
+        self._shape = shape
+        self._multiple = multiple
+        self._dp_group = dp_group
+        self._equal_rows = equal_rows
 
-    def pack(self, samples: Sequence[TrainingSample], budget: int, bins: list[list[int]] | None = None) -> Packed:
-        """This rank's samples as packed micro-batches, equally many on every rank; one or two collectives.
+    def pack(self, samples: Sequence[TrainingSample], budget: int, bins: list[list[int]] | None = None) -> PackedBatch:
+        """Pack this rank's samples into micro-batches, as many as on every other rank.
+
+        A collective over the data-parallel group: one all-gather, a second one with ``equal_rows``.
 
         Args:
-            samples: this data-parallel rank's, at least one.
-            budget: tokens of one micro-batch.
-            bins: the samples of each micro-batch, equally many on every rank; None = found here.
+            samples: Samples of this data-parallel rank, at least one.
+            budget: Tokens of one micro-batch.
+            bins: Sample indices of each micro-batch, equally many on every rank. None packs by first-fit decreasing.
         """
         shape = self._shape
-        dealt = fill_bins(samples, budget, shape) if bins is None else bins
-        per_sample = [int(sample.loss_mask.sum()) for sample in samples]
-        together = all_gather_integers([len(dealt), sum(per_sample), sum(n > 0 for n in per_sample)], self._dp_group)
+        local_bins = fill_bins(samples, budget, shape) if bins is None else bins
+        loss_tokens = [int(sample.loss_mask.sum()) for sample in samples]
+        local_counts = [len(local_bins), sum(loss_tokens), sum(count > 0 for count in loss_tokens)]
+        counts = all_gather_integers(local_counts, self._dp_group)
+
+        # Every rank must run as many micro-batches: the schedule's collectives meet in each of them.
         if bins is None:
-            bins = split_evenly(dealt, -(-int(together[:, 0].max()) // self._multiple) * self._multiple)
+            num_batches = -(-int(counts[:, 0].max()) // self._multiple) * self._multiple
+            bins = split_evenly(local_bins, num_batches)
         if self._equal_rows:
-            longest = max(sum(shape.padded(samples[i].num_tokens) for i in part) for part in bins)
+            longest = max(sum(shape.padded(samples[i].num_tokens) for i in indices) for indices in bins)
             longest = int(all_gather_integers([longest], self._dp_group).max())
             shape = replace(shape, row_multiple=-(-longest // shape.row_multiple) * shape.row_multiple)
-        tokens, sequences = together[:, 1:].sum(0).tolist()
-        return Packed(
+
+        num_tokens, num_sequences = counts[:, 1:].sum(0).tolist()
+        return PackedBatch(
             bins=bins,
             batches=MicroBatches(len(bins), lambda i: pack([samples[j] for j in bins[i]], shape, samples[0])),
-            totals=BatchTotals(num_tokens=tokens, num_sequences=sequences),
+            totals=BatchTotals(num_tokens=num_tokens, num_sequences=num_sequences),
         )
 
 
 def all_gather_integers(values: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """``[ranks, len(values)]``"""
-    mine = torch.tensor(values)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    return torch.stack(every)
+    """Return the values of every rank of the group, ``[num_ranks, len(values)]``; a collective."""
+    local = torch.tensor(values)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, local, group=group)
+    return torch.stack(gathered)
 
 
 def attention_length(hf_config: Any) -> float:
-    """The length at which a sequence's attention (causal) takes as many FLOPs as all matrices; 15.5k for Qwen3-30B-A3B.
+    """Return the sequence length at which causal attention takes as many FLOPs as all weight matrices together.
 
-    A weight is one multiplication a token, a pair of positions two for each head and dimension; backward doubles both.
+    It is 15.5k tokens for Qwen3-30B-A3B. Sample balancing weighs the quadratic part of a sequence's cost with it.
+
+    Counted are multiplications of the forward pass: one for each weight and token; two for each head, dimension and
+    pair of positions (scores and weighted values). The backward pass doubles both, so the ratio stays.
     """
     shape = model_shape(hf_config)
-    own, hidden, layers = get_family(hf_config).fields(hf_config, shape), shape.hidden_size, shape.num_layers
-    of_layer, of_pair = _latent(own, shape) if shape.has_latent_attention else _grouped(own, shape)
+    fields = get_family(hf_config).fields(hf_config, shape)
+    hidden = shape.hidden_size
+    layers = shape.num_layers
+    attention_cost = _mla_cost if shape.has_latent_attention else _grouped_attention_cost
+    layer_weights, pair_cost = attention_cost(fields, shape)
+
+    # Weights that one token is multiplied by: attention, dense MLPs (gate, up, down), and the output layer.
     num_dense = layers if shape.num_experts is None else len(shape.dense_layers)
-    weights = layers * of_layer + num_dense * 3 * hidden * hf_config.intermediate_size + hidden * shape.vocab_size
+    weights = layers * layer_weights + num_dense * 3 * hidden * hf_config.intermediate_size + hidden * shape.vocab_size
     if shape.num_experts is not None:
-        experts = own["moe_router_topk"] * own["moe_ffn_hidden_size"]
-        shared = own.get("moe_shared_expert_intermediate_size", 0)
-        weights += (layers - num_dense) * hidden * (3 * (experts + shared) + shape.num_experts)
-    return weights / (layers * of_pair / 2)
+        # Of an MoE layer only the top-k experts count, besides the shared expert and the router.
+        expert_size = fields["moe_router_topk"] * fields["moe_ffn_hidden_size"]
+        shared_size = fields.get("moe_shared_expert_intermediate_size", 0)
+        weights += (layers - num_dense) * hidden * (3 * (expert_size + shared_size) + shape.num_experts)
+
+    # The causal mask leaves half of the pairs: n tokens cost ``n * weights`` and ``layers * pair_cost * n**2 / 2``.
+    return weights / (layers * pair_cost / 2)
 
 
-def _grouped(own: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
-    """The weights of a layer's attention, and the multiplications of a pair of positions."""
-    heads, dim = shape.num_attention_heads, own["kv_channels"]
-    return 2 * shape.hidden_size * dim * (heads + shape.num_query_groups), 2 * heads * dim
+def _grouped_attention_cost(fields: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
+    """Return the weights of one attention layer, and its multiplications for a pair of positions."""
+    heads = shape.num_attention_heads
+    head_dim = fields["kv_channels"]
+    weights = 2 * shape.hidden_size * head_dim * (heads + shape.num_query_groups)
+    return weights, 2 * heads * head_dim
 
 
-def _latent(own: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
-    """The same of latent attention, whose keys and values are made of latents."""
-    heads, hidden, keys, values = shape.num_attention_heads, shape.hidden_size, own["kv_lora_rank"], own["v_head_dim"]
-    rotated, plain, queries = own["qk_pos_emb_head_dim"], own["qk_head_dim"], own["q_lora_rank"]
-    of_queries = heads * (plain + rotated)
-    weights = hidden * of_queries if queries is None else queries * (hidden + of_queries)
-    weights += hidden * (keys + rotated) + keys * heads * (plain + values) + heads * values * hidden
-    return weights, of_queries + heads * values
+def _mla_cost(fields: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
+    """Return the same for multi-latent attention (MLA), with Megatron's field names."""
+    heads = shape.num_attention_heads
+    hidden = shape.hidden_size
+    kv_rank = fields["kv_lora_rank"]
+    q_rank = fields["q_lora_rank"]
+    v_dim = fields["v_head_dim"]
+    rope_dim = fields["qk_pos_emb_head_dim"]
+    nope_dim = fields["qk_head_dim"]
+    query_size = heads * (nope_dim + rope_dim)
+    weights = hidden * query_size if q_rank is None else q_rank * (hidden + query_size)
+    weights += hidden * (kv_rank + rope_dim) + kv_rank * heads * (nope_dim + v_dim) + heads * v_dim * hidden
+    return weights, query_size + heads * v_dim
 
 
 class SampleRecord(NamedTuple):
-    """One sample as the last update that trained on it saw it; T tokens, aligned to the labels, on the CPU."""
+    """Tokens of one sample as its last update computed them: T tokens, aligned to the labels, on the CPU."""
 
     update: int
-    """of the step, from 0"""
+    """Index of that update in the step, from 0."""
     logprobs: Tensor
-    """[T] fp32 log pi, before that update; no meaning outside the loss mask"""
+    """Log-probabilities [T] of the policy before that update, fp32. Undefined outside the loss mask."""
     keep: Tensor
-    """[T] bool, True = the token had a gradient"""
+    """Boolean mask [T]. True marks a token that had a gradient. Undefined outside the loss mask."""
 
 
 class TokenRecorder:
-    """Gathers the tokens of one step's updates on this rank.
+    """Records the tokens of one step's updates on this rank.
 
     Attributes:
-        samples: by ``TrainingSample.number``; empty but on the last pipeline stage.
+        samples: Records by ``TrainingSample.number``. Empty on all but the last pipeline stage.
     """
 
     def __init__(self) -> None:
@@ -144,13 +174,21 @@ class TokenRecorder:
         self._updates = 0
 
     def add(
-        self, samples: Sequence[TrainingSample], packed: Packed, rows: Sequence[RowRecord], shape: RowShape
+        self, samples: Sequence[TrainingSample], packed: PackedBatch, rows: Sequence[RowRecord], shape: RowShape
     ) -> None:
-        """One update: this rank's samples, how they were packed, and what the loss saw of each row."""
-        for part, row in zip(packed.bins, rows, strict=False):  # no rows but on the last stage
-            starts = accumulate([0, *(shape.padded(samples[i].num_tokens) for i in part)])
-            for i, start in zip(part, starts, strict=False):
-                own = slice(start, start + samples[i].num_tokens)
-                seen = SampleRecord(self._updates, row.logprobs[own].clone(), row.keep[own].clone())
-                self.samples[samples[i].number] = seen
+        """Record one update.
+
+        Args:
+            samples: Samples that this rank trained on.
+            packed: Packing of these samples.
+            rows: Record of each micro-batch. Empty on all but the last pipeline stage.
+            shape: Multiples that rows and sequences were padded to.
+        """
+        for indices, row in zip(packed.bins, rows, strict=False):
+            starts = accumulate([0, *(shape.padded(samples[i].num_tokens) for i in indices)])
+            for i, start in zip(indices, starts, strict=False):
+                span = slice(start, start + samples[i].num_tokens)
+                # Clones, so that a record does not keep the whole row in memory.
+                record = SampleRecord(self._updates, row.logprobs[span].clone(), row.keep[span].clone())
+                self.samples[samples[i].number] = record
         self._updates += 1

@@ -1,4 +1,4 @@
-"""The policy on this rank: update it, read its log-probabilities and weights, save and load it."""
+"""The policy on this rank: updates, log-probabilities, weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import model_shape, routing_shape
 from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
-from megatron_dppo.mcore.checkpoint.save_load import Save, load_checkpoint, read_state, save_checkpoint
+from megatron_dppo.mcore.checkpoint.save_load import CheckpointSave, load_checkpoint, read_state, save_checkpoint
 from megatron_dppo.mcore.compat.extensions import prepare_extensions
 from megatron_dppo.mcore.forward import forward_backward, forward_hidden_states, forward_logprobs
 from megatron_dppo.mcore.fusions import row_multiple
@@ -36,41 +36,43 @@ from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, drop_rou
 from megatron_dppo.mcore.row import MicroBatchRow, RowRecord
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
-from megatron_dppo.policy.packed import Packed, Packer, attention_length
+from megatron_dppo.policy.packed import PackedBatch, Packer, attention_length
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
 
 
 class PolicyTrainer:
-    """A Megatron model with its optimizer.
+    """A Megatron model with its optimizer: the policy shard of this rank.
 
     Args:
-        model: the policy; folder and initialization of the weights do not count.
-        lora: the adapters.
-        parallel: what Megatron overlaps, and whether its optimizer is distributed.
-        train: which routes are replayed.
-        rollout: temperature, and whether the engine samples with this model.
-        seed: of adapters and noise.
-        hf_config: the transformers config of the model.
-        weights: the initial weights, full tensors by Hugging Face name.
-        reference: the reference policy's; kept on the host and swapped in for ``logprobs(reference=True)``. With
-            adapters None = the model without them.
-        layout: the checked layout.
-        groups: its process groups.
-        platform: the device of this process.
-        optimizer: learning rate and schedule of this phase.
-        total_steps: length of the schedule, in the caller's steps.
-        noise: on the layers' inputs in updates; None = there is none.
+        model: ``[model]``. Only its numerics count here; ``hf_config`` and ``weights`` replace path and initialization.
+        lora: ``[lora]``: rank, scale and targets of the adapters.
+        parallel: ``[parallel]``: overlapped communication and the distributed optimizer.
+        train: ``[train]``: router replay.
+        rollout: ``[rollout]``: the sampling temperature, and whether the engine samples with this model.
+        seed: Seed of the adapters and of the layer noise.
+        hf_config: transformers configuration of the model.
+        weights: Initial weights: full tensors by Hugging Face name.
+        reference: Weights of the reference policy, kept in host memory and swapped in for ``logprobs(reference=True)``.
+            None with adapters takes the model without its adapters as the reference.
+        layout: Checked layout of the ranks.
+        groups: Process groups of the layout.
+        platform: Device of this process.
+        optimizer: Learning rate and schedule of this phase.
+        total_steps: Length of the learning-rate schedule, in steps of the caller.
+        noise: Noise on the layers' inputs during updates. None disables it.
 
     Attributes:
-        policy_version: optimizer updates applied so far.
-        lora: the adapters, the only weights that are trained then; None = all are.
-        dp_rank: this rank's index among ranks with different samples.
-        optimizer: the optimizer; ``optimizer.set_step`` sets the learning rate.
-        device_state: moves what it keeps on the device to the host and back, between updates.
-        row_shape: what packed rows have to be padded to.
-        attention_length: what attention costs, see ``policy.costs``.
-        routing_shape: the sizes of ``routed_experts``; None for a dense model.
+        policy_version: Number of optimizer updates applied so far.
+        models: Unwrapped model chunks of this rank, one per virtual pipeline stage.
+        bridge: Conversion between this rank's shards and Hugging Face weights.
+        lora: Adapters, which are then the only trained weights. None trains all weights.
+        dp_rank: Data-parallel index of this rank.
+        optimizer: Megatron's optimizer. ``optimizer.set_step`` sets the learning rate.
+        device_state: Moves weights, optimizer state and gradient buffers off the device between updates.
+        row_shape: Multiples that packed rows and sequences are padded to.
+        attention_length: Sequence length at which attention costs as much as the weight matrices (``policy.packed``).
+        routing_shape: Sizes of ``routed_experts``. None for a dense model.
     """
 
     def __init__(
@@ -92,21 +94,28 @@ class PolicyTrainer:
         total_steps: int,
         noise: LayerNoiseConfig | None = None,
     ) -> None:
-        self.layout, self.groups, self.dp_rank = layout, groups, dist.get_rank(groups.dp)
+        self.layout = layout
+        self.groups = groups
+        self.dp_rank = dist.get_rank(groups.dp)
         self.policy_version = 0
         replay = train.router_replay
+
+        # Kernels and C++ extensions first: modules bind them while the model is built.
         if rollout.batch_invariant:
             enable_batch_invariant_mode(platform.device)
         megatron_config = transformer_config(hf_config, model, layout, platform, router_replay=replay != "off")
         prepare_extensions(megatron_config)
         self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
-        shape, tied = model_shape(hf_config), bool(hf_config.tie_word_embeddings)
+        shape = model_shape(hf_config)
+        tied = bool(hf_config.tie_word_embeddings)
         self.bridge = Bridge(self.models, shape, tied=tied, groups=groups)
+
+        # Weights are loaded before Megatron's DDP wraps the model: its optimizer copies them into fp32 main parameters.
         self.lora = Lora(self.models, shape, groups, lora, seed) if lora.rank else None
-        self._as_reference = None if self.lora is None else self.lora.without
+        self._reference_context = None if self.lora is None else self.lora.disabled
         if reference is not None:
             self.bridge.load(reference)
-            self._as_reference = ReferenceWeights(self.models).swapped_in
+            self._reference_context = ReferenceWeights(self.models).swapped_in
         self.bridge.load(weights)
         self._chunks = wrap_for_training(
             self.models, megatron_config, parallel, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32
@@ -114,20 +123,24 @@ class PolicyTrainer:
         self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, parallel, total_steps)
         self._noise = None
         if noise is not None and noise.std:
-            adam = optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps
+            adam = (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps)
             self._noise = LayerNoise(self.models, megatron_config, noise, groups, seed, adam)
         self.device_state = DeviceState(self.models, self.optimizer)
         self._head = OutputHead(
             self.models[-1], groups.tp, hf_config.vocab_size, rollout.temperature, fused=model.fused_head
         )
+
+        # Packing: what rows are padded to, and how many micro-batches the schedule needs.
         self.attention_length = attention_length(hf_config)
         self._cp_group = groups.cp if layout.cp > 1 else None
         tile = TILE if rollout.batch_invariant else row_multiple(model.transformer)
         self.row_shape = RowShape(row_multiple=layout.row_multiple * tile, sequence_multiple=layout.sequence_multiple)
-        # This dispatcher gathers the rows of all expert-parallel ranks, and takes them to be equally long.
+        # Megatron's allgather dispatcher gathers the rows of all expert-parallel ranks and requires equal lengths.
         equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._packer = Packer(self.row_shape, layout.micro_batch_multiple, groups.dp, equal_rows=equal_rows)
         self._balance_losses = LoadBalancingLosses(megatron_config)
+
+        # Router replay.
         self.routing_shape = routing_shape(hf_config, weights=train.router_replay_weights)
         self._replay_mode: ReplayMode = "compare" if replay == "compare" else "replay"
         self._replay = None
@@ -136,7 +149,7 @@ class PolicyTrainer:
             self._replay = ReplayDriver(self.models, megatron_config, self.routing_shape, tp_group, self._cp_group)
 
     def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
-        """One optimizer update from this rank's micro-batches (equally many on every rank)."""
+        """Run one optimizer update from this rank's micro-batches, equally many on every rank."""
         metrics = self.accumulate(batches, objective)
         return self.apply(metrics)
 
@@ -145,43 +158,52 @@ class PolicyTrainer:
         batches: Sequence[MicroBatch],
         objective: Objective,
         teacher_targets: Sequence[TeacherTargets] = (),
-        seen: list[RowRecord] | None = None,
+        records: list[RowRecord] | None = None,
     ) -> dict[str, float]:
-        """Gradients of the global batch by its token count; returns metrics. See ``forward_backward``."""
+        """Accumulate the gradients of the global batch, divided by its token count, and return the metrics.
+
+        Args:
+            batches: Micro-batches of this rank.
+            objective: Loss.
+            teacher_targets: One for each micro-batch. They add the divergence from the teacher to the loss.
+            records: Receives the tokens of each micro-batch, on the last pipeline stage. None disables recording.
+        """
         for chunk in self._chunks:
             chunk.train()
         self.optimizer.zero_grad()
         noise = None if self._noise is None else self._noise.for_version(self.policy_version)
         with self._routing(batches, self._replay_mode) as plain:
             local = forward_backward(
-                self._chunks, plain, self._head, objective, self._cp_group, teacher_targets, seen, noise
+                self._chunks, plain, self._head, objective, self._cp_group, teacher_targets, records, noise
             )
-        first = dist.get_rank(self.groups.tp) == 0
-        metrics = with_cosines(reduce_metrics(local, self.groups.world, contributes=first))
-        first = first and dist.get_rank(self.groups.cp) == 0
-        return metrics | self._balance_losses(len(batches)) | self._routing_metrics(batches, is_first=first)
+        # Tensor-parallel ranks compute the same loss, so one reports it. Context-parallel ranks have other tokens.
+        is_first_tp = dist.get_rank(self.groups.tp) == 0
+        metrics = with_cosines(reduce_metrics(local, self.groups.world, contributes=is_first_tp))
+        is_first = is_first_tp and dist.get_rank(self.groups.cp) == 0
+        return metrics | self._balance_losses.collect(len(batches)) | self._routing_metrics(batches, is_first=is_first)
 
     def _routing(
         self, batches: Sequence[MicroBatch], mode: ReplayMode | None
     ) -> AbstractContextManager[Sequence[MicroBatch]]:
-        """Router replay around one run of the schedule, if these micro-batches have routes or are to get them."""
+        """Return router replay around one run of the schedule; it does nothing for micro-batches without routes."""
         if self._replay is None or mode is None or (mode != "record" and batches[0].routed_experts is None):
             return nullcontext(drop_routes(batches))
-        return self._replay.running(batches, mode)
+        return self._replay.run(batches, mode)
 
     def _routing_metrics(self, batches: Sequence[MicroBatch], *, is_first: bool) -> dict[str, float]:
         if self._replay is None or batches[0].routed_experts is None:
             return {}
-        # Sequence parallelism is on wherever experts meet tensor parallelism, so every rank has tokens of its own.
+        # Megatron requires sequence parallelism for MoE with tensor parallelism: every rank routes different tokens.
         return reduce_metrics([self._replay.metrics(is_first=is_first)], self.groups.world)
 
     def apply(self, metrics: dict[str, float]) -> StepResult:
-        """Step with the accumulated gradients; skipped when their norm is not finite."""
+        """Step the optimizer with the accumulated gradients; skipped when the gradient norm is not finite."""
         scale = self.optimizer.loss_scale
-        factor = 1.0 if scale is None else scale.value
+        # Read before the step, which may change it: the noise's gradient was multiplied by this value.
+        loss_scale = 1.0 if scale is None else scale.value
         update = self.optimizer.step()
         if self._noise is not None:
-            metrics = {**metrics, **self._noise.settle(factor, applied=update.applied)}
+            metrics = {**metrics, **self._noise.step(loss_scale, applied=update.applied)}
         self.policy_version += int(update.applied)
         return StepResult(
             policy_version=self.policy_version,
@@ -193,35 +215,37 @@ class PolicyTrainer:
         )
 
     def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:
-        """Log-probabilities ``[T]`` of the labels of each micro-batch; empty but on the last pipeline stage.
+        """Return the log-probabilities ``[T]`` of the labels of each micro-batch.
+
+        The list is empty on all but the last pipeline stage.
 
         Args:
-            batches: this rank's.
-            reference: of the reference policy.
+            batches: Micro-batches of this rank.
+            reference: Compute with the reference policy.
 
         Raises:
-            RuntimeError: ``reference`` without reference weights.
+            RuntimeError: This trainer has no reference policy.
         """
-        if reference and self._as_reference is None:
-            raise RuntimeError("this trainer has no reference policy: pass reference= when it is built")
+        if reference and self._reference_context is None:
+            raise RuntimeError("This trainer has no reference policy. Fix: pass reference= to PolicyTrainer.")
         self.optimizer.finish_overlapped_gather()
         mode: ReplayMode | None = "replay" if self._replay_mode == "replay" and not reference else None
         with (
-            self._as_reference() if reference and self._as_reference else nullcontext(),
+            self._reference_context() if reference and self._reference_context else nullcontext(),
             self._routing(batches, mode) as plain,
         ):
             return forward_logprobs(self._chunks, plain, self._head, self._cp_group)
 
     def record_routing(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
-        """``logprobs`` with the live routers, and their choices: the routes ``[T, L, k]`` of each micro-batch.
+        """Return the log-probabilities under the live routers, and the routes ``[T, L, k]`` of each micro-batch.
 
-        Routes are known only for the layers of this pipeline stage, whose routers they are meant for.
+        Routes exist for the layers of this pipeline stage only, the ones whose routers will replay them.
         """
         assert self._replay is not None
         self.optimizer.finish_overlapped_gather()
         with self._routing(batches, "record") as plain:
-            found = forward_logprobs(self._chunks, plain, self._head, self._cp_group)
-        return found, self._replay.recorded(batches)
+            logprobs = forward_logprobs(self._chunks, plain, self._head, self._cp_group)
+        return logprobs, self._replay.recorded_routes(batches)
 
     def token_logprobs(
         self,
@@ -229,54 +253,60 @@ class PolicyTrainer:
         mode: Literal["record", "replay"] | None = None,
         read: Callable[[OutputHead, Tensor, MicroBatchRow], Any] = OutputHead.token_logprobs,
     ) -> tuple[list[Any], list[Tensor]]:
-        """What an engine's answers are compared with, and the routes ``[T, L, k]``, both for each micro-batch.
+        """Return the log-probabilities that an engine's responses are compared with, and the routes ``[T, L, k]``.
 
         Args:
-            batches: this rank's.
-            mode: ``record``: the live routers' choices are returned too, those of this stage's layers; ``replay``: the
-                given routes are used; None = neither.
-            read: what is made of the hidden states of each row.
+            batches: Micro-batches of this rank.
+            mode: ``record`` also returns the live routers' choices in this stage's layers. ``replay`` uses the routes
+                of the micro-batches. None does neither.
+            read: Computes the result of a row from its hidden states.
 
         Returns:
-            Readings only on the last pipeline stage, routes only with ``record``.
+            One result for each micro-batch, on the last pipeline stage only, and one tensor of routes for each, only
+            with ``record``.
         """
         assert mode is None or self._replay is not None
         self.optimizer.finish_overlapped_gather()
         with self._routing(batches, mode) as plain:
-            found = forward_hidden_states(self._chunks, plain, lambda row, x: read(self._head, x, row), self._cp_group)
-        return found, self._replay.recorded(batches) if self._replay is not None and mode == "record" else []
+            results = forward_hidden_states(
+                self._chunks, plain, lambda row, hidden: read(self._head, hidden, row), self._cp_group
+            )
+        if self._replay is None or mode != "record":
+            return results, []
+        return results, self._replay.recorded_routes(batches)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the full weights by Hugging Face name, adapters merged (a collective; see ``Bridge.export``).
+        """Stream the full weights by Hugging Face name, adapters merged; a collective, see ``Bridge.export``.
 
-        Not to be called between ``accumulate`` and ``apply``: Megatron would then skip the next parameter gather.
+        Do not call it between ``accumulate`` and ``apply``. With ``overlap_param_gather`` it finishes the gather, and
+        Megatron then skips the one that the next forward pass needs.
         """
         self.optimizer.finish_overlapped_gather()
-        return self.bridge.export(Tensor.detach if self.lora is None else self.lora.merged)
+        return self.bridge.export(Tensor.detach if self.lora is None else self.lora.merge)
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the adapters by PEFT's names; the same rules."""
+        """Stream the adapters by PEFT name; a collective with the rules of ``export_weights``."""
         assert self.lora is not None
         self.optimizer.finish_overlapped_gather()
         return self.lora.export()
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """True if this rank has the last pipeline stage, which computes the loss."""
         return dist.get_rank(self.groups.pp) == self.layout.pp - 1
 
     @property
     def replayed_layers(self) -> tuple[int, ...] | None:
-        """Whose routes this rank needs, from 0; None = all, or no replay. Samples may have those of all layers."""
+        """Layers whose routes this rank needs, from 0. None means all layers, or no replay."""
         return None if self._replay is None or self.layout.pp == 1 else self._replay.layers
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank's model."""
         return next(self.models[0].parameters()).device
 
-    def pack(self, samples: Sequence[TrainingSample], budget: int, bins: list[list[int]] | None = None) -> Packed:
-        """This rank's samples as packed micro-batches; a collective. See ``Packer.pack``."""
+    def pack(self, samples: Sequence[TrainingSample], budget: int, bins: list[list[int]] | None = None) -> PackedBatch:
+        """Pack this rank's samples into micro-batches; a collective, see ``Packer.pack``."""
         return self._packer.pack(samples, budget, bins)
 
     def save(
@@ -287,19 +317,44 @@ class PolicyTrainer:
         keep: int,
         best: int | None = None,
         *,
-        also: Callable[[Path], None] | None = None,
-        background: dist.ProcessGroup | None = None,
-    ) -> Save:
-        """Write a checkpoint of this step; ``state`` is the caller's own, as JSON. See ``save_checkpoint``."""
+        write_extra: Callable[[Path], None] | None = None,
+        background_group: dist.ProcessGroup | None = None,
+    ) -> CheckpointSave:
+        """Write a checkpoint of this step; a collective, see ``save_checkpoint``.
+
+        Args:
+            folder: Folder of the run's checkpoints.
+            step: Step of the checkpoint.
+            state: State of the caller, as JSON values. The trainer adds its own keys.
+            keep: Number of newest checkpoints to keep.
+            best: Step of the best checkpoint, which is kept too. None means there is none.
+            write_extra: Writes further files into the unfinished folder; called on every rank.
+            background_group: Group of all ranks that nothing else uses. With it, writing goes on in a thread.
+        """
         self.optimizer.finish_overlapped_gather()
         state = {**state, "policy_version": self.policy_version}
         if self._noise is not None:
             state["layer_noise"] = self._noise.state()
-        more: dict[str, Any] = {"groups": self.groups, "also": also, "background": background}
-        return save_checkpoint(folder, step, self.models, self.optimizer, state, keep, best, **more)
+        return save_checkpoint(
+            folder,
+            step,
+            self.models,
+            self.optimizer,
+            state,
+            keep,
+            best,
+            groups=self.groups,
+            write_extra=write_extra,
+            background_group=background_group,
+        )
 
     def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
-        """Restore a checkpoint, also one of another layout, and return the caller's state."""
+        """Restore a checkpoint and return the state that the caller saved.
+
+        Args:
+            checkpoint: Folder of the checkpoint.
+            same_layout: Restore the random states too, which exist once per rank. False for another layout.
+        """
         state = read_state(checkpoint)
         load_checkpoint(checkpoint, self.models, self.optimizer, groups=self.groups, same_layout=same_layout)
         self.policy_version = state["policy_version"]

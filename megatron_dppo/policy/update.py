@@ -1,4 +1,4 @@
-"""One step's samples to optimizer updates: recomputed inputs, mini-batches, balanced ranks, packed rows."""
+"""Optimizer updates of one rollout step: recomputed inputs, mini-batches, balanced ranks, packed rows."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSa
 if TYPE_CHECKING:
     from megatron_dppo.mcore.row import RowRecord
     from megatron_dppo.mcore.teacher_model import TeacherModel
-    from megatron_dppo.policy.packed import Packed, TokenRecorder
+    from megatron_dppo.policy.packed import PackedBatch, TokenRecorder
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 
 class Updater:
-    """Optimizer updates of one policy by one loss.
+    """Runs the optimizer updates of one policy with one loss.
 
     Args:
-        trainer: the policy.
-        train: mini-batches, epochs and packing.
-        loss: the loss; ``required_inputs`` says what is recomputed.
-        with_reference: recompute the reference's log-probabilities even if the loss needs none.
-        teacher: the divergence from it is a term of the loss; None = there is no such term.
-        score: a teacher whose log-probabilities the samples get; None = none.
-        watch: gets every token of every update; None = nobody looks.
+        trainer: Policy that is updated.
+        train: Mini-batches, epochs and packing.
+        loss: Loss. Its ``required_inputs`` name the log-probabilities to recompute.
+        with_reference: Recompute the reference's log-probabilities even if the loss needs none.
+        teacher: Teacher whose divergence from the policy is a term of the loss. None disables the term.
+        scoring_teacher: Teacher that computes ``teacher_logprobs`` of the samples. None disables it.
+        recorder: Records every token of every update. None disables recording.
     """
 
     def __init__(
@@ -49,14 +49,18 @@ class Updater:
         *,
         with_reference: bool = False,
         teacher: TeacherModel | None = None,
-        score: TeacherModel | None = None,
-        watch: TokenRecorder | None = None,
+        scoring_teacher: TeacherModel | None = None,
+        recorder: TokenRecorder | None = None,
     ) -> None:
-        self._trainer, self._train, self._loss = trainer, train, loss
-        self._teacher, self._score, self._watch = teacher, score, watch
+        self._trainer = trainer
+        self._train = train
+        self._loss = loss
+        self._teacher = teacher
+        self._scoring_teacher = scoring_teacher
+        self._recorder = recorder
         self._recomputed = loss.required_inputs | ({"reference_logprobs"} if with_reference else set())
         self._objective = policy_objective(loss)
-        # Of the last update of a step, where pi and mu are furthest apart: once is enough, and costs nothing then.
+        # Counterfactual metrics are computed in the last update of a step only: there pi and mu are furthest apart.
         self._last_objective = policy_objective(loss, counterfactuals=True)
 
     def run(
@@ -65,35 +69,46 @@ class Updater:
         seed: int,
         clock: Clock,
         check: Callable[[Mapping[str, float]], None] | None = None,
-        parts: Callable[[int], list[list[int]]] | None = None,
+        split: Callable[[int], list[list[int]]] | None = None,
     ) -> Iterator[StepResult]:
-        """One update for each mini-batch of each epoch; the rollout log-probabilities stay the anchor of all.
+        """Yield the result of one update for each mini-batch of each epoch.
+
+        All updates keep the same anchor: the rollout log-probabilities of the samples.
 
         Args:
-            samples: this data-parallel rank's, as many on every rank, as ``add_recomputed`` gave them.
-            seed: of the order, the same on the ranks that share these samples.
-            clock: gets the time of each part.
-            check: gets the metrics of the first update before it is applied, and may refuse it by an exception.
-            parts: the samples of each mini-batch of an epoch; None = by ``seed``.
+            samples: Samples of this data-parallel rank with their recomputed inputs (``add_recomputed``). Every rank
+                has equally many.
+            seed: Seed of the sample order, the same on all ranks that share these samples.
+            clock: Adds up the time of each part.
+            check: Receives the metrics of the first update before it is applied. It rejects the update by raising.
+            split: Sample indices of each mini-batch, by epoch. None shuffles by ``seed``.
         """
         for epoch in range(self._train.epochs):
-            every = parts(epoch) if parts else mini_batches(len(samples), self._train.mini_batches, seed, epoch)
-            for number, part in enumerate(every):
-                with clock.part("waiting"):  # for the slowest rank's rollouts
-                    own, packed = self._packed([samples[i] for i in part])
-                    batches = self._weighted(packed)
+            if split is not None:
+                mini_batches = split(epoch)
+            else:
+                mini_batches = split_into_mini_batches(len(samples), self._train.mini_batches, seed, epoch)
+            for number, indices in enumerate(mini_batches):
+                # Packing starts with a collective, so it also measures the wait for the slowest rank's rollouts.
+                with clock.part("waiting"):
+                    rank_samples, packed = self._pack([samples[i] for i in indices])
+                    batches = self._add_token_weights(packed)
+
                 teacher_targets: list[TeacherTargets] = []
                 if self._teacher is not None:
                     with clock.part("recompute"):
                         teacher_targets = self._teacher.compute_targets(batches)
+
                 with clock.part("forward_backward"):
-                    last = epoch == self._train.epochs - 1 and number == len(every) - 1
-                    objective = self._last_objective if last else self._objective
-                    seen: list[RowRecord] | None = None if self._watch is None else []
-                    metrics = self._trainer.accumulate(batches, objective, teacher_targets, seen)
+                    is_last = epoch == self._train.epochs - 1 and number == len(mini_batches) - 1
+                    objective = self._last_objective if is_last else self._objective
+                    records: list[RowRecord] | None = None if self._recorder is None else []
+                    metrics = self._trainer.accumulate(batches, objective, teacher_targets, records)
+                    # The targets hold the teacher's output layer on the device: free it before the optimizer step.
                     del teacher_targets
-                if self._watch is not None and seen is not None:
-                    self._watch.add(own, packed, seen, self._trainer.row_shape)
+                if self._recorder is not None and records is not None:
+                    self._recorder.add(rank_samples, packed, records, self._trainer.row_shape)
+
                 if check is not None and epoch == number == 0:
                     check(metrics)
                 with clock.part("optimizer"):
@@ -101,92 +116,122 @@ class Updater:
                 yield result
 
     def add_recomputed(self, samples: Sequence[TrainingSample], clock: Clock) -> list[TrainingSample]:
-        """The samples with the log-probabilities that are compared with, before the first update changes them.
+        """Return the samples with the routes and log-probabilities that the loss needs.
 
-        Only the last pipeline stage gets them; the others compute no loss.
+        Call it before the first update changes the policy. Log-probabilities exist on the last pipeline stage only;
+        the other stages compute no loss.
         """
-        result, shape = list(samples), self._trainer.routing_shape
+        result = list(samples)
+        shape = self._trainer.routing_shape
         if shape is not None and self._train.router_replay in ("rollout", "compare"):
             layers = self._trainer.replayed_layers
-            own = shape if layers is None else replace(shape, num_layers=len(layers))
-            result = with_all_routes(result, shape, own)
-        records = self._train.router_replay == "recorded"
+            stage_shape = shape if layers is None else replace(shape, num_layers=len(layers))
+            result = with_all_routes(result, shape, stage_shape)
+
+        records_routes = self._train.router_replay == "recorded"
         for field in ("recomputed_logprobs", "reference_logprobs", "teacher_logprobs"):
-            needed = field in self._recomputed or (field == "teacher_logprobs" and self._score is not None)
-            # The pass that recomputes log-probabilities computes what recording needs; otherwise recording runs a pass.
-            with_routes = records and field == "recomputed_logprobs"
-            if needed or with_routes:
+            is_scored = field == "teacher_logprobs" and self._scoring_teacher is not None
+            is_needed = field in self._recomputed or is_scored
+            # One forward pass both records routes and recomputes log-probabilities; recording alone needs a pass too.
+            with_routes = records_routes and field == "recomputed_logprobs"
+            if is_needed or with_routes:
                 with clock.part("recompute"):
-                    result = self._recompute(result, field if needed else None, with_routes=with_routes)
+                    result = self._recompute(result, field if is_needed else None, with_routes=with_routes)
         return result
 
     def _recompute(
         self, samples: list[TrainingSample], field: str | None, *, with_routes: bool
     ) -> list[TrainingSample]:
-        """The samples with what a pass over all of them gives: log-probabilities in ``field``, and routes."""
-        trainer, budget = self._trainer, self._train.micro_batch_tokens
-        packed = trainer.pack(samples, budget)
-        columns: dict[str, list[torch.Tensor]] = {}  # no log-probabilities but on the last stage
+        """Run one forward pass over all samples and add its results to them.
+
+        Args:
+            samples: Samples of this rank.
+            field: Field that receives the log-probabilities. None drops them.
+            with_routes: Also record the routers' choices as ``routed_experts``.
+        """
+        trainer = self._trainer
+        packed = trainer.pack(samples, self._train.micro_batch_tokens)
+
+        # Log-probabilities are empty on all but the last pipeline stage; routes exist on every stage.
+        columns: dict[str, list[torch.Tensor]] = {}
         if with_routes:
             rows, columns["routed_experts"] = trainer.record_routing(packed.batches)
-        elif field == "teacher_logprobs" and self._score is not None:
-            rows = self._score.logprobs(packed.batches)
+        elif field == "teacher_logprobs" and self._scoring_teacher is not None:
+            rows = self._scoring_teacher.logprobs(packed.batches)
         else:
             rows = trainer.logprobs(packed.batches, reference=field == "reference_logprobs")
         if field is not None:
             columns[field] = [row.float().cpu() for row in rows]
+
+        # Cut the packed rows back into samples.
         for name, values in columns.items():
-            for part, row in zip(packed.bins, values, strict=False):
-                lengths = [trainer.row_shape.padded(samples[i].num_tokens) for i in part]
-                for i, start in zip(part, accumulate([0, *lengths]), strict=False):
-                    own = row[start : start + samples[i].num_tokens].clone()
-                    changes: dict[str, Any] = {name: own}
+            for indices, row in zip(packed.bins, values, strict=False):
+                lengths = [trainer.row_shape.padded(samples[i].num_tokens) for i in indices]
+                for i, start in zip(indices, accumulate([0, *lengths]), strict=False):
+                    sample_values = row[start : start + samples[i].num_tokens].clone()
+                    changes: dict[str, Any] = {name: sample_values}
                     samples[i] = replace(samples[i], **changes)
         return samples
 
     def pack_batches(self, samples: list[TrainingSample]) -> MicroBatches:
-        """This rank's packed micro-batches of one update, equally many on every rank; a collective."""
-        return self._weighted(self._packed(samples)[1])
+        """Return the packed micro-batches of one update, equally many on every rank; a collective."""
+        return self._add_token_weights(self._pack(samples)[1])
 
-    def _packed(self, samples: list[TrainingSample]) -> tuple[list[TrainingSample], Packed]:
-        """The samples that this rank trains on, and how they are packed; a collective."""
-        trainer, train = self._trainer, self._train
-        group, bins = trainer.groups.dp, None
-        if train.balance_ranks and group is not None and dist.get_world_size(group) > 1:
+    def _pack(self, samples: list[TrainingSample]) -> tuple[list[TrainingSample], PackedBatch]:
+        """Return the samples that this rank trains on, and their packing; a collective."""
+        group = self._trainer.groups.dp
+        bins = None
+        if self._train.balance_ranks and group is not None and dist.get_world_size(group) > 1:
             samples, bins = self._balance(samples, group)
-        return samples, trainer.pack(samples, train.micro_batch_tokens, bins)
+        return samples, self._trainer.pack(samples, self._train.micro_batch_tokens, bins)
 
-    def _weighted(self, packed: Packed) -> MicroBatches:
-        return packed.batches.map(lambda batch: weighted(batch, packed.totals, self._loss))
+    def _add_token_weights(self, packed: PackedBatch) -> MicroBatches:
+        return packed.batches.map(lambda batch: add_token_weights(batch, packed.totals, self._loss))
 
     def _balance(
         self, samples: list[TrainingSample], group: dist.ProcessGroup
     ) -> tuple[list[TrainingSample], list[list[int]]]:
-        """The samples that this rank trains on, taken from all ranks, and which of them make up each micro-batch."""
-        trainer, me = self._trainer, dist.get_rank(group)
+        """Exchange samples between data-parallel ranks so that all take about the same time.
+
+        Returns:
+            The samples that this rank trains on, and the indices into them of each micro-batch.
+        """
+        trainer = self._trainer
+        rank = dist.get_rank(group)
         lengths = from_each([trainer.row_shape.padded(sample.num_tokens) for sample in samples], group)
-        rows = assign_samples(
-            [length for mine in lengths for length in mine],
+
+        # Every rank computes the same assignment from the lengths of all samples, so none has to be sent.
+        assignment = assign_samples(
+            [length for rank_lengths in lengths for length in rank_lengths],
             len(lengths),
             self._train.micro_batch_tokens,
             attention_length=trainer.attention_length,
             lockstep=trainer.layout.lockstep_ranks,
             multiple=trainer.layout.micro_batch_multiple,
         )
-        owner = {i: rank for rank, mine in enumerate(rows) for row in mine for i in row}
+        target_ranks = {i: target for target, rows in enumerate(assignment) for row in rows for i in row}
         outgoing: list[list[TrainingSample]] = [[] for _ in lengths]
-        for i, sample in enumerate(samples, sum(map(len, lengths[:me]))):
-            outgoing[owner[i]].append(sample)
-        # They come in the order of the ranks that had them, which is that of the indices.
-        place = {i: n for n, i in enumerate(sorted(i for row in rows[me] for i in row))}
-        return exchange(outgoing, group), [[place[i] for i in row] for row in rows[me]]
+        first_index = sum(map(len, lengths[:rank]))
+        for i, sample in enumerate(samples, first_index):
+            outgoing[target_ranks[i]].append(sample)
+
+        # ``exchange`` returns samples in the order of their source ranks, which is the order of their global indices.
+        received = sorted(i for row in assignment[rank] for i in row)
+        local_index = {i: n for n, i in enumerate(received)}
+        return exchange(outgoing, group), [[local_index[i] for i in row] for row in assignment[rank]]
 
 
-def mini_batches(count: int, parts: int, seed: int, epoch: int) -> list[list[int]]:
-    """Which of ``count`` samples are in each of an epoch's ``parts`` mini-batches, in the order of training.
+def split_into_mini_batches(count: int, parts: int, seed: int, epoch: int) -> list[list[int]]:
+    """Return the sample indices of each of an epoch's mini-batches, in the order of training.
+
+    Args:
+        count: Number of samples.
+        parts: Number of mini-batches.
+        seed: Seed of the order, together with ``epoch``.
+        epoch: Index of the epoch.
 
     Example:
-        >>> mini_batches(4, 2, seed=0, epoch=0)
+        >>> split_into_mini_batches(4, 2, seed=0, epoch=0)
         [[0, 3], [1, 2]]
     """
     order = list(range(count))
@@ -195,8 +240,9 @@ def mini_batches(count: int, parts: int, seed: int, epoch: int) -> list[list[int
     return [order[start : start + size] for start in range(0, count, size)]
 
 
-def weighted(batch: MicroBatch, totals: BatchTotals, loss: LossConfig) -> MicroBatch:
-    """The batch with the weights that ``loss.aggregation`` gives its tokens."""
+def add_token_weights(batch: MicroBatch, totals: BatchTotals, loss: LossConfig) -> MicroBatch:
+    """Return the micro-batch with the token weights of ``loss.aggregation``."""
+    # The token mean divides by the global token count later, once for all micro-batches.
     if loss.resolved_aggregation == "token_mean":
         return batch
     weights = token_weights(batch.loss_mask, batch.sequence_ids, loss.resolved_aggregation, totals, loss.horizon)

@@ -24,7 +24,7 @@ from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
 from megatron_dppo.types import StepResult
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.checkpoint.save_load import Save
+    from megatron_dppo.mcore.checkpoint.save_load import CheckpointSave
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 _NOT_FINITE = (
@@ -95,7 +95,7 @@ class Checkpoints:
         self._has_engine = has_engine
         self._background = background
         self._say = say
-        self._saving: Save | None = None
+        self._saving: CheckpointSave | None = None
         self.folder = checkpoints_folder(Path(config.run.output_dir))
 
     @property

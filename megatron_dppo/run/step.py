@@ -91,8 +91,8 @@ def update_policy(
         config.loss,
         with_reference=config.needs_reference,
         teacher=local_teacher if is_exact else None,
-        score=None if is_exact else local_teacher,
-        watch=None if record is None else record.watch,
+        scoring_teacher=None if is_exact else local_teacher,
+        recorder=None if record is None else record.watch,
     )
     guard = build_first_update_guard(trainer.groups, config, collected)
 

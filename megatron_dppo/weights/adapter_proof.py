@@ -65,7 +65,7 @@ class AdapterProof:
         assert lora is not None
         if self._proves_base:
             sent = _without(sent, self._prove_base(unproved))
-        with lora.drawn():
+        with lora.randomized():
             sent = _without(sent, self._send(sent, unproved))
             left = [url for url in unproved if url in sent.good]
             found = self._probe.run(self._sync, left, sent.version) if left else Findings({}, {})

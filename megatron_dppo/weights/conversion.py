@@ -78,7 +78,7 @@ class Converter:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full weights by Hugging Face name, adapters merged (a collective)."""
-        exported: Iterator[tuple[str, Tensor]] = self.bridge.export(*([] if self.lora is None else [self.lora.merged]))
+        exported: Iterator[tuple[str, Tensor]] = self.bridge.export(*([] if self.lora is None else [self.lora.merge]))
         return exported
 
     def problems(self) -> list[str]:

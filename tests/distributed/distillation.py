@@ -181,7 +181,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
     )
     assert not any(p.numel() for chunk in teacher._chunks for p in chunk.parameters()), "it is away between passes"
     mine = samples[trainer.dp_rank :: trainer.layout.dp]
-    updater = Updater(trainer, config.train, config.loss, score=teacher)
+    updater = Updater(trainer, config.train, config.loss, scoring_teacher=teacher)
     wanted = expected.teacher_logprobs[trainer.dp_rank :: trainer.layout.dp]
     for sample, want in zip(updater.add_recomputed(mine, Clock()), wanted, strict=True):
         if sample.teacher_logprobs is not None:

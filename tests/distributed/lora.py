@@ -224,7 +224,7 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
 def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Updater, mine: range) -> float:
     """Random adapters are one set on all ranks, of the right size, change the policy, and go away again."""
     side, before = Float64(case, targets), on_cpu(trainer.export_adapters())
-    with trainer.lora.drawn():
+    with trainer.lora.randomized():
         side.adapters = {name: value.double() for name, value in on_cpu(trainer.export_adapters()).items()}
         found = updater.add_recomputed([samples()[i] for i in mine], Clock())
     after = on_cpu(trainer.export_adapters())
@@ -321,7 +321,7 @@ def check_frozen(trainer: Any, base: dict[str, Tensor]) -> None:
             adapters += parameter.numel() * is_adapter
     held = sum(tensor.numel() for tensor in optimizer_tensors(trainer.optimizer))
     assert held <= 3 * adapters, "weights and two moments, or this rank's part of them"
-    with trainer.lora.without():
+    with trainer.lora.disabled():
         exported = on_cpu(trainer.bridge.export())
     assert all(torch.equal(exported[name], value) for name, value in base.items())
 

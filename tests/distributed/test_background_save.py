@@ -47,7 +47,7 @@ def save_and_go_on(rank: int, world_size: int, path: str) -> None:
     before = [tensor.detach().clone() for tensor in state_of(trainer)]
 
     written = read_manifest(trainer.save(folder, 1, {}, keep=9).path)
-    saving = trainer.save(folder, 2, {}, keep=9, background=group)
+    saving = trainer.save(folder, 2, {}, keep=9, background_group=group)
     spoil(trainer)
     for _ in range(50):  # collectives of training, beside those of the save
         dist.all_reduce(torch.ones(1000))
@@ -57,13 +57,13 @@ def save_and_go_on(rank: int, world_size: int, path: str) -> None:
         assert torch.equal(found, expected)
 
     # A disk that fails while the model trains is told when one asks, and costs no older checkpoint.
-    saving = trainer.save(folder, 3, {}, keep=9, background=group)
+    saving = trainer.save(folder, 3, {}, keep=9, background_group=group)
     saving.wait()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    saving = trainer.save(folder, 4, {}, keep=1, background=group)
+    saving = trainer.save(folder, 4, {}, keep=1, background_group=group)
     with pytest.raises(DiskError, match="the checkpoint of step 4 cannot be written"):
         saving.wait()
     assert saving.is_done
@@ -74,7 +74,7 @@ def save_and_go_on(rank: int, world_size: int, path: str) -> None:
         "step_000003",
         "step_000004.partial",
     ]
-    assert trainer.save(folder, 4, {}, keep=1, background=group).wait().name == "step_000004"
+    assert trainer.save(folder, 4, {}, keep=1, background_group=group).wait().name == "step_000004"
     dist.barrier()
     assert [p.name for p in folder.iterdir()] == ["step_000004"]
 

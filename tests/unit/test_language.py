@@ -21,7 +21,6 @@ NOT_YET = {
     "losses",
     "mcore",
     "parallel",
-    "policy",
     "report",
     "rewards",
     "run",

@@ -104,7 +104,7 @@ READS: Sequence[ValueRead] = (
         reason="a batch has tokens in its loss",
     ),
     ValueRead(file="mcore/layer_noise.py", function="call", answer=_always(1), reason="the same count"),
-    ValueRead(file="mcore/layer_noise.py", function="settle", answer=_always(1.0), reason="metrics are for the eye"),
+    ValueRead(file="mcore/layer_noise.py", function="step", answer=_always(1.0), reason="metrics are for the eye"),
     ValueRead(
         file="pipeline_parallel/p2p_communication.py",
         function="_communicate_shapes",

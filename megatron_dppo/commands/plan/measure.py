@@ -101,7 +101,7 @@ def phases(meter: Meter) -> Iterator[None]:
     """Name the parts of an update within the block."""
     places: list[tuple[Any, str, str]] = [
         (head.OutputHead, "loss", "head"),
-        (vars(forward)["MicroBatchRow"], "of", "row"),  # a rehearsal has put another one there
+        (vars(forward)["MicroBatchRow"], "from_batch", "row"),  # a rehearsal has put another one there
         (router_replay.ReplayDriver, "_begin", "replay"),
         (optim.Optimizer, "step", "update"),
         (dist, "all_gather_object", _OBJECTS),

@@ -18,7 +18,7 @@ from megatron_dppo.data.training_samples import RowShape, pack, to_training_samp
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import adapter_sizes, read_hf_config, routing_shape, weight_shapes
 from megatron_dppo.losses import BatchTotals
-from megatron_dppo.policy.update import weighted
+from megatron_dppo.policy.update import add_token_weights
 from megatron_dppo.types import MicroBatch, RoutingShape, SamplingMask, TrainingSample, with_weights
 
 # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
@@ -130,7 +130,7 @@ def rows(config: Config, hf_config: Any, layout: Layout, count: int) -> Sequence
     row = _full_row(config, shape, routing, hf_config.vocab_size)
     sequences = int((row.loss_mask & (row.position_ids == 0)).sum())
     totals = BatchTotals(num_tokens=count * int(row.loss_mask.sum()), num_sequences=count * sequences)
-    return [weighted(row, totals, config.loss)] * count
+    return [add_token_weights(row, totals, config.loss)] * count
 
 
 def _sample(length: int, config: Config, routing: RoutingShape | None, vocab_size: int) -> TrainingSample:

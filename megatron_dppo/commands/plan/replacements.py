@@ -37,7 +37,7 @@ def _weights(_: Assumptions) -> None:
 
 
 def _rows_on_the_host(_: Assumptions) -> None:
-    def of(*args: Any, **kwargs: Any) -> MicroBatchRow:
+    def from_batch(*args: Any, **kwargs: Any) -> MicroBatchRow:
         with _disable_current_modes():
             row = MicroBatchRow.from_batch(*args, **kwargs)
             _ = row.packing.buckets
@@ -47,7 +47,7 @@ def _rows_on_the_host(_: Assumptions) -> None:
                 column.detach()  # for the meter, which has not seen how it was made
         return row
 
-    forward.MicroBatchRow = SimpleNamespace(of=of)  # type: ignore[attr-defined, assignment]
+    forward.MicroBatchRow = SimpleNamespace(from_batch=from_batch)  # type: ignore[attr-defined, assignment]
 
 
 def _contents(_: Assumptions) -> None:

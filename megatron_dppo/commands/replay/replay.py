@@ -23,7 +23,7 @@ from megatron_dppo.errors import CheckpointError, ConfigError, DataError, ErrorC
 from megatron_dppo.parallel.objects import at_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.policy.packed import SampleRecord
-from megatron_dppo.policy.update import mini_batches
+from megatron_dppo.policy.update import split_into_mini_batches
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import StepMeta, read_meta, read_rows, recorded_steps
@@ -233,7 +233,7 @@ def _mine(
         together: list[list[int]] = [[] for _ in range(run.config.train.mini_batches)]
         for rank, start in starts.items():
             seed = sampling_seed(run.config.run.seed, "order", run.step, rank)
-            own = mini_batches(counts[rank], run.config.train.mini_batches, seed, epoch)
+            own = split_into_mini_batches(counts[rank], run.config.train.mini_batches, seed, epoch)
             for place, part in enumerate(own):
                 together[place] += [start + i for i in part]
         return together

@@ -33,7 +33,7 @@ from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import agreed, from_each
 
 __all__ = [
-    "Save",
+    "CheckpointSave",
     "checkpoints",
     "find_damage",
     "load_checkpoint",
@@ -49,7 +49,7 @@ NO_MANIFEST = f"it has no {manifest.MANIFEST}, so that nothing shows whether its
 """What ``find_damage`` says of a checkpoint that an older version or another program wrote."""
 
 
-class Save:
+class CheckpointSave:
     """A checkpoint that is written, at once or in the background.
 
     Args:
@@ -110,35 +110,46 @@ def save_checkpoint(
     best: int | None = None,
     *,
     groups: ParallelGroups,
-    also: Callable[[Path], None] | None = None,
-    background: dist.ProcessGroup | None = None,
-) -> Save:
-    """Write ``folder/step_N`` (a collective of all ranks), then delete older ones (``checkpoint_folder.prune``).
+    write_extra: Callable[[Path], None] | None = None,
+    background_group: dist.ProcessGroup | None = None,
+) -> CheckpointSave:
+    """Write ``folder/step_N``, then delete older checkpoints (``checkpoint_folder.prune``).
 
-    Each rank writes its part of the optimizer; ranks that hold the same weights share their writing.
+    A collective of all ranks. Each rank writes its part of the optimizer state; ranks that hold the same weights divide
+    the writing among them.
 
-    ``state`` gets ``finite``, whether all weights are; a checkpoint of finite weights is never replaced by one of the
-    same step that are not. ``also`` is called on every rank with the unfinished folder, to write files of its own
-    names there. ``background`` is a group of all ranks over the CPU that nothing else uses: with it, what this rank
-    writes is copied to host memory, and the rest goes on while the model trains.
+    A checkpoint of finite weights is never replaced by one of the same step whose weights are not finite.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+        step: Step of the checkpoint.
+        models: Unwrapped model chunks of this rank.
+        optimizer: Their optimizer.
+        state: State of the run, as JSON values. The key ``finite`` is added: True if all weights are finite.
+        keep: Number of newest checkpoints to keep.
+        best: Step of the best checkpoint, which is kept too. None means there is none.
+        groups: Process groups of the layout.
+        write_extra: Writes further files into the unfinished folder; called on every rank.
+        background_group: CPU group of all ranks that nothing else uses. With it, this rank's tensors are copied to
+            host memory, and a thread writes them while the model trains. None writes before returning.
 
     Raises:
-        DiskError: the disk is full or cannot be written to; older checkpoints are as they were.
+        DiskError: The disk is full or cannot be written to. Older checkpoints are unchanged.
     """
     final = folder / checkpoint_name(step)
     partial = checkpoint_folder.partial_path(final)
     is_finite = all_finite(models, optimizer)
     if not is_finite and agreed(lambda: checkpoint_folder.is_finite(final), groups.world):
-        return Save(final, True)
-    world, what = background or groups.world, f"the checkpoint of step {step}"
+        return CheckpointSave(final, True)
+    world, what = background_group or groups.world, f"the checkpoint of step {step}"
     with disk_errors(folder, what):
         agreed(lambda: checkpoint_folder.begin(partial), groups.world)
-        strategy = shared_save(world, groups.dp_cp, staged=background is not None)
+        strategy = shared_save(world, groups.dp_cp, staged=background_group is not None)
         tensors = dist_checkpointing.save(
             _sharded_state(models, optimizer, is_loading=False), str(partial), strategy, async_sharded_save=True
         )
-        if also is not None:
-            also(partial)
+        if write_extra is not None:
+            write_extra(partial)
     text = json.dumps({**state, "finite": is_finite}, indent=2)
 
     def publish() -> None:
@@ -153,7 +164,7 @@ def save_checkpoint(
             _seal(partial, {STATE: text}, world)
             agreed(publish, world)
 
-    return Save(final, is_finite, write, in_background=background is not None)
+    return CheckpointSave(final, is_finite, write, in_background=background_group is not None)
 
 
 def _seal(folder: Path, texts: dict[str, str], group: dist.ProcessGroup | None) -> None:

@@ -22,7 +22,7 @@ def test_overflows_halve_it_and_a_window_without_one_doubles_it() -> None:
     for overflow in (True, True, True, True, True, False, False, False, False, True, False, True):
         scale.update(overflow)  # the parts of the optimizer say so, one after the other; it does not count twice
         scale.update(overflow)
-        seen.append((scale.settle(overflow=overflow), scale.value))
+        seen.append((scale.adjust(overflow=overflow), scale.value))
     assert seen == [
         *((True, 8.0), (True, 4.0), (True, 2.0), (False, 2.0), (False, 2.0)),  # the second overflow, and each after it
         *((True, 2.0), (True, 2.0), (True, 4.0)),  # three in a row without
