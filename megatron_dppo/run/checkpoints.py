@@ -148,8 +148,8 @@ class Checkpoints:
             record,
             config.checkpoint.keep,
             self._best_step(state),
-            also=partial(save_rollouts, contents, self._trainer.dp_rank),
-            background=self._background,
+            write_extra=partial(save_rollouts, contents, self._trainer.dp_rank),
+            background_group=self._background,
         )
 
     def finish(self, *, wait: bool) -> None:
