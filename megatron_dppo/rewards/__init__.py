@@ -1,17 +1,17 @@
-"""Verifiable rewards."""
+"""Rewards: built-in and user functions, computed in separate processes with time limits."""
 
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem, RewardResult, Shaping
 from megatron_dppo.rewards.math import extract_answer, math_reward
 from megatron_dppo.rewards.scorer import RewardScorer
-from megatron_dppo.rewards.signatures import RunFacts
+from megatron_dppo.rewards.signatures import RunInfo
 
 __all__ = [
     "FunctionSpec",
     "RewardItem",
     "RewardResult",
     "RewardScorer",
-    "RunFacts",
+    "RunInfo",
     "Shaping",
     "extract_answer",
     "math_reward",

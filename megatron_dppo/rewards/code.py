@@ -1,4 +1,4 @@
-"""The reward of code: the last fenced block of a response, run against the row's tests in a sandbox."""
+"""The reward ``code``: the last fenced block of a response, run against the row's tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from pathlib import Path
 
 from megatron_dppo.config.reward_options import CodeOptions
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.code_tests import Assertions, FunctionCall, Lines, Test, read_tests, same_output, same_value
+from megatron_dppo.rewards.code_tests import (
+    AssertionTest,
+    CallTest,
+    CodeTest,
+    StdioTest,
+    read_tests,
+    same_output,
+    same_value,
+)
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.math import after_thinking
 from megatron_dppo.rewards.sandbox import Limits, RunningProgram, Sandbox, SandboxError, interpreter, probe
@@ -24,10 +32,10 @@ _HARNESS = Path(harness.__file__).read_text(encoding="utf-8")
 
 
 class Code:
-    """Scores one sample by its tests.
+    """Scorer of one sample by its tests.
 
     Raises:
-        RewardError: the interpreter does not run, or this machine gives no sandbox.
+        RewardError: The interpreter does not run, or the machine has no sandbox.
     """
 
     def __init__(self, options: CodeOptions, table: str) -> None:
@@ -35,28 +43,29 @@ class Code:
         self._sandbox = _sandbox(options, table)
 
     def __call__(self, item: RewardItem) -> Mapping[str, float]:
-        """``score`` and ``passed``, the share of tests that passed.
+        """Return ``score`` and ``passed``, the fraction of passed tests.
 
-        With ``score = "all"`` the first test that does not pass ends the sample: ``passed`` is then 0 or 1.
+        With ``score = "all"`` the first failed test ends the sample, so that ``passed`` is 0 or 1.
 
         Raises:
-            ValueError: the row has no tests of a known format.
-            SandboxError: the sandbox cannot be set up.
+            ValueError: The row has no tests of a known format.
+            SandboxError: The sandbox cannot be set up.
         """
         tests = self._tests(item)
         code = last_block(item.completion)
         if code is None:
             return {"score": 0.0, "passed": 0.0}
-        end, passed = time.monotonic() + self._options.total_seconds, 0
+        deadline = time.monotonic() + self._options.total_seconds
+        passed = 0
         for test in tests:
-            seconds = min(self._options.seconds, end - time.monotonic())
+            seconds = min(self._options.seconds, deadline - time.monotonic())
             if seconds > 0 and self._passes(code, test, seconds):
                 passed += 1
             elif self._options.score == "all":
                 return {"score": 0.0, "passed": 0.0}
         return {"score": passed / len(tests), "passed": passed / len(tests)}
 
-    def _tests(self, item: RewardItem) -> list[Test]:
+    def _tests(self, item: RewardItem) -> list[CodeTest]:
         key = self._options.tests_key
         if key is None:
             return read_tests(item.label, item.metadata)
@@ -67,55 +76,56 @@ class Code:
             value = value[part]
         return read_tests(value, item.metadata)
 
-    def _passes(self, code: str, test: Test, seconds: float) -> bool:
+    def _passes(self, code: str, test: CodeTest, seconds: float) -> bool:
         sandbox = replace(self._sandbox, limits=replace(self._sandbox.limits, seconds=seconds))
-        if isinstance(test, Lines):
-            ended = RunningProgram(sandbox, {"main.py": code}, stdin=test.stdin).finish()
-            return ended.code == 0 and same_output(ended.output, test.expected)
+        if isinstance(test, StdioTest):
+            result = RunningProgram(sandbox, {"main.py": code}, stdin=test.stdin).finish()
+            return result.code == 0 and same_output(result.output, test.expected)
         files = {"harness.py": _HARNESS, "solution.py": code, "preamble.py": self._options.preamble}
-        if isinstance(test, FunctionCall):
-            return _calls(sandbox, files, test)
-        return _asserts(sandbox, files, test)
+        if isinstance(test, CallTest):
+            return _passes_call(sandbox, files, test)
+        return _passes_assertions(sandbox, files, test)
 
 
 def last_block(completion: str) -> str | None:
-    """The last closed fenced block of Python after the thinking; None when there is none."""
+    """Return the last closed fenced Python block after the thinking, or None."""
     blocks = _FENCE.findall(after_thinking(completion))
-    fitting = [code for language, code in blocks if language.lower() in _PYTHON]
-    return fitting[-1] if fitting else None
+    python_blocks = [code for language, code in blocks if language.lower() in _PYTHON]
+    return python_blocks[-1] if python_blocks else None
 
 
-def _calls(sandbox: Sandbox, files: Mapping[str, str], test: FunctionCall) -> bool:
-    """The result is compared here: nothing in the sandbox knows what is expected."""
+def _passes_call(sandbox: Sandbox, files: Mapping[str, str], test: CallTest) -> bool:
+    """Call a function of the solution and compare its result here: the sandbox never sees the expected value."""
     name = test.function
     function = f"{name} if '{name}' in globals() else Solution().{name}" if name.isidentifier() else name
-    question = {"function": function, "args": harness.encode(list(test.args)), "kwargs": {"dict": []}}
-    ended = RunningProgram(sandbox, files, ["solution"], stdin=json.dumps(question) + "\n").finish()
+    call = {"function": function, "args": harness.encode(list(test.args)), "kwargs": {"dict": []}}
+    result = RunningProgram(sandbox, files, ["solution"], stdin=json.dumps(call) + "\n").finish()
     try:
-        answer = json.loads(ended.output.splitlines()[0])
-        return same_value(harness.decode(answer["value"]), test.expected)
+        reply = json.loads(result.output.splitlines()[0])
+        return same_value(harness.decode(reply["value"]), test.expected)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return False
 
 
-def _asserts(sandbox: Sandbox, files: Mapping[str, str], test: Assertions) -> bool:
-    """Tests in one sandbox, the solution in another, two pipes between them."""
-    questions_in, questions_out = os.pipe()
-    answers_in, answers_out = os.pipe()
+def _passes_assertions(sandbox: Sandbox, files: Mapping[str, str], test: AssertionTest) -> bool:
+    """Run the tests in one sandbox and the solution in another, connected by two pipes."""
+    calls_in, calls_out = os.pipe()
+    results_in, results_out = os.pipe()
     runs = []
     try:
-        runs.append(RunningProgram(sandbox, files, ["solution"], questions_in, answers_out))
-        own = {"harness.py": _HARNESS, "tests.py": test.source, "entry_point": test.entry_point}
-        runs.append(RunningProgram(sandbox, own, ["tests"], answers_in, questions_out))
-        for descriptor in (questions_in, questions_out, answers_in, answers_out):
-            os.close(descriptor)  # so that each of the two sees the end of the other
+        runs.append(RunningProgram(sandbox, files, ["solution"], calls_in, results_out))
+        test_files = {"harness.py": _HARNESS, "tests.py": test.source, "entry_point": test.entry_point}
+        runs.append(RunningProgram(sandbox, test_files, ["tests"], results_in, calls_out))
+        for descriptor in (calls_in, calls_out, results_in, results_out):
+            # With our copies closed, each program sees the end of file when the other one exits.
+            os.close(descriptor)
         passed = runs[1].finish().code == harness.PASSED
         if not passed and not runs[0].was_started:
             raise SandboxError("the solution's sandbox could not be set up")
         return passed
     finally:
         for run in runs:
-            run.end()
+            run.kill()
 
 
 def _sandbox(options: CodeOptions, table: str) -> Sandbox:
@@ -138,12 +148,13 @@ def _sandbox(options: CodeOptions, table: str) -> Sandbox:
         return sandbox
     if not allowed:
         raise RewardError(
-            f"{setting} runs programs without a network and with a root of their own, by Linux's user namespaces, "
-            f"which this machine refuses: {problem}. Allow them (sysctl kernel.unprivileged_userns_clone = 1 and "
+            f"{setting} isolates programs from network and files with Linux user namespaces, which this machine "
+            f"refuses: {problem}. Allow them (sysctl kernel.unprivileged_userns_clone = 1 and "
             "user.max_user_namespaces; in a container, a seccomp profile that permits unshare and mount), or set "
-            f"{table}.options.network = 'allowed' to run them with limits alone"
+            f"{table}.options.network = 'allowed' to run programs with resource limits only"
         )
-    without = replace(sandbox, namespaces=False)
-    if problem := probe(without):
+    # The machine has no namespaces, and the options allow the network: use resource limits only.
+    without_namespaces = replace(sandbox, namespaces=False)
+    if problem := probe(without_namespaces):
         raise RewardError(f"{setting}: programs cannot be run on this machine: {problem}")
-    return without
+    return without_namespaces

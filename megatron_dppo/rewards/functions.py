@@ -1,4 +1,4 @@
-"""The function that ``reward.function`` names, ready to be called in a worker."""
+"""Loading of the function that ``reward.function`` names, ready to be called in a worker process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_dppo.errors import FunctionError, RewardError
 from megatron_dppo.functions import load_function
 from megatron_dppo.rewards import math as math_reward_module
 from megatron_dppo.rewards import task_rewards
-from megatron_dppo.rewards.signatures import WHOLE_ITEM, Form, RunFacts, is_async, recognise
+from megatron_dppo.rewards.signatures import ITEM_CONVENTION, CallConvention, RunInfo, is_async, recognize_signature
 from megatron_dppo.rewards.task_rewards import words_reward
 
 _ALSO = "".join(f"{name!r}, " for name in BUILT_IN_REWARDS)
@@ -27,71 +27,75 @@ _ALSO = "".join(f"{name!r}, " for name in BUILT_IN_REWARDS)
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """A reward function by name, as it is sent to a worker process."""
+    """A reward function by name, in the form that is sent to a worker process."""
 
     name: str
     """One of ``BUILT_IN_REWARDS``, ``module:function`` or ``path/to/file.py:function``."""
     signature: str = "auto"
-    facts: RunFacts = field(default_factory=RunFacts)
+    """``reward.signature``."""
+    run_info: RunInfo = field(default_factory=RunInfo)
+    """Values of the run that some signatures pass."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What it gets by name beside the sample."""
+    """Options of a built-in function, or keyword arguments of a user function."""
     table: str = "reward"
-    """Of the configuration that names it, for messages: ``reward`` or ``reward.functions.NAME``."""
+    """Table that names the function, for messages: ``reward`` or ``reward.functions.NAME``."""
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A loaded function and how to call it."""
+    """A loaded function and its calling convention."""
 
     function: Callable[..., Any]
-    form: Form
+    convention: CallConvention
     is_async: bool
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load(spec: FunctionSpec) -> RewardFunction:
-    """Import the function and recognise its signature.
+    """Import the function and recognize its signature.
 
     Raises:
-        RewardError: the name has another form, the import fails, it is not callable, its signature is not known, or
-            an option is unknown, missing or wrong.
+        RewardError: The name is malformed, the import fails, it is not callable, its signature is unknown, or an option
+            is unknown, missing or wrong.
     """
     if spec.name in BUILT_IN_REWARDS:
         try:
             options = read_options(spec.name, spec.options)
         except ValueError as error:
             raise RewardError(f"{spec.table}.{error}") from error
-        function, form = _built_in(spec, options)
-        return RewardFunction(function, form or recognise(spec.name, function, "megatron_dppo"), is_async(function))
+        function, convention = _built_in(spec, options)
+        return RewardFunction(
+            function, convention or recognize_signature(spec.name, function, "megatron_dppo"), is_async(function)
+        )
     try:
         function = load_function(spec.name, f"{spec.table}.function", _ALSO)
     except FunctionError as error:
         raise RewardError(str(error)) from error
-    form = recognise(spec.name, function, spec.signature, spec.options, spec.table)
-    return RewardFunction(function, form, is_async(function), spec.options)
+    convention = recognize_signature(spec.name, function, spec.signature, spec.options, spec.table)
+    return RewardFunction(function, convention, is_async(function), spec.options)
 
 
-def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., Any], Form | None]:
-    """The function, and its form where that is not our own of four arguments."""
-    # Imported where they are used: HTTP takes a while to load, in every process.
+def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., Any], CallConvention | None]:
+    """Return a built-in function, and its convention unless it takes the four arguments of our own signature."""
+    # Imported where they are used, because the HTTP client takes long to import in every process.
     if isinstance(options, RewardModelOptions):
         from megatron_dppo.rewards.reward_model import RewardModel
 
-        return RewardModel(options, spec.table), WHOLE_ITEM
+        return RewardModel(options, spec.table), ITEM_CONVENTION
     if isinstance(options, JudgeOptions):
         from megatron_dppo.rewards.judge import Judge
 
-        return Judge(options, spec.table), WHOLE_ITEM
+        return Judge(options, spec.table), ITEM_CONVENTION
     if isinstance(options, CodeOptions):
         from megatron_dppo.rewards.code import Code
 
-        return Code(options, spec.table), WHOLE_ITEM
+        return Code(options, spec.table), ITEM_CONVENTION
     if isinstance(options, ReasoningGymOptions):
-        return task_rewards.make_reward(partial_credit=options.partial_credit), None
+        return task_rewards.make_reasoning_gym_reward(partial_credit=options.partial_credit), None
     return {"math": math_reward_module.math_reward, "words": words_reward, "none": no_reward}[spec.name], None
 
 
 def no_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> float:
-    """0 for every response."""
+    """Return 0 for every response."""
     del prompt, completion, label, metadata
     return 0.0

@@ -1,4 +1,4 @@
-"""What is scored and what comes back: items, results, shaping, and the forms of slime's rewards."""
+"""Inputs and outputs of rewards: items, results, shaping, and checked reads of what a function returns."""
 
 from __future__ import annotations
 
@@ -15,55 +15,57 @@ from megatron_dppo.rewards.math import is_well_formed
 
 @dataclass(frozen=True, kw_only=True)
 class RewardItem:
-    """One completion, with everything that a reward function of any signature may ask for."""
+    """One completion with everything that a reward function of any signature may need."""
 
     prompt: str
-    """The prompt as the model saw it (chat template applied)."""
+    """Prompt as the model saw it, after the chat template."""
     completion: str
-    """The response without special tokens."""
+    """Response without special tokens."""
     label: str
-    """The reference answer."""
+    """Reference answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns of the data row and ``finish_reason`` (``stop`` or ``length``)."""
+    """Other columns of the data row, and ``finish_reason`` (``stop`` or ``length``)."""
     token_ids: Sequence[int] = ()
-    """[R] the response's tokens, the end-of-sequence token included."""
+    """Tokens of the response, including the end-of-sequence token. Shape [R]."""
     messages: Sequence[Mapping[str, Any]] | None = None
-    """The prompt's chat messages; None when the row has a plain string."""
+    """Chat messages of the prompt. None if the row has a plain string."""
 
     @property
     def truncated(self) -> bool:
-        """Whether the response was cut off at its longest length."""
+        """True if the response was truncated at its maximum length."""
         return self.metadata.get("finish_reason") == "length"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:
-    """A reward, or why there is none."""
+    """A reward, or the error that prevented it."""
 
     reward: float
-    """What training uses: the score with its shaping."""
+    """Value for training: the score with its shaping."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """``score`` (without shaping), the function's own parts and the shaping's; empty for a plain number unshaped."""
+    """``score`` (without shaping), the function's own parts, and the parts of the shaping. Empty for an unshaped plain
+    number."""
     failed: bool = False
+    """True if there is no reward; ``error`` has the reason."""
     error: str = ""
     eval_score: float | None = None
-    """What an evaluation counts, where one of several functions is marked for it; None = the unshaped score."""
+    """Score for evaluation if one of several functions is marked for it. None uses the unshaped score."""
 
 
-def overlong_punishment(length: int, longest: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment, from 0 to -1 (arXiv 2503.14476, equation 13).
+def soft_overlong_penalty(length: int, longest: int, buffer: int) -> float:
+    """Return DAPO's soft overlong punishment, from 0 to -1 (arXiv 2503.14476, equation 13).
 
     Args:
-        length: tokens of the response.
-        longest: the hard limit L_max.
-        buffer: L_cache; within the last ``buffer`` tokens the punishment grows linearly.
+        length: Tokens of the response.
+        longest: Hard limit L_max.
+        buffer: L_cache. The punishment grows linearly over the last ``buffer`` tokens.
     """
     return min(0.0, max(-1.0, (longest - buffer - length) / buffer))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """The shaping of ``[reward]``; each part that is on is logged under its name."""
+    """Shaping of ``[reward]``. Each enabled part is logged under its name."""
 
     max_new_tokens: int = 0
     format: float = 0.0
@@ -71,33 +73,33 @@ class Shaping:
     overlong_penalty: float = 1.0
 
     def parts(self, item: RewardItem) -> dict[str, float]:
-        """The addends for one response, by name; empty when all shaping is off."""
+        """Return the addends for one response by name; empty if all shaping is disabled."""
         result = {}
         if self.format:
-            good = not item.truncated and is_well_formed(item.completion)
-            result["format"] = self.format if good else 0.0
+            has_format = not item.truncated and is_well_formed(item.completion)
+            result["format"] = self.format if has_format else 0.0
         if self.overlong_buffer_tokens:
-            share = overlong_punishment(len(item.token_ids), self.max_new_tokens, self.overlong_buffer_tokens)
-            result["overlong"] = self.overlong_penalty * share
+            fraction = soft_overlong_penalty(len(item.token_ids), self.max_new_tokens, self.overlong_buffer_tokens)
+            result["overlong"] = self.overlong_penalty * fraction
         return result
 
 
 class SlimeArgs:
-    """The first argument of slime's functions; only what has a meaning here is set."""
+    """First argument of slime's functions, with the values that exist here."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.__dict__.update(values)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"args.{name} does not exist here; slime's args have {sorted(self.__dict__)} in this run")
+        raise AttributeError(f"args.{name} does not exist here; available in this run: {sorted(self.__dict__)}")
 
 
 @dataclass
 class SlimeSample:
-    """The fields of slime's ``Sample`` (slime/utils/types.py) that a reward function reads."""
+    """Fields of slime's ``Sample`` (slime/utils/types.py) that a reward function reads."""
 
     class Status(Enum):
-        """Why the response ended."""
+        """Reason for the end of the response."""
 
         COMPLETED = "completed"
         TRUNCATED = "truncated"
@@ -107,34 +109,32 @@ class SlimeSample:
     label: str
     metadata: dict[str, Any]
     response_length: int
-    """tokens"""
+    """Length in tokens."""
     status: Status
 
 
 _SCORES = ("score", "reward")
-
-
-_LARGEST = (2 - 2**-23) * 2.0**127
-"""of float32, in which advantages are computed"""
-
-
-_TEXT_LENGTH = 2000
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+"""Advantages are computed in float32."""
+_MAX_ERROR_LENGTH = 2000
 
 
 def read_reward(value: Any) -> tuple[float, dict[str, float]]:
-    """The score and the named parts (none for a plain number).
+    """Return the score and the named parts (none for a plain number).
 
-    Parts that are not numbers are left out: verl's functions return the extracted answer beside the score.
+    Parts that are not numbers are dropped: verl's functions also return the extracted answer.
 
     Raises:
-        TypeError, ValueError: no number, not finite in float32, or a table without exactly one of ``score`` and
-            ``reward``.
+        TypeError, ValueError: The value is no number, not finite in float32, or a table without exactly one of
+            ``score`` and ``reward``.
     """
     if not isinstance(value, Mapping):
         return _finite("the reward", value), {}
     present = [key for key in _SCORES if key in value]
     if len(present) != 1:
-        raise ValueError(f"a reward table needs exactly one of 'score' and 'reward', got {sorted(map(_name, value))}")
+        raise ValueError(
+            f"expected exactly one of 'score' and 'reward' in a reward table, got {sorted(map(_name, value))}"
+        )
     parts = {
         _name(name): _finite(f"the part {name!r}", part)
         for name, part in value.items()
@@ -144,31 +144,33 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
 
 
 def read_batch(values: Any, count: int) -> list[Any]:
-    """The values of a batch, one a sample.
+    """Return the values of a batch, one per sample.
 
     Raises:
-        TypeError, ValueError: not a list, or of another length.
+        TypeError, ValueError: The value is not a list, or has another length.
     """
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise TypeError(f"a function for batches must return a list of rewards, got {shown(values)}")
-    result = list(islice(values, count + 1))  # an iterator may be endless
+        raise TypeError(f"expected a list of rewards from a batch function, got {short_repr(values)}")
+    result = list(islice(values, count + 1))  # The iterator may be endless.
     if len(result) != count:
         more = "more than " if len(result) > count else ""
-        raise ValueError(f"{more}{min(len(result), count)} rewards for a batch of {count} samples")
+        raise ValueError(
+            f"expected {count} rewards for a batch of {count} samples, got {more}{min(len(result), count)}"
+        )
     return result
 
 
 def error_text(error: BaseException) -> str:
-    """An error in one line or a few, whatever its own methods do."""
+    """Return an error as short text, even if its own methods raise."""
     try:
         text = f"{type(error).__name__}: {error}"
     except BaseException:
-        text = f"{type(error).__name__} (whose text cannot be made)"
-    return _plain(text)[:_TEXT_LENGTH]
+        text = f"{type(error).__name__} (its text cannot be read)"
+    return _plain(text)[:_MAX_ERROR_LENGTH]
 
 
-def shown(value: Any) -> str:
-    """A short ``repr``, whatever the object's own does."""
+def short_repr(value: Any) -> str:
+    """Return a short ``repr``, even if the object's own raises."""
     try:
         return _plain(reprlib.repr(value))
     except BaseException:
@@ -180,7 +182,7 @@ def _name(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text of the built-in type, without what UTF-8 cannot hold."""
+    """Return text of the built-in type, without characters that UTF-8 cannot encode."""
     return str.encode(text, "utf-8", "replace").decode()
 
 
@@ -189,7 +191,7 @@ def _is_number(value: Any) -> bool:
         return False
     try:
         float(value)
-    except OverflowError:  # a number, and too large
+    except OverflowError:  # A number, but too large for a float.
         return True
     except (TypeError, ValueError):
         return False
@@ -197,16 +199,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _finite(what: str, value: Any) -> float:
-    # float() would read a number out of text, and drop the imaginary part of NumPy's.
+    # float() would parse a string, and would drop the imaginary part of a NumPy value.
     is_complex = isinstance(value, complex) or getattr(getattr(value, "dtype", None), "kind", "") == "c"
     if value is None or is_complex or isinstance(value, str | bytes | bytearray):
-        raise TypeError(f"{what} must be a number, got {shown(value)}")
+        raise TypeError(f"{what} must be a number, got {short_repr(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{what} must be a finite number, got {shown(value)}")
-    if abs(number) > _LARGEST:
-        raise ValueError(f"{what} must fit into float32 (up to {_LARGEST:.7g}), got {number:g}")
+        raise ValueError(f"{what} must be a finite number, got {short_repr(value)}")
+    if abs(number) > _MAX_FLOAT32:
+        raise ValueError(f"{what} must fit into float32 (up to {_MAX_FLOAT32:.7g}), got {number:g}")
     return number

@@ -3,10 +3,10 @@ r"""The reward for mathematics: the last boxed answer, or the last ``Answer:`` l
 Exact match comes first; only answers that differ as text and are not plain integers go to math-verify, which parses
 LaTeX (milliseconds to seconds). The score is 1 or 0, never for an answer that merely contains the right one.
 
-math-verify alone can be tricked: of ``11=12`` it takes the last side, and of text that is no LaTeX (``11\to 12``) the
-last number, so that a wrong result beside a right one would pay. Here an answer must parse as a whole, and an equation
-counts by its right-hand side only when its left-hand side is a bare name (``x=12``, ``f(x)=2x``, ``(x,y)=(1,2)``); any
-other equation scores 0, unless the label is one too.
+math-verify alone can be tricked. It reads the last side of ``11=12``, and the last number of text that is no LaTeX
+(``11\to 12``), so a wrong result beside a right one would score. Here an answer must parse as a whole. An equation
+counts by its right-hand side only if its left-hand side is a bare name (``x=12``, ``f(x)=2x``, ``(x,y)=(1,2)``). Any
+other equation scores 0, unless the label is an equation too.
 """
 
 from __future__ import annotations
@@ -18,37 +18,25 @@ from typing import Any
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last ``</think>``; all of it without one."""
+    """Return the text after the last ``</think>``, or all of it without one."""
     return text.rsplit("</think>", 1)[-1]
 
 
 _BOXED = "\\boxed{"
-
-
 _ANSWER_LINE = re.compile(r"^\s*\**answer\s*:\**\s*(.+?)\s*$", re.IGNORECASE | re.MULTILINE)
-
-
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
-
-
 _VARIABLE = r"(?:[A-Za-z]|\\(?!pi\b)[a-z]+)(?:_(?:\w|\{\w+\}))?'*"
-
-
 _NAMES = rf"{_VARIABLE}(?:\s*,\s*{_VARIABLE})*"
-
-
 _ASSIGNMENT = re.compile(rf"\s*(?:{_VARIABLE}(?:\s*\({_NAMES}\))?|\({_NAMES}\))\s*=\s*([^=]+)")
-
-
 _RELATION = re.compile("[=\uff1d\u2261]|\\\\(?:eq|equiv|coloneqq?|triangleq|doteq)(?![A-Za-z])")
-"""Signs that math-verify reads as an equation, of which it would take one side."""
+"""Signs that math-verify reads as an equation, of which it would compare one side."""
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The answer of a response: after the last ``</think>``, the last ``\boxed{...}``, else the last ``Answer:`` line.
+    r"""Return the answer after the thinking: the last ``\boxed{...}``, or else the last ``Answer:`` line.
 
-    Returns None when there is none, when the last box is not closed, or when the braces of the ``Answer:`` line do not
-    match (such a line could close the box that math-verify gets it in, and hide the rest of itself).
+    Return None if there is none, if the last box is not closed, or if the braces of the ``Answer:`` line do not match.
+    Such a line could close the box that math-verify receives it in, and hide its remaining part.
     """
     text = after_thinking(text)
     start = text.rfind(_BOXED)
@@ -62,19 +50,19 @@ def extract_answer(text: str) -> str | None:
 
 
 def is_well_formed(text: str) -> bool:
-    """Whether a response has exactly one answer, and its thinking, if any, is one closed block before it.
+    """Return True if a response has exactly one answer after at most one closed thinking block.
 
-    One answer: one closed, non-empty box; or, without any box, one ``Answer:`` line. What stands in the thinking block
-    does not count. The opening ``<think>`` may be missing, since chat templates put it into the prompt.
+    One answer is one closed, non-empty box, or one ``Answer:`` line without any box. The content of the thinking block
+    does not count. The opening ``<think>`` may be missing, because chat templates add it to the prompt.
     """
-    thought, closed, rest = text.rpartition("</think>")
-    if "</think>" in thought or "<think>" in rest or text.count("<think>") > 1:
+    thought, closed, response = text.rpartition("</think>")
+    if "</think>" in thought or "<think>" in response or text.count("<think>") > 1:
         return False
     if closed and "<think>" in thought and not thought.lstrip().startswith("<think>"):
         return False
-    if rest.count(_BOXED) > 1 or (_BOXED not in rest and len(_ANSWER_LINE.findall(rest)) != 1):
+    if response.count(_BOXED) > 1 or (_BOXED not in response and len(_ANSWER_LINE.findall(response)) != 1):
         return False
-    return bool(extract_answer(rest))
+    return bool(extract_answer(response))
 
 
 def _balanced(text: str, start: int) -> str | None:
@@ -86,14 +74,14 @@ def _balanced(text: str, start: int) -> str | None:
     return None
 
 
-def quick_verdict(answer: str | None, label: str) -> float | None:
-    """The score where no parser is needed: no answer, equal text, or two plain integers; else None."""
+def quick_score(answer: str | None, label: str) -> float | None:
+    """Return the score if no parser is needed: no answer, equal text, or two plain integers. Otherwise return None."""
     label = label.strip()
     if answer is None:
         return 0.0
     if answer == label:
         return 1.0
-    sides = comparable(answer, label)
+    sides = comparison_sides(answer, label)
     if sides is None:
         return 0.0
     integers = _canonical_integer(sides[0]), _canonical_integer(sides[1])
@@ -102,10 +90,10 @@ def quick_verdict(answer: str | None, label: str) -> float | None:
     return float(integers[0] == integers[1])
 
 
-def comparable(answer: str, label: str) -> tuple[str, str] | None:
-    """What to compare of an answer and a label, without a bare name before ``=`` on one of them.
+def comparison_sides(answer: str, label: str) -> tuple[str, str] | None:
+    """Return the parts of answer and label to compare, without a bare name before ``=`` on one side.
 
-    Returns None when the answer relates two results (``11=12``) and the label does not: it must not score.
+    Return None if the answer relates two results (``11=12``) and the label does not: it must not score.
     """
     assigned = [_ASSIGNMENT.fullmatch(text) for text in (answer, label)]
     right = [match[1].strip() if match else text for match, text in zip(assigned, (answer, label), strict=True)]
@@ -115,7 +103,7 @@ def comparable(answer: str, label: str) -> tuple[str, str] | None:
 
 
 def _canonical_integer(text: str) -> str | None:
-    """``+012`` as ``12``; compared as text, since Python's ``int`` refuses more than 4,300 digits."""
+    """Return ``12`` for ``+012``; text, because Python's ``int`` rejects more than 4,300 digits."""
     match = _INTEGER.fullmatch(text)
     if match is None:
         return None
@@ -124,26 +112,26 @@ def _canonical_integer(text: str) -> str | None:
 
 
 def quick_math_reward(completion: str, label: str, metadata: Mapping[str, Any]) -> float | None:
-    """The score when no parser is needed, else None. A response that was cut off scores 0."""
+    """Return the score if no parser is needed, otherwise None. A truncated response scores 0."""
     if metadata.get("finish_reason") == "length":
         return 0.0
-    return quick_verdict(extract_answer(completion), label)
+    return quick_score(extract_answer(completion), label)
 
 
 def load_parser() -> None:
-    """Import math-verify and its grammar, which takes seconds, before any sample's time limit runs."""
+    """Import math-verify and its grammar, which takes seconds, before the time limit of a sample starts."""
     from math_verify import parse
 
-    # It warns that its own time limits are off; RewardScorer has its own.
+    # math-verify warns that its time limits are disabled. RewardScorer enforces its own.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     parse(r"\boxed{\frac12}", parsing_timeout=None)
 
 
 def math_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> float:
-    """1.0 for a right answer, else 0.0; the signature is that of every reward function.
+    """Return 1.0 for a right answer and 0.0 otherwise, with the signature of every reward function.
 
-    math-verify's own time limits use SIGALRM, which works in a main thread only, so they are off here: the process
-    that calls this is killed from outside when it takes too long (``RewardScorer``).
+    math-verify's own time limits use SIGALRM, which works only in a main thread, so they are disabled here. Instead
+    ``RewardScorer`` kills the calling process when it takes too long.
     """
     del prompt
     verdict = quick_math_reward(completion, label, metadata)
@@ -151,8 +139,8 @@ def math_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[s
         return verdict
     from math_verify import LatexExtractionConfig, parse, verify
 
-    sides = comparable(str(extract_answer(completion)), label)
-    assert sides is not None, "quick_math_reward decides these"
+    sides = comparison_sides(str(extract_answer(completion)), label)
+    assert sides is not None, "quick_math_reward handles answers that are not comparable"
     predicted = parse(f"\\boxed{{{sides[0]}}}", [LatexExtractionConfig()], parsing_timeout=None)
     gold = parse(f"\\boxed{{{sides[1]}}}", parsing_timeout=None)
     return float(verify(gold, predicted, timeout_seconds=None))

@@ -1,4 +1,4 @@
-"""The processes of one reward function, and the loop that several functions' processes share."""
+"""The worker processes of one reward function, and the loop that several functions' processes share."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from megatron_dppo.rewards.worker import Worker
 
 
 class FunctionPool:
-    """One function and its processes; those of samples that need no process are scored here.
+    """One function and its worker processes. Samples that need no process are scored in this one.
 
     Args:
-        spec: the function.
-        timeout_seconds: limit for one sample, or one call of a function for batches; the worker is killed then.
-        num_workers: processes.
-        async_concurrency: samples of an async function that one worker has under way.
+        spec: Reward function.
+        timeout_seconds: Time limit for one sample, or for one call of a batch function. The worker is killed at the
+            limit.
+        num_workers: Number of processes.
+        async_concurrency: Concurrent samples of an async function in one worker.
 
     Raises:
-        RewardError: the function cannot be loaded, its signature is not known, or its options do not fit.
+        RewardError: The function cannot be loaded, its signature is unknown, or its options are wrong.
     """
 
     def __init__(
@@ -33,33 +34,36 @@ class FunctionPool:
     ) -> None:
         self.spec = spec
         loaded = load(spec)
-        self._batched = loaded.form.batched
-        self._largest = async_concurrency if loaded.is_async else 1
-        concurrent = loaded.is_async and not self._batched
+        self._is_batched = loaded.convention.is_batched
+        self._max_chunk_size = async_concurrency if loaded.is_async else 1
+        concurrent = loaded.is_async and not self._is_batched
         self._workers = [Worker(spec, timeout_seconds, concurrent=concurrent) for _ in range(num_workers)]
         self._items: Sequence[RewardItem] = ()
-        self._queue, self._idle, self.busy = deque[list[int]](), list[Worker](), list[Worker]()
+        self._queue = deque[list[int]]()
+        self._idle: list[Worker] = []
+        self.busy: list[Worker] = []
         self.outcomes: dict[int, ScoringOutcome] = {}
-        """by place, of the samples that ``begin`` got"""
+        """Outcomes of the samples in ``begin``, by index."""
 
     def begin(self, items: Sequence[RewardItem]) -> None:
-        """Take samples, and start as many processes as they need."""
+        """Queue samples, and start as many processes as they need."""
         self._items = items
-        quick = ((place, self._quick(item)) for place, item in enumerate(items))
-        self.outcomes = {place: outcome for place, outcome in quick if outcome is not None}
-        self._queue = deque(self._chunks([place for place in range(len(items)) if place not in self.outcomes]))
-        self._idle, self.busy = list(self._workers), []
+        quick = ((index, self._quick(item)) for index, item in enumerate(items))
+        self.outcomes = {index: outcome for index, outcome in quick if outcome is not None}
+        self._queue = deque(self._chunks([index for index in range(len(items)) if index not in self.outcomes]))
+        self._idle = list(self._workers)
+        self.busy = []
         for worker in self._idle[: len(self._queue)]:
             worker.launch()
 
     def feed(self) -> None:
-        """Give what waits to processes that have nothing to do."""
+        """Submit queued chunks to idle processes."""
         while self._queue and self._idle:
             self.busy.append(worker := self._idle.pop(0))
             worker.submit(self._queue.popleft(), self._items)
 
     def collect(self) -> None:
-        """Take what the processes have answered; end those that are over their limit."""
+        """Read the results of busy processes, and kill those over their time limit."""
         for worker in list(self.busy):
             chunk = worker.receive()
             if chunk is None:
@@ -67,11 +71,13 @@ class FunctionPool:
             self.busy.remove(worker)
             self._idle.append(worker)
             self.outcomes |= chunk.outcomes
-            left = chunk.unscored
-            if len(left) == 1:
-                self.outcomes[left[0]] = ScoringOutcome(0.0, {}, chunk.error)
-            elif left:
-                self._queue.extendleft([left[len(left) // 2 :], left[: len(left) // 2]])
+            unscored = chunk.unscored
+            if len(unscored) == 1:
+                self.outcomes[unscored[0]] = ScoringOutcome(0.0, {}, chunk.error)
+            elif unscored:
+                # Split a failed chunk until the sample at fault is alone. extendleft reverses the order.
+                middle = len(unscored) // 2
+                self._queue.extendleft([unscored[middle:], unscored[:middle]])
 
     def _quick(self, item: RewardItem) -> ScoringOutcome | None:
         if self.spec.name == "words" and item.label.split():
@@ -81,10 +87,10 @@ class FunctionPool:
         verdict = quick_math_reward(item.completion, item.label, item.metadata)
         return None if verdict is None else ScoringOutcome(verdict)
 
-    def _chunks(self, places: list[int]) -> Iterator[list[int]]:
-        share = -(-len(places) // len(self._workers))
-        size = share if self._batched else max(1, min(self._largest, share))
-        return (places[start : start + size] for start in range(0, len(places), max(1, size)))
+    def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
+        share = -(-len(indices) // len(self._workers))
+        size = share if self._is_batched else max(1, min(self._max_chunk_size, share))
+        return (indices[start : start + size] for start in range(0, len(indices), max(1, size)))
 
     def close(self) -> None:
         """Stop the processes."""
@@ -92,8 +98,8 @@ class FunctionPool:
             worker.close()
 
 
-def score_at_once(pools: Sequence[FunctionPool], items: Sequence[RewardItem]) -> list[dict[int, ScoringOutcome]]:
-    """Score all items by all functions, at the same time; the outcomes of each pool by place."""
+def score_concurrently(pools: Sequence[FunctionPool], items: Sequence[RewardItem]) -> list[dict[int, ScoringOutcome]]:
+    """Score all items with all functions concurrently; return each pool's outcomes by index."""
     for pool in pools:
         pool.begin(items)
     while True:

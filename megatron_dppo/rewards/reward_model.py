@@ -1,4 +1,4 @@
-"""The reward of a model behind a server: SGLang or vLLM with a classification or embedding head."""
+"""The reward ``reward_model``: SGLang or vLLM with a classification or embedding head."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from typing import Any
 
 from megatron_dppo.config.reward_options import RewardModelOptions
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.http import BadAnswer, Batches, ScoringServers
+from megatron_dppo.rewards.http import BadResponse, RequestBatcher, ScoringServers
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.math import after_thinking
 
 
 class RewardModel:
-    """Scores one sample; those that are under way together share requests.
+    """Scorer of one sample. Concurrent samples share requests.
 
     Raises:
-        RewardError: the key is not in the environment, or the tokenizer cannot be loaded or has no chat template.
+        RewardError: The environment variable with the key is not set, or the tokenizer cannot be loaded or has no chat
+            template.
     """
 
     def __init__(self, options: RewardModelOptions, table: str) -> None:
         self._options = options
         self._servers = ScoringServers(options, table)
-        self._batches = Batches(self._ask, options.batch_size)
+        self._batches = RequestBatcher(self._send, options.batch_size)
         self._tokenizer = None if options.tokenizer is None else _load_tokenizer(options.tokenizer, table)
 
     async def __call__(self, item: RewardItem) -> float:
-        """The score.
+        """Return the score.
 
         Raises:
-            BadAnswer, Unreachable: of the servers.
+            BadResponse: The server's response is wrong.
+            ServersUnreachable: No server responds.
         """
-        return self._score(await self._batches.ask(self._question(item)))
+        return self._score(await self._batches.submit(self._build_question(item)))
 
-    def _question(self, item: RewardItem) -> Any:
-        """Two texts, one text, or token ids."""
+    def _build_question(self, item: RewardItem) -> Any:
+        """Return two texts, one text, or token ids, as the endpoint expects."""
         completion = after_thinking(item.completion).lstrip() if self._options.after_thinking else item.completion
         if self._options.endpoint == "vllm_score":
             return item.prompt, completion
@@ -45,26 +47,28 @@ class RewardModel:
         chat = [*(dict(message) for message in messages), {"role": "assistant", "content": completion}]
         return self._tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
 
-    async def _ask(self, questions: Sequence[Any]) -> list[list[float]]:
+    async def _send(self, questions: Sequence[Any]) -> list[list[float]]:
         path, make, read = _ENDPOINTS[self._options.endpoint]
         body = make(list(questions)) | ({"model": self._options.model} if self._options.model else {})
-        answer = await self._servers.post(path, body)
+        response = await self._servers.post(path, body)
         try:
-            rows = read(answer)
+            rows = read(response)
         except (KeyError, TypeError, AttributeError) as error:
-            raise BadAnswer(f"{path}: the answer does not have the form of {self._options.endpoint!r}") from error
+            raise BadResponse(f"{path}: the response does not have the format of {self._options.endpoint!r}") from error
         if len(rows) != len(questions):
-            raise BadAnswer(f"{path}: {len(rows)} answers to {len(questions)} samples")
+            raise BadResponse(f"{path}: expected {len(questions)} results, got {len(rows)}")
         return [_last_row(row) for row in rows]
 
     def _score(self, row: list[Any]) -> float:
         index = self._options.index
         if any(isinstance(x, bool) or not isinstance(x, int | float) or not math.isfinite(x) for x in row):
-            raise BadAnswer(f"the server's answer has something else than finite numbers: {str(row)[:100]}")
+            raise BadResponse(f"expected finite numbers in the server's response, got {str(row)[:100]}")
         if index is None and len(row) != 1:
-            raise BadAnswer(f"the server's answer has {len(row)} numbers; set options.index to the score's place")
+            raise BadResponse(
+                f"the server's response has {len(row)} numbers; set options.index to the position of the score"
+            )
         if (index or 0) >= len(row):
-            raise BadAnswer(f"options.index = {index}, but the server's answer has {len(row)} numbers")
+            raise BadResponse(f"options.index = {index}, but the server's response has {len(row)} numbers")
         logit = float(row[index or 0])
         if self._options.output == "sigmoid":
             return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
@@ -75,11 +79,11 @@ class RewardModel:
 
 
 def _last_row(row: Any) -> list[Any]:
-    """The numbers of one sample; those of its last token where every token has some."""
+    """Return the numbers of one sample, or of its last token if the server returns some for every token."""
     if isinstance(row, list) and row and isinstance(row[-1], list):
         row = row[-1]
     if not isinstance(row, list) or not row:
-        raise BadAnswer(f"the server's answer has no numbers: {str(row)[:100]}")
+        raise BadResponse(f"the server's response has no numbers: {str(row)[:100]}")
     return row
 
 
@@ -103,7 +107,7 @@ def _data_rows(name: str) -> Callable[[Any], list[Any]]:
     def read(answer: Any) -> list[Any]:
         data = sorted(answer["data"], key=lambda each: int(each["index"]))
         if [each["index"] for each in data] != list(range(len(data))):
-            raise BadAnswer("the answer's indices are not 0, 1, 2 ...")
+            raise BadResponse("the indices of the response are not 0, 1, 2 ...")
         return [[each[name]] if name == "score" else each[name] for each in data]
 
     return read
@@ -116,7 +120,8 @@ _ENDPOINTS: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]], Callable
     "vllm_score": ("/score", _pairs_body, _data_rows("score")),
     "openai_embeddings": ("/v1/embeddings", lambda questions: {"input": questions}, _data_rows("embedding")),
 }
-"""Path, body of a request, and the numbers of an answer. vLLM calls logits ``probs`` when no activation is used."""
+"""Path, function that builds the request body, and function that reads the numbers. vLLM calls logits ``probs`` if no
+activation is used."""
 
 
 def _load_tokenizer(folder: str, table: str) -> Any:
@@ -128,5 +133,5 @@ def _load_tokenizer(folder: str, table: str) -> Any:
     except Exception as error:
         raise RewardError(f"{setting} cannot be loaded: {error}") from error
     if not getattr(tokenizer, "chat_template", None):
-        raise RewardError(f"{setting} has no chat template; leave it out to send the texts as they stand")
+        raise RewardError(f"{setting} has no chat template; remove it to send the plain texts")
     return tokenizer

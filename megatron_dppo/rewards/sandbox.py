@@ -1,4 +1,4 @@
-"""Run a Python program that nobody trusts: no network, its own root, limits, and an end of all that it starts."""
+"""Run an untrusted Python program: no network, a root of its own, resource limits, and a sure end."""
 
 from __future__ import annotations
 
@@ -15,68 +15,73 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from megatron_dppo.rewards.process_family import end_family
+from megatron_dppo.rewards.process_tree import kill_process_tree
 
 _LAUNCHER = Path(__file__).parent / "sandboxed" / "launcher.py"
 _SETUP_SECONDS = 20.0
-"""From the start of the launcher to that of the program."""
+"""Time limit in seconds from the start of the launcher to the start of the program."""
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/sbin")
+"""System folders that an interpreter needs."""
 
 
 class SandboxError(Exception):
-    """The sandbox itself could not be set up; this says nothing about the program."""
+    """The sandbox itself could not be set up. The program is not at fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one run."""
+    """Resource limits of one run."""
 
     seconds: float = 5.0
-    """wall time; the same of CPU time, rounded up"""
+    """Wall time in seconds. CPU time has the same limit, rounded up."""
     memory_mb: int = 1024
-    """address space of each process"""
+    """Address space of each process in megabytes."""
     disk_mb: int = 64
-    """what it may write, which is kept in memory"""
+    """Space that it may write, in megabytes. It is kept in memory."""
     processes: int = 16
-    """with threads"""
+    """Number of processes and threads."""
     open_files: int = 64
+    """Number of open files per process."""
     output_kb: int = 1024
+    """Size of its output in kilobytes."""
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How programs are run."""
+    """Settings of a sandbox."""
 
     python: str
-    """the interpreter"""
+    """Path of the interpreter."""
     visible: tuple[str, ...]
-    """folders that it needs"""
+    """Folders that the interpreter needs."""
     namespaces: bool
+    """True to isolate with user namespaces, False for resource limits only."""
     network: bool
+    """True to allow the network."""
     limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True)
 class ProgramExit:
-    """A run that is over."""
+    """Result of a program."""
 
     code: int | None
-    """exit code of the program, 128 + N after signal N; None = it was ended from outside"""
+    """Exit code; 128 + N after signal N. None if it was killed at a limit."""
     output: str
-    """what it wrote to its output"""
+    """Text of its standard output."""
     problem: str = ""
-    """why it was ended"""
+    """Limit at which it was killed. Empty if it exited itself."""
 
 
 class RunningProgram:
-    """A program that was started.
+    """A started program.
 
     Args:
-        sandbox: how.
-        files: text by name, in the folder that the program starts in; the first is the program.
-        arguments: of the program.
-        stdin: its input, text or a file descriptor.
-        stdout: where its output goes; None = into ``ProgramExit.output``.
+        sandbox: Settings.
+        files: Text by name, in the folder that the program starts in. The first one is the program.
+        arguments: Arguments of the program.
+        stdin: Standard input: text or a file descriptor.
+        stdout: File descriptor for the output. None collects it in ``ProgramExit.output``.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class RunningProgram:
     ) -> None:
         self._limits = sandbox.limits
         self._folder = tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
-        self._status, theirs = os.pipe()
+        self._status, launcher_status = os.pipe()
         has_fd = isinstance(stdin, int)
         job = {
             "root": self._folder.name,
@@ -108,43 +113,47 @@ class RunningProgram:
             "open_files": self._limits.open_files,
             "cpu_seconds": int(self._limits.seconds) + 1,
         }
-        passed = [theirs, *([stdin] if isinstance(stdin, int) else []), *([] if stdout is None else [stdout])]
+        inherited = [
+            launcher_status,
+            *([stdin] if isinstance(stdin, int) else []),
+            *([] if stdout is None else [stdout]),
+        ]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(_LAUNCHER), str(theirs)],
+            [sys.executable, "-I", "-S", "-B", str(_LAUNCHER), str(launcher_status)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={},
-            pass_fds=passed,
+            pass_fds=inherited,
             start_new_session=True,
         )
-        os.close(theirs)
+        os.close(launcher_status)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(json.dumps(job).encode())
 
     def finish(self) -> ProgramExit:
-        """Wait for the program, or for its limits; nothing of it is left then.
+        """Wait for the program or its limits, and remove everything that it leaves.
 
         Raises:
-            SandboxError: the program was never started.
+            SandboxError: The program was never started.
         """
         try:
             return self._finish()
         finally:
-            self.end()
+            self.kill()
 
     @property
     def was_started(self) -> bool:
-        """Whether the program runs or has run; for one that ``finish`` is not called of."""
+        """True if the program runs or has run; for programs without a call of ``finish``."""
         os.set_blocking(self._status, False)
         with contextlib.suppress(BlockingIOError):
             return bool(os.read(self._status, 1))
         return False
 
-    def end(self) -> None:
-        """End it, if it still runs, with all that it has started."""
-        end_family(_AsProcess(self._process))
+    def kill(self) -> None:
+        """Kill the program and everything that it started."""
+        kill_process_tree(_AsProcess(self._process))
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()
@@ -155,38 +164,45 @@ class RunningProgram:
 
     def _finish(self) -> ProgramExit:
         assert self._process.stdout is not None and self._process.stderr is not None
-        output, state, errors = bytearray(), bytearray(), bytearray()
-        kept = {self._process.stdout.fileno(): output, self._status: state, self._process.stderr.fileno(): errors}
-        end, started, longest = time.monotonic() + _SETUP_SECONDS, False, self._limits.output_kb << 10
+        output = bytearray()
+        status = bytearray()
+        errors = bytearray()
+        buffers = {self._process.stdout.fileno(): output, self._status: status, self._process.stderr.fileno(): errors}
+        deadline = time.monotonic() + _SETUP_SECONDS
+        has_started = False
+        max_output = self._limits.output_kb << 10
         with selectors.DefaultSelector() as selector:
-            for descriptor in kept:
+            for descriptor in buffers:
                 selector.register(descriptor, selectors.EVENT_READ)
+            # The launcher writes "ready" to the status pipe at the program's start, and closes it at its own end.
             while self._status in selector.get_map():
-                found = selector.select(max(0.0, end - time.monotonic()))
-                if not found:
-                    if started:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    if has_started:
                         return ProgramExit(None, _text(output), f"ran for more than {self._limits.seconds:g} s")
                     raise SandboxError(f"not set up after {_SETUP_SECONDS:g} s: {_text(errors)}")
-                for key, _ in found:
+                for key, _ in ready:
                     data = os.read(key.fd, 1 << 16)
-                    kept[key.fd] += data
+                    buffers[key.fd] += data
                     if not data:
                         selector.unregister(key.fd)
-                if len(output) > longest:
-                    return ProgramExit(None, _text(output[:longest]), f"wrote more than {self._limits.output_kb} KiB")
-                if state and not started:
-                    started, end = True, time.monotonic() + self._limits.seconds
-        # The launcher has ended, so that what is in the pipe is all there is, but for what a daemon writes.
+                if len(output) > max_output:
+                    text = _text(output[:max_output])
+                    return ProgramExit(None, text, f"wrote more than {self._limits.output_kb} KiB")
+                if status and not has_started:
+                    has_started = True
+                    deadline = time.monotonic() + self._limits.seconds
+        # The launcher has ended, so the pipe holds all output. Only a daemon could still write, so do not wait.
         os.set_blocking(self._process.stdout.fileno(), False)
-        while len(output) <= longest and (data := self._process.stdout.read(1 << 16)):
+        while len(output) <= max_output and (data := self._process.stdout.read(1 << 16)):
             output += data
-        if not state:
+        if not status:
             raise SandboxError(_text(errors) or "the launcher ended early")
-        return ProgramExit(self._process.wait(), _text(output[:longest]))
+        return ProgramExit(self._process.wait(), _text(output[:max_output]))
 
 
 class _AsProcess:
-    """A ``Popen`` as multiprocessing's processes look."""
+    """Adapter of ``Popen`` to the interface of ``process_tree.Process``."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -206,13 +222,13 @@ def _text(data: bytes | bytearray) -> str:
 
 @cache
 def interpreter(python: str) -> tuple[str, tuple[str, ...]]:
-    """The interpreter to run programs with, and the folders that it needs.
+    """Return the interpreter for programs, and the folders that it needs.
 
     Args:
-        python: a path; empty = the one that this process runs on, without what is installed into its environment.
+        python: Path. Empty selects the interpreter of this process, without the packages of its environment.
 
     Raises:
-        SandboxError: it does not run.
+        SandboxError: The interpreter does not run.
     """
     path = python or getattr(sys, "_base_executable", sys.executable)
     command = [path, "-I", "-c", "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"]
@@ -220,15 +236,15 @@ def interpreter(python: str) -> tuple[str, tuple[str, ...]]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise SandboxError(f"{path} does not run: {error}") from error
-    places = {os.path.realpath(place) for place in json.loads(done.stdout)}
-    outside = sorted(place for place in places if not place.startswith(("/usr/", "/bin/")) and place != "/usr")
-    return path, (*(place for place in _SYSTEM if os.path.exists(place)), *outside)
+    prefixes = {os.path.realpath(prefix) for prefix in json.loads(done.stdout)}
+    outside = sorted(prefix for prefix in prefixes if not prefix.startswith(("/usr/", "/bin/")) and prefix != "/usr")
+    return path, (*(folder for folder in _SYSTEM if os.path.exists(folder)), *outside)
 
 
 def probe(sandbox: Sandbox) -> str:
-    """Why the sandbox cannot run a program; empty = it can."""
+    """Return the reason why the sandbox cannot run a program, or an empty string if it can."""
     try:
-        ended = RunningProgram(sandbox, {"main.py": "print(6 * 7)"}).finish()
+        result = RunningProgram(sandbox, {"main.py": "print(6 * 7)"}).finish()
     except SandboxError as error:
         return str(error)
-    return "" if (ended.code, ended.output) == (0, "42\n") else f"a program ended with {ended}"
+    return "" if (result.code, result.output) == (0, "42\n") else f"a test program ended with {result}"

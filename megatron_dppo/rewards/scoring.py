@@ -1,4 +1,4 @@
-"""The scoring process: it calls the user's function, which may do anything, and sends back what it returned."""
+"""The worker process: it calls the user's function, which may do anything, and sends back the results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from megatron_dppo.rewards.item import RewardItem, error_text, read_batch, read_
 from megatron_dppo.rewards.math import load_parser
 from megatron_dppo.rewards.signatures import call
 
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask the trainer to stop."""
 
 
 class ScoringOutcome(NamedTuple):
-    """What became of one sample."""
+    """Score and parts of one sample, or an error."""
 
     score: float
     parts: Mapping[str, float] = MappingProxyType({})
@@ -30,26 +31,28 @@ class ScoringOutcome(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the process sends; ``pid`` and ``chunk`` say whose it is."""
+    """A message of the process. ``pid`` and ``chunk`` identify its sender."""
 
     pid: int
     chunk: int
-    """the number of the chunk; 0 = the start of the process"""
-    place: int | None
-    """of a sample in the chunk; None = the chunk's end, or a sign of life"""
+    """Number of the chunk; 0 for the start of the process."""
+    sample_index: int | None
+    """Index of a sample in the chunk. None for the end of the chunk, or for a sign of life."""
     outcome: ScoringOutcome
     is_end: bool = False
 
 
-class Channel:
-    """The connection to the trainer, of this process alone.
+class TrainerConnection:
+    """The connection to the trainer, used only by the process that created it.
 
-    A reward function may fork. Its copy returns from the function too, and must then neither answer for a sample nor
-    take the next one: the connection is closed in it, and it ends where it would send or receive.
+    A reward function may fork. Its copy also returns from the function, but must neither send a result nor receive
+    samples. The connection is therefore closed in a copy, and a copy exits where it would send or receive.
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._pid, self._chunk = connection, os.getpid(), 0
+        self._connection = connection
+        self._pid = os.getpid()
+        self._chunk = 0
         os.register_at_fork(after_in_child=self._connection.close)
 
     def _check(self) -> None:
@@ -57,90 +60,98 @@ class Channel:
             os._exit(0)
 
     def receive(self) -> Sequence[RewardItem]:
-        """The samples of the next chunk; EOFError when there is no trainer any more."""
+        """Return the samples of the next chunk. EOFError reports that the trainer has exited."""
         self._check()
         self._chunk, items = self._connection.recv()
         return items
 
-    def send(self, place: int | None, outcome: ScoringOutcome, *, is_end: bool = False) -> None:
+    def send(self, index: int | None, outcome: ScoringOutcome, *, is_end: bool = False) -> None:
         """Send one sample's outcome, or the end of the chunk."""
         self._check()
         try:
-            self._connection.send(Reply(self._pid, self._chunk, place, outcome, is_end))
-        except OSError:  # the trainer has ended, or the function has closed what is not its own
+            self._connection.send(Reply(self._pid, self._chunk, index, outcome, is_end))
+        except OSError:  # The trainer has exited, or the function closed a descriptor that it does not own.
             os._exit(1)
 
 
-class Interruptions:
-    """Signals that ask the trainer to stop. It lets this process finish its sample, and ends it itself."""
+class StopSignals:
+    """Counts stop signals instead of exiting, because the trainer ends this process itself.
+
+    The trainer lets it finish its sample first.
+    """
 
     def __init__(self) -> None:
         self._count = 0
-        for number in _STOPS:
+        for number in _STOP_SIGNALS:
             signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # the trainer blocks them in what it starts
-        # A function may end its own child by SIGTERM, and at once: the signal waits until the child has no handler.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)  # The trainer blocks them in its children.
+        # A function may send SIGTERM to its child right after the fork. Block it until the child's handler is reset.
         os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._default)
         self._masks = threading.local()
 
     def _block(self) -> None:
-        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
 
     def _unblock(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
     def _default(self) -> None:
-        for number in _STOPS:
+        for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         self._unblock()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
 
-    def undisturbed(self, score: Callable[[], Any], channel: Channel) -> Any:
-        """What ``score`` gives, again if a signal arrived: that may have ended a program which it had started."""
-        before, value = self._count, score()
+    def retry_if_interrupted(self, score: Callable[[], Any], connection: TrainerConnection) -> Any:
+        """Return the result of ``score``; call it again if a signal arrived meanwhile.
+
+        The signal may have ended a program that the function had started.
+        """
+        before = self._count
+        value = score()
         if self._count == before:
             return value
-        channel.send(None, ScoringOutcome(0.0, {}))  # its time limit begins again
+        connection.send(None, ScoringOutcome(0.0, {}))  # A sign of life restarts the time limit.
         return score()
 
 
-def serve(spec: FunctionSpec, timeout: float, connection: Connection) -> None:
-    """The program of the process, until the trainer closes the connection.
+def run_worker(spec: FunctionSpec, timeout: float, connection: Connection) -> None:
+    """Run the process until the trainer closes the connection.
 
     Args:
-        spec: the function.
-        timeout: seconds for one sample of an async function; the trainer watches over the others.
-        connection: gets chunks, and is answered with ``Reply``.
+        spec: Reward function.
+        timeout: Seconds for one sample of an async function. The trainer enforces the limit of other functions.
+        connection: Connection for chunks and ``Reply``.
     """
-    os.setsid()  # signals to the trainer's group stay away, and the trainer can end all that is started here
+    # A session of its own: signals to the trainer's group do not arrive, and the trainer can kill the session.
+    os.setsid()
     empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)  # for what reads from a terminal
+    os.dup2(empty, 0)  # A function must not read from the trainer's terminal.
     os.close(empty)
-    score_chunks(spec, timeout, Channel(connection), Interruptions())
-    os._exit(0)  # threads and processes that a function has left must not keep this one
+    score_chunks(spec, timeout, TrainerConnection(connection), StopSignals())
+    os._exit(0)  # Do not wait for threads and processes that a function has left.
 
 
-def score_chunks(spec: FunctionSpec, timeout: float, channel: Channel, interruptions: Interruptions) -> None:
-    """Load the function, say so, score."""
+def score_chunks(spec: FunctionSpec, timeout: float, connection: TrainerConnection, stop_signals: StopSignals) -> None:
+    """Load the function, report the result, then score chunks until the connection closes."""
     try:
         function = load(spec)
         if spec.name == "math":
             load_parser()
     except Exception as error:
-        channel.send(None, ScoringOutcome(0.0, {}, error_text(error)), is_end=True)
+        connection.send(None, ScoringOutcome(0.0, {}, error_text(error)), is_end=True)
         return
-    channel.send(None, ScoringOutcome(0.0, {}), is_end=True)
-    # One event loop for all chunks, so that a function may keep a client session.
+    connection.send(None, ScoringOutcome(0.0, {}), is_end=True)
+    # One event loop for all chunks, so that a function can keep a client session.
     with asyncio.Runner() as runner:
         while True:
             try:
-                items = channel.receive()
+                items = connection.receive()
             except (EOFError, OSError):
                 return
-            end = _score_chunk(function, spec, items, timeout, runner, channel, interruptions)
-            channel.send(None, ScoringOutcome(0.0, {}, end), is_end=True)
+            end = _score_chunk(function, spec, items, timeout, runner, connection, stop_signals)
+            connection.send(None, ScoringOutcome(0.0, {}, end), is_end=True)
 
 
 def _score_chunk(
@@ -149,23 +160,25 @@ def _score_chunk(
     items: Sequence[RewardItem],
     timeout: float,
     runner: asyncio.Runner,
-    channel: Channel,
-    interruptions: Interruptions,
+    connection: TrainerConnection,
+    stop_signals: StopSignals,
 ) -> str:
-    """Send the outcomes; returns why the samples without one have none."""
-    if function.form.batched:
+    """Send the outcomes, and return the error of the samples without one."""
+    if function.convention.is_batched:
         try:
-            outcomes = interruptions.undisturbed(partial(_score_batch, function, spec, items, runner), channel)
+            outcomes = stop_signals.retry_if_interrupted(
+                partial(_score_batch, function, spec, items, runner), connection
+            )
         except BaseException as error:
             return error_text(error)
         for index, outcome in enumerate(outcomes):
-            channel.send(index, outcome)
+            connection.send(index, outcome)
     elif function.is_async:
-        runner.run(_score_together(function, spec, items, timeout, channel))
+        runner.run(_score_together(function, spec, items, timeout, connection))
     else:
         for index, item in enumerate(items):
-            outcome = interruptions.undisturbed(partial(_score_one, function, spec, item, runner), channel)
-            channel.send(index, outcome)
+            outcome = stop_signals.retry_if_interrupted(partial(_score_one, function, spec, item, runner), connection)
+            connection.send(index, outcome)
     return ""
 
 
@@ -180,17 +193,17 @@ def _score_one(
     function: RewardFunction, spec: FunctionSpec, item: RewardItem, runner: asyncio.Runner
 ) -> ScoringOutcome:
     try:
-        value = call(function.form, function.function, [item], spec.facts, function.options)
-        # A wrapper may hide that its function is async.
+        value = call(function.convention, function.function, [item], spec.run_info, function.options)
+        # A wrapper may hide that its function is async, so check the value too.
         return _outcome(runner.run(_awaited(value)) if inspect.isawaitable(value) else value)
-    except BaseException as error:  # also SystemExit
+    except BaseException as error:  # Also SystemExit.
         return ScoringOutcome(0.0, {}, error_text(error))
 
 
 def _score_batch(
     function: RewardFunction, spec: FunctionSpec, items: Sequence[RewardItem], runner: asyncio.Runner
 ) -> list[ScoringOutcome]:
-    values = call(function.form, function.function, items, spec.facts, function.options)
+    values = call(function.convention, function.function, items, spec.run_info, function.options)
     if inspect.isawaitable(values):
         values = runner.run(_awaited(values))
     return [_outcome(value) for value in read_batch(values, len(items))]
@@ -201,22 +214,28 @@ async def _awaited(value: Any) -> Any:
 
 
 async def _score_together(
-    function: RewardFunction, spec: FunctionSpec, items: Sequence[RewardItem], timeout: float, channel: Channel
+    function: RewardFunction,
+    spec: FunctionSpec,
+    items: Sequence[RewardItem],
+    timeout: float,
+    connection: TrainerConnection,
 ) -> None:
-    """All samples at once, each with its own limit; each outcome is sent as soon as it is there."""
+    """Score all samples concurrently, each with its own time limit, and send each outcome at once."""
 
     async def score(index: int, item: RewardItem) -> None:
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
-                outcome = _outcome(await call(function.form, function.function, [item], spec.facts, function.options))
+                outcome = _outcome(
+                    await call(function.convention, function.function, [item], spec.run_info, function.options)
+                )
         except BaseException as error:
             outcome = ScoringOutcome(0.0, {}, too_slow(timeout) if limit.expired() else error_text(error))
-        channel.send(index, outcome)
+        connection.send(index, outcome)
 
     await asyncio.gather(*(score(index, item) for index, item in enumerate(items)))
 
 
 def too_slow(timeout: float) -> str:
-    """The error of a sample over its limit."""
+    """Return the error text of a sample over its time limit."""
     return f"took longer than reward.timeout_seconds = {timeout:g} and was stopped"

@@ -1,4 +1,4 @@
-"""Reward functions as slime, verl and TRL write them, and our own form: told apart by their parameters' names."""
+"""Calling conventions of slime, verl, TRL and this package, recognized by parameter names."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """What an adapter knows of the run beyond the sample."""
+class RunInfo:
+    """Values of the run that a convention passes in addition to the sample."""
 
     label_key: str = "label"
-    """Column of the reference answer: TRL's functions get it under this name."""
+    """Column of the reference answer; TRL's functions receive it under this name."""
     slime_args: Mapping[str, Any] = field(default_factory=dict)
-    """slime's ``args``, by slime's names."""
+    """Values of ``args`` by the names of slime."""
 
 
-def _ours(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
+def _ours(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
     item = items[0]
     return (), {"prompt": item.prompt, "completion": item.completion, "label": item.label, "metadata": item.metadata}
 
@@ -40,12 +40,12 @@ def _slime_sample(item: RewardItem) -> SlimeSample:
     )
 
 
-def _slime(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
-    return (SlimeArgs(facts.slime_args), _slime_sample(items[0])), {}
+def _slime(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
+    return (SlimeArgs(run_info.slime_args), _slime_sample(items[0])), {}
 
 
-def _slime_batch(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
-    return (SlimeArgs(facts.slime_args), [_slime_sample(item) for item in items]), {}
+def _slime_batch(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
+    return (SlimeArgs(run_info.slime_args), [_slime_sample(item) for item in items]), {}
 
 
 def _verl_one(item: RewardItem) -> dict[str, Any]:
@@ -59,11 +59,11 @@ def _verl_one(item: RewardItem) -> dict[str, Any]:
     }
 
 
-def _verl(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
+def _verl(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
     return (), _verl_one(items[0])
 
 
-def _verl_batch(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
+def _verl_batch(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
     rows = [_verl_one(item) for item in items]
     plural = {
         "data_source": "data_sources",
@@ -74,13 +74,13 @@ def _verl_batch(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
     return (), {many: [row[one] for row in rows] for one, many in plural.items()}
 
 
-def _trl(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
-    """Columns as lists; messages instead of text exactly for the rows that are chats, as TRL does."""
+def _trl(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
+    """Return columns as lists, with messages instead of text exactly for chat rows, as TRL does."""
     columns: dict[str, list[Any]] = {
         name: [item.metadata.get(name) for item in items] for name in {k: 0 for item in items for k in item.metadata}
     }
     labels = [item.label for item in items]
-    own = {
+    standard_columns = {
         "prompts": [item.prompt if item.messages is None else [dict(m) for m in item.messages] for item in items],
         "completions": [
             item.completion if item.messages is None else [{"role": "assistant", "content": item.completion}]
@@ -88,61 +88,65 @@ def _trl(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
         ],
         "completion_ids": [list(item.token_ids) for item in items],
     }
-    return (), columns | {"label": labels, facts.label_key: labels} | own
+    return (), columns | {"label": labels, run_info.label_key: labels} | standard_columns
 
 
 @dataclass(frozen=True)
-class Form:
-    """One way of calling a reward function."""
+class CallConvention:
+    """A convention for calling a reward function."""
 
     signature: str
-    shape: str
-    """How it looks in messages."""
-    marks: frozenset[str]
-    """Parameter names that tell this form from the others."""
-    arguments: Callable[[Sequence[RewardItem], RunFacts], Arguments]
-    offered: frozenset[str] | None
-    """Names that are passed; None = positional."""
-    batched: bool = False
-    columns: bool = False
-    """Whether any other name is a column of the data."""
+    """Value of ``reward.signature`` that selects it."""
+    template: str
+    """Its signature, for messages."""
+    marker_names: frozenset[str]
+    """Parameter names that identify it."""
+    arguments: Callable[[Sequence[RewardItem], RunInfo], Arguments]
+    """Function that returns the positional and keyword arguments."""
+    keywords: frozenset[str] | None
+    """Names of the keyword arguments. None passes positional arguments."""
+    is_batched: bool = False
+    """True if one call scores several samples."""
+    passes_columns: bool = False
+    """True if any other parameter name is a column of the data."""
 
 
-def _item(items: Sequence[RewardItem], facts: RunFacts) -> Arguments:
+def _item(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
     return (items[0],), {}
 
 
-WHOLE_ITEM = Form("megatron_dppo", "f(item)", frozenset(), _item, None)
-"""That of built-in functions which need all of a sample."""
+ITEM_CONVENTION = CallConvention("megatron_dppo", "f(item)", frozenset(), _item, None)
+"""Convention of built-in functions that need the complete sample."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL = frozenset({"prompts", "completions", "completion_ids"})
-FORMS = (
-    Form(
+CONVENTIONS = (
+    CallConvention(
         "megatron_dppo",
         "f(*, prompt, completion, label, metadata)",
         frozenset({"prompt", "completion"}),
         _ours,
         frozenset({"prompt", "completion", "label", "metadata"}),
     ),
-    Form("slime", "f(args, sample, **kwargs)", frozenset({"sample"}), _slime, None),
-    Form("slime", "f(args, samples, **kwargs)", frozenset({"samples"}), _slime_batch, None, batched=True),
-    Form(
+    CallConvention("slime", "f(args, sample, **kwargs)", frozenset({"sample"}), _slime, None),
+    CallConvention("slime", "f(args, samples, **kwargs)", frozenset({"samples"}), _slime_batch, None, is_batched=True),
+    CallConvention(
         "verl",
         "f(data_source, solution_str, ground_truth, extra_info=None)",
         frozenset({"solution_str"}),
         _verl,
         frozenset(_VERL),
     ),
-    Form(
+    CallConvention(
         "verl",
         "f(data_sources, solution_strs, ground_truths, extra_infos)",
         frozenset({"solution_strs"}),
         _verl_batch,
         frozenset(f"{name}s" for name in _VERL),
-        batched=True,
+        is_batched=True,
     ),
-    Form("trl", "f(prompts, completions, **columns)", _TRL, _trl, _TRL, batched=True, columns=True),
+    CallConvention("trl", "f(prompts, completions, **columns)", _TRL, _trl, _TRL, is_batched=True, passes_columns=True),
 )
+"""Known conventions."""
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -154,123 +158,133 @@ def _names(parameters: Sequence[inspect.Parameter]) -> set[str]:
     return {p.name for p in parameters if p.kind not in variable}
 
 
-def recognise(
+def recognize_signature(
     name: str,
     function: Callable[..., Any],
     signature: str = "auto",
     options: Mapping[str, Any] | None = None,
     table: str = "reward",
-) -> Form:
-    """The form of a function, by ``reward.signature`` or, for ``auto``, by its parameters' names.
+) -> CallConvention:
+    """Return the convention of a function by ``reward.signature``, or for ``auto`` by its parameters' names.
 
     Args:
-        name: of the function, for messages.
-        function: the function.
-        signature: of its form.
-        options: what it gets by name beside its form's arguments.
-        table: of the configuration that names it.
+        name: Name of the function, for messages.
+        function: Reward function.
+        signature: ``reward.signature``.
+        options: Keyword arguments in addition to those of the convention.
+        table: Table of the configuration that names the function.
 
     Raises:
-        RewardError: no form fits, several do, or the function needs an argument that neither its form nor the options
-            have, or does not take one of the options.
+        RewardError: No convention or several match, or the function needs an argument that neither convention nor
+            options provide.
     """
     setting = f"{table}.function = {name!r}"
     try:
         parameters = _parameters(function)
     except (TypeError, ValueError) as error:
-        raise RewardError(f"{setting}: its parameters cannot be read ({error}); wrap it") from error
-    names = _names(parameters)
-    candidates = [form for form in FORMS if signature in ("auto", form.signature)]
-    fitting = [form for form in candidates if form.marks & names]
-    if not fitting and signature != "auto":
-        fitting = candidates[:1]
-    if len(fitting) > 1:
-        readings = " or ".join(f"{f.signature} {f.shape} (for {', '.join(sorted(f.marks & names))})" for f in fitting)
         raise RewardError(
-            f"{setting} with the parameters {sorted(names)} is ambiguous: it can be read as "
+            f"{setting}: its parameters cannot be inspected ({error}); wrap it in a Python function"
+        ) from error
+    names = _names(parameters)
+    candidates = [convention for convention in CONVENTIONS if signature in ("auto", convention.signature)]
+    matching = [convention for convention in candidates if convention.marker_names & names]
+    if not matching and signature != "auto":
+        matching = candidates[:1]
+    if len(matching) > 1:
+        readings = " or ".join(
+            f"{f.signature} {f.template} (for {', '.join(sorted(f.marker_names & names))})" for f in matching
+        )
+        raise RewardError(
+            f"{setting} with the parameters {sorted(names)} is ambiguous: it matches "
             f"{readings}. Set {table}.signature, or rename its parameters"
         )
-    if not fitting:
-        known = "; ".join(f"{form.signature}: {form.shape}" for form in FORMS)
+    if not matching:
+        known = "; ".join(f"{convention.signature}: {convention.template}" for convention in CONVENTIONS)
         raise RewardError(
-            f"{setting} with the parameters {sorted(names)} has none of the known signatures "
+            f"{setting} with the parameters {sorted(names)} matches none of the known signatures "
             f"({known}). Rename its parameters, or set {table}.signature"
         )
-    _check_options(fitting[0], setting, table, parameters, options or {})
-    _check_callable_as(fitting[0], setting, table, function, parameters, options or {})
-    return fitting[0]
+    _check_options(matching[0], setting, table, parameters, options or {})
+    _check_callable_as(matching[0], setting, table, function, parameters, options or {})
+    return matching[0]
 
 
 def _check_options(
-    form: Form, setting: str, table: str, parameters: Sequence[inspect.Parameter], options: Mapping[str, Any]
+    convention: CallConvention,
+    setting: str,
+    table: str,
+    parameters: Sequence[inspect.Parameter],
+    options: Mapping[str, Any],
 ) -> None:
     by_name = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    if form.offered is None:
+    if convention.keywords is None:
         by_name -= {p.name for p in parameters[:2]}
-    by_name -= form.offered or frozenset()
-    takes_any = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
+    by_name -= convention.keywords or frozenset()
+    has_keyword_arguments = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
     for option in options:
-        if option in (form.offered or ()):
+        if option in (convention.keywords or ()):
             raise RewardError(
-                f"{table}.options has {option!r}, which {setting} gets from the sample; give the option another name"
+                f"{table}.options has {option!r}, which {setting} receives from the sample; rename the option"
             )
-        if option not in by_name and not takes_any:
+        if option not in by_name and not has_keyword_arguments:
             raise RewardError(
-                f"{table}.options has {option!r}, which {setting} does not take; the options that it takes: "
+                f"{table}.options has {option!r}, which {setting} does not accept; it accepts: "
                 f"{', '.join(sorted(by_name)) or 'none'}"
             )
 
 
 def _check_callable_as(
-    form: Form,
+    convention: CallConvention,
     setting: str,
     table: str,
     function: Callable[..., Any],
     parameters: Sequence[inspect.Parameter],
     options: Mapping[str, Any],
 ) -> None:
-    if form.offered is None:
+    if convention.keywords is None:
         try:
             inspect.signature(function).bind(None, None, **options)
         except TypeError as error:
             raise RewardError(
-                f"{setting} cannot be called as {form.signature}'s {form.shape}: {error}. Give that parameter a "
-                f"default, or a value in {table}.options"
+                f"{setting} cannot be called as {convention.signature}'s {convention.template}: {error}. Give that "
+                f"parameter a default, or a value in {table}.options"
             ) from error
         return
     only_positional = [p.name for p in parameters if p.kind == inspect.Parameter.POSITIONAL_ONLY]
     needed = {p.name for p in parameters if p.default is inspect.Parameter.empty} & _names(parameters)
-    unknown = sorted(needed - form.offered - set(options)) if not form.columns else []
+    unknown = sorted(needed - convention.keywords - set(options)) if not convention.passes_columns else []
     if only_positional or unknown:
         raise RewardError(
-            f"{setting} is called as {form.signature}'s {form.shape}, by name, which cannot fill "
-            f"{', '.join(only_positional or unknown)}. Give that parameter a default, or a value in {table}.options, "
-            f"or set {table}.signature if this is another form"
+            f"{setting} is called as {convention.signature}'s {convention.template}, with keyword arguments, which do "
+            f"not provide {', '.join(only_positional or unknown)}. Give that parameter a default, or a value in "
+            f"{table}.options, or set {table}.signature if this is another convention"
         )
 
 
 def call(
-    form: Form,
+    convention: CallConvention,
     function: Callable[..., Any],
     items: Sequence[RewardItem],
-    facts: RunFacts,
+    run_info: RunInfo,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What the function returns, which is awaitable for an async one; a form that is not batched gets one item.
+    """Call the function and return its result, which is awaitable for an async one.
+
+    A convention that is not batched gets one item.
 
     Raises:
-        ValueError: an option has the name of a column of the data that the function takes, too.
+        ValueError: An option has the name of a data column that the function also receives.
     """
-    positional, named = form.arguments(items, facts)
+    positional, named = convention.arguments(items, run_info)
     parameters = _parameters(function)
     if not any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters):
         names = _names(parameters)
         named = {key: value for key, value in named.items() if key in names}
-    if both := sorted(named.keys() & (options or {}).keys()):
-        raise ValueError(f"the option {both[0]!r} is a column of the data as well; rename one of them")
+    if duplicates := sorted(named.keys() & (options or {}).keys()):
+        raise ValueError(f"the option {duplicates[0]!r} is also a column of the data; rename one of them")
     return function(*positional, **named, **(options or {}))
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine, for functions and for objects with an async ``__call__``."""
+    """Return True if a call gives a coroutine, for functions and for objects with an async ``__call__``."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

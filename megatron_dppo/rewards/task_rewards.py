@@ -1,7 +1,7 @@
-"""The reward of reasoning-gym's tasks: the package's own scorer on the extracted answer.
+"""Rewards of the embedded tasks and of reasoning-gym.
 
-The package's default scorer gives credit to any text that *contains* the answer, so a policy could learn to list many.
-Here the scorer sees only the extracted answer, and only the full score counts unless partial credit is asked for.
+reasoning-gym's default scorer gives credit to any text that *contains* the answer, so a policy could learn to list
+many. Here the scorer sees only the extracted answer, and only the full score counts unless partial credit is enabled.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.math import extract_answer
 
 
-def make_reward(*, partial_credit: bool = False) -> Callable[..., float]:
-    """A reward function of our own form; each row names its task in ``source_dataset``.
+def make_reasoning_gym_reward(*, partial_credit: bool = False) -> Callable[..., float]:
+    """Return a reward function of our own signature; each row names its task in ``source_dataset``.
 
     Raises:
         RewardError: reasoning-gym is not installed.
     """
-    _package()
+    _import_reasoning_gym()
 
     def reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> float:
         return reasoning_gym_reward(completion, label, metadata, partial_credit=partial_credit)
@@ -31,52 +31,60 @@ def make_reward(*, partial_credit: bool = False) -> Callable[..., float]:
 def reasoning_gym_reward(
     completion: str, label: str, metadata: Mapping[str, Any], *, partial_credit: bool = False
 ) -> float:
-    """1.0 for an answer with the task's full score, else 0.0, or the task's own score with ``partial_credit``.
+    """Return 1.0 for an answer with the task's full score, otherwise 0.0.
+
+    With ``partial_credit`` return the task's own score.
 
     Args:
-        completion: the response; only its last box or ``Answer:`` line is scored, and nothing of one that was cut off.
-        label: the entry's answer; empty for tasks without a single answer.
-        metadata: the entry's metadata, either as these columns or as one column ``metadata``.
+        completion: Response; only its last box or ``Answer:`` line is scored, and nothing of a truncated one.
+        label: Answer of the entry; empty for tasks without a single answer.
+        metadata: Metadata of the entry, either as these columns or as one column ``metadata``.
+        partial_credit: True to keep scores below 1.
 
     Raises:
-        ValueError: the row does not name its task.
+        ValueError: The row does not name its task.
     """
     inner = metadata.get("metadata")
-    facts = inner if isinstance(inner, Mapping) else metadata
-    if "source_dataset" not in facts:
-        raise ValueError(f"the row's metadata has no 'source_dataset' (the task's name), only {sorted(facts)}")
+    columns = inner if isinstance(inner, Mapping) else metadata
+    if "source_dataset" not in columns:
+        raise ValueError(
+            f"expected 'source_dataset' (the name of the task) in the row's metadata, got {sorted(columns)}"
+        )
     answer = extract_answer(completion)
     if answer is None or metadata.get("finish_reason") == "length":
         return 0.0
-    entry = {"question": metadata.get("question"), "answer": label or None, "metadata": facts}
-    score = float(_scorer(str(facts["source_dataset"]))(answer, entry))
+    entry = {"question": metadata.get("question"), "answer": label or None, "metadata": columns}
+    score = float(_scorer(str(columns["source_dataset"]))(answer, entry))
     return score if partial_credit else float(score == 1.0)
 
 
 @cache
 def _scorer(task: str) -> Callable[..., float]:
-    return _package().get_score_answer_fn(task)
+    return _import_reasoning_gym().get_score_answer_fn(task)
 
 
-def _package() -> Any:
+def _import_reasoning_gym() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
         raise RewardError(
             f"reward.function = 'reasoning_gym' needs the package reasoning-gym ({error}); install it with pip install "
-            "'megatron-dppo[reasoning-gym]' (its dependency pycosat is compiled: a C compiler must be there)"
+            "'megatron-dppo[reasoning-gym]' (its dependency pycosat needs a C compiler)"
         ) from error
     return reasoning_gym
 
 
 def words_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> float:
-    """How many of the label's words the response has at the same place, over all of them; what follows is ignored.
+    """Return the fraction of the label's words that the response has at the same position.
+
+    Further words of the response are ignored.
 
     Raises:
-        ValueError: the label has no words.
+        ValueError: The label has no words.
     """
     del prompt, metadata
-    got, wanted = completion.split(), label.split()
-    if not wanted:
+    words = completion.split()
+    expected = label.split()
+    if not expected:
         raise ValueError("reward.function = 'words' needs a label of at least one word")
-    return sum(a == b for a, b in zip(got, wanted, strict=False)) / len(wanted)
+    return sum(a == b for a, b in zip(words, expected, strict=False)) / len(expected)

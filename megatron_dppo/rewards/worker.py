@@ -1,4 +1,4 @@
-"""The trainer's side of one scoring process, which can be killed: real time limits for code that may never return."""
+"""The trainer's side of one worker process, which it can kill: real time limits for code that may never return."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from typing import Any
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.process_family import end_family
-from megatron_dppo.rewards.scoring import Reply, ScoringOutcome, serve, too_slow
+from megatron_dppo.rewards.process_tree import kill_process_tree
+from megatron_dppo.rewards.scoring import Reply, ScoringOutcome, run_worker, too_slow
 
 _START_SECONDS = 120.0
-"""Limit for starting a process and importing the function."""
+"""Time limit in seconds for the start of the process and the import of the function."""
 _EXIT_SECONDS = 5.0
-"""Limit for a process that closed its connection to end by itself."""
+"""Time limit in seconds for a process that closed its connection to exit by itself."""
 _GRACE_SECONDS = 0.5
-"""A coroutine is cancelled at its limit; the process is killed when it goes on for this long."""
+"""A coroutine is canceled at its limit. The process is killed if it continues for this many seconds."""
 
 
 @dataclass
 class SampleChunk:
-    """Samples that were given to a worker together, by their place in the caller's list."""
+    """Samples that a worker received together, by their index in the caller's list."""
 
     number: int
-    places: list[int]
+    indices: list[int]
     outcomes: dict[int, ScoringOutcome] = field(default_factory=dict)
-    """by place"""
+    """Outcomes by index."""
     error: str = ""
-    """why the samples without an outcome have none"""
+    """Reason why samples have no outcome."""
 
     @property
     def unscored(self) -> list[int]:
-        """The places without an outcome."""
-        return [place for place in self.places if place not in self.outcomes]
+        """Indices without an outcome."""
+        return [index for index in self.indices if index not in self.outcomes]
 
 
 class Worker:
-    """A scoring process, started at the first sample and restarted after a kill.
+    """A worker process. It starts with the first sample, and again after it was killed.
 
     Args:
-        spec: the function.
-        timeout_seconds: limit for one sample, or for one call of a function for batches.
-        concurrent: whether the function scores the samples of a chunk at the same time (it is async).
+        spec: Reward function.
+        timeout_seconds: Time limit for one sample, or for one call of a batch function.
+        concurrent: True if the function scores the samples of a chunk concurrently (it is async).
     """
 
     def __init__(self, spec: FunctionSpec, timeout_seconds: float, *, concurrent: bool) -> None:
-        self._spec, self._timeout = spec, timeout_seconds
+        self._spec = spec
+        self._timeout = timeout_seconds
         self._limit = timeout_seconds + (_GRACE_SECONDS if concurrent else 0.0)
         self._process: Any = None
         self._connection: Connection | None = None
@@ -60,24 +61,24 @@ class Worker:
         self._chunk = SampleChunk(0, [])
         self._started = False
         self.deadline = 0.0
-        """``time.monotonic()`` after which the process is killed"""
+        """Time (``time.monotonic()``) after which the process is killed."""
 
     @property
     def connection(self) -> Connection:
-        """Readable when there is something for ``receive``."""
+        """Connection that is readable when ``receive`` has something to read."""
         assert self._connection is not None
         return self._connection
 
-    def submit(self, places: list[int], items: Sequence[RewardItem]) -> None:
-        """Start scoring a chunk; ``receive`` must follow until it gives the chunk back."""
+    def submit(self, indices: list[int], items: Sequence[RewardItem]) -> None:
+        """Start to score a chunk; call ``receive`` until it returns the chunk."""
         self.launch()
         self._await_start()
-        self._chunk = SampleChunk(self._chunk.number + 1, places)
-        self.connection.send((self._chunk.number, [items[place] for place in places]))
+        self._chunk = SampleChunk(self._chunk.number + 1, indices)
+        self.connection.send((self._chunk.number, [items[index] for index in indices]))
         self.deadline = time.monotonic() + self._limit
 
     def receive(self) -> SampleChunk | None:
-        """Take what is there; the chunk when it is done, or when the process had to be killed or died."""
+        """Read available replies; return the chunk when it is complete or its process was killed or died."""
         try:
             while self.connection.poll(0):
                 if (reply := self._reply(self._chunk.number)) is None:
@@ -85,10 +86,10 @@ class Worker:
                 if reply.is_end:
                     self._chunk.error = reply.outcome.error
                     return self._chunk
-                if reply.place is not None:
-                    self._chunk.outcomes[self._chunk.places[reply.place]] = reply.outcome
+                if reply.sample_index is not None:
+                    self._chunk.outcomes[self._chunk.indices[reply.sample_index]] = reply.outcome
                 self.deadline = time.monotonic() + self._limit
-        except Exception as error:  # the end of the connection, or what a function has written into it
+        except Exception as error:  # The connection ended, or the function wrote something into it.
             self._chunk.error = f"the scoring process died ({self._how_it_ended(error)})"
             self.close()
             return self._chunk
@@ -99,10 +100,10 @@ class Worker:
         return self._chunk
 
     def _reply(self, chunk: int) -> Reply | None:
-        """The next reply; None when it is not this process's to this chunk."""
+        """Return the next reply, or None if it does not come from this process and chunk."""
         reply = self.connection.recv()
-        is_ours = isinstance(reply, Reply) and (reply.pid, reply.chunk) == (self._process.pid, chunk)
-        return reply if is_ours else None
+        is_expected = isinstance(reply, Reply) and (reply.pid, reply.chunk) == (self._process.pid, chunk)
+        return reply if is_expected else None
 
     def _how_it_ended(self, error: Exception) -> str:
         self._process.join(_EXIT_SECONDS)
@@ -112,45 +113,46 @@ class Worker:
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def launch(self) -> None:
-        """Start the process if there is none; several workers start side by side."""
+        """Start the process if there is none. Several workers start concurrently."""
         if self._process is not None and self._process.is_alive():
             return
         self.close()
         context = mp.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        # Not a daemon in multiprocessing's sense: those may not use multiprocessing themselves.
-        self._process = context.Process(target=serve, args=(self._spec, self._timeout, theirs))
+        self._connection, worker_end = context.Pipe()
+        # Not a daemon in multiprocessing's sense, because daemons may not use multiprocessing themselves.
+        self._process = context.Process(target=run_worker, args=(self._spec, self._timeout, worker_end))
         self._process.start()
-        theirs.close()
-        # Where nobody calls close: multiprocessing would wait for the process at exit.
-        self._at_exit = util.Finalize(None, end_family, args=(self._process,), exitpriority=10)
+        worker_end.close()
+        # Without a call of close, multiprocessing would wait for the process at exit.
+        self._at_exit = util.Finalize(None, kill_process_tree, args=(self._process,), exitpriority=10)
         self._started = False
 
     def _await_start(self) -> None:
         if self._started:
             return
-        end = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + _START_SECONDS
         try:
             while not self._started:
-                if not self.connection.poll(max(0.0, end - time.monotonic())):
+                if not self.connection.poll(max(0.0, deadline - time.monotonic())):
                     problem = f"it did not start in {_START_SECONDS:g} s"
                     break
                 if (reply := self._reply(0)) is not None:
-                    problem, self._started = reply.outcome.error, True
+                    problem = reply.outcome.error
+                    self._started = True
         except (EOFError, OSError) as error:
             problem = f"it died at start ({self._how_it_ended(error)})"
         if problem:
             self.close()
             raise RewardError(
                 f"{self._spec.table}.function = {self._spec.name!r} cannot be used in a worker process: {problem}. "
-                "Mend the import, or install what it needs into this environment"
+                "Fix the import, or install the missing package into this environment"
             )
 
     def close(self) -> None:
-        """Kill the process, if there is one, and what it has started."""
+        """Kill the process, if there is one, and everything that it started."""
         if self._process is not None:
             self._at_exit.cancel()
-            end_family(self._process)
+            kill_process_tree(self._process)
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None

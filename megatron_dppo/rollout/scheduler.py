@@ -302,7 +302,7 @@ class RolloutScheduler:
         """Raise an error if every reward of a step failed: single groups are scored without this check."""
         failed = [rollout.reward_failed for group in groups for rollout in group.rollouts]
         if failed and all(failed):
-            raise RewardError(f"{self._scorer.described} failed on all {len(failed)} samples of a step")
+            raise RewardError(f"{self._scorer.description} failed on all {len(failed)} samples of a step")
 
     def _is_usable(self, submission: Submission) -> bool:
         """Return True if a single group counts toward the groups that a step needs."""

@@ -22,7 +22,6 @@ NOT_YET = {
     "mcore",
     "parallel",
     "report",
-    "rewards",
     "run",
     "types",
     "weights",

@@ -1,1 +1,1 @@
-"""Programs that run a response's code: standard library alone, started by path, none of our own imports."""
+"""Programs that run a response's code. They use only the standard library and are started by path."""

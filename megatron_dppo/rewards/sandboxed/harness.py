@@ -1,8 +1,8 @@
-"""Two programs of the sandbox, and how values go between them and out of it: plain data alone, never objects.
+"""Two programs of the sandbox, and the plain data that they exchange.
 
 ``harness.py solution`` loads ``solution.py`` and answers calls of its functions, one JSON line each. ``harness.py
-tests`` runs tests whose calls of the solution go to such a process: tests and solution never share one, so that a
-solution cannot change what judges it.
+tests`` runs tests whose calls of the solution go to such a process. Tests and solution never share a process, so a
+solution cannot change its tests.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 PASSED = 77
 """Exit code of tests that ran to their end."""
-_LONGEST = 1 << 22
+_MAX_LINE = 1 << 22
 _PLAIN = (str, int, float, bool, type(None))
 
 
 def encode(value: Any) -> Any:
-    """Plain data as JSON that keeps its types.
+    """Return plain data as JSON that preserves its types.
 
     Raises:
-        TypeError: it has something else in it.
+        TypeError: The value contains something other than plain data.
     """
     if type(value) in _PLAIN:
         return value
@@ -33,23 +33,23 @@ def encode(value: Any) -> Any:
     for kind in (tuple, set, frozenset):
         if type(value) is kind:
             return {kind.__name__: [encode(each) for each in value]}
-    if isinstance(value, dict):  # also a Counter, a defaultdict
+    if isinstance(value, dict):  # Also a Counter or a defaultdict.
         return {"dict": [[encode(key), encode(each)] for key, each in value.items()]}
     if type(value) is bytes:
         return {"bytes": value.hex()}
     if type(value) is complex:
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, (list, tuple, str, int, float)):  # their subclasses, as what they are
+    if isinstance(value, (list, tuple, str, int, float)):  # Subclasses become their base type.
         base: Any = next(kind for kind in (bool, int, float, str, list, tuple) if isinstance(value, kind))
         return encode(base(value))
-    raise TypeError(f"a {type(value).__name__} cannot be passed between tests and solution, only plain data")
+    raise TypeError(f"a {type(value).__name__} cannot be passed between tests and solution; use plain data")
 
 
 def decode(value: Any) -> Any:
-    """What ``encode`` was given.
+    """Return the value that ``encode`` received.
 
     Raises:
-        ValueError, TypeError: it is nothing that ``encode`` makes.
+        ValueError, TypeError: ``encode`` does not produce this.
     """
     if type(value) in _PLAIN:
         return value
@@ -57,8 +57,8 @@ def decode(value: Any) -> Any:
         raise ValueError("not an encoded value")
     ((kind, inner),) = value.items()
     if kind in ("list", "tuple", "set", "frozenset"):
-        made = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-        return made(decode(each) for each in inner)
+        constructor = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+        return constructor(decode(each) for each in inner)
     if kind == "dict":
         return {decode(key): decode(each) for key, each in inner}
     if kind == "bytes":
@@ -69,33 +69,35 @@ def decode(value: Any) -> Any:
 
 
 def serve_solution() -> None:
-    """Load ``solution.py``, then answer ``{"function", "args", "kwargs"}`` by ``{"value"}`` or ``{"error"}``."""
-    answers, questions = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0), "r")
+    """Load ``solution.py``, then answer each ``{"function", "args", "kwargs"}`` with ``{"value"}`` or ``{"error"}``."""
+    # Keep the pipes to the tests, and give the solution /dev/null: what it prints is no reply.
+    replies = os.fdopen(os.dup(1), "w")
+    calls = os.fdopen(os.dup(0), "r")
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 0)
-    os.dup2(nothing, 1)  # what the solution prints is no answer
+    os.dup2(nothing, 1)
     sys.setrecursionlimit(20000)
     names: dict[str, Any] = {"__name__": "solution"}
     for file in ("preamble.py", "solution.py"):
         exec(compile(_file(file), file, "exec"), names)
-    for line in questions:
+    for line in calls:
         call = json.loads(line)
         try:
             function = eval(call["function"], names)
             value = function(*decode(call["args"]), **decode(call["kwargs"]))
-            answer = json.dumps({"value": encode(value)})
+            reply = json.dumps({"value": encode(value)})
         except Exception as error:
-            answer = json.dumps({"error": type(error).__name__, "text": str(error)[:1000]})
-        answers.write(answer + "\n")
-        answers.flush()
+            reply = json.dumps({"error": type(error).__name__, "text": str(error)[:1000]})
+        replies.write(reply + "\n")
+        replies.flush()
 
 
 class SolutionFailed(Exception):
-    """The solution raised an exception that has no built-in type, or is gone."""
+    """The solution raised an exception without a built-in type, or has exited."""
 
 
 class _Proxy:
-    """A function of the solution, called in its own process."""
+    """A function of the solution, called in the solution's process."""
 
     def __init__(self, function: str) -> None:
         self._function = function
@@ -104,44 +106,45 @@ class _Proxy:
         call = {"function": self._function, "args": encode(args), "kwargs": encode(kwargs)}
         sys.__stdout__.write(json.dumps(call) + "\n")  # type: ignore[union-attr]
         sys.__stdout__.flush()  # type: ignore[union-attr]
-        line = sys.__stdin__.readline(_LONGEST)  # type: ignore[union-attr]
+        line = sys.__stdin__.readline(_MAX_LINE)  # type: ignore[union-attr]
         if not line.endswith("\n"):
-            raise SolutionFailed("the solution has ended, or its answer is too long")
-        answer = json.loads(line)
-        if type(answer) is not dict:
-            raise SolutionFailed("not an answer")
-        if "value" in answer:
-            return decode(answer["value"])
-        kind = getattr(builtins, str(answer.get("error")), None)
-        text = str(answer.get("text"))
+            raise SolutionFailed("the solution has exited, or its reply is too long")
+        reply = json.loads(line)
+        if type(reply) is not dict:
+            raise SolutionFailed("the reply is not an object")
+        if "value" in reply:
+            return decode(reply["value"])
+        kind = getattr(builtins, str(reply.get("error")), None)
+        text = str(reply.get("text"))
         if isinstance(kind, type) and issubclass(kind, Exception):
             raise kind(text)
         raise SolutionFailed(text)
 
 
-def names_of_the_solution(tests: str) -> set[str]:
-    """Names that tests use and neither define, import nor get from Python: functions of the solution."""
+def solution_names(tests: str) -> set[str]:
+    """Return the names of the solution's functions: names that tests use but neither define nor import."""
     used: set[str] = set()
-    own = {*dir(builtins), "candidate", "check"}
+    defined = {*dir(builtins), "candidate", "check"}
     for node in ast.walk(ast.parse(tests)):
         if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
+            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            own.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.arg):
-            own.add(node.arg)
+            defined.add(node.arg)
         elif isinstance(node, ast.alias):
-            own.add((node.asname or node.name).split(".")[0])
+            defined.add((node.asname or node.name).split(".")[0])
         elif isinstance(node, ast.ExceptHandler) and node.name:
-            own.add(node.name)
-    return used - own
+            defined.add(node.name)
+    return used - defined
 
 
 def run_tests() -> None:
     """Run ``tests.py``; ``candidate`` and unknown names are functions of the solution."""
-    source, entry_point = _file("tests.py"), _file("entry_point")
+    source = _file("tests.py")
+    entry_point = _file("entry_point")
     names: dict[str, Any] = {"__name__": "tests"}
-    names |= {name: _Proxy(name) for name in names_of_the_solution(source)}
+    names |= {name: _Proxy(name) for name in solution_names(source)}
     if entry_point:
         names["candidate"] = _Proxy(entry_point)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -1,12 +1,12 @@
-"""Become a sandbox and run one program in it: ``python -I -S launcher.py STATUS_FD < job.json``.
+"""Set up a sandbox and run one program in it: ``python -I -S launcher.py STATUS_FD < job.json``.
 
-Four processes. The *launcher* reads the job and writes the maps of the new user namespace. The *maker* enters new
-namespaces (user, mount, process ids, IPC, host name, and network unless it is allowed), builds a root of read-only
-mounts, and starts *init*, process 1 in there. That one starts the *program* and ends with it, on which the kernel ends
-whatever the program has left. Without namespaces the launcher starts the program itself.
+Four processes take part. The *launcher* reads the job and writes the maps of the new user namespace. The *maker* enters
+new namespaces (user, mount, process ids, IPC, host name, and network unless it is allowed), builds a root of read-only
+mounts, and starts *init*, the process 1 of the namespace. Init starts the *program* and exits with it; the kernel then
+kills whatever the program has left. Without namespaces the launcher starts the program itself.
 
-``ready`` is written to STATUS_FD when all is set up; it is closed when the launcher ends. The exit code is the
-program's, or 128 + the signal that ended it.
+``ready`` is written to STATUS_FD when the setup is complete. STATUS_FD is closed when the launcher exits. The exit code
+is the program's, or 128 + the signal that ended it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,29 @@ import signal
 import sys
 from typing import Any
 
-_NEW_MOUNTS, _NEW_HOST, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (
-    *(0x00020000, 0x04000000, 0x08000000),
-    *(0x10000000, 0x20000000, 0x40000000),
-)
-_NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
-_MOUNT_SETATTR, _RECURSIVE, _CWD, _ATTR_READ_ONLY, _ATTR_NOSUID = 442, 0x8000, -100, 1, 2
-_DEATH_SIGNAL, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 36, 38
+# Flags of unshare(2), from linux/sched.h.
+_NEW_MOUNTS = 0x00020000
+_NEW_HOST = 0x04000000
+_NEW_IPC = 0x08000000
+_NEW_USER = 0x10000000
+_NEW_PIDS = 0x20000000
+_NEW_NETWORK = 0x40000000
+# Flags of mount(2).
+_NOSUID = 2
+_NODEV = 4
+_BIND = 4096
+_REC = 16384
+_PRIVATE = 1 << 18
+# Number and arguments of mount_setattr(2), which libc may not export.
+_MOUNT_SETATTR = 442
+_RECURSIVE = 0x8000
+_CWD = -100
+_ATTR_READ_ONLY = 1
+_ATTR_NOSUID = 2
+# Options of prctl(2).
+_DEATH_SIGNAL = 1
+_SUBREAPER = 36
+_NO_NEW_PRIVILEGES = 38
 NOBODY = 65534
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,7 +66,7 @@ def _die_with_parent() -> None:
 
 
 def _make_root(job: dict[str, Any]) -> None:
-    """Read-only mounts of what an interpreter needs, a writable ``/box`` in memory, and nothing else."""
+    """Build a root with read-only mounts of what an interpreter needs and a writable ``/box`` in memory."""
     root = job["root"]
     _mount("none", "/", flags=_REC | _PRIVATE)
     _mount("none", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
@@ -65,7 +81,7 @@ def _make_root(job: dict[str, Any]) -> None:
         open(root + device, "w").close()
         _mount(device, root + device, flags=_BIND)
     os.makedirs(f"{root}/box")
-    if not os.path.exists(f"{root}/tmp"):  # an interpreter may lie there
+    if not os.path.exists(f"{root}/tmp"):  # The interpreter may be installed below /tmp.
         os.symlink("box", f"{root}/tmp")
     read_only = _Attributes(_ATTR_READ_ONLY | _ATTR_NOSUID, 0, 0, 0)
     _check(_libc.syscall(_MOUNT_SETATTR, _CWD, root.encode(), _RECURSIVE, ctypes.byref(read_only), 32), "mount_setattr")
@@ -106,7 +122,7 @@ def _limit(job: dict[str, Any]) -> None:
 
 
 def _program(job: dict[str, Any], status: int, user: int | None) -> None:
-    """Turn this process into the program."""
+    """Replace this process with the program."""
     os.setsid()
     _write_files(job, user)
     inputs = os.open(job["stdin_file"], os.O_RDONLY) if job["stdin_fd"] is None else job["stdin_fd"]
@@ -130,15 +146,15 @@ def _program(job: dict[str, Any], status: int, user: int | None) -> None:
 
 
 def _wait(pid: int) -> int:
-    """The exit code of a child; others that end meanwhile are buried."""
+    """Return the exit code of a child, and reap other children that end meanwhile."""
     while True:
-        ended, status = os.wait()
-        if ended == pid:
+        child, status = os.wait()
+        if child == pid:
             return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
 def _child(run: Any) -> int:
-    """Fork; the child runs the function and never returns. 125 = it could not be set up."""
+    """Fork, and run the function in the child, which never returns. Exit code 125 reports a failed setup."""
     pid = os.fork()
     if pid:
         return pid
@@ -169,7 +185,11 @@ def _make(job: dict[str, Any], status: int, user: int | None, to_launcher: int, 
 
 
 def _map_users(pid: int) -> None:
-    """Root: 0 for the setup and an unprivileged 1 for the program, nobody outside. Others: themselves, as 1."""
+    """Map the users of the namespace. Only the launcher, outside of it, may write the maps.
+
+    As root: 0 for the setup, and an unprivileged 1 for the program, which is nobody outside. Otherwise the user itself
+    becomes 1.
+    """
     if os.getuid() == 0:
         maps = {"uid_map": f"0 0 1\n1 {NOBODY} 1", "gid_map": f"0 0 1\n1 {NOBODY} 1"}
     else:
@@ -201,7 +221,7 @@ def _without(job: dict[str, Any], status: int) -> int:
 
 
 def _end_children() -> None:
-    """Until this process has none: those of whatever is killed become its own (``_SUBREAPER``)."""
+    """Kill children until none is left; orphans become children of this process (``_SUBREAPER``)."""
     while True:
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="latin-1") as file:
@@ -215,10 +235,10 @@ def _end_children() -> None:
 
 
 def main() -> None:
-    """Read the job, run it."""
+    """Read the job and run it."""
     status = int(sys.argv[1])
     _die_with_parent()
-    _check(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "prctl")  # whatever is left stays findable below this process
+    _check(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "prctl")  # Orphaned descendants become children of this process.
     job = json.loads(sys.stdin.buffer.read())
     os._exit((_in_namespaces if job["namespaces"] else _without)(job, status))
 

@@ -154,11 +154,11 @@ ERRORS = {
     "sys.exit": "SystemExit: done",
     "KeyboardInterrupt": "KeyboardInterrupt",
     "GeneratorExit": "GeneratorExit",
-    "no text": "Rude (whose text cannot be made)",
+    "no text": "Rude (its text cannot be read)",
     "surrogate in error": "ValueError: ?",
     "long error": "ValueError: xxx",
     "both forks raise": "ValueError: after a fork",
-    "rude object": "Rude (whose text cannot be made)",
+    "rude object": "Rude (its text cannot be read)",
     "1e39": "the reward must fit into float32 (up to 3.402823e+38), got 1e+39",
     "-1e39": "the score must fit into float32",
     "inf": "the reward must be a finite number, got inf",
@@ -251,7 +251,7 @@ def test_also_when_samples_are_scored_together(name: str, functions: Path) -> No
 
 
 def test_an_endless_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="more than 3 rewards for a batch of 3"):
+    with pytest.raises(ValueError, match="expected 3 rewards for a batch of 3 samples, got more than 3"):
         read_batch(iter(int, 1), 3)
 
 

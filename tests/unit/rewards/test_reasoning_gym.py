@@ -57,7 +57,7 @@ def test_only_the_extracted_answer_with_the_full_score_counts(stand_in: Any) -> 
     assert score("the answer is 8", partial=True) == 0.0
     assert score(r"\boxed{any}", label="") == 1.0
     assert score(r"\boxed{8}", metadata={"source_dataset": "chain_sum"}) == 1.0
-    with pytest.raises(ValueError, match="no 'source_dataset'"):
+    with pytest.raises(ValueError, match="expected 'source_dataset'"):
         reward_module.reasoning_gym_reward(r"\boxed{8}", "8", {"level": 1})
 
 

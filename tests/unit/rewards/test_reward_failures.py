@@ -67,8 +67,8 @@ BAD = {
     "none": "the reward must be a number, got None",
     "text": "the reward must be a number, got '0.5'",
     "nan": "the reward must be a finite number, got nan",
-    "no score": "exactly one of 'score' and 'reward', got ['accuracy']",
-    "two scores": "exactly one of 'score' and 'reward', got ['reward', 'score']",
+    "no score": "exactly one of 'score' and 'reward' in a reward table, got ['accuracy']",
+    "two scores": "exactly one of 'score' and 'reward' in a reward table, got ['reward', 'score']",
     "nan part": "the part 'length' must be a finite number, got inf",
     "text score": "the score must be a number, got '1.0'",
 }
@@ -135,7 +135,9 @@ def test_a_batch_that_hangs_is_split_until_the_bad_sample_stands_alone(functions
 
 def test_a_list_of_another_length_is_retried_in_halves_and_something_else_stops_the_run(functions: Path) -> None:
     assert [r.reward for r in run(f"{functions}:short", ["a", "b", "c"])] == [1.0, 1.0, 1.0]
-    with pytest.raises(RewardError, match=r"all 2 samples; first error: TypeError: .*must return a list .*got 1\.0"):
+    with pytest.raises(
+        RewardError, match=r"all 2 samples; first error: TypeError: .*expected a list of rewards .*got 1\.0"
+    ):
         run(f"{functions}:whole", ["a", "b"])
 
 

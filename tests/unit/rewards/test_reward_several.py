@@ -80,13 +80,13 @@ def test_options_reach_a_function_of_every_form_by_name(name: str, file: str) ->
 @pytest.mark.parametrize(
     ("name", "options", "parts"),
     [
-        ("own", {}, ["cannot fill factor", "a value in reward.options"]),
-        ("own", {"factor": 1.0, "faktor": 2.0}, ["reward.options has 'faktor'", "takes: factor, offset"]),
-        ("own", {"factor": 1.0, "completion": "x"}, ["'completion'", "gets from the sample"]),
+        ("own", {}, ["do not provide factor", "a value in reward.options"]),
+        ("own", {"factor": 1.0, "faktor": 2.0}, ["reward.options has 'faktor'", "accepts: factor, offset"]),
+        ("own", {"factor": 1.0, "completion": "x"}, ["'completion'", "receives from the sample"]),
         ("slime_needs", {}, ["missing a required argument: 'factor'", "reward.options"]),
-        ("slime_needs", {"factor": 1.0, "args": 1}, ["reward.options has 'args'", "takes: factor"]),
-        ("verl", {"label": 1}, ["reward.options has 'label'", "takes: factor"]),
-        ("right", {"factor": 1}, ["reward.options has 'factor'", "takes: none"]),
+        ("slime_needs", {"factor": 1.0, "args": 1}, ["reward.options has 'args'", "accepts: factor"]),
+        ("verl", {"label": 1}, ["reward.options has 'label'", "accepts: factor"]),
+        ("right", {"factor": 1}, ["reward.options has 'factor'", "accepts: none"]),
     ],
 )
 def test_unknown_and_missing_options_are_refused_at_the_start(
@@ -100,7 +100,7 @@ def test_unknown_and_missing_options_are_refused_at_the_start(
 def test_an_option_that_is_a_column_too_fails_with_its_name(file: str) -> None:
     scorer = RewardScorer(FunctionSpec(f"{file}:trl", options={"factor": 0.5}), 30.0, 1)
     rows = [RewardItem(prompt="", completion="a", label="", metadata={"factor": 2.0})] * 2
-    with pytest.raises(RewardError, match="the option 'factor' is a column of the data as well"):
+    with pytest.raises(RewardError, match="the option 'factor' is also a column of the data"):
         scorer.score(rows)
     scorer.close()
 
@@ -188,7 +188,7 @@ def test_functions_run_at_the_same_time_each_with_its_own_limit(file: str) -> No
         c={"function": "also_slow", "timeout_seconds": 0.2, "weight": 3.0},
     )
     scorer = open_scorer(settings)
-    assert scorer.described == "[reward.functions] (a, b, c)"
+    assert scorer.description == "[reward.functions] (a, b, c)"
     with pytest.raises(RewardError, match=r"reward\.functions\.c\.function = .*also_slow' failed on all 2 samples"):
         scorer.score(items("x", "y"))
     scorer.close()

@@ -11,7 +11,7 @@ import pytest
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rewards import RewardItem, RewardScorer, Shaping
-from megatron_dppo.rewards.item import overlong_punishment
+from megatron_dppo.rewards.item import soft_overlong_penalty
 from megatron_dppo.rewards.math import is_well_formed
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run import evaluation
@@ -25,8 +25,8 @@ from tests.unit.configs import config
 def test_the_overlong_punishment_is_dapos_table() -> None:
     """Equation 13 with L_max = 20480 and L_cache = 4096 as in the paper, and small numbers worked by hand."""
     table = {0: 0.0, 16384: 0.0, 16385: -1 / 4096, 18432: -0.5, 20479: -4095 / 4096, 20480: -1.0, 30000: -1.0}
-    assert {n: overlong_punishment(n, 20480, 4096) for n in table} == table
-    assert [overlong_punishment(n, 10, 4) for n in range(5, 12)] == [0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0]
+    assert {n: soft_overlong_penalty(n, 20480, 4096) for n in table} == table
+    assert [soft_overlong_penalty(n, 10, 4) for n in range(5, 12)] == [0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0]
 
 
 WELL_FORMED = [
@@ -90,7 +90,7 @@ def test_a_part_with_the_name_of_a_shaping_part_is_refused(tmp_path: Path) -> No
     scorer = RewardScorer(f"{file}:f", 10.0, 1, shaping=Shaping(format=0.1))
     clash, fine = scorer.score([item("x"), item("")])
     scorer.close()
-    assert clash.failed and "a part named 'format'" in clash.error and not fine.failed
+    assert clash.failed and "a part 'format'" in clash.error and not fine.failed
 
 
 def rollout(reward: float, parts: dict[str, float], failed: bool = False) -> Rollout:
@@ -123,7 +123,7 @@ def test_evaluation_counts_unshaped_scores(monkeypatch: pytest.MonkeyPatch) -> N
     groups = [RolloutGroup(prompt=right[0].prompt, rollouts=rollouts) for rollouts in (right, wrong)]
     monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, local: reduce_metrics([local], None))
     settings = config(eval={"samples_per_prompt": 2, "temperature": 1.0})
-    stream = SimpleNamespace(ask=lambda *_: None, answered=lambda *_: groups)
+    stream = SimpleNamespace(submit=lambda *_: None, wait_for=lambda *_: groups)
     prompts = {"": [group.prompt for group in groups]}
     monkeypatch.setattr(evaluation, "write_sample_responses", lambda *_: [])
     parallel = SimpleNamespace(world=None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardResult, RewardScorer, RunFacts
+from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardResult, RewardScorer, RunInfo
 from megatron_dppo.rewards.functions import load
 from megatron_dppo.rewards.signatures import call
 
@@ -66,7 +66,7 @@ def write(folder: Path, source: str) -> Path:
 
 
 def run(function: str, items: Sequence[RewardItem], workers: int = 1, **options: Any) -> list[RewardResult]:
-    spec = FunctionSpec(function, facts=RunFacts(label_key="answer"), **options)
+    spec = FunctionSpec(function, run_info=RunInfo(label_key="answer"), **options)
     scorer = RewardScorer(spec, 30.0, workers)
     try:
         return scorer.score(items)
@@ -98,11 +98,11 @@ def test_the_examples_score_answers_as_they_say(name: str) -> None:
         assert results[2].parts == {"score": 0.0, "answered": 0.0, "steps": 0.0}
 
 
-def received(source: str, items: Sequence[RewardItem], folder: Path, facts: RunFacts | None = None) -> Any:
+def received(source: str, items: Sequence[RewardItem], folder: Path, facts: RunInfo | None = None) -> Any:
     """What a function that returns its arguments was called with, in this process."""
-    facts = facts or RunFacts()
-    loaded = load(FunctionSpec(f"{write(folder, source)}:f", facts=facts))
-    return call(loaded.form, loaded.function, items, facts)
+    facts = facts or RunInfo()
+    loaded = load(FunctionSpec(f"{write(folder, source)}:f", run_info=facts))
+    return call(loaded.convention, loaded.function, items, facts)
 
 
 ITEM = RewardItem(
@@ -117,7 +117,7 @@ ITEM = RewardItem(
 
 def test_slime_gets_its_sample_with_status_and_length(tmp_path: Path) -> None:
     args, sample = received(
-        "def f(args, sample): return args, sample", [ITEM], tmp_path, RunFacts(slime_args={"reward_key": None})
+        "def f(args, sample): return args, sample", [ITEM], tmp_path, RunInfo(slime_args={"reward_key": None})
     )
     assert (sample.prompt, sample.response, sample.label) == ("<user>1+1", "2", "2")
     assert (sample.metadata, sample.response_length) == ({"hard": 1}, 3)
@@ -146,7 +146,7 @@ def test_trl_gets_messages_for_chats_only_and_columns_as_lists(tmp_path: Path) -
         "def f(prompts, completions, completion_ids, **columns): return locals()",
         [ITEM, plain],
         tmp_path,
-        RunFacts(label_key="answer"),
+        RunInfo(label_key="answer"),
     )
     assert got["prompts"] == [[{"role": "user", "content": "1+1"}], "1+2"]
     assert got["completions"] == [[{"role": "assistant", "content": "2"}], "3"]
@@ -170,11 +170,15 @@ REFUSED = [
     ("def f(**kwargs): pass", "auto", ["none of the known signatures"]),
     ("def f(sample): pass", "auto", ["slime's f(args, sample, **kwargs)", "too many positional arguments"]),
     ("def f(args, sample, *, tool): pass", "auto", ["slime", "missing a required argument: 'tool'"]),
-    ("def f(completion, tool): pass", "auto", ["megatron_dppo", "cannot fill tool", "Give that parameter a default"]),
-    ("def f(solution_str, tool): pass", "auto", ["verl", "cannot fill tool"]),
-    ("def f(completion, /, label): pass", "auto", ["cannot fill completion"]),
-    ("def f(x, y): pass", "verl", ["verl", "cannot fill x, y"]),
-    ("f = dict", "auto", ["its parameters cannot be read"]),
+    (
+        "def f(completion, tool): pass",
+        "auto",
+        ["megatron_dppo", "do not provide tool", "Give that parameter a default"],
+    ),
+    ("def f(solution_str, tool): pass", "auto", ["verl", "do not provide tool"]),
+    ("def f(completion, /, label): pass", "auto", ["do not provide completion"]),
+    ("def f(x, y): pass", "verl", ["verl", "do not provide x, y"]),
+    ("f = dict", "auto", ["its parameters cannot be inspected"]),
 ]
 
 
@@ -190,8 +194,8 @@ def test_an_unclear_signature_is_refused_by_name_before_any_process_starts(
 
 def test_a_named_signature_settles_an_ambiguous_function_and_odd_names(tmp_path: Path) -> None:
     both = write(tmp_path, "def f(completion='', completions=()): return len(completions) or len(completion)")
-    assert load(FunctionSpec(f"{both}:f", "trl")).form.signature == "trl"
-    assert load(FunctionSpec(f"{both}:f", "megatron_dppo")).form.signature == "megatron_dppo"
+    assert load(FunctionSpec(f"{both}:f", "trl")).convention.signature == "trl"
+    assert load(FunctionSpec(f"{both}:f", "megatron_dppo")).convention.signature == "megatron_dppo"
     odd = write(tmp_path, "async def f(a, s): return len(s.response)")
     results = run(f"{odd}:f", [RewardItem(prompt="", completion="four", label="")], signature="slime")
     assert results[0].reward == 4.0

@@ -1,4 +1,4 @@
-"""End a process with all that it has started."""
+"""End a process together with everything that it started."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import suppress
 from typing import Protocol
 
 _LIMIT_SECONDS = 5.0
-"""What SIGKILL has not ended by then hangs in the kernel."""
+"""A process that SIGKILL has not ended by then hangs in the kernel."""
 
 
 class Process(Protocol):
-    """A child, as multiprocessing's are."""
+    """A child process, with the interface of ``multiprocessing``."""
 
     @property
     def pid(self) -> int | None:
-        """Its number."""
+        """Process id."""
         ...
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         ...
 
     def join(self, timeout: float | None = None) -> None:
@@ -30,14 +30,16 @@ class Process(Protocol):
         ...
 
 
-def end_family(process: Process) -> None:
-    """SIGKILL a child of ours that leads a session, its session, its descendants and the sessions that these lead.
+def kill_process_tree(process: Process) -> None:
+    """Kill a child that leads a session, with its session, its descendants and their sessions.
 
-    What has left the session *and* was given up by its parent is not found (a daemon); it ends with the run.
+    A process that left the session *and* was orphaned (a daemon) is not covered; it ends with the run.
     """
     assert process.pid is not None
-    end, sessions = time.monotonic() + _LIMIT_SECONDS, {process.pid}
-    while time.monotonic() < end:
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    sessions = {process.pid}
+    # Repeat, because a process may fork between the listing and its SIGKILL.
+    while time.monotonic() < deadline:
         members = _members(process.pid, sessions)
         for pid in members:
             with suppress(OSError):
@@ -50,22 +52,23 @@ def end_family(process: Process) -> None:
 
 
 def _members(root: int, sessions: set[int]) -> list[int]:
-    """Living processes below ``root`` or in one of the sessions; the sessions of those below are added."""
+    """Return living processes below ``root`` or in one of the sessions, and add the descendants' sessions."""
     table = _processes()
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
         children.setdefault(parent, []).append(pid)
-    below, stack = set[int](), [root]
+    descendants = set[int]()
+    stack = [root]
     while stack:
-        found = children.get(stack.pop(), [])
-        below.update(found)
-        stack += found
-    sessions.update(pid for pid in below if table[pid][1] == pid)
-    return [pid for pid, (_, session) in table.items() if pid != root and (pid in below or session in sessions)]
+        direct_children = children.get(stack.pop(), [])
+        descendants.update(direct_children)
+        stack += direct_children
+    sessions.update(pid for pid in descendants if table[pid][1] == pid)
+    return [pid for pid, (_, session) in table.items() if pid != root and (pid in descendants or session in sessions)]
 
 
 def _processes() -> dict[int, tuple[int, int]]:
-    """Parent and session of each living process."""
+    """Return parent and session of each living process."""
     if sys.platform != "linux":
         return {}
     table = {}
