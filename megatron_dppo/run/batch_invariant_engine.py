@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.local.decode import Decoded, DecodeRecord, Ends
-from megatron_dppo.engines.local.engine import generation_of
+from megatron_dppo.engines.local.decode import Decoded, DecodeRecord, StopCriteria
+from megatron_dppo.engines.local.engine import build_generation
 from megatron_dppo.engines.local.sampler import Sampler
 from megatron_dppo.hf.folder import end_tokens
 from megatron_dppo.report.clock import PROGRESS
@@ -80,7 +80,7 @@ class BatchInvariantEngine:
             assert decoded is not None
             response = GrowingResponse(prompt.token_ids, columns=asked_columns(params))
             request = response.next_request("", params, (), params.max_new_tokens)
-            generation = generation_of(decoded, row, request, self._eos, self.policy_version)
+            generation = build_generation(decoded, row, request, self._eos, self.policy_version)
             response.append_sampled(generation)
             found.append(response.completion(generation.finish_reason, self._tokenizer))
         return found
@@ -101,10 +101,10 @@ class BatchInvariantEngine:
         count, device = len(sequences), self._trainer.device
         generator = torch.Generator(device).manual_seed(params.seed)
         sampler = Sampler(params, generator, count)
-        ends = Ends(self._eos, params.max_new_tokens, None, None, device)
-        record = DecodeRecord(count, ends.longest, params.topk_logprobs, device, None, params.return_sampling_mask)
+        criteria = StopCriteria(self._eos, params.max_new_tokens, None, None, device)
+        record = DecodeRecord(count, criteria.longest, params.topk_logprobs, device, None, params.return_sampling_mask)
         rows = torch.arange(count, device=device)
-        for step in range(ends.longest + 1):
+        for step in range(criteria.longest + 1):
             found = self._forward([sequences[i] for i in rows.tolist()])
             if found is None:
                 return record.result(step).cpu() if count else None
@@ -116,7 +116,7 @@ class BatchInvariantEngine:
             self._rescore(head, hidden, record, step, rows, chosen, distribution, params)
             for i, token in zip(rows.tolist(), chosen.tolist(), strict=True):
                 sequences[i].append(token)
-            alive, _ = ends.apply(step, rows, chosen, torch.ones_like(rows, dtype=torch.bool))
+            alive, _ = criteria.update(step, rows, chosen, torch.ones_like(rows, dtype=torch.bool))
             rows = rows[alive]
         raise AssertionError("no sequence is left after the longest limit")
 

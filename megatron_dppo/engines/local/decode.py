@@ -1,4 +1,7 @@
-"""Token-by-token decoding of a batch with a transformers model: repeated prompts read once, finished rows left out."""
+"""Token-by-token decoding of a batch with a transformers model.
+
+Repeated prompts are read once, and finished rows leave the batch.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,31 @@ from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler, Sampling
 from megatron_dppo.types import SamplingMask
 from megatron_dppo.types.token_columns import LOGPROBS, TOPK_IDS, TOPK_LOGPROBS
 
-_KEEP_WHILE = 0.9
-"""Finished rows leave the batch when the others are less than this share: leaving copies the whole cache."""
+_COMPACTION_SHARE = 0.9
+"""Share of unfinished rows below which finished rows leave the batch: leaving copies the complete cache."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Responses of a batch, ``[B, steps]``; what stands after a response's end or limit means nothing."""
+    """Responses of a batch of B rows. Values after the end of a response are undefined."""
 
     tokens: Tensor
-    """int64"""
+    """Sampled tokens, int64 [B, steps]."""
     logprobs: Tensor
-    """fp32, of each token under the distribution that it was drawn from"""
+    """Log-probability of each token under the distribution that it was sampled from, fp32 [B, steps]."""
     topk_ids: Tensor | None
-    """int32 ``[B, steps, K+1]`` (see ``Completion``); None for K = 0"""
+    """Top-K ids, int32 [B, steps, K + 1] (see ``Completion``). None for K = 0."""
     topk_logprobs: Tensor | None
-    """fp32 ``[B, steps, K+1]``"""
+    """Top-K log-probabilities, fp32 [B, steps, K + 1]."""
     prompt_routes: list[Tensor] | None = None
-    """for each row ``[P, L, k]``, the experts of its prompt's tokens; None = not recorded"""
+    """Experts of the prompt tokens of each row, [P, L, k]. None: not recorded."""
     sampling_mask: list[SamplingMask] | None = None
-    """of each row; None = not recorded"""
+    """Token ids that the filters allowed in each row. None: not recorded."""
     step_routes: Tensor | None = None
-    """``[B, steps - 1, L, k]``, those of the response's tokens but the last one, which was never read"""
+    """Experts of all response tokens but the last, which was never read, [B, steps - 1, L, k]."""
 
     def cpu(self) -> Decoded:
-        """The same in host memory."""
+        """Return a copy in host memory."""
         moved: dict[str, Any] = {n: v.cpu() for n, v in vars(self).items() if isinstance(v, Tensor)}
         if self.prompt_routes is not None:
             moved["prompt_routes"] = [routes.cpu() for routes in self.prompt_routes]
@@ -45,9 +48,14 @@ class Decoded:
             moved["sampling_mask"] = [mask.to(torch.device("cpu")) for mask in self.sampling_mask]
         return replace(self, **moved)
 
-    def response(self, row: int, length: int, routing_start: int) -> dict[str, Any]:
-        """Columns of a row whose response has ``length`` tokens, as a ``Generation`` holds them; routes of the
-        positions from ``routing_start``."""
+    def row_columns(self, row: int, length: int, routing_start: int) -> dict[str, Any]:
+        """Return the columns of one response as a ``Generation`` holds them.
+
+        Args:
+            row: row of the batch.
+            length: number of response tokens.
+            routing_start: first position of prompt and response whose routes are returned.
+        """
         columns: dict[str, Any] = {
             "token_ids": self.tokens[row, :length].int(),
             "logprobs": self.logprobs[row, :length].clone(),
@@ -64,7 +72,7 @@ class Decoded:
 
 
 class DecodeRecord:
-    """The responses while they grow; columns as those of ``Decoded``."""
+    """Recorder of responses during decoding; its columns are those of ``Decoded``."""
 
     def __init__(
         self,
@@ -76,7 +84,9 @@ class DecodeRecord:
         return_sampling_mask: bool,
     ) -> None:
         self._sampling_mask = SamplingMaskRecord(batch) if return_sampling_mask else None
-        self._k, self._prompt_routes, self._step_routes = topk, prompt_routes, None
+        self._topk = topk
+        self._prompt_routes = prompt_routes
+        self._step_routes: Tensor | None = None
         if prompt_routes is not None:
             self._step_routes = prompt_routes[0].new_zeros(batch, steps - 1, *prompt_routes[0].shape[1:])
         self.tokens = torch.zeros(batch, steps, dtype=torch.int64, device=device)
@@ -84,81 +94,102 @@ class DecodeRecord:
         self.topk_ids = TOPK_IDS.new(batch, steps, topk + 1, device=device)
         self.topk_logprobs = TOPK_LOGPROBS.new(batch, steps, topk + 1, device=device)
 
-    def add(self, step: int, rows: Tensor, chosen: Tensor, distribution: Tensor) -> None:
-        """One token ``[b]`` of each of ``rows`` with the log-probabilities ``[b, V]`` of all."""
-        logprobs = distribution.gather(1, chosen[:, None])
-        self.tokens[rows, step] = chosen
+    def add(self, step: int, rows: Tensor, sampled: Tensor, distribution: Tensor) -> None:
+        """Record one token of each of some rows.
+
+        Args:
+            step: index of the token in the responses.
+            rows: rows of the batch, [b].
+            sampled: their tokens, [b].
+            distribution: log-probabilities of all tokens, [b, V].
+        """
+        logprobs = distribution.gather(1, sampled[:, None])
+        self.tokens[rows, step] = sampled
         self.logprobs[rows, step] = logprobs.squeeze(1)
-        if self._k:
-            top_logprobs, top_ids = distribution.topk(self._k, dim=-1)
-            if self._sampling_mask is not None:  # the set may have fewer than K
+        if self._topk:
+            top_logprobs, top_ids = distribution.topk(self._topk, dim=-1)
+            if self._sampling_mask is not None:  # the filters may allow fewer than K ids
                 is_cut = top_logprobs == -torch.inf
-                top_ids, top_logprobs = top_ids.masked_fill(is_cut, -1), top_logprobs.masked_fill(is_cut, 0.0)
-            outside = ~(top_ids == chosen[:, None]).any(-1, keepdim=True)
-            ids = torch.cat([top_ids, torch.where(outside, chosen[:, None], -1)], -1)
+                top_ids = top_ids.masked_fill(is_cut, -1)
+                top_logprobs = top_logprobs.masked_fill(is_cut, 0.0)
+            is_outside = ~(top_ids == sampled[:, None]).any(-1, keepdim=True)
+            ids = torch.cat([top_ids, torch.where(is_outside, sampled[:, None], -1)], -1)
             self.topk_ids[rows, step] = ids.int()
-            self.topk_logprobs[rows, step] = torch.cat([top_logprobs, torch.where(outside, logprobs, 0.0)], -1)
+            self.topk_logprobs[rows, step] = torch.cat([top_logprobs, torch.where(is_outside, logprobs, 0.0)], -1)
         if self._sampling_mask is not None:
             self._sampling_mask.add(rows, distribution)
 
     def add_routes(self, step: int, rows: Tensor, routes: Tensor) -> None:
-        """The experts ``[b, 1, L, k]`` of the tokens of ``step``, now that they have been read."""
+        """Record the experts ``[b, 1, L, k]`` of the tokens of ``step``, which have just been read."""
         if self._step_routes is not None:
             self._step_routes[rows, step] = routes[:, 0]
 
     def result(self, steps: int) -> Decoded:
-        """The first ``steps`` tokens."""
+        """Return the first ``steps`` tokens."""
         return Decoded(
             self.tokens[:, :steps],
             self.logprobs[:, :steps],
-            self.topk_ids[:, :steps] if self._k else None,
-            self.topk_logprobs[:, :steps] if self._k else None,
+            self.topk_ids[:, :steps] if self._topk else None,
+            self.topk_logprobs[:, :steps] if self._topk else None,
             self._prompt_routes,
             None if self._sampling_mask is None else self._sampling_mask.result(),
             None if self._step_routes is None else self._step_routes[:, : steps - 1],
         )
 
 
-class Ends:
-    """Says which rows go on. Arguments as those of ``decode``."""
+class StopCriteria:
+    """Rule for the end of each response. The arguments are those of ``decode``."""
 
     def __init__(
         self,
-        end: Set[int],
-        limit: int | Sequence[int],
-        further: Sequence[Sequence[int]] | None,
-        ended: Callable[[list[int]], bool] | None,
+        end_tokens: Set[int],
+        max_new_tokens: int | Sequence[int],
+        extra_end_tokens: Sequence[Sequence[int]] | None,
+        should_stop: Callable[[list[int]], bool] | None,
         device: torch.device,
     ) -> None:
-        self._ended = ended
-        limits = [limit] if isinstance(limit, int) else limit
+        self._should_stop = should_stop
+        limits = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
         if min(limits) < 1:
             raise ValueError(f"max_new_tokens must be above 0, got {min(limits)}")
-        self.longest, self._end = max(limits), torch.tensor(sorted(end), device=device)
+        self.longest = max(limits)
+        self._end_tokens = torch.tensor(sorted(end_tokens), device=device)
         self._limits = None if min(limits) == self.longest else torch.tensor(limits, device=device)
-        self._further = None
-        if further is not None and (width := max(map(len, further))):
-            filled = [[*tokens, *[-1] * (width - len(tokens))] for tokens in further]
-            self._further = torch.tensor(filled, device=device)
+        self._extra_end_tokens = None
+        if extra_end_tokens is not None and (width := max(map(len, extra_end_tokens))):
+            padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens in extra_end_tokens]
+            self._extra_end_tokens = torch.tensor(padded, device=device)
 
-    def apply(self, step: int, rows: Tensor, chosen: Tensor, alive: Tensor) -> tuple[Tensor, int]:
-        """Which of the rows that were ``alive [b]`` go on after the tokens ``[b]`` of ``step``, and how many; 0 also
-        when the others are to stop."""
-        still = alive & self._go_on(step, rows, chosen)
-        left = int(still.sum())
-        if self._ended is not None and (ending := rows[alive & ~still].tolist()) and self._ended(ending):
-            return still, 0
-        return still, left
+    def update(self, step: int, rows: Tensor, sampled: Tensor, is_active: Tensor) -> tuple[Tensor, int]:
+        """Return which rows continue after the tokens of ``step``, and their number.
 
-    def _go_on(self, step: int, rows: Tensor, chosen: Tensor) -> Tensor:
+        Args:
+            step: index of the tokens in the responses.
+            rows: rows of the batch, [b].
+            sampled: their tokens, [b].
+            is_active: True for rows that had not ended before, [b].
+
+        Returns:
+            True for each row that continues, [b], and the number of rows to decode further. The number is 0 also if
+            ``should_stop`` stops the others.
+        """
+        is_continuing = is_active & self._continues(step, rows, sampled)
+        num_continuing = int(is_continuing.sum())
+        if self._should_stop is not None:
+            finished = rows[is_active & ~is_continuing].tolist()
+            if finished and self._should_stop(finished):
+                return is_continuing, 0
+        return is_continuing, num_continuing
+
+    def _continues(self, step: int, rows: Tensor, sampled: Tensor) -> Tensor:
         if step + 1 == self.longest:
-            return torch.zeros_like(chosen, dtype=torch.bool)
-        alive = ~torch.isin(chosen, self._end)
+            return torch.zeros_like(sampled, dtype=torch.bool)
+        continues = ~torch.isin(sampled, self._end_tokens)
         if self._limits is not None:
-            alive &= self._limits[rows] > step + 1
-        if self._further is not None:
-            alive &= ~(self._further[rows] == chosen[:, None]).any(1)
-        return alive
+            continues &= self._limits[rows] > step + 1
+        if self._extra_end_tokens is not None:
+            continues &= ~(self._extra_end_tokens[rows] == sampled[:, None]).any(1)
+        return continues
 
 
 @torch.no_grad()
@@ -168,70 +199,83 @@ def decode(
     sampler: Sampler,
     *,
     max_new_tokens: int | Sequence[int],
-    end: Set[int],
-    pad: int,
-    further_ends: Sequence[Sequence[int]] | None = None,
+    end_tokens: Set[int],
+    pad_token: int,
+    extra_end_tokens: Sequence[Sequence[int]] | None = None,
     topk: int = 0,
     return_sampling_mask: bool = False,
     recorder: RouteRecorder | None = None,
-    ended: Callable[[list[int]], bool] | None = None,
+    should_stop: Callable[[list[int]], bool] | None = None,
 ) -> Decoded:
-    """Continue every prompt to one of the ``end`` tokens, or to ``max_new_tokens`` tokens.
+    """Continue every prompt up to an end token or ``max_new_tokens`` tokens.
 
     Args:
         model: a transformers causal language model.
-        prompts: token ids, at least one prompt; equal ones share their first forward pass.
-        sampler: chooses the tokens.
-        max_new_tokens: longest response, of all rows or of each.
-        end: tokens after which a response is complete.
-        pad: any valid token; fills prompts on the left.
-        further_ends: for each row more tokens after which it is complete.
-        topk, return_sampling_mask: what is recorded besides, see ``SamplingParams``.
-        recorder: watches the routers of the model; None = routes are not wanted.
-        ended: is told which rows have just ended; True stops the others where they are.
+        prompts: token ids of at least one prompt; equal prompts share their first forward pass.
+        sampler: samples the tokens.
+        max_new_tokens: longest response, for all rows or for each row.
+        end_tokens: tokens after which a response is complete.
+        pad_token: any valid token; pads prompts on the left.
+        extra_end_tokens: further end tokens of each row.
+        topk: K of the recorded Top-K; 0 records none.
+        return_sampling_mask: record the ids that the filters allow, see ``SamplingParams``.
+        recorder: recorder of the model's routers; None records no routes.
+        should_stop: called with the rows that have just ended; True stops all other rows.
 
     Raises:
-        ValueError: a limit below 1.
+        ValueError: a limit is below 1.
     """
     device = next(model.parameters()).device
-    ends = Ends(end, max_new_tokens, further_ends, ended, device)
-    logits, cache, mask, routes = _read_prompts(model, prompts, pad, device, recorder)
-    positions, padded = mask.sum(1), not bool(mask.all())
+    criteria = StopCriteria(end_tokens, max_new_tokens, extra_end_tokens, should_stop, device)
+
+    # Prefill
+    logits, cache, mask, routes = _prefill(model, prompts, pad_token, device, recorder)
+    positions = mask.sum(1)
+    is_padded = not bool(mask.all())
     rows = torch.arange(len(prompts), device=device)
-    alive = rows >= 0
-    record = DecodeRecord(len(prompts), ends.longest, topk, device, routes, return_sampling_mask)
-    for step in range(ends.longest):
-        chosen, distribution = sampler(logits, rows)
-        record.add(step, rows, chosen, distribution)
-        alive, left = ends.apply(step, rows, chosen, alive)
-        if not left:
+    is_active = rows >= 0
+    record = DecodeRecord(len(prompts), criteria.longest, topk, device, routes, return_sampling_mask)
+
+    for step in range(criteria.longest):
+        sampled, distribution = sampler(logits, rows)
+        record.add(step, rows, sampled, distribution)
+        is_active, num_active = criteria.update(step, rows, sampled, is_active)
+        if not num_active:
             return record.result(step + 1)
-        if left < _KEEP_WHILE * len(rows):
-            cache.batch_select_indices(alive.nonzero().squeeze(1))
-            rows, chosen, mask, positions, alive = (x[alive] for x in (rows, chosen, mask, positions, alive))
-        if padded:
+        if num_active < _COMPACTION_SHARE * len(rows):
+            cache.batch_select_indices(is_active.nonzero().squeeze(1))
+            rows, sampled, mask, positions, is_active = (
+                x[is_active] for x in (rows, sampled, mask, positions, is_active)
+            )
+        if is_padded:
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
         output = model(
-            input_ids=chosen[:, None],
-            attention_mask=mask if padded else None,
+            input_ids=sampled[:, None],
+            attention_mask=mask if is_padded else None,
             position_ids=positions[:, None],
             past_key_values=cache,
             use_cache=True,
         )
-        logits, cache, positions = output.logits[:, -1], output.past_key_values, positions + 1
+        logits = output.logits[:, -1]
+        cache = output.past_key_values
+        positions = positions + 1
         if recorder is not None:
-            record.add_routes(step, rows, recorder.take(len(rows)))
+            record.add_routes(step, rows, recorder.pop_routes(len(rows)))
     raise AssertionError("no row is left after the longest limit")
 
 
-def _read_prompts(
-    model: Any, prompts: Sequence[Sequence[int]], pad: int, device: torch.device, recorder: RouteRecorder | None
+def _prefill(
+    model: Any, prompts: Sequence[Sequence[int]], pad_token: int, device: torch.device, recorder: RouteRecorder | None
 ) -> tuple[Tensor, Any, Tensor, list[Tensor] | None]:
-    """Last logits ``[B, V]``, the cache, the mask ``[B, width]`` and the routes of each row after one pass over the
-    distinct prompts."""
+    """Read each distinct prompt once.
+
+    Returns:
+        Logits after the last token [B, V], the key-value cache, the attention mask [B, width], and the routes of each
+        row.
+    """
     distinct = {tuple(p): i for i, p in enumerate(dict.fromkeys(tuple(p) for p in prompts))}
     width = max(len(p) for p in distinct)
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in distinct], device=device)
+    ids = torch.tensor([[pad_token] * (width - len(p)) + list(p) for p in distinct], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device)
     output = model(
         input_ids=ids,
@@ -244,6 +288,6 @@ def _read_prompts(
     output.past_key_values.batch_select_indices(index)
     routes = None
     if recorder is not None:
-        read = recorder.take(len(distinct))
-        routes = [read[distinct[tuple(p)], width - len(p) :] for p in prompts]
+        distinct_routes = recorder.pop_routes(len(distinct))
+        routes = [distinct_routes[distinct[tuple(p)], width - len(p) :] for p in prompts]
     return output.logits[index, -1], output.past_key_values, mask[index], routes

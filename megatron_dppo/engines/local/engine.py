@@ -1,4 +1,4 @@
-"""The embedded engine: a transformers copy of the policy in this process, for small models and machines without GPU."""
+"""The local engine: a transformers copy of the policy in this process, for small models and machines without a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.local.decode import Decoded, decode
+from megatron_dppo.engines.local.lockstep import CompletionTarget, LockstepRunner, PendingResponse
 from megatron_dppo.engines.local.perturbation import Perturbation, PerturbedModel
 from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore
-from megatron_dppo.engines.local.rounds import Goal, PendingResponse, Rounds
 from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
@@ -28,19 +28,19 @@ from megatron_dppo.types.token_columns import asked_columns
 
 
 class LocalEngine:
-    """A ``RolloutEngine`` that samples batches with a transformers model, one after the other in a thread of its own.
+    """A ``RolloutEngine`` that samples one batch after another with a transformers model, in its own thread.
 
-    The same calls under the same weights give the same responses: the numbers that they draw come from the seed, the
-    place in the batch, and the tokens that the responses of the call had before. A user's function has to do its part.
+    The same calls under the same weights give the same responses. The random numbers depend on the seed, the row of the
+    batch, and the tokens that the responses of the call had before. A user function has to be deterministic too.
 
     Args:
-        hf_config: the model's transformers config.
-        tokenizer: decodes responses, names the end-of-sequence and the padding token.
-        dtype: of this copy of the weights; another one than training's gives a real engine mismatch.
-        device: where it runs.
-        max_batch: sequences that are decoded together.
-        function: a user's ``rollout.generate``; None = one response to each prompt.
-        perturbation: how the engine is made to differ from the policy on purpose.
+        hf_config: transformers config of the model.
+        tokenizer: decodes responses and has the end-of-sequence and padding tokens.
+        dtype: dtype of this copy of the weights; another one than training's gives a real engine mismatch.
+        device: device of the copy.
+        max_batch: maximum number of sequences that are decoded together.
+        function: user function ``rollout.generate``; None for one response per prompt.
+        perturbation: deliberate differences between the engine and the policy.
 
     Raises:
         ConfigError: the perturbation needs a package that is not installed.
@@ -58,32 +58,37 @@ class LocalEngine:
         perturbation: Perturbation | None = None,
     ) -> None:
         self.policy_version = -1
-        self._tokenizer, self._max_batch, self._device = tokenizer, max_batch, device
+        self._tokenizer = tokenizer
+        self._max_batch = max_batch
+        self._device = device
         self._model = build_hf_model(hf_config, dtype).to(device)
-        self._eos = end_tokens(hf_config, tokenizer)
+        self._end_tokens = end_tokens(hf_config, tokenizer)
         self._routing = routing_shape(hf_config)
         perturbation = perturbation or Perturbation()
+        # Before the RouteRecorder, whose hooks must see the choices of perturbed routers.
         self._perturbed = PerturbedModel(self._model, perturbation, self._routing)
         self._unrecorded_top_p = perturbation.unrecorded_top_p
-        self._reveals = False
+        self._reveals_hidden_filter = False
         self._recorder = None if self._routing is None else RouteRecorder(self._model, self._routing)
-        self._function, self._loop = function, asyncio.Runner()  # without a function no loop is ever made
+        self._function = function
+        self._loop = asyncio.Runner()  # creates its loop at the first run, so never without a function
         self._held: dict[int, GroupState] = {}
-        self._thread = ThreadPoolExecutor(1, "rollout", initializer=_use, initargs=(device,))
+        """Responses of incomplete groups, by key."""
+        self._thread = ThreadPoolExecutor(1, "rollout", initializer=_set_cuda_device, initargs=(device,))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy full tensors into this copy; ``version`` goes into every later completion."""
+        """Copy full tensors into this copy; every later completion has ``version``."""
         copy_into_model(self._model, weights)
-        self._perturbed.weights_changed()
+        self._perturbed.quantize_weights()
         self.policy_version = version
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """Sample one response a prompt.
+        """Sample one response per prompt.
 
         Raises:
-            RuntimeError: no weights were ever given.
-            ValueError: routed experts are asked of a dense model.
-            GenerateError: the user's function failed.
+            RuntimeError: ``update_weights`` was never called.
+            ValueError: ``params`` ask a dense model for routed experts.
+            GenerateError: the user function failed.
         """
         samples = [self._sample(prompt, params) for prompt in prompts]
         self._thread.submit(self._complete, samples, params, None).result()
@@ -92,15 +97,15 @@ class LocalEngine:
     def submit(
         self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
     ) -> list[SampledFuture]:
-        """See ``RolloutEngine``; returns at once. With a user's function it stops only between turns.
+        """See ``RolloutEngine``; returns at once. With a user function it stops only between turns.
 
-        Where sampling failed, no group of the call has a result, and what was held before is held as it was.
+        If sampling fails, no group of the call gets a result, and held responses stay as they were.
         """
         futures: list[SampledFuture] = [Future() for _ in groups]
-        self._thread.submit(self._answer, groups, params, enough, keep, futures)
+        self._thread.submit(self._run_groups, groups, params, enough, keep, futures)
         return futures
 
-    def _answer(
+    def _run_groups(
         self,
         groups: Sequence[GroupRequest],
         params: SamplingParams,
@@ -109,9 +114,9 @@ class LocalEngine:
         futures: Sequence[SampledFuture],
     ) -> None:
         try:
-            samples = [self._continued(group, params) for group in groups]
-            goal = Goal(samples, enough) if enough < len(groups) else None
-            self._complete([s for group in samples for s in group if s.completion is None], params, goal)
+            samples = [self._restored_samples(group, params) for group in groups]
+            target = CompletionTarget(samples, enough) if enough < len(groups) else None
+            self._complete([s for group in samples for s in group if s.completion is None], params, target)
         except BaseException as error:
             for future in futures:
                 future.set_exception(error)
@@ -124,7 +129,7 @@ class LocalEngine:
             future.set_result(complete if len(complete) == len(group) else None)
 
     def unfinished(self) -> dict[int, GroupState]:
-        """See ``RolloutEngine``; waits until nothing is under way."""
+        """See ``RolloutEngine``; waits until nothing is running."""
         return self._thread.submit(dict, self._held).result()
 
     def restore(self, groups: Mapping[int, GroupState]) -> None:
@@ -132,14 +137,16 @@ class LocalEngine:
         self._held |= groups
 
     def reveal_filters(self) -> None:
-        """From here on report what is drawn from: the same draws, with the sampling masks of a hidden filter."""
-        self._reveals = self._unrecorded_top_p < 1
+        """Include the hidden filter in later log-probabilities and sampling masks; the samples stay the same."""
+        self._reveals_hidden_filter = self._unrecorded_top_p < 1
 
     def rescore(
         self, samples: Sequence[TrainingSample], temperature: float, *, fp32_head: bool = False
     ) -> list[Tensor]:
-        """Log-probabilities ``[T]`` of the labels of each sample by this copy as it is, the samples' routes
-        replayed where they have them. See ``rescore``."""
+        """Return the log-probabilities ``[T]`` of the labels of each sample under this copy, see ``rescore``.
+
+        Samples with routes are replayed.
+        """
 
         def score() -> list[Tensor]:
             routes = samples[0].routed_experts if samples else None
@@ -152,7 +159,7 @@ class LocalEngine:
         return self._thread.submit(score).result()
 
     def close(self) -> None:
-        """Free the copy of the weights, and end what a user's function left running."""
+        """Free the copy of the weights, and cancel whatever a user function left running."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._loop.close()
         self._held.clear()
@@ -167,12 +174,12 @@ class LocalEngine:
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
         response = GrowingResponse(
-            prompt.start, routing=routing, sampling_mask=self._reveals, columns=asked_columns(params)
+            prompt.start, routing=routing, sampling_mask=self._reveals_hidden_filter, columns=asked_columns(params)
         )
         return PendingResponse(prompt, response)
 
-    def _continued(self, request: GroupRequest, params: SamplingParams) -> list[PendingResponse]:
-        """The responses of a group, as far as they were held."""
+    def _restored_samples(self, request: GroupRequest, params: SamplingParams) -> list[PendingResponse]:
+        """Return the responses of a group, with the tokens that are held of them."""
         samples = [self._sample(request.prompt, params) for _ in range(request.siblings)]
         held = self._held.get(request.key)
         if held is not None and len(held) != request.siblings:
@@ -184,39 +191,47 @@ class LocalEngine:
                 sample.response.restore(state)
         return samples
 
-    def _complete(self, samples: Sequence[PendingResponse], params: SamplingParams, goal: Goal | None) -> None:
-        """Complete the samples, or stop them when the goal is reached."""
-        seed = _seed(samples, params)
+    def _complete(
+        self, samples: Sequence[PendingResponse], params: SamplingParams, target: CompletionTarget | None
+    ) -> None:
+        """Complete the samples, or stop them when the target is reached."""
+        seed = _call_seed(samples, params)
         generator = torch.Generator(self._device).manual_seed(seed)
-        self._perturbed.begin(seed, self._device)
+        self._perturbed.seed_noise(seed, self._device)
         if self._function is None:
-            self._complete_plain(samples, params, generator, goal)
+            self._complete_single_turns(samples, params, generator, target)
             return
 
-        def turns(requests: Sequence[GenerateRequest]) -> list[Generation]:
+        def decode_turns(requests: Sequence[GenerateRequest]) -> list[Generation]:
             batches = [requests[i : i + self._max_batch] for i in range(0, len(requests), self._max_batch)]
-            return [answer for batch in batches for answer in self._decode(batch, params, generator, None)]
+            return [generation for batch in batches for generation in self._decode(batch, params, generator, None)]
 
-        self._loop.run(Rounds(self._function, params, self._tokenizer, turns, goal).run(samples))
+        runner = LockstepRunner(self._function, params, self._tokenizer, decode_turns, target)
+        self._loop.run(runner.run(samples))
 
-    def _complete_plain(
-        self, samples: Sequence[PendingResponse], params: SamplingParams, generator: torch.Generator, goal: Goal | None
+    def _complete_single_turns(
+        self,
+        samples: Sequence[PendingResponse],
+        params: SamplingParams,
+        generator: torch.Generator,
+        target: CompletionTarget | None,
     ) -> None:
-        """Without a function: one turn each."""
+        """Complete samples without a user function."""
+        # Restored responses may already have all their tokens.
         full = [sample for sample in samples if len(sample.response.tokens) >= params.max_new_tokens]
         for sample in full:
             sample.completion = sample.response.completion(FinishReason.LENGTH, self._tokenizer)
-        if goal is not None:
-            goal.ended(full)
-        left = [sample for sample in samples if sample.completion is None]
-        for start in range(0, len(left), self._max_batch):
-            if goal is not None and goal.is_reached:
+        if target is not None:
+            target.mark_complete(full)
+        pending = [sample for sample in samples if sample.completion is None]
+        for start in range(0, len(pending), self._max_batch):
+            if target is not None and target.is_reached:
                 return
-            batch = left[start : start + self._max_batch]
+            batch = pending[start : start + self._max_batch]
             limits = [params.max_new_tokens - len(sample.response.tokens) for sample in batch]
             requests = [s.response.next_request("", params, (), limit) for s, limit in zip(batch, limits, strict=True)]
-            ended = None if goal is None else _watcher(goal, batch)
-            for sample, generation in zip(batch, self._decode(requests, params, generator, ended), strict=True):
+            should_stop = None if target is None else _stop_callback(target, batch)
+            for sample, generation in zip(batch, self._decode(requests, params, generator, should_stop), strict=True):
                 sample.response.append_sampled(generation)
                 if generation.finish_reason != FinishReason.ABORT:
                     sample.completion = sample.response.completion(generation.finish_reason, self._tokenizer)
@@ -226,11 +241,11 @@ class LocalEngine:
         requests: Sequence[GenerateRequest],
         params: SamplingParams,
         generator: torch.Generator,
-        ended: Callable[[list[int]], bool] | None,
+        should_stop: Callable[[list[int]], bool] | None,
     ) -> list[Generation]:
-        """Answer a batch; ``ended`` as in ``decode``, those that it stops are aborted."""
+        """Decode a batch of requests; those that ``should_stop`` stops (see ``decode``) are aborted."""
         recorder = self._recorder if params.routed_experts else None
-        with nullcontext() if recorder is None else recorder.watching(weights=params.router_weights):
+        with nullcontext() if recorder is None else recorder.recording(weights=params.router_weights):
             decoded = decode(
                 self._model,
                 [request.token_ids for request in requests],
@@ -239,50 +254,65 @@ class LocalEngine:
                     generator,
                     len(requests),
                     unrecorded_top_p=self._unrecorded_top_p,
-                    reveals=self._reveals,
+                    reveals_hidden_filter=self._reveals_hidden_filter,
                 ),
                 max_new_tokens=[request.params.max_new_tokens for request in requests],
-                end=self._eos,
-                pad=self._tokenizer.pad_token_id,
-                further_ends=[request.stop_token_ids for request in requests],
+                end_tokens=self._end_tokens,
+                pad_token=self._tokenizer.pad_token_id,
+                extra_end_tokens=[request.stop_token_ids for request in requests],
                 topk=params.topk_logprobs,
-                return_sampling_mask=params.return_sampling_mask or self._reveals,
+                return_sampling_mask=params.return_sampling_mask or self._reveals_hidden_filter,
                 recorder=recorder,
-                ended=ended,
+                should_stop=should_stop,
             )
-        moved = decoded.cpu()
+        on_cpu = decoded.cpu()
         return [
-            generation_of(moved, row, request, self._eos, self.policy_version) for row, request in enumerate(requests)
+            build_generation(on_cpu, row, request, self._end_tokens, self.policy_version)
+            for row, request in enumerate(requests)
         ]
 
 
-def generation_of(
-    decoded: Decoded, row: int, request: GenerateRequest, eos: Collection[int], version: int
+def build_generation(
+    decoded: Decoded, row: int, request: GenerateRequest, end_tokens: Collection[int], version: int
 ) -> Generation:
-    """What was decoded in a row, as the answer to its request; ``eos`` are the tokens that end any response."""
-    limit, ends = request.params.max_new_tokens, {*eos, *request.stop_token_ids}
+    """Return one decoded row as the response to its request.
+
+    Args:
+        decoded: the batch.
+        row: row of the request.
+        request: the request.
+        end_tokens: tokens that end any response, besides those of the request.
+        version: version of the weights.
+    """
+    limit = request.params.max_new_tokens
+    stops = {*end_tokens, *request.stop_token_ids}
     tokens = decoded.tokens[row, :limit].tolist()
-    end = next((i for i, token in enumerate(tokens) if token in ends), None)
+    end = next((i for i, token in enumerate(tokens) if token in stops), None)
     length = len(tokens) if end is None else end + 1
-    unended = FinishReason.LENGTH if length == limit else FinishReason.ABORT
+    reason = FinishReason.LENGTH if length == limit else FinishReason.ABORT
+    if end is not None:
+        reason = FinishReason.STOP
     return Generation(
-        finish_reason=unended if end is None else FinishReason.STOP,
+        finish_reason=reason,
         versions=(VersionSpan(version, 0, length),),
-        **decoded.response(row, length, request.routing_start),
+        **decoded.row_columns(row, length, request.routing_start),
     )
 
 
-def _use(device: torch.device) -> None:
-    """CUDA's current device is a property of each thread."""
+def _set_cuda_device(device: torch.device) -> None:
+    """Select the device in a new thread: CUDA's current device belongs to the thread."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
-def _watcher(goal: Goal, batch: Sequence[PendingResponse]) -> Callable[[list[int]], bool]:
-    return lambda rows: goal.ended(batch[row] for row in rows)
+def _stop_callback(target: CompletionTarget, batch: Sequence[PendingResponse]) -> Callable[[list[int]], bool]:
+    return lambda rows: target.mark_complete(batch[row] for row in rows)
 
 
-def _seed(samples: Sequence[PendingResponse], params: SamplingParams) -> int:
-    """That of the parameters for new responses; those that go on do not draw again what they drew before."""
-    had = [len(sample.response.tokens) for sample in samples]
-    return random.Random(f"{params.seed}/{had}").getrandbits(62) if any(had) else params.seed
+def _call_seed(samples: Sequence[PendingResponse], params: SamplingParams) -> int:
+    """Return the seed of a call: that of ``params`` for new responses.
+
+    Restored responses change the seed, so that they do not get the random numbers of their first tokens again.
+    """
+    lengths = [len(sample.response.tokens) for sample in samples]
+    return random.Random(f"{params.seed}/{lengths}").getrandbits(62) if any(lengths) else params.seed

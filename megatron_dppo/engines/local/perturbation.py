@@ -17,39 +17,39 @@ from megatron_dppo.hf.folder import is_fused_experts
 from megatron_dppo.types import RoutingShape
 
 CONFIGS = {"fp8": "FP8_DEFAULT_CFG", "int8": "INT8_WEIGHT_ONLY_CFG", "int4": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG"}
-"""``rollout.perturbation.weights`` -> modelopt's configuration, whose weight quantizer is used: FP8 E4M3 with a scale a
-tensor, INT8 with one an output channel, INT4 with one for 128 inputs of a channel."""
+"""Configuration of modelopt for each value of ``rollout.perturbation.weights``; its weight quantizer is used.
 
-
-_LEFT_OUT = ("embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate")
-"""Parts of the names that modelopt's configurations leave out: embedding, output layer, routers."""
+FP8 E4M3 has one scale per tensor, INT8 one per output channel, INT4 one per 128 inputs of a channel.
+"""
+_EXCLUDED = ("embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate")
+"""Parts of the names that modelopt's configurations exclude: embedding, output layer, routers."""
 
 
 class WeightQuantizer:
-    """Rounds the weights of a model to a coarse type, and keeps them in the model's own.
+    """Fake quantization: rounds the weights of a model to a coarse type and stores them in the model's dtype.
 
     Args:
-        form: a key of ``CONFIGS``.
+        weights_format: key of ``CONFIGS``.
 
     Raises:
         ConfigError: nvidia-modelopt is not installed.
     """
 
-    def __init__(self, form: str) -> None:
-        quantization = _modelopt(form)
-        entries = getattr(quantization, CONFIGS[form])["quant_cfg"]
+    def __init__(self, weights_format: str) -> None:
+        quantization = _import_modelopt(weights_format)
+        entries = getattr(quantization, CONFIGS[weights_format])["quant_cfg"]
         (settings,) = (entry["cfg"] for entry in entries if entry["quantizer_name"] == "*weight_quantizer")
         self._attributes = import_module(f"{quantization.__name__}.config").QuantizerAttributeConfig(**settings)
         self._quantizer = import_module(f"{quantization.__name__}.nn").TensorQuantizer
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
-        """Round all linear weights of ``model`` in place, those of each expert for itself; scales are those of the
-        weights as they are now."""
+        """Round all linear weights in place, each expert separately, with scales of the current weights."""
         for weight in quantized_weights(model):
-            weight.copy_(self._rounded(weight))
+            weight.copy_(self._round(weight))
 
-    def _rounded(self, weight: Tensor) -> Tensor:
+    def _round(self, weight: Tensor) -> Tensor:
+        # Calibration first: the pass without quantization measures the scale that the second pass uses.
         quantizer = self._quantizer(self._attributes).to(weight.device)
         quantizer.disable_quant()
         quantizer.enable_calib()
@@ -61,9 +61,9 @@ class WeightQuantizer:
 
 
 def quantized_weights(model: nn.Module) -> Iterator[Tensor]:
-    """The matrices that are rounded, each ``[out, in]``."""
+    """Yield the matrices to round, each ``[out, in]``."""
     for name, parameter in model.named_parameters():
-        if any(part in name for part in _LEFT_OUT):
+        if any(part in name for part in _EXCLUDED):
             continue
         if is_fused_experts(name):
             yield from parameter
@@ -72,59 +72,63 @@ def quantized_weights(model: nn.Module) -> Iterator[Tensor]:
 
 
 def preload_modelopt() -> None:
-    """Import nvidia-modelopt, where it is installed, before processes are forked: it takes each eleven seconds."""
+    """Import nvidia-modelopt, if installed, before processes are forked: the import takes eleven seconds."""
     if find_spec("modelopt") is not None:
         import_module("modelopt.torch.quantization")
 
 
-def require_modelopt(form: str) -> None:
-    """Refuse coarse weights where nvidia-modelopt is not installed, without importing it.
+def require_modelopt(weights_format: str) -> None:
+    """Check that nvidia-modelopt is installed, without importing it.
 
     Raises:
-        ConfigError: with how to install it.
+        ConfigError: it is not installed; the message states how to install it.
     """
     if find_spec("modelopt") is None:
-        raise ConfigError(_missing(form, "not installed"))
+        raise ConfigError(_missing_modelopt(weights_format, "not installed"))
 
 
-def _modelopt(form: str) -> Any:
+def _import_modelopt(weights_format: str) -> Any:
     try:
         return import_module("modelopt.torch.quantization")
     except ImportError as error:
-        raise ConfigError(_missing(form, f"cannot be imported: {error}")) from error
+        raise ConfigError(_missing_modelopt(weights_format, f"cannot be imported: {error}")) from error
 
 
-def _missing(form: str, why: str) -> str:
+def _missing_modelopt(weights_format: str, reason: str) -> str:
     return (
-        f"rollout.perturbation.weights = {form!r} rounds with nvidia-modelopt ({why}); install it with pip install "
-        "'megatron-dppo[modelopt]', or set weights = 'none'"
+        f"rollout.perturbation.weights = {weights_format!r} rounds with nvidia-modelopt ({reason}); install it with "
+        "pip install 'megatron-dppo[modelopt]', or set weights = 'none'"
     )
 
 
 @dataclass(frozen=True)
 class Perturbation:
-    """What is done to the engine; the defaults do nothing. Keys as in ``[rollout.perturbation]``."""
+    """Deliberate differences of the engine from the policy, see ``[rollout.perturbation]``; none by default."""
 
     weights: str = "none"
+    """Key of ``CONFIGS``, or ``none``."""
     router_noise: float = 0.0
+    """Standard deviation of the noise on router logits."""
     unrecorded_top_p: float = 1.0
+    """Top-p filter that the log-probabilities do not include; 1 disables it."""
 
 
 class PerturbedModel:
-    """A transformers model with coarse weights and noisy routers.
+    """A transformers model with quantized weights and noisy routers.
 
     Args:
-        model: is changed in place.
-        perturbation: how.
-        routing: sizes of its routes; None = a dense model.
+        model: the model, which is changed in place.
+        perturbation: the changes.
+        routing: shape of its routes; None for a dense model.
 
     Raises:
-        ConfigError: the weights are to be rounded, and nvidia-modelopt is not installed.
-        ValueError: noise for the routers of a dense model.
+        ConfigError: the weights are to be quantized, and nvidia-modelopt is not installed.
+        ValueError: ``router_noise`` is set for a dense model.
     """
 
     def __init__(self, model: Any, perturbation: Perturbation, routing: RoutingShape | None) -> None:
-        self._model, self._noise = model, perturbation.router_noise
+        self._model = model
+        self._noise = perturbation.router_noise
         self._quantizer = None if perturbation.weights == "none" else WeightQuantizer(perturbation.weights)
         self._generator: torch.Generator | None = None
         if not self._noise:
@@ -133,26 +137,26 @@ class PerturbedModel:
             raise ValueError(f"router_noise = {self._noise} for a dense model, which has no routers")
         for index, layer in enumerate(model.model.layers):
             if index not in routing.dense_layers:
-                # Before the hooks of a RouteRecorder, which thus sees the choices that are made.
-                layer.mlp.gate.register_forward_hook(self._reroute)
+                # Registered before the hooks of a RouteRecorder, which then records the perturbed choices.
+                layer.mlp.gate.register_forward_hook(self._add_noise)
 
-    def weights_changed(self) -> None:
-        """Round the weights that were copied into the model."""
+    def quantize_weights(self) -> None:
+        """Quantize the weights that were just copied into the model."""
         if self._quantizer is not None:
             self._quantizer.apply(self._model)
 
-    def begin(self, seed: int, device: torch.device) -> None:
-        """Start the noise of one call from a seed: the same calls have the same noise."""
+    def seed_noise(self, seed: int, device: torch.device) -> None:
+        """Seed the noise of one call, so that equal calls get equal noise."""
         if self._noise:
             self._generator = torch.Generator(device).manual_seed(random.Random(f"router/{seed}").getrandbits(62))
 
-    def _reroute(self, router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """The router's outputs ``(logits [n, E], weights [n, k], experts [n, k])`` from its logits with noise added."""
+    def _add_noise(self, router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Return the router's ``(logits [n, E], weights [n, k], experts [n, k])`` for its logits with noise added."""
         logits, weights, experts = output
-        assert self._generator is not None, "begin comes first"
+        assert self._generator is not None, "seed_noise comes first"
         noise = torch.empty(logits.shape, device=logits.device).normal_(generator=self._generator)
         noisy = logits + (self._noise * noise).to(logits.dtype)
-        chosen, ids = noisy.softmax(-1, dtype=torch.float32).topk(experts.shape[-1], dim=-1)
+        new_weights, new_experts = noisy.softmax(-1, dtype=torch.float32).topk(experts.shape[-1], dim=-1)
         if router.norm_topk_prob:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
-        return noisy, chosen.to(weights.dtype), ids
+            new_weights = new_weights / new_weights.sum(-1, keepdim=True)
+        return noisy, new_weights.to(weights.dtype), new_experts

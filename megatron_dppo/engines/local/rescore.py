@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens by a transformers model, with the experts and weights that routers once chose."""
+"""Log-probabilities of given tokens under a transformers model, with recorded experts and combine weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.local.sampler import combine_weights, filters_of
+from megatron_dppo.engines.local.sampler import build_filters, combine_weights
 from megatron_dppo.types import (
     MISSING_EXPERT,
     RoutingShape,
@@ -23,11 +23,11 @@ from megatron_dppo.types import (
 
 
 class ForcedRoutes:
-    """Puts given experts, and their combine weights, in the place of what the routers of a model choose.
+    """Replay of recorded experts, and of their combine weights, in the routers of a model.
 
     Args:
-        model: as that of a ``RouteRecorder``.
-        shape: of the routes.
+        model: see ``RouteRecorder``.
+        shape: shape of the routes.
     """
 
     def __init__(self, model: Any, shape: RoutingShape) -> None:
@@ -36,10 +36,15 @@ class ForcedRoutes:
         self._routers = {i: layer.mlp.gate for i, layer in layers if i not in shape.dense_layers}
 
     @contextmanager
-    def using(self, routes: Tensor) -> Iterator[None]:
-        """The tokens ``[T]`` of each forward pass inside visit ``routes [T, L, width]``; what is missing stays live."""
+    def replaying(self, routes: Tensor) -> Iterator[None]:
+        """Send the T tokens of each forward pass in a ``with`` block to ``routes [T, L, width]``.
+
+        Missing routes keep the router's live choice.
+        """
         handles = [
-            router.register_forward_hook(lambda router, _, output, own=routes[:, i]: self._put(router, output, own))
+            router.register_forward_hook(
+                lambda router, _, output, layer=routes[:, i]: self._replace(router, output, layer)
+            )
             for i, router in self._routers.items()
         ]
         try:
@@ -48,16 +53,18 @@ class ForcedRoutes:
             for handle in handles:
                 handle.remove()
 
-    def _put(self, router: Any, output: tuple[Tensor, Tensor, Tensor], own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The router's ``(logits [T, E], weights [T, k], experts [T, k])`` with what is known of ``own [T, width]``."""
+    def _replace(
+        self, router: Any, output: tuple[Tensor, Tensor, Tensor], layer_routes: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the router's ``(logits [T, E], weights [T, k], experts [T, k])`` with ``layer_routes [T, width]``."""
         logits, live_weights, live = output
-        given = experts_of(own, self._shape).to(live.device)
-        known = given != MISSING_EXPERT[given.dtype]
-        experts = torch.where(known, given.to(live.dtype), live)
+        recorded = experts_of(layer_routes, self._shape).to(live.device)
+        is_recorded = recorded != MISSING_EXPERT[recorded.dtype]
+        experts = torch.where(is_recorded, recorded.to(live.dtype), live)
         weights = combine_weights(router, logits, experts)
-        weights = torch.where(known, weights.to(live_weights.dtype), live_weights)
+        weights = torch.where(is_recorded, weights.to(live_weights.dtype), live_weights)
         if self._shape.weights:
-            values = weights_of(own, self._shape).to(live.device)
+            values = weights_of(layer_routes, self._shape).to(live.device)
             weights = torch.where(values.isnan(), weights, values.to(weights.dtype))
         return logits, weights, experts
 
@@ -71,21 +78,21 @@ def rescore(
     forced: ForcedRoutes | None = None,
     fp32_head: bool = False,
 ) -> list[Tensor]:
-    """``[T]`` fp32 log-probabilities of the labels of each sample, in one pass over its whole sequence.
+    """Return the fp32 log-probabilities ``[T]`` of the labels of each sample, in one pass over its complete sequence.
 
     Args:
-        model: a causal language model of transformers.
-        samples: with their sampling masks, which the softmax is over; with their routes, if ``forced`` is given.
+        model: a transformers causal language model.
+        samples: the samples. The softmax is over their sampling masks, if they have any.
         temperature: divides the logits.
-        forced: replays the samples' routes; None = the routers are live.
-        fp32_head: the output layer in fp32, on the hidden states and weights as they are.
+        forced: replays the samples' routes; None leaves the routers live.
+        fp32_head: compute the output layer in fp32, on the hidden states and weights as they are.
     """
     device = next(model.parameters()).device
-    found = []
+    results = []
     for sample in samples:
         tokens = sample.tokens[None].to(device)
         if forced is not None and sample.routed_experts is not None:
-            with forced.using(sample.routed_experts):
+            with forced.replaying(sample.routed_experts):
                 hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0]
         else:
             hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0]
@@ -93,33 +100,40 @@ def rescore(
         logits = hidden.float() @ weight.float().T if fp32_head else model.lm_head(hidden)
         scores = logits.float() if temperature == 1 else logits.float() / temperature
         if sample.sampling_mask is not None:
-            scores = _cut(scores, sample)
+            scores = _apply_sampling_mask(scores, sample.sampling_mask)
         logprobs = scores.log_softmax(-1).gather(1, sample.labels.to(device)[:, None])[:, 0]
-        found.append(logprobs.cpu())
-    return found
+        results.append(logprobs.cpu())
+    return results
 
 
 @torch.no_grad()
 def with_filter(model: Any, sample: TrainingSample, params: SamplingParams, responses: int) -> TrainingSample:
-    """The sample with the sets that the filters of ``params`` leave of the model's own distributions, for its last
-    ``responses`` tokens; the label is always left."""
+    """Return a sample with the sampling mask that the filters of ``params`` give on the model's own distributions.
+
+    Args:
+        model: a transformers causal language model.
+        sample: the sample; its labels are always allowed.
+        params: sampling parameters.
+        responses: number of response tokens, at the end of the sample.
+    """
     device = next(model.parameters()).device
     scores = model(input_ids=sample.tokens[None].to(device), use_cache=False).logits[0, -responses:].float()
-    for cut in filters_of(params):
-        scores = cut(None, scores)
-    inside = scores > -torch.inf
-    inside.scatter_(1, sample.labels[-responses:, None].to(device), True)
-    sets = SamplingMask(inside.nonzero()[:, 1].int().cpu(), inside.sum(1).int().cpu())
-    return replace(sample, sampling_mask=sets)
+    for apply_filter in build_filters(params):
+        scores = apply_filter(None, scores)
+    is_allowed = scores > -torch.inf
+    is_allowed.scatter_(1, sample.labels[-responses:, None].to(device), True)
+    sampling_mask = SamplingMask(is_allowed.nonzero()[:, 1].int().cpu(), is_allowed.sum(1).int().cpu())
+    return replace(sample, sampling_mask=sampling_mask)
 
 
-def _cut(scores: Tensor, sample: TrainingSample) -> Tensor:
-    """``[T, V]`` with -inf outside the sampling masks, which those of the last tokens have."""
-    sampling_mask = sample.sampling_mask
-    assert sampling_mask is not None
+def _apply_sampling_mask(scores: Tensor, sampling_mask: SamplingMask) -> Tensor:
+    """Return ``[T, V]`` scores with -inf outside the sampling mask, which covers the last tokens.
+
+    A token with an empty set keeps its complete distribution.
+    """
     first = len(scores) - len(sampling_mask)
-    whole = torch.cat([torch.ones(first, dtype=torch.bool), sampling_mask.counts == 0]).to(scores.device)
-    allowed = whole[:, None].expand_as(scores).clone()
+    is_unfiltered = torch.cat([torch.ones(first, dtype=torch.bool), sampling_mask.counts == 0]).to(scores.device)
+    is_allowed = is_unfiltered[:, None].expand_as(scores).clone()
     rows = first + torch.arange(len(sampling_mask)).repeat_interleave(sampling_mask.counts.long())
-    allowed[rows.to(scores.device), sampling_mask.ids.long().to(scores.device)] = True
-    return scores.masked_fill(~allowed, -torch.inf)
+    is_allowed[rows.to(scores.device), sampling_mask.ids.long().to(scores.device)] = True
+    return scores.masked_fill(~is_allowed, -torch.inf)

@@ -1,4 +1,4 @@
-"""Sampling from logits with a generator of its own, and the records of allowed ids and routes."""
+"""Sampling from logits with a separate random generator, and recorders of allowed ids and routes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from torch import Tensor
 from megatron_dppo.types import MISSING_EXPERT, RoutingShape, SamplingMask, SamplingParams, with_weights
 
 
-def filters_of(params: SamplingParams) -> list[Any]:
-    """What is done to fp32 logits one after the other, each called with ``(None, scores)``; temperature above 0."""
+def build_filters(params: SamplingParams) -> list[Any]:
+    """Return the transforms of fp32 logits in their order, each called with ``(None, scores)``.
+
+    Args:
+        params: sampling parameters with a temperature above 0.
+    """
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     filters: list[Any] = []
@@ -31,19 +35,20 @@ def filters_of(params: SamplingParams) -> list[Any]:
 
 
 class Sampler:
-    """Draws from logits by a generator of its own.
+    """Sampler with a separate random generator.
 
-    The global generator stays alone: a rollout in a background thread must not move the random state that the trainer
-    reads and sets (dropout, recomputation, checkpoints). Each step draws numbers for the whole batch, so that the
-    tokens of a row do not depend on when its neighbours finish.
+    It does not use the global generator: a rollout in a background thread must not change the random state that the
+    trainer reads and sets (dropout, recomputation, checkpoints). Each step draws numbers for the complete batch, so
+    that the tokens of a row do not depend on when other rows finish.
 
     Args:
-        params: temperature 0 takes the most probable token and the log-probabilities of the unchanged logits. Else
-            temperature comes first, then top-k, then top-p of what that leaves, then min-p.
-        generator: on the device of the logits.
-        batch: rows of the batch at its start.
-        unrecorded_top_p: a filter of the draws that the log-probabilities do not show (``rollout.perturbation``).
-        reveals: the log-probabilities show it after all: the same draws, told as they were made.
+        params: sampling parameters. At temperature 0 the sampler returns the most probable token and the
+            log-probabilities of the unchanged logits. Otherwise it applies temperature, top-k, top-p and min-p, in this
+            order.
+        generator: random generator on the device of the logits.
+        batch: number of rows at the start.
+        unrecorded_top_p: top-p filter that the log-probabilities do not include (``rollout.perturbation``).
+        reveals_hidden_filter: include this filter in the log-probabilities after all; the samples stay the same.
     """
 
     def __init__(
@@ -53,84 +58,89 @@ class Sampler:
         batch: int,
         *,
         unrecorded_top_p: float = 1.0,
-        reveals: bool = False,
+        reveals_hidden_filter: bool = False,
     ) -> None:
         from transformers import TopPLogitsWarper
 
-        self._generator, self._batch, self._greedy = generator, batch, params.temperature == 0
-        self._filters = [] if self._greedy else filters_of(params)
-        self._hidden = TopPLogitsWarper(unrecorded_top_p) if unrecorded_top_p < 1 else None
-        if reveals and self._hidden is not None and not self._greedy:
-            self._filters.append(self._hidden)
-            self._hidden = None
+        self._generator = generator
+        self._batch = batch
+        self._is_greedy = params.temperature == 0
+        self._filters = [] if self._is_greedy else build_filters(params)
+        self._hidden_filter = TopPLogitsWarper(unrecorded_top_p) if unrecorded_top_p < 1 else None
+        if reveals_hidden_filter and self._hidden_filter is not None and not self._is_greedy:
+            self._filters.append(self._hidden_filter)
+            self._hidden_filter = None
 
     def __call__(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The token of each row ``[b]`` and the log-probabilities ``[b, V]`` of all.
+        """Return a token for each row, [b], and the log-probabilities of all tokens, [b, V].
 
         Args:
-            logits: ``[b, V]`` of the rows that are left.
-            rows: ``[b]`` their places in the whole batch.
+            logits: logits of the rows that are left, [b, V].
+            rows: their indices in the complete batch, [b].
         """
         scores = logits.float()
-        for filtered in self._filters:
-            scores = filtered(None, scores)
+        for apply_filter in self._filters:
+            scores = apply_filter(None, scores)
         logprobs = scores.log_softmax(-1)
-        if self._greedy:
+        if self._is_greedy:
             return scores.argmax(-1), logprobs
-        # The race of exponential clocks, as torch.multinomial runs it: the first to ring is i with probability p_i.
+        # Exponential race, as in torch.multinomial: argmax of p_i / e_i is i with probability p_i for e_i ~ Exp(1).
         clocks = scores.new_empty(self._batch, scores.shape[1]).exponential_(generator=self._generator)
         if len(rows) < self._batch:
             clocks = clocks[rows]
-        if self._hidden is not None:
-            scores = self._hidden(None, scores)
+        if self._hidden_filter is not None:
+            scores = self._hidden_filter(None, scores)
         return scores.softmax(-1).div_(clocks).argmax(-1), logprobs
 
 
 class SamplingMaskRecord:
-    """What the filters left of each token of ``batch`` responses, in the order of the steps."""
+    """Recorder of the ids that the filters allow for each token of ``batch`` responses."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, rows: Tensor, distribution: Tensor) -> None:
-        """Of one step: the log-probabilities ``[b, V]`` of ``rows [b]``, -inf where a filter cut."""
-        is_kept = distribution > -torch.inf
-        self._steps.append((rows, is_kept.sum(1), is_kept.nonzero()[:, 1].int()))
+        """Record one step of ``rows [b]``: log-probabilities ``[b, V]``, -inf where a filter removed the id."""
+        is_allowed = distribution > -torch.inf
+        self._steps.append((rows, is_allowed.sum(1), is_allowed.nonzero()[:, 1].int()))
 
     def result(self) -> list[SamplingMask]:
-        """Of each response, as many as it took part in steps."""
+        """Return the sampling mask of each response, with one set for each of its steps."""
+        # Steps come first in the record. Stable sorts by row put the steps of each response together, in order.
         rows, counts, ids = (torch.cat(parts) for parts in zip(*self._steps, strict=True))
         ids = ids[rows.repeat_interleave(counts).argsort(stable=True)]
         counts = counts[rows.argsort(stable=True)]
         steps = rows.bincount(minlength=self._batch).tolist()
-        whole = SamplingMask(ids, counts.int().cpu())
+        all_rows = SamplingMask(ids, counts.int().cpu())
         ends = list(accumulate(steps))
-        return [whole[end - number : end] for end, number in zip(ends, steps, strict=True)]
+        return [all_rows[end - number : end] for end, number in zip(ends, steps, strict=True)]
 
 
 class RouteRecorder:
-    """Keeps the choices of the latest forward pass.
+    """Recorder of the experts that the routers choose in a forward pass.
 
     Args:
-        model: a causal language model of transformers whose routers (``layers[i].mlp.gate``) return
-            ``(logits, weights [tokens, k], experts [tokens, k])``, as those of Qwen3-MoE and Qwen2-MoE do. The weights
-            are what the outputs of the experts are multiplied by.
-        shape: of that model.
+        model: a transformers causal language model. Its routers (``layers[i].mlp.gate``) return
+            ``(logits, weights [tokens, k], experts [tokens, k])``, as those of Qwen3-MoE and Qwen2-MoE do. The outputs
+            of the experts are multiplied by the weights.
+        shape: shape of its routes.
     """
 
     def __init__(self, model: Any, shape: RoutingShape) -> None:
         self._shape = shape
         layers = enumerate(model.model.layers)
         self._routers = {i: layer.mlp.gate for i, layer in layers if i not in shape.dense_layers}
-        self._chosen: dict[int, Tensor] = {}
+        self._routes_by_layer: dict[int, Tensor] = {}
 
     @contextmanager
-    def watching(self, *, weights: bool = False) -> Iterator[None]:
-        """Record inside, with or without the combine weights."""
+    def recording(self, *, weights: bool = False) -> Iterator[None]:
+        """Record forward passes in a ``with`` block; ``weights`` records the combine weights too."""
         self._shape = replace(self._shape, weights=weights)
         handles = [
-            router.register_forward_hook(lambda _module, _inputs, output, i=layer: self._keep(i, output[1], output[2]))
+            router.register_forward_hook(
+                lambda _module, _inputs, output, i=layer: self._record(i, output[1], output[2])
+            )
             for layer, router in self._routers.items()
         ]
         try:
@@ -139,34 +149,43 @@ class RouteRecorder:
             for handle in handles:
                 handle.remove()
 
-    def _keep(self, layer: int, weights: Tensor, experts: Tensor) -> None:
+    def _record(self, layer: int, weights: Tensor, experts: Tensor) -> None:
         routes = experts.to(self._shape.dtype)
-        self._chosen[layer] = with_weights(routes, weights) if self._shape.weights else routes
+        self._routes_by_layer[layer] = with_weights(routes, weights) if self._shape.weights else routes
 
-    def take(self, batch: int) -> Tensor:
-        """The choices of the latest forward pass over ``batch`` rows, ``[batch, tokens, L, k]``; dense layers missing.
-        With weights ``[batch, tokens, L, width]``.
+    def pop_routes(self, batch: int) -> Tensor:
+        """Return the routes of the latest forward pass over ``batch`` rows, and forget them.
+
+        Returns:
+            Shape [batch, tokens, L, k], or [batch, tokens, L, width] with combine weights. Dense layers are marked as
+            missing.
 
         Raises:
             RuntimeError: a router did not run.
         """
-        if idle := self._routers.keys() - self._chosen.keys():
+        if idle := self._routers.keys() - self._routes_by_layer.keys():
             raise RuntimeError(f"no choice of experts was seen in layers {sorted(idle)}; their routers did not run")
-        first = next(iter(self._chosen.values()))
+        first = next(iter(self._routes_by_layer.values()))
         tokens = first.shape[0] // batch
         missing = MISSING_EXPERT[self._shape.dtype]
-        found = first.new_full((batch, tokens, self._shape.num_layers, self._shape.width), missing)
-        layers = torch.tensor(sorted(self._chosen), device=first.device)
-        together = torch.stack([self._chosen[i] for i in sorted(self._chosen)], 1)
-        found[:, :, layers] = together.view(batch, tokens, len(layers), self._shape.width)
-        self._chosen = {}
-        return found
+        routes = first.new_full((batch, tokens, self._shape.num_layers, self._shape.width), missing)
+        layers = torch.tensor(sorted(self._routes_by_layer), device=first.device)
+        stacked = torch.stack([self._routes_by_layer[i] for i in sorted(self._routes_by_layer)], 1)
+        routes[:, :, layers] = stacked.view(batch, tokens, len(layers), self._shape.width)
+        self._routes_by_layer = {}
+        return routes
 
 
 def combine_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """fp32 ``[tokens, k]`` of the ``experts [tokens, k]``, from the router's ``logits [tokens, E]``, by its own rule.
+    """Return the combine weights of given experts by the router's own rule, fp32 [tokens, k].
 
-    A router with a bias (``e_score_correction_bias``) chooses by it, and weighs by sigmoids without it.
+    A router with a bias (``e_score_correction_bias``) chooses experts with the bias, and weighs them by sigmoids
+    without it.
+
+    Args:
+        router: a router of the model.
+        logits: its logits, [tokens, E].
+        experts: ids of the experts, [tokens, k].
     """
     scores = logits.float()
     scores = scores.sigmoid() if hasattr(router, "e_score_correction_bias") else scores.softmax(-1)

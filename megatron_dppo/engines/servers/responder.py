@@ -19,7 +19,8 @@ from megatron_dppo.engines.servers.pool import ServerPool
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import GenerateRequest, Generation
-from megatron_dppo.rollout.turns import GenerateFunction, Turns, TurnsStopped, call_generate
+from megatron_dppo.rollout.turns import GenerateFunction
+from megatron_dppo.rollout.user_function import run_user_function
 from megatron_dppo.types import Completion, FinishReason, Prompt, RoutingShape, SamplingParams
 
 T = TypeVar("T")
@@ -201,23 +202,10 @@ class Responder:
                 sample.completion = sample.response.completion(reason, self._tokenizer)
             return
 
-        was_stopped = False
-
         async def sample_turn(limit: int, stop_token_ids: tuple[int, ...]) -> FinishReason | None:
-            nonlocal was_stopped
-            sample.response = turns.response
-            reason = await self._sample(sample, len(sample.response.tokens) + limit, stop_token_ids)
-            was_stopped = was_stopped or reason is None
-            return reason
+            return await self._sample(sample, len(sample.response.tokens) + limit, stop_token_ids)
 
-        turns = Turns(sample.prompt, sample.response, sample.params, self._tokenizer, sample_turn)
-        try:
-            completion = await call_generate(self._function, turns)
-        except TurnsStopped:
-            return
-        # A function that catches every exception may return a completion of a response that was stopped.
-        if not was_stopped:
-            sample.completion = completion
+        sample.completion = await run_user_function(self._function, sample, sample.params, self._tokenizer, sample_turn)
 
     async def _sample(
         self, sample: InFlightResponse, length: int, stop_token_ids: tuple[int, ...]

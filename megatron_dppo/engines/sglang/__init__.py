@@ -1,4 +1,4 @@
-"""SGLang over HTTP (0.5.20 to 0.5.23 tested); nothing of it is imported."""
+"""Client of SGLang over HTTP (0.5.20 to 0.5.23 tested); imports nothing of SGLang."""
 
 from megatron_dppo.engines.sglang.client import SGLangServer
 

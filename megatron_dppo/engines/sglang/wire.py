@@ -24,7 +24,7 @@ from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import FinishReason, SamplingMask, SamplingParams, VersionSpan
 
 _LOWEST = float(np.finfo(np.float32).min) / 2
-"""SGLang writes -inf as the lowest float32, since JSON has no infinity."""
+"""Threshold above the lowest float32, which SGLang writes for -inf, since JSON has no infinity."""
 _SAMPLING_MASK = "output_token_sampling_mask"
 _SAMPLING_LOGPROBS = "output_token_sampling_logprobs"
 _MISSING = (

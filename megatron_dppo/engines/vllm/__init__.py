@@ -1,4 +1,4 @@
-"""vLLM over HTTP (0.32 tested); nothing of it is imported."""
+"""Client of vLLM over HTTP (0.32 tested); imports nothing of vLLM."""
 
 from megatron_dppo.engines.vllm.client import VLLMServer
 

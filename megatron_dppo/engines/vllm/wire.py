@@ -26,7 +26,7 @@ from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import FinishReason, SamplingMask, SamplingParams, VersionSpan
 
 _LOWEST = -9998.0
-"""vLLM writes -9999 for every log-probability below, and for NaN."""
+"""Threshold above -9999, which vLLM writes for every lower log-probability and for NaN."""
 _MISSING = "a gateway in between may drop it: give the URLs of the servers themselves"
 _CONTENT = "choices[0].logprobs.content"
 _NUMPY_HEADER = re.compile(

@@ -36,8 +36,8 @@ def sample(parts: Any, **params: Any) -> Decoded:
         prompts,
         sampler,
         max_new_tokens=LIMIT,
-        end=END,
-        pad=0,
+        end_tokens=END,
+        pad_token=0,
         topk=settings.topk_logprobs,
         return_sampling_mask=settings.return_sampling_mask,
     )
@@ -128,7 +128,7 @@ def test_under_filters_mu_is_the_distribution_after_them_and_the_allowed_ids_are
 def test_a_row_is_the_same_whenever_its_neighbours_leave_the_batch(parts: Any, monkeypatch: Any) -> None:
     expected = sample(parts)
     for share in (0.0, 1.0):  # nobody leaves; everybody leaves at once
-        monkeypatch.setattr("megatron_dppo.engines.local.decode._KEEP_WHILE", share)
+        monkeypatch.setattr("megatron_dppo.engines.local.decode._COMPACTION_SHARE", share)
         assert responses(sample(parts)) == responses(expected)
 
 
@@ -158,7 +158,7 @@ def test_decoding_ends_with_its_last_row_or_at_the_limit(parts: Any) -> None:
     assert decoded.tokens.shape == decoded.logprobs.shape == (len(TEXTS), longest)
     model, prompts = parts
     sampler = Sampler(SamplingParams(max_new_tokens=1), torch.Generator(), len(prompts))
-    one = decode(model, prompts, sampler, max_new_tokens=1, end=set(), pad=0)
+    one = decode(model, prompts, sampler, max_new_tokens=1, end_tokens=set(), pad_token=0)
     assert one.tokens.shape == (len(TEXTS), 1) and one.topk_ids is None
 
 
@@ -173,19 +173,26 @@ def test_rows_have_limits_and_ends_of_their_own_and_are_reported_when_they_reach
     lengths = sorted({len(row) for row in expected})
     assert len(lengths) >= 6 and lengths[-1] < max(map(len, free)) and set(map(len, further)) == {0, 1, 2}
     for stop_at in (0, 3, 99):
-        told: list[list[int]] = []
+        finished: list[list[int]] = []
 
-        def ended(rows: list[int], told: list[list[int]] = told, stop_at: int = stop_at) -> bool:
-            told.append(rows)
-            return len(told) == stop_at
+        def should_stop(rows: list[int], finished: list[list[int]] = finished, stop_at: int = stop_at) -> bool:
+            finished.append(rows)
+            return len(finished) == stop_at
 
         sampler = Sampler(SamplingParams(max_new_tokens=9, seed=4), torch.Generator().manual_seed(4), len(prompts))
         decoded = decode(
-            model, prompts, sampler, max_new_tokens=limits, end=END, pad=0, further_ends=further, ended=ended
+            model,
+            prompts,
+            sampler,
+            max_new_tokens=limits,
+            end_tokens=END,
+            pad_token=0,
+            extra_end_tokens=further,
+            should_stop=should_stop,
         )
         steps = lengths[2] if stop_at == 3 else lengths[-1]
         assert decoded.tokens.shape == decoded.logprobs.shape == (len(prompts), steps)
-        assert told == [[i for i, row in enumerate(expected) if len(row) == n] for n in lengths if n <= steps]
+        assert finished == [[i for i, row in enumerate(expected) if len(row) == n] for n in lengths if n <= steps]
         for row, found in zip(expected, decoded.tokens.tolist(), strict=True):
             assert found[: len(row)] == row[:steps]
 
@@ -195,4 +202,4 @@ def test_a_limit_below_one_is_refused(parts: Any, limits: Any) -> None:
     model, prompts = parts
     with pytest.raises(ValueError, match="max_new_tokens must be above 0, got 0"):
         sampler = Sampler(SamplingParams(max_new_tokens=1), torch.Generator(), 2)
-        decode(model, prompts[:2], sampler, max_new_tokens=limits, end=END, pad=0)
+        decode(model, prompts[:2], sampler, max_new_tokens=limits, end_tokens=END, pad_token=0)

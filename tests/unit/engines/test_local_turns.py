@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.engines.agents.runner import AgentTask
-from megatron_dppo.engines.local import rounds
+from megatron_dppo.engines.local import lockstep
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.rollout.engine import GroupRequest
@@ -213,7 +213,7 @@ def test_what_else_a_function_waits_for_changes_nothing() -> None:
 
 
 def test_functions_that_wait_for_each_other_go_on_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(lockstep, "_PATIENCE_SECONDS", 0.05)
     room = asyncio.Semaphore(4)
 
     async def in_turn(prompt: Prompt, turns: Turns) -> Completion:

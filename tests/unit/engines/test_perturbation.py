@@ -86,7 +86,7 @@ def test_fp8_weights_are_e4m3_with_one_scale_a_tensor_and_other_parts_are_exact(
     pytest.importorskip("modelopt.torch.quantization", reason="pip install 'megatron-dppo[modelopt]'")
     model = build_hf_model(CONFIG, torch.float32, seed=1)
     plain = {name: p.detach().clone() for name, p in model.named_parameters()}
-    PerturbedModel(model, Perturbation(weights="fp8"), routing_shape(CONFIG)).weights_changed()
+    PerturbedModel(model, Perturbation(weights="fp8"), routing_shape(CONFIG)).quantize_weights()
 
     def by_hand(weight: Tensor) -> Tensor:
         scale = 448 / weight.abs().max()

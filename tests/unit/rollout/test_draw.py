@@ -43,7 +43,7 @@ def test_the_tokens_are_those_of_transformers_own_sampling(parts: Any, sampling:
             max_new_tokens=6,
             do_sample=True,
             pad_token_id=0,
-            eos_token_id=sorted(engine._eos),
+            eos_token_id=sorted(engine._end_tokens),
             **settings,
         )[:, ids.shape[1] :]
     for completion, row in zip(found, expected.tolist(), strict=True):
