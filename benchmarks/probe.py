@@ -26,8 +26,15 @@ from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.rollout.server import Generation
 from megatron_dppo.weights.agreement import distance, missing_from_best
-from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, ProbeError, Reading, RouteCounts, ask
-from megatron_dppo.weights.verdict import judge
+from megatron_dppo.weights.probe_requests import (
+    ProbeError,
+    ProbeExpectation,
+    ProbeResponse,
+    RouteCounts,
+    TrainerReading,
+    send_probe,
+)
+from megatron_dppo.weights.verdict import verify_response
 from tests.engines.inprocess import make_model, prepare, trainer_of, weights_of
 from tests.engines.servers import Engine, start_sglang, start_vllm, stop_engine, wait_ready
 from tests.engines.tiny import ROUTING, SPECIAL, byte_tokenizer
@@ -66,21 +73,21 @@ def server(kind: str, model: Path, folder: Path, options: tuple[str, ...]) -> It
         stop_engine(engine)
 
 
-def answer_of(engine: Engine, folder: Path, expected: Expectation) -> ProbeAnswer:
+def answer_of(engine: Engine, folder: Path, expected: ProbeExpectation) -> ProbeResponse:
     """After the server took the weights of the folder."""
 
-    async def use() -> ProbeAnswer:
+    async def use() -> ProbeResponse:
         client = {"sglang": SGLangServer, "vllm": VLLMServer}[engine.kind](engine.url)
         try:
             await client.update_from_disk(str(folder), 1)
-            return await ask(client, expected, request_id=f"probe-{os.urandom(4).hex()}")
+            return await send_probe(client, expected, request_id=f"probe-{os.urandom(4).hex()}")
         finally:
             await client.close()
 
     return asyncio.run(use())
 
 
-def each(answer: ProbeAnswer, change: Callable[[Generation], Generation]) -> ProbeAnswer:
+def each(answer: ProbeResponse, change: Callable[[Generation], Generation]) -> ProbeResponse:
     """The answer with another content of each response."""
     return replace(answer, generations=tuple(change(g) for g in answer.generations))
 
@@ -90,22 +97,22 @@ def changed_logprobs(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Ge
     return lambda g: replace(g, logprobs=torch.from_numpy(change(g.logprobs.double().numpy())).float())
 
 
-def lies(readings: list[Reading]) -> dict[str, Callable[[ProbeAnswer], ProbeAnswer]]:
+def lies(readings: list[TrainerReading]) -> dict[str, Callable[[ProbeResponse], ProbeResponse]]:
     """By name: what a gateway makes of a right answer. The raw log-probabilities are those of the trainer, with the
     differences of the real answer."""
     raw = {i: r.raw_logprobs - r.logprobs for i, r in enumerate(readings)}
 
-    def as_raw(answer: ProbeAnswer) -> ProbeAnswer:
+    def as_raw(answer: ProbeResponse) -> ProbeResponse:
         changed = tuple(
             replace(g, logprobs=(g.logprobs.double() + torch.from_numpy(raw[i])).float())
             for i, g in enumerate(answer.generations)
         )
         return replace(answer, generations=changed)
 
-    def logprobs(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[ProbeAnswer], ProbeAnswer]:
+    def logprobs(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[ProbeResponse], ProbeResponse]:
         return lambda answer: each(answer, changed_logprobs(change))
 
-    def topk(change: Callable[[Generation], dict[str, Any]]) -> Callable[[ProbeAnswer], ProbeAnswer]:
+    def topk(change: Callable[[Generation], dict[str, Any]]) -> Callable[[ProbeResponse], ProbeResponse]:
         return lambda answer: each(answer, lambda g: replace(g, **change(g)))
 
     def turned(value: torch.Tensor) -> torch.Tensor:
@@ -129,7 +136,7 @@ def lies(readings: list[Reading]) -> dict[str, Callable[[ProbeAnswer], ProbeAnsw
     }
 
 
-def numbers(answer: ProbeAnswer, expected: Expectation, readings: list[Reading]) -> dict[str, Any]:
+def numbers(answer: ProbeResponse, expected: ProbeExpectation, readings: list[TrainerReading]) -> dict[str, Any]:
     """The statistics, and the verdict."""
     reported = np.concatenate([g.logprobs.double().numpy() for g in answer.generations])
     live = [r.logprobs for r in readings]
@@ -137,7 +144,7 @@ def numbers(answer: ProbeAnswer, expected: Expectation, readings: list[Reading])
     topk = np.concatenate([g.topk_logprobs[:, :-1].double().numpy() for g in answer.generations])
     computed, best = (np.concatenate([getattr(r, n) for r in readings]) for n in ("topk_logprobs", "best_logprobs"))
     try:
-        judge(answer, expected, readings)
+        verify_response(answer, expected, readings)
         verdict = "passes"
     except ProbeError as error:
         verdict = error.detail.partition(":")[0]
@@ -154,7 +161,7 @@ def numbers(answer: ProbeAnswer, expected: Expectation, readings: list[Reading])
 
 def measure(name: str, folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
     """One record for each model, temperature and lie."""
-    from megatron_dppo.weights.probe import read_answers
+    from megatron_dppo.weights.probe import compute_readings
 
     engine_name, dtype, options = SERVERS[name]
     models = {(s, k): make_model(folder / f"{s}-{k}", s, k) for s in range(seeds) for k in SHARPNESS}
@@ -162,7 +169,7 @@ def measure(name: str, folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
     with server(engine_name, models[0, 1.0], folder, options) as engine:
         for temperature in TEMPERATURES:
             trainer = trainer_of(models[0, 1.0], dtype, temperature, TOPK)
-            expected = Expectation(
+            expected = ProbeExpectation(
                 prompt=TEXT,
                 prompt_token_ids=ids,
                 vocab_size=512,
@@ -174,8 +181,10 @@ def measure(name: str, folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
             for (seed, sharpness), model in models.items():
                 answer = answer_of(engine, model, expected)
 
-                def read(other: ProbeAnswer, trainer: Any = trainer, expected: Any = expected) -> list[Reading]:
-                    return read_answers(trainer, [other], expected, 4096)[0]
+                def read(
+                    other: ProbeResponse, trainer: Any = trainer, expected: Any = expected
+                ) -> list[TrainerReading]:
+                    return compute_readings(trainer, [other], expected, 4096)[0]
 
                 common = {"server": name, "temperature": temperature, "sharpness": sharpness, "seed": seed}
                 trainer.bridge.load(weights_of(model))

@@ -282,7 +282,7 @@ def measure_probe(write: Callable[[str, Mapping[str, Any]], None]) -> None:
     """Record the numbers of every probe that accepts a server; one that refuses it stops the run."""
     from megatron_dppo.weights import probe
 
-    judge = probe.judge
+    judge = probe.verify_response
 
     def recorded(answer: Any, expected: Any, readings: Any) -> Any:
         result = judge(answer, expected, readings)
@@ -292,7 +292,7 @@ def measure_probe(write: Callable[[str, Mapping[str, Any]], None]) -> None:
         write("probe", {"passed": True, "tokens": tokens, **values, "routes": result.routes})
         return result
 
-    probe.judge = recorded
+    probe.verify_response = recorded
 
 
 def measure_sync(write: Callable[[str, Mapping[str, Any]], None]) -> None:
@@ -328,7 +328,7 @@ def measure_sync(write: Callable[[str, Mapping[str, Any]], None]) -> None:
         setattr(owner, method, timed_async if inspect.iscoroutinefunction(call) else timed)
 
     add_clock(WeightProofs, "begin", "digests_server")
-    add_clock(SyncProof, "judge", "digests_server")
+    add_clock(SyncProof, "verify", "digests_server")
     add_clock(StreamDigests, "add", "digests_sent")
     add_clock(WeightSync, "send", "seconds")
 

@@ -106,7 +106,7 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     from megatron_dppo.config.servers import WeightSyncConfig
     from megatron_dppo.engines.sglang import SGLangServer
     from megatron_dppo.hf.folder import drain
-    from megatron_dppo.weights.handles import Sharing
+    from megatron_dppo.weights.handles import MemorySharing
     from megatron_dppo.weights.sync import WeightSync
 
     ranks = int(os.environ["WORLD_SIZE"])
@@ -114,7 +114,7 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     sender = dist.get_rank() == 0
     syncs: dict[tuple[str, int, bool], Any] = {}
     sharing = {
-        way: Sharing({url: [0]}, way[1] * 2**20, torch.bfloat16, tied=False, group=dist.group.WORLD)
+        way: MemorySharing({url: [0]}, way[1] * 2**20, torch.bfloat16, tied=False, group=dist.group.WORLD)
         for way in WAYS
         if way[0] == "ipc"
     }

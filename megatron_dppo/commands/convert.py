@@ -240,8 +240,8 @@ def _check(options: argparse.Namespace) -> int:
             converter.load_hf()
         else:
             converter.load_megatron(Path(options.checkpoint))
-        problems = converter.problems()
-        error = converter.logprob_error()
+        problems = converter.find_differences()
+        error = converter.measure_logprob_error()
     bound = _LOGPROB_BOUNDS[options.dtype]
     if error > bound:
         problems.append(f"log-probabilities differ from transformers by {error:.1e}, more than {bound:.0e}")

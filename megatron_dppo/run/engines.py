@@ -37,7 +37,7 @@ from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
-    from megatron_dppo.weights.handles import Sharing
+    from megatron_dppo.weights.handles import MemorySharing
     from megatron_dppo.weights.publish import Publisher
 
 
@@ -208,7 +208,7 @@ def build_sampling_engine(
 
 
 def build_weight_sync(
-    config: Config, hf_config: Any, device: torch.device, sharing: Sharing | None = None
+    config: Config, hf_config: Any, device: torch.device, sharing: MemorySharing | None = None
 ) -> WeightSync:
     """What sends weights to the servers of the run, by clients of its own.
 
@@ -239,15 +239,15 @@ def build_publisher(
     trainer: PolicyTrainer,
     engine: RolloutEngine | None,
     platform: Platform,
-    sharing: Sharing | None = None,
+    sharing: MemorySharing | None = None,
 ) -> Publisher:
     """What gives new weights to the engines of all ranks; ``sharing`` is what ``find_sharing`` gave."""
     from megatron_dppo.weights.adapter_proof import AdapterProof
     from megatron_dppo.weights.probe import Probe
-    from megatron_dppo.weights.publish import LocalPublisher, OwnPublisher, ServerPublisher
+    from megatron_dppo.weights.publish import BatchInvariantPublisher, LocalPublisher, ServerPublisher
 
     if isinstance(engine, BatchInvariantEngine):
-        return OwnPublisher(trainer, engine)
+        return BatchInvariantPublisher(trainer, engine)
     if config.rollout.engine == "local":
         assert engine is None or isinstance(engine, LocalEngine)
         return LocalPublisher(trainer, engine)

@@ -18,7 +18,7 @@ from megatron_dppo.engines.serving.command import api_key
 from megatron_dppo.errors import ConfigError, ServerError, UserError
 from megatron_dppo.hf.folder import model_shape, read_hf_config
 from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.weights.quantization import BLOCK, GROUP, Format, Quantization, quantized_names
+from megatron_dppo.weights.quantization import BLOCK, GROUP, Format, Quantization, find_quantized_names
 
 _SECONDS = 10.0
 
@@ -123,7 +123,7 @@ def served_quantization(config: Config) -> Quantization | None:
             "model.path), or make a quantised folder with megatron-dppo convert quantize"
         )
     form = _form(settings, what)
-    names = quantized_names(_names(folder, what), form)
+    names = find_quantized_names(_names(folder, what), form)
     if not names:
         raise ConfigError(f"{what}: config.json says {form}, and none of its weights is so")
     return Quantization(form, names)

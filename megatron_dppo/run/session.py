@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher_model import TeacherModel
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
-    from megatron_dppo.weights.handles import Sharing
+    from megatron_dppo.weights.handles import MemorySharing
 
 
 @dataclass
@@ -202,7 +202,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         setup.shutdown_megatron()
 
 
-def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, *, tied: bool) -> Sharing | None:
+def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, *, tied: bool) -> MemorySharing | None:
     rollout = config.rollout
     if rollout.engine == "local" or rollout.weight_sync.method != "ipc":
         return None

@@ -1,1 +1,1 @@
-"""The policy's weights on their way to engines, and the proof that they arrived."""
+"""Weights of the policy to engines and files: sync, proof, probe, conversion, quantization."""

@@ -1,7 +1,7 @@
-"""A run's adapters as a folder in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Adapters of a run as a folder in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Each expert's adapters have a name of their own, as in PEFT for models whose experts are modules. docs/lora.md says
-which versions load it how; ``fused_experts`` is the other layout.
+Each expert has adapters of its own, as in PEFT for models whose experts are modules. docs/lora.md lists which versions
+load this layout; ``fuse_experts`` returns the other one.
 """
 
 from __future__ import annotations
@@ -31,35 +31,36 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.lora_([AB
 def save_adapter(
     target: Path, adapters: WeightStream, lora: LoraConfig, base: str, *, group: ProcessGroup | None = None
 ) -> None:
-    """Write the folder; it appears at once and complete, an older one of that name is replaced.
+    """Write an adapter folder, which appears complete and replaces an older one of that name.
 
-    The stream is taken to its end, whatever happens; the first rank holds all of it.
+    The stream is consumed to its end in any case. The first rank holds all of it.
 
     Args:
-        target: the folder.
-        adapters: whole tensors by PEFT's names, the same on all ranks.
+        target: folder to write.
+        adapters: full tensors by PEFT's names, the same on all ranks.
         lora: rank, scale and targets.
-        base: the model's folder, or its name on the hub.
+        base: folder of the base model, or its name on the hub.
         group: ranks that call this together.
 
     Raises:
-        DiskError: on all ranks, when the first one cannot write.
+        DiskError: on all ranks, if the first one cannot write.
     """
-    stream, leads = iter(adapters), is_leader(group)
+    stream = iter(adapters)
+    leads = is_leader(group)
     try:
-        found = on_cpu(stream) if leads else {}
+        tensors = copy_to_cpu(stream) if leads else {}
     finally:
         drain(stream)
-    agreed(lambda: write_adapter(target, found, adapter_config(lora, base)) if leads else None, group)
+    agreed(lambda: write_adapter(target, tensors, adapter_config(lora, base)) if leads else None, group)
 
 
-def on_cpu(adapters: WeightStream) -> dict[str, Tensor]:
-    """All of a stream, for ``write_adapter``."""
+def copy_to_cpu(adapters: WeightStream) -> dict[str, Tensor]:
+    """Return all tensors of a stream in host memory, for ``write_adapter``."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in adapters}
 
 
 def adapter_config(lora: LoraConfig, base: str) -> dict[str, Any]:
-    """PEFT's ``LoraConfig`` as JSON; what is not there is PEFT's default."""
+    """Return PEFT's ``LoraConfig`` as JSON; missing keys have PEFT's defaults."""
     alpha = lora.scale * lora.rank
     return {
         "peft_type": "LORA",
@@ -77,10 +78,10 @@ def adapter_config(lora: LoraConfig, base: str) -> dict[str, Any]:
 
 
 def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """The two files, on the disk.
+    """Write the two files and sync them to disk.
 
     Raises:
-        DiskError: the disk is full or cannot be written to.
+        DiskError: the disk is full or cannot be written.
     """
     partial = target.with_name(target.name + ".partial")
     with disk_errors(target, _WHAT):
@@ -97,7 +98,7 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[s
 
 
 def fuse_adapter(source: Path, target: Path) -> None:
-    """Write the adapters of a run in the layout of ``fused_experts``.
+    """Write the adapters of a run in the layout of ``fuse_experts``.
 
     Args:
         source: hf-adapter/ of a run.
@@ -111,51 +112,61 @@ def fuse_adapter(source: Path, target: Path) -> None:
     if not weights.is_file():
         raise CheckpointError(f"{source} has no adapter_model.safetensors; name the hf-adapter/ of a run")
     config = json.loads((source / "adapter_config.json").read_text())
-    write_adapter(target, *fused_experts(load_file(weights), config))
+    write_adapter(target, *fuse_experts(load_file(weights), config))
 
 
-def fused_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The layout of PEFT 0.18 for transformers 5, which keeps the weights of all experts in one parameter.
+def fuse_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the layout of PEFT 0.18 for transformers 5, which keeps the weights of all experts in one parameter.
 
-    PEFT 0.18 takes ``[experts, out, in]`` for ``[experts, in, out]``: what it calls A is B, and the other way round.
+    PEFT 0.18 expects ``[experts, in, out]`` but the parameter is ``[experts, out, in]``, so A and B change their names.
+
+    Args:
+        tensors: adapters by PEFT's names, one pair per expert.
+        config: PEFT configuration.
 
     Returns:
         Tensors and configuration.
     """
-    result, experts = dict(tensors), dict[str, dict[tuple[int, str], dict[str, Tensor]]]()
+    result = dict(tensors)
+    layers = dict[str, dict[tuple[int, str], dict[str, Tensor]]]()
     for name in tensors:
-        if found := _EXPERT.match(name):
-            pair = experts.setdefault(found[1], {}).setdefault((int(found[2]), found[3]), {})
-            pair[found[4]] = result.pop(name)
-    if not experts:
+        if match := _EXPERT.match(name):
+            layer, expert, projection, matrix = match.groups()
+            pair = layers.setdefault(layer, {}).setdefault((int(expert), projection), {})
+            pair[matrix] = result.pop(name)
+    if not layers:
         return result, dict(config)
-    kinds = {kind for pairs in experts.values() for _, kind in pairs}
-    for layer, pairs in experts.items():
-        numbers = sorted({expert for expert, _ in pairs})
-        for inner, parts in (("base_layer.", ("gate", "up")), ("", ("down",))):
-            if kinds & set(parts):
-                inner = inner if "down" in kinds else ""
-                fused = [_fused({p: pairs[e, p] for p in parts if p in kinds}, parts) for e in numbers]
-                result[f"{layer}.{inner}lora_A.weight"] = torch.cat([b.t() for b, _ in fused]).contiguous()
+    projections = {projection for pairs in layers.values() for _, projection in pairs}
+    for layer, pairs in layers.items():
+        experts = sorted({expert for expert, _ in pairs})
+        # PEFT wraps the module once per parameter: the first wrapper is the base layer of the second.
+        for base_layer, parts in (("base_layer.", ("gate", "up")), ("", ("down",))):
+            if projections & set(parts):
+                prefix = base_layer if "down" in projections else ""
+                fused = [_fuse_pairs({p: pairs[e, p] for p in parts if p in projections}, parts) for e in experts]
+                result[f"{layer}.{prefix}lora_A.weight"] = torch.cat([b.t() for b, _ in fused]).contiguous()
                 rows = torch.stack([a for _, a in fused]).permute(2, 1, 0)
-                result[f"{layer}.{inner}lora_B.weight"] = rows.flatten(1).contiguous()
-    return result, {**config, **_fused_config(config, kinds, {name.split(".")[-3] for name in result})}
+                result[f"{layer}.{prefix}lora_B.weight"] = rows.flatten(1).contiguous()
+    modules = {name.split(".")[-3] for name in result}
+    return result, {**config, **_fused_config(config, projections, modules)}
 
 
-def _fused(pairs: Mapping[str, Mapping[str, Tensor]], parts: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    """B ``[out, n * rank]`` and A ``[n * rank, in]`` of the parts that one parameter holds."""
-    some = next(iter(pairs.values()))
-    b = [pairs[part]["B"] if part in pairs else torch.zeros_like(some["B"]) for part in parts]
-    a = [pairs[part]["A"] if part in pairs else torch.zeros_like(some["A"]) for part in parts]
+def _fuse_pairs(pairs: Mapping[str, Mapping[str, Tensor]], parts: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """Return B ``[out, n * rank]`` and A ``[n * rank, in]`` of the projections that one parameter holds."""
+    example = next(iter(pairs.values()))
+    # A projection without an adapter gets zeros, which add nothing.
+    b = [pairs[part]["B"] if part in pairs else torch.zeros_like(example["B"]) for part in parts]
+    a = [pairs[part]["A"] if part in pairs else torch.zeros_like(example["A"]) for part in parts]
     return torch.block_diag(*b), torch.cat(a)
 
 
-def _fused_config(config: Mapping[str, Any], kinds: set[str], modules: set[str]) -> dict[str, Any]:
-    fused = {"gate_up_proj": bool(kinds & {"gate", "up"}), "down_proj": "down" in kinds}
+def _fused_config(config: Mapping[str, Any], projections: set[str], modules: set[str]) -> dict[str, Any]:
+    fused = {"gate_up_proj": bool(projections & {"gate", "up"}), "down_proj": "down" in projections}
+    # Two projections in one parameter have twice the rank; twice the alpha keeps the scale.
     twice = r".*\.experts\.gate_up_proj"
     return {
         "target_modules": [name for name in config["target_modules"] if name in modules],
-        "target_parameters": [f"mlp.experts.{name}" for name, there in fused.items() if there],
+        "target_parameters": [f"mlp.experts.{name}" for name, is_present in fused.items() if is_present],
         "rank_pattern": {twice: 2 * config["r"]} if fused["gate_up_proj"] else {},
         "alpha_pattern": {twice: 2 * config["lora_alpha"]} if fused["gate_up_proj"] else {},
     }

@@ -1,8 +1,8 @@
-"""That servers add the run's adapters to the base model, each to the weight that it belongs to. Every rank takes part.
+"""Proof that servers add the run's adapters to the base model, each to its weight. A collective of all ranks.
 
-At the start of a run B is zero, so that a server which leaves adapters out (names that do not fit, targets that it was
-not started with, an expert's layout that it does not know) answers as one that adds them. Each server is therefore
-asked once with random ones, which change the policy.
+At the start of a run B is zero. A server that omits adapters (other names, targets that it was not started with, an
+unknown layout of experts) then responds like one that adds them. Each server is therefore probed once with random
+adapters, which change the policy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.hf.folder import WeightStream, drain
 from megatron_dppo.parallel.objects import from_leader
 from megatron_dppo.weights.attempt import SyncResult
-from megatron_dppo.weights.probe import Findings, Probe
+from megatron_dppo.weights.probe import Probe, ProbeFindings
 from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -28,75 +28,79 @@ _LEFT_OUT = (
 )
 _OTHER_BASE = "it cannot be shown that it was started with the base model of model.path: "
 _UNKNOWN = -1
-"""The version of a server that has none of ours: it is new, or was started again."""
+"""Version of a server that no sync has updated: it is new or restarted."""
 
 
 class AdapterProof:
-    """Once for each server, and again for one that was started again.
+    """Proof for each server, repeated after a restart of the server.
 
     Args:
-        trainer: with adapters.
-        sync: rank 0's; None on all others.
-        probe: what looks at servers after a sync.
-        proves_base: compare checksums of the base model too.
+        trainer: policy with adapters.
+        sync: weight sync on rank 0; None on all others.
+        probe: probe of the servers.
+        proves_base: also compare digests of the base model.
     """
 
     def __init__(self, trainer: PolicyTrainer, sync: WeightSync | None, probe: Probe, *, proves_base: bool) -> None:
-        self._trainer, self._sync, self._probe = trainer, sync, probe
+        self._trainer = trainer
+        self._sync = sync
+        self._probe = probe
         self._proves_base = proves_base
         self._proved: set[str] = set()
 
-    def run(self, sent: SyncResult, fresh: Sequence[str]) -> tuple[SyncResult, Findings]:
-        """After an attempt.
+    def run(self, result: SyncResult, new_urls: Sequence[str]) -> tuple[SyncResult, ProbeFindings]:
+        """Prove the servers of an attempt that are not proved yet.
 
         Args:
-            sent: of the attempt, the same on all ranks.
-            fresh: URLs of the servers that got the adapters in it.
+            result: result of the attempt, the same on all ranks.
+            new_urls: URLs of the servers that got the adapters in it.
 
         Returns:
-            The result without those that failed since, and what is wrong with servers. The others have the policy's own
-            adapters.
+            The result without the servers that failed since, and the findings of the probe. All other servers have the
+            policy's own adapters.
         """
-        self._proved -= {url for url in fresh if sent.good[url].policy_version == _UNKNOWN}
-        unproved = [url for url in fresh if url not in self._proved]
+        self._proved -= {url for url in new_urls if result.good[url].policy_version == _UNKNOWN}
+        unproved = [url for url in new_urls if url not in self._proved]
         if not unproved:
-            return sent, Findings({}, {})
+            return result, ProbeFindings({}, {})
         lora = self._trainer.lora
         assert lora is not None
         if self._proves_base:
-            sent = _without(sent, self._prove_base(unproved))
+            result = _without_failed(result, self._prove_base(unproved))
+        # Random adapters: send, probe, then send the policy's own again.
         with lora.randomized():
-            sent = _without(sent, self._send(sent, unproved))
-            left = [url for url in unproved if url in sent.good]
-            found = self._probe.run(self._sync, left, sent.version) if left else Findings({}, {})
-        sent = _without(sent, self._send(sent, unproved))
-        found = Findings({url: _LEFT_OUT + text for url, text in found.wrong.items()}, found.silent)
-        self._proved |= {url for url in unproved if url in sent.good} - found.wrong.keys() - found.silent.keys()
-        return sent, found
+            result = _without_failed(result, self._send(result, unproved))
+            remaining = [url for url in unproved if url in result.good]
+            findings = self._probe.run(self._sync, remaining, result.version) if remaining else ProbeFindings({}, {})
+        result = _without_failed(result, self._send(result, unproved))
+        findings = ProbeFindings({url: _LEFT_OUT + text for url, text in findings.wrong.items()}, findings.silent)
+        good = {url for url in unproved if url in result.good}
+        self._proved |= good - findings.wrong.keys() - findings.silent.keys()
+        return result, findings
 
     def _prove_base(self, urls: Sequence[str]) -> SyncResult:
         self._trainer.optimizer.finish_overlapped_gather()
         base = self._trainer.bridge.export(Tensor.detach)
-        found = self._on_leader(base, lambda sync: sync.prove_base(base, urls))
-        return replace(found, failed={url: _OTHER_BASE + text for url, text in found.failed.items()})
+        result = self._run_on_leader(base, lambda sync: sync.prove_base(base, urls))
+        return replace(result, failed={url: _OTHER_BASE + text for url, text in result.failed.items()})
 
-    def _send(self, sent: SyncResult, urls: Sequence[str]) -> SyncResult:
-        others = {url: info for url, info in sent.good.items() if url not in urls}
+    def _send(self, result: SyncResult, urls: Sequence[str]) -> SyncResult:
+        synced = {url: info for url, info in result.good.items() if url not in urls}
         adapters = self._trainer.export_adapters()
-        return self._on_leader(adapters, lambda sync: sync.send(adapters, sent.version, others))
+        return self._run_on_leader(adapters, lambda sync: sync.send(adapters, result.version, synced))
 
-    def _on_leader(self, stream: WeightStream, work: Callable[[WeightSync], SyncResult]) -> SyncResult:
-        """What rank 0 finds, on all ranks; they all run the stream."""
-        found = SyncResult(_UNKNOWN, {})
+    def _run_on_leader(self, stream: WeightStream, work: Callable[[WeightSync], SyncResult]) -> SyncResult:
+        """Run work on rank 0 and return its result on all ranks, which all consume the stream."""
+        result = SyncResult(_UNKNOWN, {})
         if self._sync is None:
             drain(stream)
         else:
-            found = work(self._sync)
-        return from_leader(lambda: found, self._trainer.groups.world)
+            result = work(self._sync)
+        return from_leader(lambda: result, self._trainer.groups.world)
 
 
-def _without(sent: SyncResult, later: SyncResult) -> SyncResult:
-    """What is left after another look at some of the servers."""
+def _without_failed(result: SyncResult, later: SyncResult) -> SyncResult:
+    """Return a result without the servers that failed in a later one."""
     failed = {**later.failed, **later.absent}
-    good = {url: info for url, info in sent.good.items() if url not in failed}
-    return replace(sent, good=good, failed=sent.failed | failed, notes=sent.notes | later.notes)
+    good = {url: info for url, info in result.good.items() if url not in failed}
+    return replace(result, good=good, failed=result.failed | failed, notes=result.notes | later.notes)

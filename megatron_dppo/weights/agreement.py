@@ -1,9 +1,9 @@
-"""How well two programs agree on the probabilities of the same tokens, and what explains a difference; plain numbers.
+"""Agreement of two programs on the probabilities of the same tokens, and explanations of a difference. NumPy only.
 
-Rounding in half precision moves the logits, and so the log-odds of every token, by about the same, while
-log-probabilities move with 1 - p. So a confident policy hides a wrong temperature, or a wrong place, in the mean of
-|log p - log q|, and one token that went to another expert dominates that mean. The median difference of the log-odds is
-blind to neither.
+Rounding in half precision moves the logits, and so the log-odds of every token, by about the same amount, while
+log-probabilities move with 1 - p. A confident policy therefore hides a wrong temperature or a shift by one token in the
+mean of |log p - log q|. And one token that went to another expert dominates this mean. The median difference of the
+log-odds shows both.
 """
 
 from __future__ import annotations
@@ -18,52 +18,54 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 _CERTAIN = 1e-6
-"""Below this rest of probability float32 log-probabilities are noise."""
+"""Smallest 1 - p: below it, float32 log-probabilities are noise."""
 _UNCERTAIN = np.log1p(-1e-3)
-"""Tokens of a lower log-probability count in the median: the others' log-odds need more digits than a server sends."""
-_FEW = 6
-"""Fewer such tokens tell nothing."""
-_FITS = 0.4
-"""Median difference of the log-odds up to which numbers are explained at all; twice what bf16 did to any model."""
-_ON_GRID = 0.01
-"""Distance from a multiple of the step, in steps: of true values 2 % are as near."""
+"""Log-probability below which a token counts in the median; above it, log-odds need more digits than a server sends."""
+_MIN_TOKENS = 6
+"""Fewest such tokens for a result."""
+_MAX_EXPLAINED = 0.4
+"""Largest median difference of the log-odds that counts as explained: twice what bf16 caused in any model."""
+_GRID_TOLERANCE = 0.01
+"""Largest distance from a multiple of the rounding step, in steps; 2 % of unrounded values are as close."""
 
 
 class Distance(NamedTuple):
-    """Of reported from computed log-probabilities; NaN where one of them is not a number."""
+    """Distance of reported from computed log-probabilities; NaN if one of them is not a number."""
 
     mean: float
-    """mean |log p - log q|, in nats"""
+    """Mean |log p - log q|, in nats."""
     largest: float
-    """of one token"""
+    """Largest |log p - log q| of one token, in nats."""
     probability: float
-    """mean |p - q|: what the losses see"""
+    """Mean |p - q|, which the losses depend on."""
     odds: float
-    """median |log-odds p - log-odds q| of the uncertain tokens; 0 where there are too few"""
+    """Median |log-odds p - log-odds q| of the uncertain tokens; 0 if there are too few."""
 
 
 class Explanation(NamedTuple):
-    """Another meaning of the reported numbers, which fits them better."""
+    """Another meaning of the reported numbers that fits them better."""
 
     name: str
-    """``raw``, ``next``, ``previous`` (token) or ``scaled``"""
+    """``raw``, ``next``, ``previous`` (token) or ``scaled``."""
     odds: float
-    """``Distance.odds`` from it"""
+    """``Distance.odds`` under this meaning."""
     factor: float = 1.0
-    """that they are scaled by"""
+    """Factor of ``scaled``."""
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """No warning where a number that a server made up is subtracted from its like or is too large to add: the result
-    is NaN or infinite, and that is what the caller compares with its bounds, which neither keeps."""
+    """Suppress NumPy warnings about invalid numbers of a server, such as infinities.
+
+    The result is NaN or infinite then, which exceeds every bound that the caller compares it with.
+    """
     with np.errstate(invalid="ignore", over="ignore"):
         yield
 
 
 @_quietly()
 def distance(reported: Array, computed: Array) -> Distance:
-    """Of log-probabilities of the same tokens, of any shape, at least one."""
+    """Return the distance of log-probabilities of the same tokens, of any shape, at least one."""
     difference = np.abs(reported - computed)
     odds = _odds(reported, computed)
     return Distance(
@@ -75,82 +77,96 @@ def distance(reported: Array, computed: Array) -> Distance:
 
 
 def log_odds(logprobs: Array) -> Array:
-    """log(p / (1 - p)), with 1 - p of 1e-6 at least."""
+    """Return log(p / (1 - p)), with 1 - p of at least 1e-6."""
     logprobs = np.minimum(logprobs, np.log1p(-_CERTAIN))
     return logprobs - np.log(-np.expm1(logprobs))
 
 
 def _odds(reported: Array, computed: Array) -> float | None:
-    """``Distance.odds``; None = too few uncertain tokens."""
-    uncertain = ~(np.minimum(reported, computed) > _UNCERTAIN)  # what is not a number counts
-    if uncertain.sum() < _FEW:
+    """Return ``Distance.odds``, or None with too few uncertain tokens."""
+    # Negated, so that NaN counts as uncertain.
+    uncertain = ~(np.minimum(reported, computed) > _UNCERTAIN)
+    if uncertain.sum() < _MIN_TOKENS:
         return None
     return float(np.median(np.abs(log_odds(reported[uncertain]) - log_odds(computed[uncertain]))))
 
 
 @_quietly()
 def better_explanation(
-    reported: Sequence[Array], computed: Sequence[Array], raw: Sequence[Array], places: Sequence[Array], floor: float
+    reported: Sequence[Array], computed: Sequence[Array], raw: Sequence[Array], neighbors: Sequence[Array], floor: float
 ) -> Explanation | None:
-    """What explains reported log-probabilities, and at least twice as well as that they are right; None = nothing does.
+    """Return the meaning that explains reported log-probabilities at least twice as well as the expected one, or None.
 
     Args:
-        reported: of each response, ``[R]`` or ``[R, K]``.
-        computed: the right ones.
-        raw: those at temperature 1.
-        places: like ``computed``, of which the rows of neighbouring tokens are compared, if they fit better than those
-            of the tokens themselves do.
+        reported: log-probabilities of each response. Shape [R] or [R, K].
+        computed: expected log-probabilities.
+        raw: log-probabilities at temperature 1.
+        neighbors: log-probabilities like ``computed`` whose rows are compared for neighboring tokens; a shift must fit
+            better than the rows of the tokens themselves.
         floor: distances below it need no explanation.
     """
-    left, right = _flat(reported), _flat(computed)
-    own = _odds(left, right)
-    if own is None or not own > floor:
+    left = _flatten(reported)
+    right = _flatten(computed)
+    current = _odds(left, right)
+    if current is None or not current > floor:
         return None
-    factor = _factor(left, right)
-    found = [
-        Explanation("raw", _known(_odds(left, _flat(raw)))),
-        Explanation("next", _known(_shifted(reported, places, 1))),
-        Explanation("previous", _known(_shifted(reported, places, -1))),
-        Explanation("scaled", _known(_odds(left, right * factor)), factor),
+    factor = _scale_factor(left, right)
+    candidates = [
+        Explanation("raw", _or_infinity(_odds(left, _flatten(raw)))),
+        Explanation("next", _or_infinity(_shifted_odds(reported, neighbors, 1))),
+        Explanation("previous", _or_infinity(_shifted_odds(reported, neighbors, -1))),
+        Explanation("scaled", _or_infinity(_odds(left, right * factor)), factor),
     ]
-    best = min(found, key=lambda explanation: explanation.odds)
+    best = min(candidates, key=lambda explanation: explanation.odds)
     if best.name in ("next", "previous"):
-        own = min(own, _known(_odds(left, _flat(places))))
-    return best if best.odds < min(own / 2, _FITS) else None
+        current = min(current, _or_infinity(_odds(left, _flatten(neighbors))))
+    return best if best.odds < min(current / 2, _MAX_EXPLAINED) else None
 
 
 @_quietly()
 def decimals(reported: Array, computed: Array) -> int | None:
-    """To how many decimals, at most 3, the reported numbers are rounded; None = they are not, or too few tell."""
+    """Return the number of decimals, at most 3, that reported numbers are rounded to.
+
+    None: they are not rounded, or too few of them show it.
+    """
     for count in range(4):
-        steps, told = reported * 10.0**count, np.abs(computed) * 10.0**count > 5 * _ON_GRID
-        if told.sum() >= _FEW and bool((np.abs(steps - np.round(steps)) < _ON_GRID).all()):
+        steps = reported * 10.0**count
+        # Numbers near 0 are multiples of any step.
+        is_telling = np.abs(computed) * 10.0**count > 5 * _GRID_TOLERANCE
+        is_on_grid = np.abs(steps - np.round(steps)) < _GRID_TOLERANCE
+        if is_telling.sum() >= _MIN_TOKENS and bool(is_on_grid.all()):
             return count
     return None
 
 
 @_quietly()
 def missing_from_best(computed: Array, best: Array) -> float:
-    """By how much, on average, the trainer's log-probabilities ``[R, K]`` at a server's Top-K ids are below its own
-    Top-K. Ties and what is equal but for rounding make no difference."""
+    """Return how far the ids of a server's Top-K fall short of the trainer's own Top-K, in nats on average.
+
+    Ties, and ids that are equal except for rounding, make no difference.
+
+    Args:
+        computed: the trainer's log-probabilities at the server's Top-K ids. Shape [R, K].
+        best: the trainer's own Top-K log-probabilities. Shape [R, K].
+    """
     return float((np.sort(best, 1) - np.sort(computed, 1)).mean())
 
 
-def _factor(reported: Array, computed: Array) -> float:
-    """By which most of the reported numbers are the computed ones."""
-    usable = (computed < _UNCERTAIN) & (reported < 0) & np.isfinite(reported)
-    return float(np.median(reported[usable] / computed[usable])) if usable.any() else 1.0
+def _scale_factor(reported: Array, computed: Array) -> float:
+    """Return the median ratio of reported to computed numbers."""
+    is_usable = (computed < _UNCERTAIN) & (reported < 0) & np.isfinite(reported)
+    return float(np.median(reported[is_usable] / computed[is_usable])) if is_usable.any() else 1.0
 
 
-def _shifted(reported: Sequence[Array], places: Sequence[Array], by: int) -> float | None:
-    """The distance if each number belonged to the token ``by`` (1 or -1) places further on."""
+def _shifted_odds(reported: Sequence[Array], neighbors: Sequence[Array], by: int) -> float | None:
+    """Return the distance if each number belonged to the token ``by`` (1 or -1) positions later."""
     first, last = (slice(None, -1), slice(1, None)) if by > 0 else (slice(1, None), slice(None, -1))
-    return _odds(_flat([r[first] for r in reported]), _flat([p[last] for p in places]))
+    return _odds(_flatten([r[first] for r in reported]), _flatten([n[last] for n in neighbors]))
 
 
-def _flat(parts: Sequence[Array]) -> Array:
+def _flatten(parts: Sequence[Array]) -> Array:
     return np.concatenate([part.ravel() for part in parts])
 
 
-def _known(odds: float | None) -> float:
+def _or_infinity(odds: float | None) -> float:
     return float("inf") if odds is None or np.isnan(odds) else odds

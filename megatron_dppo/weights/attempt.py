@@ -9,47 +9,48 @@ from dataclasses import dataclass, field
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 
-_ASK_AGAIN_SECONDS = 1.0
-"""Between two questions to a server that does not answer."""
+_RETRY_SECONDS = 1.0
+"""Pause between two calls to a server that does not respond."""
 
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What became of one attempt."""
+    """Outcome of one attempt."""
 
     version: int
     good: dict[str, ServerInfo]
-    """by URL: the servers that have exactly this version, and generate"""
+    """Servers that have exactly this version and generate, by URL."""
     failed: dict[str, str] = field(default_factory=dict)
-    """by URL: those that were there and did not get it, and why"""
+    """Reasons of the servers that responded but did not get the version, by URL."""
     absent: dict[str, str] = field(default_factory=dict)
-    """by URL: those that did not answer at all"""
+    """Errors of the servers that did not respond at all, by URL."""
     notes: dict[str, str] = field(default_factory=dict)
-    """by URL: of good ones, what of their weights could not be proved byte by byte"""
+    """Parts of good servers' weights that could not be proved byte by byte, by URL."""
 
 
 class Attempt:
-    """An update of several servers at once, step by step: which of them are still good.
+    """State of one update of several servers.
 
     Args:
-        version: of the weights that they are to get.
-        kept: by URL: servers that have these weights by an attempt before, and are left as they are.
+        version: version of the new weights.
+        synced: servers that have these weights from an earlier attempt and are not called, by URL.
     """
 
-    def __init__(self, version: int, kept: Mapping[str, ServerInfo]) -> None:
-        self.version, self.kept = version, kept
-        self.infos: dict[str, ServerInfo] = dict(kept)
+    def __init__(self, version: int, synced: Mapping[str, ServerInfo]) -> None:
+        self.version = version
+        self.synced = synced
+        self.infos: dict[str, ServerInfo] = dict(synced)
         self.failed: dict[str, str] = {}
         self.absent: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self._errors: dict[str, ServerError] = {}
 
-    def left(self, servers: Sequence[InferenceServer]) -> list[InferenceServer]:
-        """Those that are to get the weights and have not failed."""
-        gone = self.failed.keys() | self.absent.keys() | self.kept.keys()
-        return [s for s in servers if s.url not in gone]
+    def remaining(self, servers: Sequence[InferenceServer]) -> list[InferenceServer]:
+        """Return the servers that still need the weights and have not failed."""
+        excluded = self.failed.keys() | self.absent.keys() | self.synced.keys()
+        return [server for server in servers if server.url not in excluded]
 
-    async def each(
+    async def call_each(
         self,
         servers: Sequence[InferenceServer],
         call: Callable[[InferenceServer], Awaitable[object]],
@@ -57,71 +58,75 @@ class Attempt:
         absent: bool = False,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """Call all of them at once; note who fails, and what they say of themselves.
+        """Call all servers at once; record failures and each ``ServerInfo`` that a call returns.
 
         Args:
-            servers: whom.
-            call: what.
-            absent: whether a failure means that nobody is there.
-            on_failure: called at each failure, while others may still be under way.
+            servers: servers to call.
+            call: the call.
+            absent: record a server that fails as absent instead of failed.
+            on_failure: called at each failure, while other calls may still be in flight.
         """
 
-        async def one(server: InferenceServer) -> object:
-            answer = await caught(call(server))
-            if isinstance(answer, ServerError):
-                self._errors.setdefault(server.url, answer)
+        async def call_one(server: InferenceServer) -> object:
+            result = await catch_server_error(call(server))
+            if isinstance(result, ServerError):
+                self._errors.setdefault(server.url, result)
                 if on_failure is not None:
                     on_failure()
-            return answer
+            return result
 
-        answers = await asyncio.gather(*(one(server) for server in servers))
-        for server, answer in zip(servers, answers, strict=True):
-            if isinstance(answer, ServerError):
-                (self.absent if absent else self.failed).setdefault(server.url, str(answer))
-            elif isinstance(answer, ServerInfo):
-                self.infos[server.url] = answer
+        results = await asyncio.gather(*(call_one(server) for server in servers))
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, ServerError):
+                (self.absent if absent else self.failed).setdefault(server.url, str(result))
+            elif isinstance(result, ServerInfo):
+                self.infos[server.url] = result
 
     def fail_all(self, servers: Sequence[InferenceServer], reason: str) -> None:
-        """Note the same reason for each that has none yet."""
+        """Record the same reason for each server that has not failed yet."""
         for server in servers:
             self.failed.setdefault(server.url, reason)
 
-    def culprits(self) -> set[str]:
-        """Who may have made the others fail: those that gave no answer, or else the one that failed first."""
-        silent = {url for url, error in self._errors.items() if error.status is None}
-        return silent or set(list(self._errors)[:1])
+    def find_culprits(self) -> set[str]:
+        """Return the servers that may have made the others fail.
+
+        These are the servers that did not respond, or otherwise the one that failed first.
+        """
+        unresponsive = {url for url, error in self._errors.items() if error.status is None}
+        # ``_errors`` is in the order of the failures.
+        return unresponsive or set(list(self._errors)[:1])
 
     def result(self) -> SyncResult:
-        """What became of it."""
-        gone = self.failed.keys() | self.absent.keys()
-        good = {url: info for url, info in self.infos.items() if url not in gone}
+        """Return the outcome."""
+        excluded = self.failed.keys() | self.absent.keys()
+        good = {url: info for url, info in self.infos.items() if url not in excluded}
         return SyncResult(self.version, good, self.failed, self.absent, self.notes)
 
 
-async def caught(call: Awaitable[object]) -> object:
-    """The call's result; a ``ServerError`` is returned, not raised."""
+async def catch_server_error(call: Awaitable[object]) -> object:
+    """Return the result of a call, or the ``ServerError`` that it raises."""
     try:
         return await call
     except ServerError as error:
         return error
 
 
-async def ask_each(
+async def call_all(
     servers: Sequence[InferenceServer], call: Callable[[InferenceServer], Awaitable[object]]
 ) -> dict[str, object]:
-    """By URL: what the call of each gives, all at once; a ``ServerError`` is in its place, not raised."""
-    answers = await asyncio.gather(*(caught(call(server)) for server in servers))
-    return {server.url: answer for server, answer in zip(servers, answers, strict=True)}
+    """Call all servers at once and return the results, or the ``ServerError``s that were raised, by URL."""
+    results = await asyncio.gather(*(catch_server_error(call(server)) for server in servers))
+    return {server.url: result for server, result in zip(servers, results, strict=True)}
 
 
-async def wait_for_one(servers: Sequence[InferenceServer], patience: float) -> None:
-    """Until one of them says something of itself, or for this many seconds."""
+async def wait_for_any(servers: Sequence[InferenceServer], patience: float) -> None:
+    """Wait until one of the servers responds, or for ``patience`` seconds."""
 
-    async def answer(server: InferenceServer) -> None:
-        while not isinstance(await caught(server.info()), ServerInfo):
-            await asyncio.sleep(_ASK_AGAIN_SECONDS)
+    async def wait_for(server: InferenceServer) -> None:
+        while not isinstance(await catch_server_error(server.info()), ServerInfo):
+            await asyncio.sleep(_RETRY_SECONDS)
 
-    tasks = [asyncio.create_task(answer(server)) for server in servers]
+    tasks = [asyncio.create_task(wait_for(server)) for server in servers]
     await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()

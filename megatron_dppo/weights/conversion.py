@@ -1,4 +1,4 @@
-"""Hugging Face folders to Megatron ``torch_dist`` checkpoints and back, on any layout, streamed and self-checking."""
+"""Conversion of Hugging Face folders to Megatron ``torch_dist`` checkpoints and back, on any layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHECK_TOKENS = 48
 
 @dataclass
 class Converter:
-    """A model without optimizer, on this rank's part of a layout."""
+    """Model without optimizer, on this rank's part of a layout."""
 
     hf_folder: Path
     hf_config: Any
@@ -39,10 +39,10 @@ class Converter:
     bridge: Any
     groups: Any
     lora: Any = None
-    """the adapters of the checkpoint that was read"""
+    """Adapters of the checkpoint that was loaded. None: no adapters."""
 
     def load_hf(self) -> None:
-        """Take the weights of the Hugging Face folder."""
+        """Load the weights of the Hugging Face folder."""
         self.bridge.load(FolderWeights(self.hf_folder))
 
     def save_megatron(self, target: Path) -> None:
@@ -56,15 +56,15 @@ class Converter:
         save_model(target, self.models, {_LAYOUT_FILE: text + "\n"})
 
     def load_megatron(self, checkpoint: Path) -> None:
-        """Take the weights of a ``torch_dist`` checkpoint, converted or written in training, of any layout.
+        """Load a ``torch_dist`` checkpoint of any layout, converted or written in training.
 
-        Its files are compared with its manifest; one that has none (of another program) is read after a word on stderr.
-        One that holds adapters alone goes on the weights of the Hugging Face folder.
+        Its files are verified with its manifest. A checkpoint without one (of another program) is loaded with a note on
+        stderr. A checkpoint that holds only adapters is loaded on top of the Hugging Face folder's weights.
         """
         from megatron_dppo.mcore.checkpoint.save_load import load_model
         from megatron_dppo.mcore.lora import Lora
 
-        config = _lora_of(checkpoint)
+        config = _read_lora_config(checkpoint)
         if config.rank:
             self.load_hf()
             self.lora = Lora(self.models, model_shape(self.hf_config), self.groups, config, seed=0)
@@ -81,30 +81,31 @@ class Converter:
         exported: Iterator[tuple[str, Tensor]] = self.bridge.export(*([] if self.lora is None else [self.lora.merge]))
         return exported
 
-    def problems(self) -> list[str]:
-        """Differences between the model's weights and the Hugging Face folder: names, shapes, dtypes, every bit."""
+    def find_differences(self) -> list[str]:
+        """Compare the model's weights with the Hugging Face folder: names, shapes, every bit. A collective."""
         from megatron_dppo.mcore.mapping import is_mtp_weight
 
         source = FolderWeights(self.hf_folder)
         shape = model_shape(self.hf_config)
-        expected, found = {name for name in source.names() if not is_mtp_weight(name, shape)}, set()
-        result = []
+        expected = {name for name in source.names() if not is_mtp_weight(name, shape)}
+        exported = set()
+        differences = []
         for name, tensor in self.export():
-            found.add(name)
+            exported.add(name)
             if name not in expected:
-                result.append(f"{name} is not in {self.hf_folder}")
+                differences.append(f"{name} is not in {self.hf_folder}")
                 continue
             original = source[name].to(tensor.dtype)
             if original.shape != tensor.shape:
-                result.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(original.shape)}")
+                differences.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(original.shape)}")
             elif not torch.equal(original, tensor.cpu()):
                 largest = float((original.double() - tensor.cpu().double()).abs().max())
-                result.append(f"{name} differs by up to {largest:.1e}")
+                differences.append(f"{name} differs by up to {largest:.1e}")
         tied = {"lm_head.weight"} if self.hf_config.tie_word_embeddings else set()
-        return result + [f"{name} was never exported" for name in sorted(expected - found - tied)]
+        return differences + [f"{name} was never exported" for name in sorted(expected - exported - tied)]
 
-    def logprob_error(self) -> float:
-        """Largest difference of log-probabilities to transformers (fp32) on a made-up sequence."""
+    def measure_logprob_error(self) -> float:
+        """Return the largest log-probability difference to transformers (fp32) on a random sequence. A collective."""
         from megatron_dppo.mcore.forward import forward_logprobs
         from megatron_dppo.mcore.head import OutputHead
 
@@ -113,11 +114,11 @@ class Converter:
         sample = to_training_sample(ids[:1], ids[1:], None, 0.0)
         head = OutputHead(self.models[-1], self.groups.tp, self.hf_config.vocab_size, 1.0)
         batch = pack([sample], RowShape(row_multiple=self.layout.row_multiple))
-        found = forward_logprobs(self.models, [batch], head)
+        logprobs = forward_logprobs(self.models, [batch], head)
         error = torch.zeros(1)
-        if found:
+        if logprobs:  # on the last pipeline stage
             expected = _transformers_logprobs(self.hf_folder, sample.tokens, sample.labels)
-            error[0] = (found[0].cpu()[: sample.num_tokens] - expected).abs().max()
+            error[0] = (logprobs[0].cpu()[: sample.num_tokens] - expected).abs().max()
         if self.groups.world is not None:
             device = next(self.models[0].parameters()).device
             error = error.to(device)
@@ -125,8 +126,8 @@ class Converter:
         return float(error)
 
 
-def _lora_of(checkpoint: Path) -> LoraConfig:
-    """The adapters of a checkpoint that training wrote; rank 0 for any other."""
+def _read_lora_config(checkpoint: Path) -> LoraConfig:
+    """Return the LoRA configuration of a checkpoint that training wrote; the default, without adapters, for others."""
     file = checkpoint / "state.json"
     if not file.is_file():
         return LoraConfig()
@@ -147,7 +148,7 @@ def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iter
     """Build the model of a Hugging Face folder on the layout of the running processes (torchrun, or one process).
 
     Raises:
-        UserError: the folder is not usable, or the layout does not fit.
+        UserError: the folder is unusable, or the layout does not fit.
     """
     from megatron_dppo.mcore.compat.shims import apply_shims
 

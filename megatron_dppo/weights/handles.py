@@ -1,8 +1,8 @@
 """Weights to servers on the same GPUs (or CPU) by reference: the method ``ipc``.
 
-Every rank of the trainer sees the whole stream of weights (``mcore/bridge.py``). Each lays it into buckets, the same on
-all of them, and those on whose GPU a server computes hand over theirs: CUDA IPC opens memory of one's own GPU. Rank 0
-collects the handles and tells the servers.
+Every rank of the trainer sees the whole stream of weights (``mcore/bridge.py``) and packs it into the same buckets. The
+ranks on whose GPU a server computes share theirs: CUDA IPC opens memory of the same GPU only. Rank 0 collects the
+handles and passes them to the servers.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ from megatron_dppo.rollout.handles import Handle, SharedBucket
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.transfer import Tensors, Weights
-from megatron_dppo.weights.transfer_group import described, flatten_bucket, widest_first
+from megatron_dppo.weights.transfer_group import describe_tensors, flatten_bucket, sort_widest_first
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """Who reads whose memory, known alike to all ranks of the trainer."""
+class MemorySharing:
+    """Assignment of trainer ranks to the servers that read their memory, the same on all ranks."""
 
     owners: Mapping[str, Sequence[int]]
-    """by URL of a server: for each of its ranks the trainer's rank on the same device"""
+    """For each rank of a server, the trainer's rank on the same device; by URL."""
     bucket_bytes: int
     dtype: torch.dtype
-    """that the weights are sent in"""
+    """Dtype that the weights are sent in."""
     tied: bool
-    """the output layer is the embedding, and sent under both names"""
+    """The output layer is the embedding and is sent under both names."""
     group: ProcessGroup | None
-    """all ranks over the CPU; None = this one is alone"""
+    """CPU group of all ranks. None: a single rank."""
 
     def open(self, weights: Weights) -> SharedStream:
-        """One attempt's stream; a collective from its first tensor to ``SharedStream.end``.
+        """Return the stream of one attempt, a collective from its first tensor to ``SharedStream.end``.
 
         Args:
             weights: full tensors by Hugging Face name, on all ranks.
         """
         rank = 0 if self.group is None else dist.get_rank(self.group)
         readers = [owner for owners in self.owners.values() for owner in owners].count(rank)
-        return SharedStream(as_sent(weights, self.dtype, tied=self.tied), self.bucket_bytes, readers, self.group)
+        stream = cast_for_sending(weights, self.dtype, tied=self.tied)
+        return SharedStream(stream, self.bucket_bytes, readers, self.group)
 
 
-def as_sent(weights: Weights, dtype: torch.dtype, *, tied: bool) -> Weights:
-    """Copies in the type that is sent; of a tied model the output layer too, under its own name."""
+def cast_for_sending(weights: Weights, dtype: torch.dtype, *, tied: bool) -> Weights:
+    """Stream copies in the dtype that is sent; a tied model's embedding also under the name of the output layer."""
     for name, tensor in weights:
         sent = tensor.detach().to(stored_dtype(name, dtype), copy=True)
         yield name, sent
@@ -60,80 +61,91 @@ def as_sent(weights: Weights, dtype: torch.dtype, *, tied: bool) -> Weights:
 
 
 class SharedStream(Iterator[tuple[str, Tensor]]):
-    """A stream of weights whose buckets end at the same tensors on all ranks, which meet there.
+    """Stream of weights with the same buckets on all ranks, which meet in a collective at the end of each bucket.
 
-    The others wait for each meeting. So whoever asks for the next tensor without having shared a bucket meets with
-    nothing to share, as a rank does that only runs the stream to its end. ``end`` is the last meeting.
+    A rank that takes the next tensor without having shared its bucket meets the others with nothing to share, as a rank
+    does that only runs the stream to its end. ``end`` is the last meeting.
 
     Args:
-        weights: what is sent, the same on all ranks.
-        limit: bytes of a bucket; a larger tensor goes alone.
-        readers: server ranks that read this rank's buckets; 0 = it shares none.
-        group: all ranks.
+        weights: tensors to send, the same on all ranks.
+        limit: maximum size of a bucket in bytes; a larger tensor is a bucket by itself.
+        readers: number of server ranks that read this rank's buckets; 0 shares none.
+        group: group of all ranks.
     """
 
     def __init__(self, weights: Weights, limit: int, readers: int, group: ProcessGroup | None) -> None:
-        self._weights, self._limit, self._readers, self._group = weights, limit, readers, group
+        self._weights = weights
+        self._limit = limit
+        self._readers = readers
+        self._group = group
         self._size = 0
         self._next: tuple[str, Tensor] | None = None
-        self._begun = False
+        self._has_begun = False
         self._shared: SharedBucket | None = None
         self.complete = False
-        """the tensor before was the last one of its bucket"""
+        """True if the last tensor completed its bucket."""
         self.taken: frozenset[int] = frozenset()
-        """on rank 0: the ranks whose bucket the servers have read and given back, until the next meeting"""
+        """Ranks whose bucket the servers have read completely, until the next meeting; set on rank 0."""
 
     def __next__(self) -> tuple[str, Tensor]:
-        if not self._begun:
-            self._begun, self._next = True, next(self._weights, None)
+        if not self._has_begun:
+            self._has_begun = True
+            self._next = next(self._weights, None)
         if self.complete:
             self.share([])
         if self._next is None:
             raise StopIteration
-        item, self._next = self._next, next(self._weights, None)
+        item = self._next
+        # Look one tensor ahead: all ranks must agree where a bucket ends.
+        self._next = next(self._weights, None)
         self._size += item[1].nbytes
         self.complete = self._next is None or self._size + self._next[1].nbytes > self._limit
         return item
 
     def share(self, tensors: Tensors) -> list[Handle | str | None]:
-        """Meet at the end of a bucket; by rank: its handle, why it has none, or None where nobody reads it.
+        """Share a bucket and meet the other ranks.
 
-        The bucket before is free from here on, so rank 0 comes when it has been read.
+        The previous bucket is freed here, so rank 0 must call this only after the servers have read it.
 
         Args:
-            tensors: the bucket's, the widest types first; none to share nothing.
+            tensors: tensors of the bucket, the widest dtypes first; an empty list shares nothing.
+
+        Returns:
+            For each rank its handle, the reason why it has none, or None where no server reads it.
         """
-        self.complete, self._size = False, 0
+        self.complete = False
+        self._size = 0
         self._free()
-        mine: Handle | str | None = None
+        shared: Handle | str | None = None
         if tensors and self._readers:
             try:
                 self._shared = SharedBucket(flatten_bucket(tensors).data, self._readers)
-                mine = self._shared.handle
+                shared = self._shared.handle
             except (RuntimeError, OSError) as error:
-                mine = str(error)
-        return from_each(mine, self._group)
+                shared = str(error)
+        return from_each(shared, self._group)
 
     def run(self) -> None:
-        """On ranks other than 0: share every bucket."""
+        """Share every bucket; for all ranks except rank 0."""
         bucket = Tensors()
         for item in self:
             bucket.append(item)
             if self.complete:
-                # Nothing else may keep the tensors while their copy is made.
+                # Nothing else may hold the tensors while they are copied.
                 del item
                 self.share(bucket)
                 bucket = Tensors()
         self.end()
 
     def end(self) -> None:
-        """Run what is left, and free the last bucket; once."""
+        """Consume the remaining tensors and free the last bucket. Call it once."""
         for _ in self:
             pass
         self._free()
 
     def _free(self) -> None:
-        taken, self.taken = from_leader(lambda: self.taken, self._group), frozenset()
+        taken = from_leader(lambda: self.taken, self._group)
+        self.taken = frozenset()
         rank = 0 if self._group is None else dist.get_rank(self._group)
         if self._shared is not None:
             self._shared.free(taken=rank in taken)
@@ -141,36 +153,39 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
 
 
 class HandleTransfer:
-    """Rank 0's part: one bucket is read by the servers while the next is gathered.
+    """Transfer on rank 0: the servers read one bucket while the next is gathered.
 
     Args:
-        servers: of the run.
-        sharing: whose memory each of them reads.
+        servers: all servers of the run.
+        sharing: ranks whose memory each server reads.
     """
 
-    def __init__(self, servers: Sequence[InferenceServer], sharing: Sharing) -> None:
-        self._servers, self._owners = list(servers), sharing.owners
+    def __init__(self, servers: Sequence[InferenceServer], sharing: MemorySharing) -> None:
+        self._servers = list(servers)
+        self._owners = sharing.owners
 
     async def send(self, weights: Weights, stream: SharedStream, attempt: Attempt) -> None:
-        """Everything between the pause of the servers and the proof.
+        """Send the weights to the paused servers, from ``begin_update`` to ``end_update``.
 
         Args:
-            weights: the stream, as it passes through whoever else looks at it.
-            stream: itself.
-            attempt: who of the servers is left, and notes who fails.
+            weights: iterator over ``stream``, perhaps through another one that computes digests.
+            stream: shared stream.
+            attempt: records the servers that fail.
         """
-        for server in attempt.left(self._servers):
-            ranks, planned = attempt.infos[server.url].world_size, len(self._owners[server.url])
-            if ranks != planned:
-                text = f"has {ranks} ranks, but {planned} by its section, [rollout.sglang] or [rollout.vllm]"
-                attempt.fail_all([server], f"{text}; set the tensor-parallel size there: GPUs are told by it")
-        await attempt.each(attempt.left(self._servers), lambda server: server.begin_update())
+        for server in attempt.remaining(self._servers):
+            num_ranks = attempt.infos[server.url].world_size
+            num_planned = len(self._owners[server.url])
+            if num_ranks != num_planned:
+                text = f"has {num_ranks} ranks, but {num_planned} by its section, [rollout.sglang] or [rollout.vllm]"
+                fix = "set the tensor-parallel size there: it decides which GPUs a server has"
+                attempt.fail_all([server], f"{text}; {fix}")
+        await attempt.call_each(attempt.remaining(self._servers), lambda server: server.begin_update())
         reading: asyncio.Task[None] | None = None
         try:
             async for tensors in _buckets(weights, stream):
                 if reading is not None:
                     await reading
-                reading = self._start(widest_first(tensors), stream, attempt)
+                reading = self._start(sort_widest_first(tensors), stream, attempt)
                 tensors.clear()  # the shared copy is enough
             if reading is not None:
                 await reading
@@ -178,28 +193,30 @@ class HandleTransfer:
             if reading is not None:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-        await attempt.each(attempt.left(self._servers), lambda server: server.end_update(attempt.version))
+        await attempt.call_each(attempt.remaining(self._servers), lambda server: server.end_update(attempt.version))
 
     def _start(self, tensors: Tensors, stream: SharedStream, attempt: Attempt) -> asyncio.Task[None]:
-        bucket, handles = described(tensors), stream.share(tensors)
-        given: dict[str, list[Handle]] = {}
-        for server in attempt.left(self._servers):
-            owned = [(rank, handles[rank]) for rank in self._owners[server.url]]
-            given[server.url] = [handle for _, handle in owned if isinstance(handle, tuple)]
-            if problems := sorted({f"rank {rank}: {why}" for rank, why in owned if not isinstance(why, tuple)}):
+        """Share a bucket and start the servers' reads."""
+        bucket = describe_tensors(tensors)
+        handles = stream.share(tensors)
+        server_handles: dict[str, list[Handle]] = {}
+        for server in attempt.remaining(self._servers):
+            shared = [(rank, handles[rank]) for rank in self._owners[server.url]]
+            server_handles[server.url] = [handle for _, handle in shared if isinstance(handle, tuple)]
+            if problems := sorted({f"rank {rank}: {why}" for rank, why in shared if not isinstance(why, tuple)}):
                 attempt.fail_all([server], f"the trainer cannot share the memory of {'; '.join(problems)}")
 
         async def read() -> None:
-            servers = attempt.left(self._servers)
-            await attempt.each(servers, lambda server: server.receive_handles(*bucket, given[server.url]))
-            left = attempt.left(servers)
-            stream.taken = frozenset(rank for server in left for rank in self._owners[server.url])
+            servers = attempt.remaining(self._servers)
+            await attempt.call_each(servers, lambda server: server.receive_handles(*bucket, server_handles[server.url]))
+            readers = attempt.remaining(servers)
+            stream.taken = frozenset(rank for server in readers for rank in self._owners[server.url])
 
         return asyncio.create_task(read())
 
 
 async def _buckets(weights: Weights, stream: SharedStream) -> AsyncIterator[Tensors]:
-    """Each bucket of the stream; after each tensor everything else on the event loop gets a turn."""
+    """Yield each bucket of the stream; after each tensor, the other tasks of the event loop run."""
     bucket = Tensors()
     for item in weights:
         bucket.append(item)

@@ -1,15 +1,15 @@
-"""Whether a server holds the weights that it was sent, judged by digests of its tensors.
+"""Verification that a server holds the weights that it was sent, by digests of its tensors.
 
-Of each tensor the strongest that its server allows:
+Each tensor gets the strongest result that its server allows:
 
-1. *as sent*: its digest is the one computed from the bytes that were sent; or, of a tensor whose form the server
-   changed afterwards, the one that it had when it was loaded, and the changed form is not the old one.
-2. *changed*: the server keeps it in a form of its own (packed, reordered, quantised), whose digest nobody can foretell;
-   it differs from that before the sync if what was sent differs. And it equals that of the other servers of its kind.
+1. *as sent*: its digest is the one computed from the bytes that were sent. Or, for a tensor whose form the server
+   changed afterwards, the digest at loading is that one, and the changed form is not the old one.
+2. *changed*: the server keeps the tensor in a form of its own (packed, reordered, quantized), whose digest cannot be
+   predicted. It differs from before the sync if what was sent differs, and it equals that of other servers of its kind.
 3. *unproved*: neither, and ``Proof`` says so.
 
-A server of which no tensor's form is known (quantised by itself, expert parallel) is judged by the second rule as a
-whole.
+A server whose tensors all have unknown forms (quantized by itself, expert parallel) is verified by the second rule with
+all tensors together.
 """
 
 from __future__ import annotations
@@ -17,169 +17,190 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
-from megatron_dppo.weights.digests import Expected
+from megatron_dppo.weights.digests import ExpectedDigest
 
-_NAMED = 4
-"""Tensors that a message names; the others are counted."""
+_MAX_NAMES = 4
+"""Number of tensors that a message names; the others are counted."""
 _ALL = "all weights"
 _SCALES = ".weight_scale_inv", "w13_weight_scale_inv", "w2_weight_scale_inv"
-Key = tuple[int, str]
-"""(rank of the server, its name of a tensor)"""
+_SHORTEST_DIGEST = 16
+TensorKey = tuple[int, str]
+"""Rank of the server and its name of a tensor."""
+_Verdict = Literal["as_sent", "changed", "unproved", "wrong"]
+"""Field of ``Proof`` that a tensor belongs to."""
 
 
 @dataclass
 class Proof:
-    """What is known of one server's tensors after a sync."""
+    """Results for one server's tensors after a sync, by the names that they are sent under."""
 
     as_sent: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     unproved: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    """tensors, by the names that they are sent under"""
 
-    def complaint(self) -> str | None:
-        """What is wrong, for the user."""
+    def describe_mismatch(self) -> str | None:
+        """Return what is wrong, for the user, or None."""
         if not self.wrong:
             return None
         return (
-            f"{_listed(self.wrong)}: not what was sent, by the server's own checksum of its weights "
+            f"{_join_names(self.wrong)}: not what was sent, by the server's own checksum of its weights "
             f"({len(self.as_sent)} others are)"
         )
 
-    def note(self) -> str | None:
-        """What is not proved byte by byte."""
+    def describe_unproved(self) -> str | None:
+        """Return what is not proved byte by byte, for the user, or None."""
         parts = []
         if self.changed:
             parts.append(
-                f"{_listed(self.changed)}: kept by the server in a form of its own; checked is only that the checksum "
-                "changes with what is sent and equals that of the other servers"
+                f"{_join_names(self.changed)}: kept by the server in a form of its own; checked is only that the "
+                "checksum changes with what is sent and equals that of the other servers"
             )
         if self.unproved:
-            parts.append(f"{_listed(self.unproved)}: not checked in this sync, only by the probe")
+            parts.append(f"{_join_names(self.unproved)}: not checked in this sync, only by the probe")
         return "; ".join(parts) or None
 
 
-def _listed(names: Sequence[str]) -> str:
-    different = list(dict.fromkeys(names))
-    more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
-    return ", ".join(different[:_NAMED]) + more
+def _join_names(names: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(names))
+    more = f" and {len(unique) - _MAX_NAMES} more" if len(unique) > _MAX_NAMES else ""
+    return ", ".join(unique[:_MAX_NAMES]) + more
 
 
 class ServerRecord:
-    """What a server had after its last sync that was checked, and which of its tensors are known to be plain."""
+    """Digests of a server after its last verified sync, and the kinds of tensors that it is known to hold as sent."""
 
     def __init__(self) -> None:
-        self._plain: set[str] = set()
-        self._sums: dict[Key, str] = {}
-        self._sent: dict[Key, str] = {}
-        self._whole: str | None = None
+        self._plain_kinds: set[str] = set()
+        self._held: dict[TensorKey, str] = {}
+        self._sent: dict[TensorKey, str] = {}
+        self._combined: str | None = None
 
     @property
-    def known(self) -> bool:
-        """Whether there is something to compare with."""
-        return bool(self._sums)
+    def has_digests(self) -> bool:
+        """True if there are digests to compare with."""
+        return bool(self._held)
 
     def begin(self, before: Sequence[RankDigests]) -> None:
-        """Compare with what the server has now, before it gets anything: it is new, or came back."""
-        self._sums, self._sent, self._whole = _flat(before), {}, None
+        """Start from the digests of a server that is new or came back, before it gets any weights."""
+        self._held = _flatten(before)
+        self._sent = {}
+        self._combined = None
 
-    def judge(
+    def verify(
         self,
         layout: WeightLayout,
         ranks: Sequence[RankDigests],
-        expected: Mapping[int, Mapping[str, Expected]],
-        whole: str | None = None,
+        expected: Mapping[int, Mapping[str, ExpectedDigest]],
+        combined: str | None = None,
     ) -> Proof:
-        """Compare; what is found is remembered when nothing is wrong.
+        """Compare digests after a sync, and remember them if nothing is wrong.
 
         Args:
-            layout: of the server.
-            ranks: its digests after the sync.
-            expected: by its rank: the digests that follow from what was sent.
-            whole: of a layout that is not plain, of which no digest can be foretold: one of all that was sent.
+            layout: layout of the server.
+            ranks: digests after the sync.
+            expected: digests that follow from what was sent, by rank and the server's name.
+            combined: digest of everything that was sent, for a layout whose digests cannot be predicted.
         """
-        found = _flat(ranks)
+        held = _flatten(ranks)
         if not layout.plain:
-            return self._judge_whole(found, whole)
+            return self._verify_combined(held, combined)
         wanted = {(rank, name): e for rank, names in expected.items() for name, e in names.items()}
         loaded = {(rank.tp_rank, name): digest for rank in ranks for name, digest in rank.loaded.items()}
-        matches = {key for key, e in wanted.items() if _same(e, found.get(key)) or _same(e, loaded.get(key))}
-        plain = self._plain | {_kind(name) for _, name in matches}
+        matches = {key for key, e in wanted.items() if _matches(e, held.get(key)) or _matches(e, loaded.get(key))}
+        plain_kinds = self._plain_kinds | {_kind(name) for _, name in matches}
         proof = Proof()
-        moved = any(found.get(key) != self._sums.get(key) for key in wanted)
-        # A server that had these weights already, and changes none of them: some larger tensor shows it.
-        idle = not moved and any(not wanted[key].is_vector for key in matches)
-        strict = set(self._strict(layout, wanted, plain))
-        has_scales = any(name.endswith(_SCALES) for _, name in found)
+        has_changed = any(held.get(key) != self._held.get(key) for key in wanted)
+        # The server had these weights already, so no digest can change. A matching tensor with content shows it;
+        # vectors often have equal values in different weights.
+        is_same_weights = not has_changed and any(not wanted[key].is_vector for key in matches)
+        strict = set(self._strict_keys(layout, wanted, plain_kinds))
+        has_scales = any(name.endswith(_SCALES) for _, name in held)
         for key, e in wanted.items():
-            # Without its scale a quantised weight means nothing.
-            lacks = key[1].endswith(_SCALES) and not has_scales
-            where = "wrong" if lacks else self._judge_one(key, e, found, matches, strict, idle)
-            getattr(proof, where).append(e.sent_as)
+            # A quantized weight without its scale is useless.
+            lacks_scale = key[1].endswith(_SCALES) and not has_scales
+            verdict = "wrong" if lacks_scale else self._verify_tensor(key, e, held, matches, strict, is_same_weights)
+            getattr(proof, verdict).append(e.sent_as)
         if not proof.wrong:
-            self._plain, self._sums = plain, found
+            self._plain_kinds = plain_kinds
+            self._held = held
             self._sent = {key: e.digest for key, e in wanted.items()}
         return proof
 
-    def _judge_whole(self, found: dict[Key, str], whole: str | None) -> Proof:
-        """All tensors of the server together: they change when what is sent does."""
-        proof, before = Proof(), self._whole
-        if whole is None or (before is None and found == self._sums):
-            proof.unproved.append(_ALL)  # it may have had these weights already
-        elif found == self._sums and whole != before:
+    def _verify_combined(self, held: dict[TensorKey, str], combined: str | None) -> Proof:
+        """Verify all tensors together: they change if what is sent changes."""
+        proof = Proof()
+        before = self._combined
+        if combined is None or (before is None and held == self._held):
+            proof.unproved.append(_ALL)  # the server may have had these weights already
+        elif held == self._held and combined != before:
             proof.wrong.append(_ALL)
         else:
             proof.changed.append(_ALL)
         if not proof.wrong:
-            self._sums, self._whole = found, whole
+            self._held = held
+            self._combined = combined
         return proof
 
-    def _judge_one(
-        self, key: Key, e: Expected, found: Mapping[Key, str], matches: set[Key], strict: set[Key], idle: bool
-    ) -> str:
-        digest, before, sent = found.get(key), self._sums.get(key), self._sent.get(key)
-        # A tensor that the server has under no name of its own (a tied head) is not known to be the old one.
-        stale = digest is not None and digest == before and sent is not None and sent != e.digest
+    def _verify_tensor(
+        self,
+        key: TensorKey,
+        expected: ExpectedDigest,
+        held: Mapping[TensorKey, str],
+        matches: set[TensorKey],
+        strict: set[TensorKey],
+        is_same_weights: bool,
+    ) -> _Verdict:
+        digest = held.get(key)
+        before = self._held.get(key)
+        sent_before = self._sent.get(key)
+        # A tensor without a name of its own in the server (a tied output layer) is not known to be the old one.
+        is_stale = (
+            digest is not None and digest == before and sent_before is not None and sent_before != expected.digest
+        )
         if key in matches:
-            # What was loaded is right; its changed form must not be the old one.
-            return "wrong" if stale and not _same(e, digest) else "as_sent"
+            # The loaded tensor is right; its changed form must not be the old one.
+            return "wrong" if is_stale and not _matches(expected, digest) else "as_sent"
         if digest is None:
             return "unproved"
-        if key in strict or stale:
+        if key in strict or is_stale:
             return "wrong"
-        if digest != before or sent is not None:
+        if digest != before or sent_before is not None:
             return "changed"
-        return "unproved" if idle else "wrong"
+        return "unproved" if is_same_weights else "wrong"
 
-    def _strict(self, layout: WeightLayout, wanted: Mapping[Key, Expected], plain: set[str]) -> Iterator[Key]:
-        """Those that must be as sent, since nothing suggests that the server keeps them in a form of its own.
+    def _strict_keys(
+        self, layout: WeightLayout, wanted: Mapping[TensorKey, ExpectedDigest], plain_kinds: set[str]
+    ) -> Iterator[TensorKey]:
+        """Yield the tensors that must be as sent, because nothing suggests that the server changes their form.
 
-        Vectors, which no kernel reorders; a kind of tensor that was as sent elsewhere in the model or before; and one
-        of which there is one alone (the embedding), where all kinds of which there are several are as sent.
+        These are vectors, which no kernel reorders, and kinds of tensors that were as sent elsewhere in the model or
+        before. A kind with a single tensor (the embedding) is strict if all kinds with several tensors are as sent.
         """
         counts: dict[str, int] = {}
         for _, name in wanted:
             counts[_kind(name)] = counts.get(_kind(name), 0) + 1
-        several = {kind for kind, count in counts.items() if count > 1 and ".experts." not in kind}
+        repeated = {kind for kind, count in counts.items() if count > 1 and ".experts." not in kind}
         for key, e in wanted.items():
             kind = _kind(key[1])
-            if e.own_form:
+            if e.is_reordered:
                 continue
-            if layout.complete or e.is_vector or kind in plain or (counts[kind] == 1 and several <= plain):
+            if layout.complete or e.is_vector or kind in plain_kinds or (counts[kind] == 1 and repeated <= plain_kinds):
                 yield key
 
 
 def _kind(name: str) -> str:
-    """The same for all layers."""
+    """Return a tensor's name without its layer."""
     return re.sub(r"\.\d+\.", ".N.", name)
 
 
-def _flat(ranks: Sequence[RankDigests]) -> dict[Key, str]:
+def _flatten(ranks: Sequence[RankDigests]) -> dict[TensorKey, str]:
     return {(rank.tp_rank, name): digest for rank in ranks for name, digest in rank.digests.items()}
 
 
-def _same(expected: Expected, digest: str | None) -> bool:
-    """Servers may cut a digest short."""
-    return bool(digest) and len(digest or "") >= 16 and expected.digest.startswith(digest or "")
+def _matches(expected: ExpectedDigest, digest: str | None) -> bool:
+    """Return True for an equal digest; servers may truncate theirs."""
+    return bool(digest) and len(digest or "") >= _SHORTEST_DIGEST and expected.digest.startswith(digest or "")

@@ -1,4 +1,4 @@
-"""The probe on the trainer's side: the same tokens on its own shards. Every rank takes part."""
+"""Probe of servers: their responses are compared with the trainer's own computation. A collective of all ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.data.prompts import PromptDataset
@@ -15,53 +17,54 @@ from megatron_dppo.engines.serving.checks import UNUSED
 from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.hf.folder import end_tokens
 from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
+from megatron_dppo.rollout.server import Generation
 from megatron_dppo.types import SamplingParams, TrainingSample
-from megatron_dppo.weights.attempt import ask_each
+from megatron_dppo.weights.attempt import call_all
 from megatron_dppo.weights.probe_requests import (
-    Expectation,
     LostWeightsError,
-    ProbeAnswer,
     ProbeError,
-    Reading,
+    ProbeExpectation,
+    ProbeResponse,
     RouteCounts,
-    ask,
+    TrainerReading,
+    send_probe,
 )
 from megatron_dppo.weights.sync import WeightSync
-from megatron_dppo.weights.verdict import judge
+from megatron_dppo.weights.verdict import verify_response
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 _PROBE_TOKENS = 256
-"""Enough to fill pages of the prefix cache, so that stale ones show."""
+"""Prompt tokens of a probe: enough to fill pages of the prefix cache, so that stale pages show."""
 _NEW_TOKENS = 64
 _Columns = dict[int, dict[str, Any]]
-"""by sample: what this rank knows of a ``Reading``"""
+"""Fields of ``TrainerReading`` that this rank has computed, by sample."""
 
 
-class Findings(NamedTuple):
-    """What a probe found, by URL; servers that are as they should be are in neither."""
+class ProbeFindings(NamedTuple):
+    """Servers that failed a probe, by URL."""
 
     wrong: dict[str, str]
-    """they answer, but not what training needs"""
+    """Mismatches: the server responds, but not as training needs."""
     silent: dict[str, str]
-    """no answer that could be judged: dead, restarted, too slow, overloaded"""
+    """Errors of servers without a response to compare: dead, restarted, too slow, overloaded."""
 
-    def joined(self, others: Findings) -> Findings:
-        """Those of two probes."""
-        return Findings(others.wrong | self.wrong, others.silent | self.silent)
+    def merged(self, other: ProbeFindings) -> ProbeFindings:
+        """Return the findings of two probes."""
+        return ProbeFindings(other.wrong | self.wrong, other.silent | self.silent)
 
 
 class Probe:
-    """Asks servers for a response, and computes the same on the trainer's own shards.
+    """Requests a response from servers and computes the same with the trainer's own shards.
 
     Args:
-        trainer: whose weights the servers should have.
-        params: how the run samples, and what it wants reported.
-        hf_config: of the model, for its context and vocabulary.
-        tokenizer: of the model.
-        prompts: the first of them make the request.
-        dtype: the coarser one of engine and trainer.
+        trainer: policy whose weights the servers should hold.
+        params: sampling parameters of the run, and the columns that it records.
+        hf_config: transformers config of the model, for its context and vocabulary.
+        tokenizer: tokenizer of the model.
+        prompts: prompt data set; the first prompts make up the request.
+        dtype: coarser dtype of engine and trainer.
         micro_batch_tokens: token budget of one packed micro-batch.
     """
 
@@ -80,9 +83,11 @@ class Probe:
         self._micro_batch_tokens = micro_batch_tokens
         context = hf_config.max_position_embeddings
         new_tokens = min(_NEW_TOKENS, params.max_new_tokens)
-        # What the run's own requests need is all that a server is known to take.
-        most = min(_PROBE_TOKENS, context - UNUSED - new_tokens, prompts.longest + params.max_new_tokens - new_tokens)
-        text, tokens = _long_prompt(tokenizer, prompts, most)
+        # No longer than the run's own requests: a server need not accept more.
+        max_tokens = min(
+            _PROBE_TOKENS, context - UNUSED - new_tokens, prompts.longest + params.max_new_tokens - new_tokens
+        )
+        text, tokens = _long_prompt(tokenizer, prompts, max_tokens)
         self._expected: dict[str, Any] = {
             "prompt": text,
             "prompt_token_ids": tokens,
@@ -95,85 +100,98 @@ class Probe:
             "max_new_tokens": new_tokens,
         }
 
-    def run(self, sync: WeightSync | None, urls: Sequence[str], version: int) -> Findings:
-        """Why servers are not what they should be. A collective; ``sync`` on rank 0."""
-        expected, world = Expectation(**self._expected, policy_version=version), self._trainer.groups.world
-        found = Findings({}, {})
-        answers: list[ProbeAnswer] = []
+    def run(self, sync: WeightSync | None, urls: Sequence[str], version: int) -> ProbeFindings:
+        """Probe servers and return those that fail. A collective; ``sync`` is given on rank 0."""
+        expected = ProbeExpectation(**self._expected, policy_version=version)
+        world = self._trainer.groups.world
+        findings = ProbeFindings({}, {})
+        responses: list[ProbeResponse] = []
         if sync is not None:
-            # A name that no server knows: one that hangs may still work on the request of another attempt or run.
+            # A new name each time: a hanging server may still work on the request of an earlier attempt or run.
             name = f"probe-{uuid.uuid4().hex[:12]}"
-            answered = sync.run(
-                lambda servers: ask_each(servers, lambda server: ask(server, expected, request_id=name)), urls
+            results = sync.run(
+                lambda servers: call_all(servers, lambda server: send_probe(server, expected, request_id=name)), urls
             )
-            for url, answer in answered.items():
-                if isinstance(answer, ProbeAnswer):
-                    answers.append(answer)
-                else:
-                    lies = isinstance(answer, ProbeError | ContractViolation) and not isinstance(
-                        answer, LostWeightsError
-                    )
-                    (found.wrong if lies else found.silent)[url] = str(answer)
-        found, answers = from_leader(lambda: (found, answers), world)
-        if not answers:
-            return found
-        readings = read_answers(self._trainer, answers, expected, self._micro_batch_tokens)
-        return from_leader(lambda: Findings(found.wrong | _problems(answers, expected, readings), found.silent), world)
+            for url, result in results.items():
+                if isinstance(result, ProbeResponse):
+                    responses.append(result)
+                    continue
+                is_mismatch = isinstance(result, ProbeError | ContractViolation)
+                # A server that restarted reports its version honestly: it is sent the weights again.
+                has_restarted = isinstance(result, LostWeightsError)
+                errors = findings.wrong if is_mismatch and not has_restarted else findings.silent
+                errors[url] = str(result)
+        findings, responses = from_leader(lambda: (findings, responses), world)
+        if not responses:
+            return findings
+        readings = compute_readings(self._trainer, responses, expected, self._micro_batch_tokens)
+
+        def with_mismatches() -> ProbeFindings:
+            return ProbeFindings(findings.wrong | _find_mismatches(responses, expected, readings), findings.silent)
+
+        return from_leader(with_mismatches, world)
 
 
-def _problems(
-    answers: Sequence[ProbeAnswer], expected: Expectation, readings: Sequence[Sequence[Reading]]
+def _find_mismatches(
+    responses: Sequence[ProbeResponse],
+    expected: ProbeExpectation,
+    readings: Sequence[Sequence[TrainerReading]],
 ) -> dict[str, str]:
-    wrong = {}
-    for answer, reading in zip(answers, readings, strict=True):
+    mismatches = {}
+    for response, reading in zip(responses, readings, strict=True):
         try:
-            judge(answer, expected, reading)
+            verify_response(response, expected, reading)
         except ServerError as error:
-            wrong[answer.url] = str(error)
-    return wrong
+            mismatches[response.url] = str(error)
+    return mismatches
 
 
-def read_answers(
-    trainer: PolicyTrainer, answers: Sequence[ProbeAnswer], expected: Expectation, budget: int
-) -> list[list[Reading]]:
-    """What the trainer computes for each response of each answer; every data-parallel rank computes all of them.
+def compute_readings(
+    trainer: PolicyTrainer, responses: Sequence[ProbeResponse], expected: ProbeExpectation, budget: int
+) -> list[list[TrainerReading]]:
+    """Compute the trainer's numbers for each generation of each response; every data-parallel rank computes all.
 
-    A collective over all ranks; the result is complete on the first rank of each replica, and empty on the others.
+    A collective over all ranks. The result is complete on the first rank of each replica, and empty on the others.
 
     Args:
-        trainer: with router replay switched on, if routes are expected.
-        answers: of the servers.
-        expected: what they were asked.
-        budget: tokens of one micro-batch.
+        trainer: policy with router replay switched on, if routes are expected.
+        responses: responses of the servers.
+        expected: expectation of the probe.
+        budget: token budget of one micro-batch.
     """
-    samples = [_sample(expected, generation) for answer in answers for generation in answer.generations]
+    samples = [_sample(expected, generation) for response in responses for generation in response.generations]
     packed = trainer.pack(samples, budget)
-    found: _Columns = {i: {} for i in range(len(samples))}
+    columns_by_sample: _Columns = {i: {} for i in range(len(samples))}
+
+    # First pass: live routes, which are compared with the server's.
     readings, routes = trainer.token_logprobs(packed.batches, None if expected.routing is None else "record")
     for i, where, number in packed.positions(samples):
         mask = samples[i].loss_mask
         if readings:
             columns = {name: None if c is None else c[where] for name, c in readings[number]._asdict().items()}
-            found[i] |= {name: _numbers(column, mask) for name, column in columns.items()}
+            columns_by_sample[i] |= {name: _to_numpy(column, mask) for name, column in columns.items()}
         if routes:
-            given = samples[i].routed_experts
-            assert given is not None
-            found[i]["routes"] = count_differences(given, routes[number][where]).numpy()
+            server_routes = samples[i].routed_experts
+            assert server_routes is not None
+            columns_by_sample[i]["routes"] = count_differences(server_routes, routes[number][where]).numpy()
+
+    # Second pass: the server's routes are replayed.
     if expected.routing is not None:
         readings, _ = trainer.token_logprobs(packed.batches, "replay")
         for i, where, number in packed.positions(samples) if readings else ():
-            found[i]["replayed"] = _numbers(readings[number].logprobs[where], samples[i].loss_mask)
-    complete = iter(_together(found, trainer))
+            columns_by_sample[i]["replayed"] = _to_numpy(readings[number].logprobs[where], samples[i].loss_mask)
+    complete = iter(_merge_stages(columns_by_sample, trainer))
     return (
-        [[next(complete) for _ in answer.generations] for answer in answers]
+        [[next(complete) for _ in response.generations] for response in responses]
         if is_leader(trainer.groups.replica)
         else []
     )
 
 
-def _sample(expected: Expectation, generation: Any) -> TrainingSample:
+def _sample(expected: ProbeExpectation, generation: Generation) -> TrainingSample:
     topk = None
     if generation.topk_token_ids is not None:
+        assert generation.topk_logprobs is not None
         topk = (generation.topk_token_ids, generation.topk_logprobs)
     return to_training_sample(
         expected.prompt_token_ids,
@@ -186,21 +204,22 @@ def _sample(expected: Expectation, generation: Any) -> TrainingSample:
     )
 
 
-def _numbers(column: Tensor | None, mask: Tensor) -> Any:
+def _to_numpy(column: Tensor | None, mask: Tensor) -> NDArray[np.float64] | None:
     return None if column is None else column.cpu()[mask].double().numpy()
 
 
-def _together(found: _Columns, trainer: PolicyTrainer) -> list[Reading]:
-    """The stages' parts as one; ranks of tensor and context parallelism all know the same."""
+def _merge_stages(columns_by_sample: _Columns, trainer: PolicyTrainer) -> list[TrainerReading]:
+    """Merge the columns of all pipeline stages; ranks of tensor and context parallelism have the same ones."""
     groups = trainer.groups
-    mine = found if is_leader(groups.tp) and is_leader(groups.cp) else {}
-    stages = [part for part in from_each(mine, groups.replica) if part]
+    local = columns_by_sample if is_leader(groups.tp) and is_leader(groups.cp) else {}
+    stages = [stage for stage in from_each(local, groups.replica) if stage]
     result = []
-    for i in found:
-        last = next(part[i] for part in stages if "logprobs" in part[i])
-        counts = [RouteCounts(part[i]["routes"]) for part in stages if "routes" in part[i]]
+    for i in columns_by_sample:
+        # The last stage has the log-probabilities; each stage has the routes of its layers.
+        last = next(stage[i] for stage in stages if "logprobs" in stage[i])
+        counts = [RouteCounts(stage[i]["routes"]) for stage in stages if "routes" in stage[i]]
         result.append(
-            Reading(
+            TrainerReading(
                 logprobs=last["logprobs"],
                 raw_logprobs=last["raw_logprobs"],
                 topk_logprobs=last["id_logprobs"],
@@ -213,15 +232,17 @@ def _together(found: _Columns, trainer: PolicyTrainer) -> list[Reading]:
     return result
 
 
-def _long_prompt(tokenizer: Any, prompts: PromptDataset, most: int) -> tuple[str, tuple[int, ...]]:
-    """The first prompts one after the other, up to ``most`` tokens, at least one prompt."""
-    text, tokens = "", tuple[int, ...]()
+def _long_prompt(tokenizer: Any, prompts: PromptDataset, max_tokens: int) -> tuple[str, tuple[int, ...]]:
+    """Return the first prompts joined, up to ``max_tokens`` tokens and at least one prompt."""
+    text = ""
+    tokens = tuple[int, ...]()
     for i in range(len(prompts)):
-        longer = text + prompts[i].text
-        encoded = tuple(tokenizer.encode(longer, add_special_tokens=False))
-        if text and len(encoded) > most:
+        longer_text = text + prompts[i].text
+        longer_tokens = tuple(tokenizer.encode(longer_text, add_special_tokens=False))
+        if text and len(longer_tokens) > max_tokens:
             break
-        text, tokens = longer, encoded
-        if len(tokens) >= most:
+        text = longer_text
+        tokens = longer_tokens
+        if len(tokens) >= max_tokens:
             break
     return text, tokens

@@ -1,7 +1,7 @@
-"""The probe before a run, and after a weight sync: does the server mean by its answers what training means?
+"""Requests of the probe, which checks before a run and after a weight sync that server and trainer agree.
 
-``ask`` sends requests; the trainer computes the same for the same tokens (``Reading``; all its ranks take part, so that
-this is left to the caller); ``verdict.judge`` compares and names the cause of a difference.
+``send_probe`` sends requests. The trainer computes the same for the same tokens (``TrainerReading``), a collective that
+is left to the caller. ``verdict.verify_response`` compares them and names the cause of a difference.
 """
 
 from __future__ import annotations
@@ -16,78 +16,80 @@ from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer, ServerInfo
 from megatron_dppo.types import RoutingShape, SamplingParams
 
-_MOST_REQUESTS = 16
-"""of one probe: a policy that ends at once gives no more tokens than that"""
+_MAX_REQUESTS = 16
+"""Limit of one probe, for a policy that ends every response at once."""
 
 
 class ProbeError(ServerError):
-    """The server answers, but not what training needs."""
+    """The server responds, but not as training needs."""
 
 
 class LostWeightsError(ProbeError):
-    """The server says itself that it samples from other weights than it was sent, as one does that has restarted."""
+    """The server reports other weights than it was sent, for example after a restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expectation:
-    """What a run needs of its servers."""
+class ProbeExpectation:
+    """Properties that a run needs of its servers."""
 
     prompt: str
-    """text of the request; long enough to fill pages of the prefix cache, so that stale ones show"""
+    """Text of the request, long enough to fill pages of the prefix cache, so that stale pages show."""
     prompt_token_ids: tuple[int, ...]
-    """the trainer's tokens of it, no special ones added"""
+    """Trainer's tokens of the text, without special tokens."""
     vocab_size: int
-    """of the trainer's model"""
+    """Vocabulary size of the trainer's model."""
     end_tokens: tuple[int, ...]
-    """after which a response is complete"""
+    """Tokens that end a response."""
     temperature: float
     dtype: str
-    """``fp32``, ``bf16`` or ``fp16``: the coarser one of server and trainer"""
+    """Coarser dtype of server and trainer: ``fp32``, ``bf16`` or ``fp16``."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     topk_logprobs: int = 0
     routing: RoutingShape | None = None
     max_new_tokens: int = 64
-    """of one request"""
+    """Limit of one request."""
     enough_tokens: int = 64
-    """more requests of the same prompt follow until the answers have as many together"""
+    """Number of tokens in all responses together; more requests of the same prompt follow until it is reached."""
     policy_version: int | None = None
-    """the version that must have sampled every token; None = not asked"""
+    """Version that must have sampled every token. None: not checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeAnswer:
-    """What a server answered to the probe, complete and of the right vocabulary."""
+class ProbeResponse:
+    """Responses of a server to the probe, complete and of the right vocabulary."""
 
     info: ServerInfo
     url: str
     generations: tuple[Generation, ...]
-    """at least one; none is empty"""
+    """At least one; none is empty."""
     breach: str | None = None
-    """Of the contract that every rollout keeps: probabilities that no weights can have. The verdict tells it when the
-    trainer's own numbers show no cause that could be named."""
+    """Violation of the rollout contract: probabilities that no weights can have.
+
+    It is reported if the trainer's own numbers show no cause that can be named.
+    """
 
 
 class RouteCounts:
-    """How many rows of a response's routes (one token in one layer) the trainer's live routers choose differently."""
+    """Number of rows of routes (one token in one layer) that the trainer's live routers choose differently."""
 
     def __init__(self, counts: NDArray[np.int64] | None = None) -> None:
         self._counts = np.zeros((3, 2), dtype=np.int64) if counts is None else counts
 
     @property
     def rows(self) -> int:
-        """Rows that both sides know."""
+        """Number of rows that both sides know."""
         return int(self._counts[0, 0])
 
     @property
     def share(self) -> float:
-        """Of rows with other experts; 0 without rows."""
+        """Share of rows with other experts; 0 without rows."""
         return self._share(0)
 
     @property
     def shifted_share(self) -> float:
-        """The same if each row belonged to the token before or after, whichever fits better."""
+        """``share`` if each row belonged to the token before or after, whichever fits better."""
         return min(self._share(1), self._share(2))
 
     def _share(self, index: int) -> float:
@@ -99,31 +101,33 @@ class RouteCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What the trainer computes for one response of R tokens, float64, in nats."""
+class TrainerReading:
+    """Trainer's own numbers for one response of R tokens, float64, in nats."""
 
     logprobs: NDArray[np.float64]
-    """[R] of the tokens at the sampling temperature, like all others but those that are called raw"""
+    """Log-probabilities at the sampling temperature, like all others that are not called raw. Shape [R]."""
     raw_logprobs: NDArray[np.float64]
-    """[R] at temperature 1"""
+    """Log-probabilities at temperature 1. Shape [R]."""
     topk_logprobs: NDArray[np.float64] | None = None
-    """[R, K] at the server's Top-K ids; None = not asked for"""
+    """Log-probabilities at the server's Top-K ids. Shape [R, K]. None: not requested."""
     raw_topk_logprobs: NDArray[np.float64] | None = None
-    """[R, K] at the same ids, at temperature 1"""
+    """Log-probabilities at the same ids at temperature 1. Shape [R, K]."""
     best_logprobs: NDArray[np.float64] | None = None
-    """[R, K] of the trainer's own Top-K by rank"""
+    """Log-probabilities of the trainer's own Top-K, the best first. Shape [R, K]."""
     routes: RouteCounts | None = None
-    """the server's routes against the live ones; None = not asked for"""
+    """Server's routes compared with the live ones. None: not requested."""
     replayed_logprobs: NDArray[np.float64] | None = None
-    """[R] with the server's routes"""
+    """Log-probabilities with the server's routes. Shape [R]."""
 
 
-async def ask(server: InferenceServer, expected: Expectation, *, request_id: str = "probe") -> ProbeAnswer:
-    """Send the probe's requests, with everything that the run's requests ask for.
+async def send_probe(
+    server: InferenceServer, expected: ProbeExpectation, *, request_id: str = "probe"
+) -> ProbeResponse:
+    """Send the probe's requests, with all fields that the run's requests have.
 
     Raises:
-        ServerError: no answer, a field is missing (the message names it and the flag to set), or the answer breaks
-            the contract of a rollout in anything but its probabilities.
+        ServerError: the server does not respond, a field is missing (the message names it and the flag to set), or the
+            response violates the rollout contract in anything but its probabilities.
         ProbeError: another tokenizer, another vocabulary, another policy version, an impossible Top-K.
     """
     info = await server.info()
@@ -137,7 +141,7 @@ async def ask(server: InferenceServer, expected: Expectation, *, request_id: str
         )
     contract = Contract(vocab_size=expected.vocab_size, end_tokens=expected.end_tokens)
 
-    async def one(number: int) -> tuple[Generation, str | None]:
+    async def send_one(number: int) -> tuple[Generation, str | None]:
         params = SamplingParams(
             max_new_tokens=expected.max_new_tokens,
             temperature=expected.temperature,
@@ -165,27 +169,25 @@ async def ask(server: InferenceServer, expected: Expectation, *, request_id: str
 
     generations: list[Generation] = []
     breach: str | None = None
-    # One after the other: together they take no longer than one long response.
-    while len(generations) < _MOST_REQUESTS and sum(len(g.token_ids) for g in generations) < expected.enough_tokens:
-        generation, broken = await one(len(generations))
+    # One after the other: short responses together take no longer than one long response.
+    while len(generations) < _MAX_REQUESTS and sum(len(g.token_ids) for g in generations) < expected.enough_tokens:
+        generation, violation = await send_one(len(generations))
         generations.append(generation)
-        breach = breach or broken
-    return ProbeAnswer(info=info, url=server.url, generations=tuple(generations), breach=breach)
+        breach = breach or violation
+    return ProbeResponse(info=info, url=server.url, generations=tuple(generations), breach=breach)
 
 
-def _check(generation: Generation, expected: Expectation, info: ServerInfo, url: str) -> None:
-    """What the trainer's own computation of the answer relies on."""
+def _check(generation: Generation, expected: ProbeExpectation, info: ServerInfo, url: str) -> None:
+    """Check what the trainer's computation for the response relies on."""
     if not len(generation.token_ids):
         raise ProbeError(url, f"the server generated nothing (finish reason {generation.finish_reason!r})")
     tokens = generation.token_ids.numpy()
     topk = tokens[:, None] if generation.topk_token_ids is None else generation.topk_token_ids.numpy()
-    # Under a filter a set may have fewer than K ids: what is unused stands for itself.
+    # Sampling filters may leave fewer than K ids; unused slots hold -1.
     unused = (topk == -1) & (generation.sampling_mask is not None)
     best = np.where(unused, 0, topk)[:, :-1]
-    largest, smallest = (
-        max(int(tokens.max()), int(topk.max())),
-        min(int(tokens.min()), int(best.min(initial=0))),
-    )
+    largest = max(int(tokens.max()), int(topk.max()))
+    smallest = min(int(tokens.min()), int(best.min(initial=0)))
     if largest >= expected.vocab_size or smallest < 0:
         raise ProbeError(
             url,
@@ -193,9 +195,10 @@ def _check(generation: Generation, expected: Expectation, info: ServerInfo, url:
             f"trainer's vocabulary has {expected.vocab_size} tokens, from 0. It serves {info.model!r}; start it with "
             "model.path",
         )
+    # Equal ids are neighbors after sorting; unused slots get negative ids of their own.
     in_order = np.sort(np.where(unused, -1 - np.arange(topk.shape[1]), topk)[:, :-1], 1)
-    if (twice := (in_order[:, 1:] == in_order[:, :-1]).any(1)).any():
-        row = int(twice.argmax())
+    if (has_duplicate := (in_order[:, 1:] == in_order[:, :-1]).any(1)).any():
+        row = int(has_duplicate.argmax())
         raise ProbeError(
             url, f"wrong Top-K: the {expected.topk_logprobs} ids of token {row} are not different: {topk[row].tolist()}"
         )

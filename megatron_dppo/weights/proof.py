@@ -1,4 +1,4 @@
-"""Asks servers for the digests of their weights before and after a sync, and lets them be judged."""
+"""Proof of a weight sync: the servers' digests before and after it, compared with what was sent."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.judge import ServerRecord
 
 
-def kv_heads(model_folder: Path) -> int:
-    """Key and value heads of a Hugging Face model; 1 where its configuration does not say."""
+def read_num_kv_heads(model_folder: Path) -> int:
+    """Return the number of key and value heads of a Hugging Face model; 1 if its configuration does not name it."""
     try:
         config = json.loads((model_folder / "config.json").read_text())
     except OSError:
@@ -27,109 +27,125 @@ def kv_heads(model_folder: Path) -> int:
 
 
 class WeightProofs:
-    """The records of all servers of a run, by URL.
+    """Records of all servers of a run, by URL.
 
     Args:
-        heads: key and value heads of the model.
+        num_kv_heads: number of key and value heads of the model.
     """
 
-    def __init__(self, heads: int) -> None:
-        self._heads = heads
+    def __init__(self, num_kv_heads: int) -> None:
+        self._num_kv_heads = num_kv_heads
         self._records: dict[str, ServerRecord] = {}
         self._versions: dict[str, int] = {}
-        self._sums: dict[str, tuple[RankDigests, ...]] = {}
+        self._digests: dict[str, tuple[RankDigests, ...]] = {}
 
     async def begin(
-        self, servers: Sequence[InferenceServer], attempt: Attempt, *, again: bool, sends: bool = True
+        self, servers: Sequence[InferenceServer], attempt: Attempt, *, is_retry: bool, sends: bool = True
     ) -> SyncProof:
-        """Before anything is sent to the paused servers.
+        """Start the proof of a sync, before anything is sent to the paused servers.
 
         Args:
-            servers: that get the weights.
-            attempt: notes who fails.
-            again: the same weights as in the attempt before: a server that failed is compared with what it had then.
-            sends: whether anything will be; otherwise a server knows nothing of how its tensors were loaded.
+            servers: servers that get the weights.
+            attempt: records the servers that fail.
+            is_retry: the previous attempt sent the same weights; a server that failed then is compared with its digests
+                from before that attempt.
+            sends: False if nothing will be sent; a server then has no digests of tensors as they were loaded.
         """
         layouts: dict[str, WeightLayout] = {}
 
-        async def ask(server: InferenceServer) -> None:
+        async def read_state(server: InferenceServer) -> None:
             layout = await server.weight_layout()
             layouts[server.url] = replace(layout, complete=layout.complete and sends)
             record = self._records.setdefault(server.url, ServerRecord())
-            same = self._versions.get(server.url) == attempt.infos[server.url].policy_version
-            if not record.known or not (same or again):
+            # Another version means that the server restarted or was updated by someone else.
+            is_unchanged = self._versions.get(server.url) == attempt.infos[server.url].policy_version
+            if not record.has_digests or not (is_unchanged or is_retry):
                 record.begin(await server.weight_digests())
 
-        await attempt.each(servers, ask)
-        kept = {url: self._sums[url] for url in attempt.kept if url in self._sums}
-        return SyncProof(self._records, layouts, StreamDigests(layouts.values(), self._heads), kept)
+        await attempt.call_each(servers, read_state)
+        synced = {url: self._digests[url] for url in attempt.synced if url in self._digests}
+        return SyncProof(self._records, layouts, StreamDigests(layouts.values(), self._num_kv_heads), synced)
 
-    def done(self, good: Sequence[str], version: int, proof: SyncProof | None) -> None:
-        """Which servers have which version; another one that they name later is not from here."""
+    def record(self, good: Sequence[str], version: int, proof: SyncProof | None) -> None:
+        """Record the servers that have a version. A server that later reports another one got it elsewhere."""
         self._versions |= dict.fromkeys(good, version)
-        self._sums = {} if proof is None else proof.sums
+        self._digests = {} if proof is None else proof.digests
 
 
 class SyncProof:
-    """One attempt's."""
+    """Proof of one attempt."""
 
     def __init__(
         self,
         records: dict[str, ServerRecord],
         layouts: dict[str, WeightLayout],
         stream: StreamDigests,
-        kept: Mapping[str, tuple[RankDigests, ...]],
+        synced: Mapping[str, tuple[RankDigests, ...]],
     ) -> None:
-        self._records, self._layouts, self._stream = records, layouts, stream
-        self.sums = dict(kept)
-        """by URL: of the servers that were judged, and of those that have these weights by an attempt before"""
+        self._records = records
+        self._layouts = layouts
+        self._stream = stream
+        self.digests = dict(synced)
+        """Digests of the servers that were verified in this attempt or an earlier one at the same weights, by URL."""
         self.exact = set[str]()
-        """URLs of the servers that hold all tensors as sent, byte by byte"""
+        """URLs of the servers that hold all tensors as sent, byte by byte."""
 
     def watch(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The stream that is sent, in the type that it is sent in; nothing may write into its tensors later."""
+        """Pass the stream through and compute digests. Nothing may write into its tensors later.
+
+        Args:
+            weights: tensors in the dtype that is sent.
+        """
         return self._stream.watch(weights)
 
-    async def judge(self, servers: Sequence[InferenceServer], attempt: Attempt) -> None:
-        """Note in ``attempt`` who does not hold what was sent, and what could not be proved of the others."""
-        sums: dict[str, tuple[RankDigests, ...]] = {}
+    async def verify(self, servers: Sequence[InferenceServer], attempt: Attempt) -> None:
+        """Compare the servers' digests with what was sent.
 
-        async def note(server: InferenceServer) -> None:
-            sums[server.url] = await server.weight_digests()
+        Records in ``attempt`` the servers with a mismatch and, for the others, what could not be proved.
+        """
+        digests: dict[str, tuple[RankDigests, ...]] = {}
 
-        await attempt.each(servers, note)
-        for url, ranks in sums.items():
+        async def read_digests(server: InferenceServer) -> None:
+            digests[server.url] = await server.weight_digests()
+
+        await attempt.call_each(servers, read_digests)
+        for url, ranks in digests.items():
             layout = self._layouts[url]
             expected = {rank.tp_rank: self._stream.expected(layout, rank.tp_rank) for rank in ranks}
-            proof = self._records[url].judge(layout, ranks, expected, self._stream.whole(layout))
-            if complaint := proof.complaint():
-                attempt.failed[url] = complaint
-            elif note_text := proof.note():
-                attempt.notes[url] = note_text
-            elif self._stream.foretells_all(layout):
+            proof = self._records[url].verify(layout, ranks, expected, self._stream.combined_digest(layout))
+            if mismatch := proof.describe_mismatch():
+                attempt.failed[url] = mismatch
+            elif unproved := proof.describe_unproved():
+                attempt.notes[url] = unproved
+            elif self._stream.predicts_all(layout):
                 self.exact.add(url)
-        self.sums |= sums
-        _compare(self.sums, attempt, self.exact)
+        self.digests |= digests
+        _compare_servers(self.digests, attempt, self.exact)
 
 
-def _compare(sums: dict[str, tuple[RankDigests, ...]], attempt: Attempt, exact: set[str]) -> None:
-    """Servers of one kind and layout must have the same bytes; those that are ``exact`` have them, whoever has not."""
-    for kind in {_kind(attempt.infos[url]) for url in sums}:
-        alike = {url: ranks for url, ranks in sums.items() if _kind(attempt.infos[url]) == kind}
-        (common, _), *others = Counter(map(_fingerprint, alike.values())).most_common()
-        for url, ranks in alike.items():
-            if others and url not in exact and (_fingerprint(ranks) != common or len(alike) == 2):
-                attempt.failed.setdefault(url, f"its weights differ from those of the other servers: {_names(alike)}")
+def _compare_servers(digests: dict[str, tuple[RankDigests, ...]], attempt: Attempt, exact: set[str]) -> None:
+    """Fail servers whose bytes differ from those of the other servers of the same kind.
+
+    A server in ``exact`` is right even if the others differ. Of two servers that differ, neither is known to be right,
+    so both fail.
+    """
+    for kind in {_kind(attempt.infos[url]) for url in digests}:
+        same_kind = {url: ranks for url, ranks in digests.items() if _kind(attempt.infos[url]) == kind}
+        (common, _), *different = Counter(map(_fingerprint, same_kind.values())).most_common()
+        for url, ranks in same_kind.items():
+            if different and url not in exact and (_fingerprint(ranks) != common or len(same_kind) == 2):
+                text = f"its weights differ from those of the other servers: {_differing_names(same_kind)}"
+                attempt.failed.setdefault(url, text)
 
 
 def _fingerprint(ranks: Sequence[RankDigests]) -> frozenset[tuple[int, str, str]]:
     return frozenset((i, name, digest) for i, rank in enumerate(ranks) for name, digest in rank.digests.items())
 
 
-def _names(alike: dict[str, tuple[RankDigests, ...]]) -> str:
-    """Some of the tensors that are not the same everywhere."""
-    every = [_fingerprint(ranks) for ranks in alike.values()]
-    names = sorted({name for _, name, _ in frozenset.union(*every) - frozenset.intersection(*every)})
+def _differing_names(digests: dict[str, tuple[RankDigests, ...]]) -> str:
+    """Return some of the tensors that differ between servers, for a message."""
+    fingerprints = [_fingerprint(ranks) for ranks in digests.values()]
+    names = sorted({name for _, name, _ in frozenset.union(*fingerprints) - frozenset.intersection(*fingerprints)})
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 

@@ -1,4 +1,4 @@
-"""The policy's weights to the rollout engine, and the proof that they arrived. Every rank takes part."""
+"""Publication of the policy's weights to the rollout engine, with the proof that they arrived. A collective."""
 
 from __future__ import annotations
 
@@ -15,37 +15,43 @@ from megatron_dppo.hf.folder import drain
 from megatron_dppo.parallel.objects import agreed, from_each, from_leader
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.adapter_proof import AdapterProof
-from megatron_dppo.weights.attempt import SyncResult, ask_each, wait_for_one
-from megatron_dppo.weights.handles import Sharing
-from megatron_dppo.weights.probe import Findings, Probe
+from megatron_dppo.weights.attempt import SyncResult, call_all, wait_for_any
+from megatron_dppo.weights.handles import MemorySharing
+from megatron_dppo.weights.probe import Probe, ProbeFindings
 from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
 
-_AGAIN_SECONDS = 0.5
+_RETRY_SECONDS = 0.5
+"""Pause between two attempts to have a server release its memory."""
 
 
 async def release_all(servers: Sequence[InferenceServer], attempts: int) -> list[str]:
-    """Until every server that answers has released its memory; returns what the user should know.
+    """Have every server that responds release its memory.
 
-    One that does not answer has most likely ended, and has no memory then. One that did not say whether it has released
-    it is not asked again: its next answer would be the name that the call before was sent under.
+    A server that does not respond has most likely exited, and its memory is free. It is not called again: a second call
+    would find the version name that the first one has set, and report success in any case.
+
+    Returns:
+        Notes for the user about servers that may still hold memory.
 
     Raises:
-        PublishError: a server refuses: training beside it would run out of memory.
-        ConfigError: one was started without what this takes.
+        PublishError: a server refuses, so that training beside it would run out of memory.
+        ConfigError: a server was started without the flags that this needs.
     """
-    left, failed = list(servers), dict[str, ServerError]()
+    pending = list(servers)
+    failed = dict[str, ServerError]()
     for attempt in range(attempts):
-        if attempt and left:
-            await asyncio.sleep(_AGAIN_SECONDS)
-        for url, answer in (await ask_each(left, _release)).items():
+        if attempt and pending:
+            await asyncio.sleep(_RETRY_SECONDS)
+        for url, result in (await call_all(pending, _release)).items():
             failed.pop(url, None)
-            if isinstance(answer, ServerError):
-                failed[url] = answer
-        left = [server for server in left if server.url in failed and failed[server.url].status is not None]
-    if refusals := [str(failed[server.url]) for server in left]:
+            if isinstance(result, ServerError):
+                failed[url] = result
+        # Without an HTTP status the server did not respond.
+        pending = [server for server in pending if server.url in failed and failed[server.url].status is not None]
+    if refusals := [str(failed[server.url]) for server in pending]:
         raise PublishError(
             "the trainer cannot use its GPUs, since servers on them keep their memory (rollout.servers.colocated):\n"
             + "\n".join(f"  - {refusal}" for refusal in refusals)
@@ -54,26 +60,31 @@ async def release_all(servers: Sequence[InferenceServer], attempts: int) -> list
 
 
 async def _release(server: InferenceServer) -> None:
-    if not await server.alive():  # soon known of one that was silent before
+    # ``alive`` fails sooner than ``release_memory`` if the server is gone.
+    if not await server.alive():
         raise ServerError(server.url, "no answer")
     await server.release_memory()
 
 
 class Publisher(Protocol):
-    """Gives the policy's current weights to the engine that samples."""
+    """Publishes the policy's current weights to the engine that samples."""
 
     def publish(self) -> list[str]:
-        """Until the engine has exactly the current version; returns what the user should know. A collective."""
+        """Publish the current version and return notes for the user. A collective.
+
+        Afterwards the engine samples with exactly this version.
+        """
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""
 
 
 class LocalPublisher:
-    """For an engine in this process; None on ranks that have none."""
+    """Publisher for an engine in this process; the engine is None on ranks that have none."""
 
     def __init__(self, trainer: PolicyTrainer, engine: LocalEngine | None) -> None:
-        self._trainer, self._engine = trainer, engine
+        self._trainer = trainer
+        self._engine = engine
 
     def publish(self) -> list[str]:
         """See ``Publisher``."""
@@ -85,18 +96,19 @@ class LocalPublisher:
         return []
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
-class _Versioned(Protocol):
+class _VersionedEngine(Protocol):
     policy_version: int
 
 
-class OwnPublisher:
-    """For an engine that samples with the trainer's own model: it only learns the version."""
+class BatchInvariantPublisher:
+    """Publisher for an engine that samples with the trainer's own model: only the version is passed on."""
 
-    def __init__(self, trainer: PolicyTrainer, engine: _Versioned) -> None:
-        self._trainer, self._engine = trainer, engine
+    def __init__(self, trainer: PolicyTrainer, engine: _VersionedEngine) -> None:
+        self._trainer = trainer
+        self._engine = engine
 
     def publish(self) -> list[str]:
         """See ``Publisher``."""
@@ -104,46 +116,45 @@ class OwnPublisher:
         return []
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """What rank 0 tells all ranks of an attempt."""
+class _AttemptOutcome:
+    """Outcome of an attempt, the same on all ranks."""
 
-    good: dict[str, ServerInfo]
-    """by URL: those that have the weights, by this attempt or one before"""
+    synced: dict[str, ServerInfo]
+    """Servers that have the weights, from this attempt or an earlier one, by URL."""
     problems: dict[str, str]
-    """by URL: the servers that did not get the weights, or do not show them"""
-    final: bool
-    """whether to go on with these servers"""
-    alone: bool
-    """whether no server answered at all"""
+    """Reasons of the servers that did not get the weights or failed the probe, by URL."""
+    is_final: bool
+    """The run continues with the synced servers."""
+    none_responded: bool
     unproved: dict[str, str]
-    """by URL: what of good servers' weights could not be proved byte by byte"""
+    """Parts of synced servers' weights that could not be proved byte by byte, by URL."""
 
 
-def _named(texts: dict[str, str]) -> list[str]:
-    """Each with the URL that it belongs to."""
+def _with_urls(texts: dict[str, str]) -> list[str]:
+    """Return the texts, each with its URL."""
     return [text if url in text else f"{url}: {text}" for url, text in texts.items()]
 
 
 class ServerPublisher:
-    """For inference servers. Rank 0 sends; all ranks gather the weights and compute the probe.
+    """Publisher for inference servers. Rank 0 sends; all ranks gather the weights and compute the probe.
 
-    A server that fails in a sync gets the weights again, ``attempts`` times in all, while those that have them are left
-    alone; then the run goes on without it, or, when none is left, stops. One that does not answer at all is left out at
-    once. Either gets its chance at the next sync, before it gets any work. When none answers, one that is being started
-    again is waited for, ``rollout.servers.patience_seconds`` long.
+    A server that fails in a sync gets the weights again, up to ``attempts`` times, while the synced servers are left
+    alone. Then the run continues without it, or stops if no server is left. A server that does not respond at all is
+    excluded at once. Both are tried again in the next sync, before they get any requests. If no server responds,
+    rank 0 waits up to ``rollout.servers.patience_seconds`` for one that is being restarted.
 
     Args:
-        trainer: the policy.
-        engine: this rank's; None on ranks that get their rollouts from another one.
-        sync: rank 0's; None on all others.
+        trainer: policy whose weights are published.
+        engine: engine of this rank; None on ranks that receive their rollouts from another rank.
+        sync: weight sync on rank 0; None on all others.
         rollout: attempts, probes and patience.
-        probe: what looks at servers after a sync.
-        sharing: of the method ``ipc``, the same on all ranks; None with the other methods.
-        adapters: of the method ``adapter``; None with the other methods.
+        probe: probe of the servers after a sync.
+        sharing: shared memory of the method ``ipc``, the same on all ranks; None with other methods.
+        adapters: proof for the method ``adapter``; None with other methods.
     """
 
     def __init__(
@@ -154,110 +165,132 @@ class ServerPublisher:
         *,
         rollout: RolloutConfig,
         probe: Probe,
-        sharing: Sharing | None = None,
+        sharing: MemorySharing | None = None,
         adapters: AdapterProof | None = None,
     ) -> None:
-        self._trainer, self._engine, self._sync, self._rollout = trainer, engine, sync, rollout
-        self._probe, self._sharing, self._adapters = probe, sharing, adapters
-        self._published = 0
-        self._told: set[str] = set()
+        self._trainer = trainer
+        self._engine = engine
+        self._sync = sync
+        self._rollout = rollout
+        self._probe = probe
+        self._sharing = sharing
+        self._adapters = adapters
+        self._num_published = 0
+        self._reported: set[str] = set()
+        """Notes about unproved weights that the user has seen."""
 
     def publish(self) -> list[str]:
         """See ``Publisher``.
 
         Raises:
-            PublishError: no server could be given the weights, or one of them answers with other weights.
-            NoUsableServer: no server answers.
+            PublishError: no server got the weights, or one of them samples from other weights.
+            NoUsableServer: no server responds.
         """
-        settings, version = self._rollout.weight_sync, self._trainer.policy_version
-        probes = self._published == 0 or (settings.probe_every and self._published % settings.probe_every == 0)
+        settings = self._rollout.weight_sync
+        version = self._trainer.policy_version
+        is_first = self._num_published == 0
+        runs_probe = is_first or bool(settings.probe_every and self._num_published % settings.probe_every == 0)
         notes: list[str] = []
+
         if self._engine is not None:
             self._engine.pause()
-        from_each(None, self._trainer.groups.world)  # until no rank has a request under way
-        kept, unproved, waited = dict[str, ServerInfo](), dict[str, str](), False
+        from_each(None, self._trainer.groups.world)  # a barrier: no rank has a request in flight afterwards
+
+        synced = dict[str, ServerInfo]()
+        unproved = dict[str, str]()
+        has_waited = False
         for attempt in range(1, settings.attempts + 1):
-            verdict = self._attempt(version, kept, is_last=attempt == settings.attempts, probes=bool(probes))
-            kept = verdict.good
-            unproved |= verdict.unproved
-            notes += [f"weights version {version}, attempt {attempt}: {text}" for text in _named(verdict.problems)]
-            if verdict.final:
+            outcome = self._attempt(version, synced, is_last=attempt == settings.attempts, runs_probe=runs_probe)
+            synced = outcome.synced
+            unproved |= outcome.unproved
+            notes += [f"weights version {version}, attempt {attempt}: {text}" for text in _with_urls(outcome.problems)]
+            if outcome.is_final:
                 break
-            if verdict.alone and not waited:
-                waited = True
-                self._wait_for_one(verdict.problems)
-        if not kept:
+            if outcome.none_responded and not has_waited:
+                has_waited = True
+                self._wait_for_any(outcome.problems)
+        if not synced:
             problem = f"no inference server has the weights of version {version} after {settings.attempts} attempts:\n"
             problem += "\n".join(f"  - {note}" for note in notes)
-            raise NoUsableServer("rollout.servers", problem) if verdict.alone else PublishError(problem)
+            raise NoUsableServer("rollout.servers", problem) if outcome.none_responded else PublishError(problem)
+
         if self._engine is not None:
-            self._engine.use_version(version, list(kept))
-        self._published += 1
-        # Once, not at each sync.
-        told, self._told = self._told, self._told | set(_named(unproved))
-        return [*notes, *sorted(self._told - told)]
+            self._engine.use_version(version, list(synced))
+        self._num_published += 1
+        # Report each note about unproved weights once, not at every sync.
+        reported_before = self._reported
+        self._reported = reported_before | set(_with_urls(unproved))
+        return [*notes, *sorted(self._reported - reported_before)]
 
     def release(self) -> list[str]:
-        """Until the servers have given up their GPUs' memory; nothing is asked of them before the next ``publish``.
+        """Have the servers release their GPU memory and return notes for the user. A collective.
 
-        A collective. Returns what the user should know.
+        Servers get no requests until the next ``publish``.
 
         Raises:
             PublishError: a server refuses.
-            ConfigError: one was started without what this takes.
+            ConfigError: a server was started without the flags that this needs.
         """
-        world, attempts = self._trainer.groups.world, self._rollout.weight_sync.attempts
+        world = self._trainer.groups.world
+        attempts = self._rollout.weight_sync.attempts
         if self._engine is not None:
             self._engine.pause()
-        from_each(None, world)  # until no rank has a request under way
+        from_each(None, world)  # a barrier: no rank has a request in flight afterwards
 
         def release() -> list[str]:
             return [] if self._sync is None else self._sync.run(lambda servers: release_all(servers, attempts))
 
         return agreed(release, world)
 
-    def _wait_for_one(self, urls: Iterable[str]) -> None:
-        """Until one of the servers answers, as long as the patience lasts; rank 0 asks, the others wait."""
+    def _wait_for_any(self, urls: Iterable[str]) -> None:
+        """Wait on all ranks until one of the servers responds to rank 0, or until the patience ends."""
         patience = self._rollout.servers.patience_seconds
 
-        def ask() -> None:
+        def wait() -> None:
             assert self._sync is not None
-            self._sync.run(lambda servers: wait_for_one(servers, patience), urls)
+            self._sync.run(lambda servers: wait_for_any(servers, patience), urls)
 
-        from_leader(ask, self._trainer.groups.world)
+        from_leader(wait, self._trainer.groups.world)
 
-    def _attempt(self, version: int, kept: Mapping[str, ServerInfo], *, is_last: bool, probes: bool) -> _Verdict:
+    def _attempt(
+        self, version: int, synced: Mapping[str, ServerInfo], *, is_last: bool, runs_probe: bool
+    ) -> _AttemptOutcome:
+        """Send the weights to the servers that lack them, and probe those that got them."""
+        # All ranks run the export, since it is a collective; rank 0 sends.
         export = self._trainer.export_weights if self._adapters is None else self._trainer.export_adapters
-        weights, result = export(), SyncResult(version, {})
+        weights = export()
+        result = SyncResult(version, {})
         if self._sync is not None:
-            result = self._sync.send(weights, version, kept)
+            result = self._sync.send(weights, version, synced)
         elif self._sharing is not None:
             self._sharing.open(weights).run()
         else:
             drain(weights)
         result = from_leader(lambda: result, self._trainer.groups.world)
-        fresh = [url for url in result.good if url not in kept]
-        found = Findings({}, {})
+
+        new_urls = [url for url in result.good if url not in synced]
+        findings = ProbeFindings({}, {})
         if self._adapters is not None:
-            result, found = self._adapters.run(result, fresh)
-            fresh = [url for url in fresh if url in result.good]
-        if probes and fresh:
-            found = self._probe.run(self._sync, fresh, version).joined(found)
-        wrong, lost = found.wrong, found.wrong | found.silent
-        if wrong and is_last:
-            # Servers that sample from other weights, or mean something else, are not to be worked around.
-            raise PublishError("\n".join(wrong.values()))
-        again = bool(result.failed or lost or not result.good)
-        good = {url: info for url, info in result.good.items() if url not in lost}
-        return _Verdict(
+            result, findings = self._adapters.run(result, new_urls)
+            new_urls = [url for url in new_urls if url in result.good]
+        if runs_probe and new_urls:
+            findings = self._probe.run(self._sync, new_urls, version).merged(findings)
+        failed_probe = findings.wrong | findings.silent
+        if findings.wrong and is_last:
+            # A server that samples from other weights, or means something else by its response, must stop the run.
+            raise PublishError("\n".join(findings.wrong.values()))
+
+        needs_retry = bool(result.failed or failed_probe or not result.good)
+        good = {url: info for url, info in result.good.items() if url not in failed_probe}
+        return _AttemptOutcome(
             good,
-            {**result.absent, **result.failed, **lost},
-            final=not again or (is_last and bool(good)),
-            alone=not (result.good or result.failed),
+            {**result.absent, **result.failed, **failed_probe},
+            is_final=not needs_retry or (is_last and bool(good)),
+            none_responded=not (result.good or result.failed),
             unproved=result.notes,
         )
 
     def close(self) -> None:
-        """Leave the servers as they are."""
+        """Close the connections; the servers keep running."""
         if self._sync is not None:
             self._sync.close()

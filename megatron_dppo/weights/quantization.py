@@ -1,16 +1,15 @@
-"""Quantised weights in the forms that servers load: FP8 in blocks, and INT4 of the routed experts.
+"""Quantized weights in the forms that servers load: FP8 in blocks, and INT4 of the routed experts.
 
-Both follow from the weights alone: every scale is the largest magnitude of its block or group over the largest number
-of the type. Nothing is calibrated, so nothing has to be calibrated again when the weights change; the cost of a new
-version is one pass over them.
+Both depend on the weights alone: every scale is the largest magnitude of its block or group, divided by the largest
+number of the type. There is no calibration, so new weights cost one pass over them.
 
 - ``fp8``: E4M3 in blocks of 128 x 128 of each linear layer, the ``fp8`` format of DeepSeek-V3 and of Qwen's own FP8
-  folders: ``X.weight`` in float8 and ``X.weight_scale_inv`` in fp32, one for a block (what a number is multiplied by).
+  folders: ``X.weight`` in float8 and ``X.weight_scale_inv`` in fp32, one factor per block.
 - ``int4``: the routed experts alone in groups of 32 inputs, symmetric, the ``pack-quantized`` format of
   compressed-tensors in which Kimi-K2 is published: ``X.weight_packed`` (8 numbers in an int32), ``X.weight_scale`` and
   ``X.weight_shape``.
 
->>> dict(quantized([("model.layers.0.mlp.up_proj.weight", torch.ones(128, 256))], Quantization("fp8"))).keys()
+>>> dict(quantize_stream([("model.layers.0.mlp.up_proj.weight", torch.ones(128, 256))], Quantization("fp8"))).keys()
 dict_keys(['model.layers.0.mlp.up_proj.weight', 'model.layers.0.mlp.up_proj.weight_scale_inv'])
 """
 
@@ -34,41 +33,41 @@ GROUP = 32
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _LARGEST_INT4 = 7
 _PACKED = 8
-"""INT4 numbers in an int32"""
+"""INT4 numbers in an int32."""
 
 _LINEAR = re.compile(r".*\.layers\.\d+\..*_proj(_with_mqa)?\.weight")
 _ROUTED_EXPERT = re.compile(r".*\.experts\.\d+\.(gate|up|down)_proj\.weight")
 _UNROUNDED = ("lm_head", "embed_tokens", "mlp.gate", "shared_expert_gate")
-"""Modules that neither format quantises: output layer, embedding, routers, the gate of a shared expert."""
+"""Modules that neither format quantizes: output layer, embedding, routers, the gate of a shared expert."""
 _NOT_EXPERTS = ["lm_head", "re:.*self_attn.*", "re:.*shared_expert.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
-"""Kimi-K2's list; the last is for layers without experts."""
+"""Ignored modules: Kimi-K2's list; the last entry is for layers without experts."""
 _SUFFIX: dict[Format, str] = {"fp8": "_scale_inv", "int4": "_packed"}
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What is quantised, and how.
+    """Format of quantized weights, and the weights that have it.
 
     Args:
-        format: of the numbers.
-        names: the weights that are quantised, by Hugging Face name; None = as the format says: all linear layers of the
-            decoder for ``fp8``, the routed experts for ``int4``.
+        format: format of the numbers.
+        names: weights to quantize, by Hugging Face name. None: the format's usual weights, which are all linear layers
+            of the decoder for ``fp8`` and the routed experts for ``int4``.
     """
 
     format: Format
     names: frozenset[str] | None = None
 
-    def takes(self, name: str) -> bool:
-        """Whether a weight is quantised."""
+    def includes(self, name: str) -> bool:
+        """Return True if a weight is quantized."""
         if self.names is not None:
             return name in self.names
         return (_LINEAR if self.format == "fp8" else _ROUTED_EXPERT).fullmatch(name) is not None
 
     def config(self, names: Iterable[str]) -> dict[str, Any]:
-        """``quantization_config`` of config.json.
+        """Return the ``quantization_config`` of config.json.
 
         Args:
-            names: of all weights of the model.
+            names: names of all weights of the model.
         """
         if self.format == "int4":
             return _int4_config()
@@ -83,87 +82,87 @@ class Quantization:
         }
 
 
-def quantized(weights: WeightStream, how: Quantization) -> Iterator[tuple[str, Tensor]]:
-    """The stream of weights as it stands in a quantised folder; what is not quantised passes as it is.
+def quantize_stream(weights: WeightStream, quantization: Quantization) -> Iterator[tuple[str, Tensor]]:
+    """Stream weights as a quantized folder holds them; other weights pass unchanged.
 
     Args:
         weights: full tensors by Hugging Face name, ``[out, in]``.
-        how: format and choice.
+        quantization: format and weights.
 
     Raises:
-        CheckpointError: a weight that is not finite or whose sizes the format cannot hold.
+        CheckpointError: a weight is not finite, or the format cannot hold its shape.
     """
-    make = _fp8 if how.format == "fp8" else _int4
+    quantize = _quantize_fp8 if quantization.format == "fp8" else _quantize_int4
     for name, tensor in weights:
-        if how.takes(name):
-            yield from make(name, tensor.detach())
+        if quantization.includes(name):
+            yield from quantize(name, tensor.detach())
         else:
             yield name, tensor
 
 
-def quantized_names(names: Iterable[str], form: Format) -> frozenset[str]:
-    """The weights, by their plain names, that are quantised in a folder that holds tensors of these ``names``."""
+def find_quantized_names(names: Iterable[str], form: Format) -> frozenset[str]:
+    """Return the weights that are quantized in a folder with tensors of these ``names``, by unquantized name."""
     suffix = f".weight{_SUFFIX[form]}"
     return frozenset(name.removesuffix(_SUFFIX[form]) for name in names if name.endswith(suffix))
 
 
-def never_rounded(name: str) -> bool:
-    """Whether every server that quantises leaves this weight as it is: vectors apart, which do so too."""
+def is_never_quantized(name: str) -> bool:
+    """Return True for matrices that no server quantizes. Vectors are never quantized either."""
     return any(f"{module}.weight" in name for module in _UNROUNDED)
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether a tensor has a type that only quantised weights have, which no dtype of the model replaces."""
+    """Return True if only quantized weights have the tensor's dtype, which must not be cast to the model's dtype."""
     return not tensor.is_floating_point() or tensor.dtype.itemsize == 1
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in FP8 and the scales of its blocks.
+    """Quantize a matrix to FP8 with one scale per block.
 
     Args:
-        weight: ``[out, in]``, any sizes: the last blocks may be smaller.
+        weight: matrix ``[out, in]`` of any size; the last blocks may be smaller.
 
     Returns:
-        ``[out, in]`` float8_e4m3fn, and fp32 scales ``[ceil(out / 128), ceil(in / 128)]``: number times scale is the
-        weight within half a step. A block of zeros has the scale 1.
+        Numbers ``[out, in]`` in float8_e4m3fn, and fp32 scales ``[ceil(out / 128), ceil(in / 128)]``: number times
+        scale is the weight within half a step. A block of zeros has the scale 1.
     """
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
     scale = blocks.abs().amax((1, 3)) / _LARGEST_FP8
-    # Below the smallest number of fp32 there is none to divide by.
+    # The scale of tiny weights underflows to 0, which cannot divide.
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    # Where a scale is subnormal the quotient can be beyond the type, which would make it NaN.
+    # With a subnormal scale the quotient can exceed the range of FP8, which would make it NaN.
     numbers = (blocks / scale[:, None, :, None]).clamp(-_LARGEST_FP8, _LARGEST_FP8)
     return numbers.to(torch.float8_e4m3fn).reshape(padded.shape)[:rows, :columns].contiguous(), scale
 
 
 def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in INT4 and the scales of its groups.
+    """Quantize a matrix to INT4 with one scale per group.
 
     Args:
-        weight: ``[out, in]``, ``in`` a multiple of 32.
+        weight: matrix ``[out, in]`` with ``in`` a multiple of 32.
 
     Returns:
-        int8 numbers from -7 to 7 ``[out, in]``, and scales ``[out, in / 32]`` in the type of ``weight``: number times
+        int8 numbers from -7 to 7 ``[out, in]``, and scales ``[out, in / 32]`` in the dtype of ``weight``: number times
         scale is the weight within half a step. A group of zeros has the scale 1.
     """
     groups = weight.float().unflatten(1, (-1, GROUP))
-    # Rounded to by the scale as it is stored, not by the exact one.
+    # Round with the scale as it is stored, not with the exact one.
     scale = (groups.abs().amax(-1) / _LARGEST_INT4).to(weight.dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     numbers = (groups / scale.float()[..., None]).round().clamp(-_LARGEST_INT4, _LARGEST_INT4)
     return numbers.to(torch.int8).flatten(1), scale
 
 
-def _fp8(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _quantize_fp8(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     _check(name, weight)
     numbers, scale = fp8_blocks(weight)
     yield name, numbers
     yield f"{name}_scale_inv", scale
 
 
-def _int4(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _quantize_int4(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     _check(name, weight)
     if weight.shape[1] % GROUP:
         raise CheckpointError(
@@ -172,9 +171,9 @@ def _int4(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         )
     numbers, scale = int4_groups(weight)
     shifts = torch.arange(0, 32, 32 // _PACKED, device=weight.device)
-    # Offset by 8, so that they are 4 bits without a sign; the first number has the lowest ones.
+    # An offset of 8 makes unsigned 4-bit numbers; the first number has the lowest bits.
     packed = ((numbers.long() + 8).unflatten(1, (-1, _PACKED)) << shifts).sum(-1)
-    # To int32 by its bits: the highest of them is its sign.
+    # Reinterpret 32 unsigned bits as int32, whose highest bit is the sign.
     packed = torch.where(packed >= 2**31, packed - 2**32, packed)
     yield f"{name}_packed", packed.to(torch.int32)
     yield f"{name}_scale", scale
@@ -183,9 +182,9 @@ def _int4(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _check(name: str, weight: Tensor) -> None:
     if weight.dim() != 2:
-        raise CheckpointError(f"{name} has the shape {tuple(weight.shape)}; only matrices are quantised")
+        raise CheckpointError(f"{name} has the shape {tuple(weight.shape)}; only matrices can be quantized")
     if not bool(torch.isfinite(weight).all()):
-        raise CheckpointError(f"{name} holds numbers that are not finite, which have no scale")
+        raise CheckpointError(f"{name} holds numbers that are not finite, so no scale exists")
 
 
 def _int4_config() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a quantised one."""
+"""Quantized copy of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from megatron_dppo.weights.quantization import Format, Quantization
 
 
 def quantize_folder(source: Path, target: Path, form: Format, dtype: torch.dtype) -> int:
-    """Write ``target``, one tensor after the other; returns how many weights are quantised.
+    """Write a quantized copy, one tensor after the other, and return the number of quantized weights.
 
     Args:
-        source: a model in bf16, fp16 or fp32.
-        target: is written whole, or not at all.
-        form: see ``Quantization``.
-        dtype: that the weights are rounded to first; what is not quantised stays in it.
+        source: folder of a model in bf16, fp16 or fp32.
+        target: new folder, written completely or not at all.
+        form: format, see ``Quantization``.
+        dtype: dtype that the weights are rounded to first; weights that are not quantized keep it.
 
     Raises:
-        CheckpointError: no folder of a model that is known, one that is quantised already, or nothing to quantise.
+        CheckpointError: the model is unknown or quantized already, or has no weights to quantize.
     """
     hf_config = read_hf_config(source)
     model_shape(hf_config)
-    weights, how = FolderWeights(source), Quantization(form)
-    count = sum(how.takes(name) for name in weights.names())
+    weights = FolderWeights(source)
+    quantization = Quantization(form)
+    count = sum(quantization.includes(name) for name in weights.names())
     if not count:
         raise CheckpointError(
-            f"{source} has no routed experts, which are what int4 quantises; expected a "
+            f"{source} has no routed experts, which are what int4 quantizes; expected a "
             "mixture-of-experts model, or --format fp8"
         )
-    save_hf_folder(target, source, weights.stream(tied=hf_config.tie_word_embeddings), dtype, quantization=how)
+    stream = weights.stream(tied=hf_config.tie_word_embeddings)
+    save_hf_folder(target, source, stream, dtype, quantization=quantization)
     return count

@@ -1,4 +1,4 @@
-"""Whose memory each inference server reads (``rollout.weight_sync.method = "ipc"``), found before any work starts."""
+"""Assignment of trainer ranks to the servers that read their memory (``rollout.weight_sync.method = "ipc"``)."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.parallel.platform import DTYPES, Platform
-from megatron_dppo.weights.handles import Sharing
+from megatron_dppo.weights.handles import MemorySharing
 
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank of the trainer is."""
+    """Location of a trainer rank."""
 
     host: str
     local_rank: int
-    reached_by: frozenset[str]
-    """URLs of servers that are on its machine"""
+    local_urls: frozenset[str]
+    """URLs of servers on its machine."""
 
 
 def find_sharing(
     rollout: RolloutConfig, *, gpus_per_server: int, platform: Platform, world: dist.ProcessGroup | None, tied: bool
-) -> Sharing:
-    """Find which rank shares its memory with which server; a collective of all ranks.
+) -> MemorySharing:
+    """Assign ranks to servers; a collective of all ranks.
 
     Args:
-        rollout: with servers and the weight sync method ``ipc``.
-        gpus_per_server: GPUs of each server.
+        rollout: configuration with servers and the weight sync method ``ipc``.
+        gpus_per_server: number of GPUs of each server.
         platform: device of this process.
-        world: all ranks.
+        world: group of all ranks.
         tied: the model's output layer is its embedding.
 
     Raises:
-        ConfigError: a server is not on the trainer's machines, or not on its GPUs.
+        ConfigError: a server is not on the trainer's machines or not on its GPUs.
     """
     settings = rollout.weight_sync
     servers = rollout.servers
@@ -50,12 +50,12 @@ def find_sharing(
             "rollout.weight_sync.method = 'ipc' with rollout.servers.colocated = false: a server opens memory of its "
             "own GPU only. Set colocated = true where servers and trainer share their GPUs, or method = 'distributed'"
         )
-    urls = [url.rstrip("/") for url in servers.resolved_urls]  # as the clients have them
-    here = frozenset(url for url in urls if is_here(url))
-    place = RankLocation(machine.node(), int(os.environ.get("LOCAL_RANK", "0")), here)
-    places = from_each(place, world)
-    return Sharing(
-        owners=owners_of(urls, gpus_per_server, places, on_gpus=platform.is_cuda),
+    urls = [url.rstrip("/") for url in servers.resolved_urls]  # in the form that the clients use
+    local_urls = frozenset(url for url in urls if is_local(url))
+    location = RankLocation(machine.node(), int(os.environ.get("LOCAL_RANK", "0")), local_urls)
+    locations = from_each(location, world)
+    return MemorySharing(
+        owners=find_owners(urls, gpus_per_server, locations, on_gpus=platform.is_cuda),
         bucket_bytes=settings.bucket_megabytes * 2**20,
         dtype=DTYPES[rollout.dtype],
         tied=tied,
@@ -63,13 +63,14 @@ def find_sharing(
     )
 
 
-def is_here(url: str) -> bool:
-    """Whether the host of a URL is an address of this machine."""
+def is_local(url: str) -> bool:
+    """Return True if the host of a URL is an address of this machine."""
     try:
-        found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    for family, kind, _, _, address in found:
+    # A socket binds only to an address of its own machine.
+    for family, kind, _, _, address in infos:
         with socket.socket(family, kind) as probe:
             try:
                 probe.bind((address[0], 0))
@@ -79,33 +80,35 @@ def is_here(url: str) -> bool:
     return False
 
 
-def owners_of(urls: Sequence[str], size: int, places: Sequence[RankLocation], *, on_gpus: bool) -> dict[str, list[int]]:
-    """By URL: for each of the server's ranks the trainer's rank on its GPU.
+def find_owners(
+    urls: Sequence[str], size: int, locations: Sequence[RankLocation], *, on_gpus: bool
+) -> dict[str, list[int]]:
+    """Return for each rank of a server the trainer's rank on its GPU, by URL.
 
-    On each machine the servers have the trainer's GPUs in order, as ``megatron-dppo serve`` gives them; on a CPU all
-    read the memory of the machine's first rank.
+    On each machine the servers use the trainer's GPUs in order, as ``megatron-dppo serve`` assigns them. On a CPU all
+    servers read the memory of the machine's first rank.
 
     Args:
-        urls: of the servers.
-        size: GPUs of one server.
-        places: of the trainer's ranks.
-        on_gpus: whether both are on GPUs.
+        urls: URLs of the servers.
+        size: number of GPUs of one server.
+        locations: locations of the trainer's ranks.
+        on_gpus: trainer and servers run on GPUs.
 
     Raises:
-        ConfigError: a server is elsewhere, or there are fewer ranks than GPUs of servers.
+        ConfigError: a server is on another machine, or there are fewer ranks than GPUs of servers.
     """
     owners: dict[str, list[int]] = {}
     used: dict[str, int] = {}
     for url in urls:
-        hosts = [place.host for place in places if url in place.reached_by]
+        hosts = [location.host for location in locations if url in location.local_urls]
         if not hosts:
             raise ConfigError(
-                f"rollout.servers.urls: {url} is on none of the trainer's machines ({_hosts(places)}), whose memory "
+                f"rollout.servers.urls: {url} is on none of the trainer's machines ({_hosts(locations)}), whose memory "
                 "rollout.weight_sync.method = 'ipc' has it open. Start it there, or set the method to 'disk' or "
                 "'distributed'"
             )
-        ranks = [rank for rank, place in enumerate(places) if place.host == hosts[0]]
-        ranks.sort(key=lambda rank: places[rank].local_rank)
+        ranks = [rank for rank, location in enumerate(locations) if location.host == hosts[0]]
+        ranks.sort(key=lambda rank: locations[rank].local_rank)
         if not on_gpus:
             owners[url] = ranks[:1] * size
             continue
@@ -121,5 +124,5 @@ def owners_of(urls: Sequence[str], size: int, places: Sequence[RankLocation], *,
     return owners
 
 
-def _hosts(places: Sequence[RankLocation]) -> str:
-    return ", ".join(dict.fromkeys(place.host for place in places))
+def _hosts(locations: Sequence[RankLocation]) -> str:
+    return ", ".join(dict.fromkeys(location.host for location in locations))

@@ -1,7 +1,7 @@
-"""New weights for inference servers, from rank 0: who is there, pause, send, end, compare, resume.
+"""Weight sync of inference servers, run by rank 0: find, pause, send, verify, resume.
 
-One call of ``WeightSync.send`` is one attempt. It never leaves a server that generates with half of the new weights:
-one that fails in between stays paused or under version -1, and is not in the result.
+One call of ``WeightSync.send`` is one attempt. It never leaves a server that generates with incomplete weights: a
+server that fails in between stays paused or reports version -1, and is not part of the result.
 """
 
 from __future__ import annotations
@@ -19,42 +19,40 @@ from megatron_dppo.errors import CheckpointError, DiskError, ServerError
 from megatron_dppo.files import disk_errors
 from megatron_dppo.hf.folder import drain
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
-from megatron_dppo.weights.adapter_folder import on_cpu, write_adapter
+from megatron_dppo.weights.adapter_folder import copy_to_cpu, write_adapter
 from megatron_dppo.weights.attempt import Attempt, SyncResult
-from megatron_dppo.weights.handles import HandleTransfer, SharedStream, Sharing, as_sent
+from megatron_dppo.weights.handles import HandleTransfer, MemorySharing, SharedStream, cast_for_sending
 from megatron_dppo.weights.hf_folder import save_hf_folder
-from megatron_dppo.weights.proof import SyncProof, WeightProofs, kv_heads
-from megatron_dppo.weights.quantization import Quantization, quantized
+from megatron_dppo.weights.proof import SyncProof, WeightProofs, read_num_kv_heads
+from megatron_dppo.weights.quantization import Quantization, quantize_stream
 from megatron_dppo.weights.transfer import BucketTransfer, Weights
 from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
 
 T = TypeVar("T")
-_ALIVE_SECONDS = 10.0
-"""A server that says nothing of itself for so long is absent."""
-_BACK_SECONDS = 2.0
-"""The same of one that was absent before."""
-_KEPT_FOLDERS = 2
-"""Versions on disk: a server that still reads the last one must not lose it."""
+_INFO_SECONDS = 10.0
+"""Time until a server that does not respond counts as absent."""
+_ABSENT_INFO_SECONDS = 2.0
+"""The same for a server that was absent in the last attempt."""
+_RETAINED_FOLDERS = 2
+"""Versions on disk: a server may still read the previous one."""
 
 
 class WeightSync:
     """Sends the trainer's weights to all servers.
 
     Args:
-        servers: clients of their own, used by nothing else.
+        servers: clients that nothing else uses.
         config: method and sizes.
-        model_folder: whose config and tokenizer go with the weights to ``disk``.
-        weights_folder: where ``disk`` writes.
-        dtype: that the weights are sent in.
-        device: of the buckets; a CUDA device makes the group an NCCL one.
-        tied: the output layer is the embedding. It is sent under both names: SGLang has an output layer of its own for
-            a tied Qwen3-MoE, which a tied model's weights alone never fill.
-        transport: how a bucket reaches the members of a group; None = a process group of torch.
-        sharing: of the method ``ipc``, for which the other ranks take part; None with the other methods.
-        quantization: of ``disk``: how ``model_folder`` is quantised, and each version of the weights with it; None = it
-            is not.
-        adapter: of the method ``adapter``, PEFT's configuration: the weights that are sent are adapters. None with the
-            other methods.
+        model_folder: Hugging Face folder whose config and tokenizer ``disk`` copies.
+        weights_folder: folder that ``disk`` and ``adapter`` write to.
+        dtype: dtype that the weights are sent in.
+        device: device of the buckets; CUDA makes the broadcast group an NCCL one.
+        tied: the output layer is the embedding. It is sent under both names: SGLang has a separate output layer for a
+            tied Qwen3-MoE, which the weights of a tied model alone never fill.
+        transport: broadcast of a bucket to a group. None: a torch process group.
+        sharing: memory that the method ``ipc`` shares, for which all ranks run; None with other methods.
+        adapter: PEFT configuration of the method ``adapter``, which sends adapters; None with other methods.
+        quantization: quantization of ``model_folder``, which ``disk`` applies to each version. None: not quantized.
     """
 
     def __init__(
@@ -68,73 +66,83 @@ class WeightSync:
         device: torch.device,
         tied: bool = False,
         transport: GroupTransport | None = None,
-        sharing: Sharing | None = None,
+        sharing: MemorySharing | None = None,
         adapter: Mapping[str, Any] | None = None,
         quantization: Quantization | None = None,
     ) -> None:
-        self._servers, self._config, self._tied = list(servers), config, tied
-        self._model_folder, self._folder, self._dtype = model_folder, weights_folder, dtype
+        self._servers = list(servers)
+        self._config = config
+        self._tied = tied
+        self._model_folder = model_folder
+        self._folder = weights_folder
+        self._dtype = dtype
         self._runner = asyncio.Runner()
         self._buckets = BucketTransfer(self._servers, config, device, transport or TorchTransport())
-        self._sharing, self._adapter, self._quantization = sharing, adapter, quantization
+        self._sharing = sharing
+        self._adapter = adapter
+        self._quantization = quantization
         self._handles = None if sharing is None else HandleTransfer(self._servers, sharing)
-        self._proofs = WeightProofs(kv_heads(model_folder))
+        self._proofs = WeightProofs(read_num_kv_heads(model_folder))
         self._versions: list[int] = []
         self._absent: set[str] = set()
-        self._given = dict[str, int]()
-        """by URL: the version that it was given last"""
-        self._broke = set[str]()
-        """who broke an earlier attempt at this version"""
+        self._last_versions = dict[str, int]()
+        """Version that each server got last, by URL."""
+        self._culprits = set[str]()
+        """Servers that broke off an earlier attempt at this version."""
 
-    def send(self, weights: Weights, version: int, kept: Mapping[str, ServerInfo] | None = None) -> SyncResult:
-        """One attempt; always takes the stream to its end, since the other ranks run it too.
+    def send(self, weights: Weights, version: int, synced: Mapping[str, ServerInfo] | None = None) -> SyncResult:
+        """Run one attempt. Consumes the whole stream in any case, since the other ranks run it too.
 
         Args:
             weights: full tensors by Hugging Face name.
-            version: of these weights.
-            kept: servers that are good by an attempt before at this version: another one touches them no more.
+            version: version of these weights.
+            synced: servers that have this version from an earlier attempt and are not called.
         """
-        return self._runner.run(self.send_async(weights, version, kept))
+        return self._runner.run(self.send_async(weights, version, synced))
 
     async def send_async(
-        self, weights: Weights, version: int, kept: Mapping[str, ServerInfo] | None = None
+        self, weights: Weights, version: int, synced: Mapping[str, ServerInfo] | None = None
     ) -> SyncResult:
-        """``send`` on the caller's event loop. With the methods ``disk`` and ``tensor`` it uses no thread."""
-        attempt = Attempt(version, kept or {})
-        again = self._versions[-1:] == [version]
-        if not again:
+        """Run ``send`` on the caller's event loop. The methods ``disk`` and ``tensor`` use no thread."""
+        attempt = Attempt(version, synced or {})
+        is_retry = self._versions[-1:] == [version]
+        if not is_retry:
             self._versions.append(version)
-            self._broke = set()
+            self._culprits = set()
         proof = None
-        sent = as_sent(weights, self._dtype, tied=self._tied) if self._sharing is None else self._sharing.open(weights)
+        if self._sharing is None:
+            stream = cast_for_sending(weights, self._dtype, tied=self._tied)
+        else:
+            stream = self._sharing.open(weights)
         if self._quantization is not None:
-            sent = quantized(sent, self._quantization)
+            stream = quantize_stream(stream, self._quantization)
         try:
-            proof = await self._send(sent, attempt, again)
+            proof = await self._send(stream, attempt, is_retry)
         finally:
-            if isinstance(sent, SharedStream):
-                sent.end()
+            # The other ranks wait in the stream's collectives, so it ends even if all servers fail.
+            if isinstance(stream, SharedStream):
+                stream.end()
             drain(weights)
         result = attempt.result()
         self._absent = set(result.absent)
-        self._given |= dict.fromkeys(result.good, version)
-        self._broke |= attempt.culprits()
-        self._proofs.done(list(result.good), version, proof)
+        self._last_versions |= dict.fromkeys(result.good, version)
+        self._culprits |= attempt.find_culprits()
+        self._proofs.record(list(result.good), version, proof)
         return result
 
     def prove_base(self, weights: Weights, urls: Collection[str]) -> SyncResult:
-        """Whether servers have these weights, without sending them: those that adapters are added to."""
+        """Verify that servers hold the base weights that adapters are added to; sends nothing."""
         return self._runner.run(self._prove_base(weights, urls))
 
     async def _prove_base(self, weights: Weights, urls: Collection[str]) -> SyncResult:
         attempt = Attempt(self._versions[-1], {})
         servers = [server for server in self._servers if server.url in urls]
         try:
-            await attempt.each(servers, lambda server: _info(server, _ALIVE_SECONDS), absent=True)
-            proof = await self._proofs.begin(attempt.left(servers), attempt, again=False, sends=False)
-            for _ in proof.watch(as_sent(weights, self._dtype, tied=self._tied)):
+            await attempt.call_each(servers, lambda server: _info(server, _INFO_SECONDS), absent=True)
+            proof = await self._proofs.begin(attempt.remaining(servers), attempt, is_retry=False, sends=False)
+            for _ in proof.watch(cast_for_sending(weights, self._dtype, tied=self._tied)):
                 pass
-            await proof.judge(attempt.left(servers), attempt)
+            await proof.verify(attempt.remaining(servers), attempt)
         finally:
             drain(weights)
         return attempt.result()
@@ -142,66 +150,79 @@ class WeightSync:
     def run(
         self, work: Callable[[list[InferenceServer]], Coroutine[Any, Any, T]], urls: Iterable[str] | None = None
     ) -> T:
-        """What the work with all servers, or those at these URLs, gives: their clients live on this event loop."""
-        wanted = {server.url for server in self._servers} if urls is None else set(urls)
-        return self._runner.run(work([server for server in self._servers if server.url in wanted]))
+        """Run a coroutine with all servers, or those at ``urls``, on the event loop of their clients."""
+        selected = {server.url for server in self._servers} if urls is None else set(urls)
+        return self._runner.run(work([server for server in self._servers if server.url in selected]))
 
     def close(self) -> None:
-        """Leave the servers as they are."""
+        """Close the connections; the servers keep running."""
         self._runner.run(self._close())
         self._runner.close()
 
     async def _close(self) -> None:
-        await self._buckets.leave()
+        await self._buckets.leave_group()
         for server in self._servers:
             await server.close()
 
-    async def _send(self, weights: Weights, attempt: Attempt, again: bool) -> SyncProof | None:
-        if again:
-            # Whoever came back since the last attempt, as a new process, knows of no group.
-            await self._buckets.leave()
-        await self._find(attempt, again)
-        # A server whose trainer died in a sync is paused: it answers, but its health check fails.
-        await attempt.each(attempt.left(self._servers), lambda server: server.pause())
-        await attempt.each(attempt.left(self._servers), lambda server: server.wake_weights())
+    async def _send(self, weights: Weights, attempt: Attempt, is_retry: bool) -> SyncProof | None:
+        if is_retry:
+            # A server that restarted since the last attempt is a new process and not in the group.
+            await self._buckets.leave_group()
+        await self._find_servers(attempt, is_retry)
+
+        # Pause before anything else: a server whose trainer died in a sync is still paused and fails its health check.
+        await attempt.call_each(attempt.remaining(self._servers), lambda server: server.pause())
+        await attempt.call_each(attempt.remaining(self._servers), lambda server: server.wake_weights())
+
+        # Take the digests from before the sync, if this version is verified.
         every = 0 if self._adapter is not None else self._config.checksum_every
         proof = None
-        # Another attempt at the same weights is checked as the one before.
+        # A retry adds no version, so it is verified exactly if the first attempt was.
         if every and (len(self._versions) - 1) % every == 0:
-            proof = await self._proofs.begin(attempt.left(self._servers), attempt, again=again)
+            proof = await self._proofs.begin(attempt.remaining(self._servers), attempt, is_retry=is_retry)
         watched = proof.watch(weights) if proof is not None else weights
+
+        # Send.
         if self._config.method in ("disk", "adapter"):
-            await self._through_folder(watched, attempt)
+            await self._send_folder(watched, attempt)
         elif self._handles is not None and isinstance(weights, SharedStream):
             await self._handles.send(watched, weights, attempt)
         else:
-            await self._buckets.send(watched, attempt, self._given)
+            await self._buckets.send(watched, attempt, self._last_versions)
+
+        # Verify, then resume the servers that passed.
         if proof is not None:
-            await proof.judge(attempt.left(self._servers), attempt)
-        await attempt.each(attempt.left(self._servers), lambda server: server.resume())
+            await proof.verify(attempt.remaining(self._servers), attempt)
+        await attempt.call_each(attempt.remaining(self._servers), lambda server: server.resume())
         if attempt.failed.keys() & set(self._buckets.members):
-            await self._buckets.leave()
+            await self._buckets.leave_group()
         return proof
 
-    async def _find(self, attempt: Attempt, again: bool) -> None:
-        """Who is there. A server that answers nothing costs its seconds once, and then little until it answers."""
-        servers = attempt.left(self._servers)
-        known = [server for server in servers if server.url not in self._absent]
-        lost = [server for server in servers if server.url in self._absent]
-        if again and (known or attempt.kept):
-            attempt.absent |= {server.url: f"{server.url}: did not answer in the attempt before" for server in lost}
-            lost = []
+    async def _find_servers(self, attempt: Attempt, is_retry: bool) -> None:
+        """Find the servers that respond.
+
+        A server that does not respond costs the full timeout once, and a short one in later syncs until it responds.
+        """
+        servers = attempt.remaining(self._servers)
+        present = [server for server in servers if server.url not in self._absent]
+        absent = [server for server in servers if server.url in self._absent]
+        if is_retry and (present or attempt.synced):
+            # Other servers work, so a retry does not wait for the absent ones.
+            attempt.absent |= {
+                server.url: f"{server.url}: did not respond in the previous attempt" for server in absent
+            }
+            absent = []
         await asyncio.gather(
-            attempt.each(known, lambda server: _info(server, _ALIVE_SECONDS), absent=True),
-            attempt.each(lost, lambda server: _info(server, _BACK_SECONDS), absent=True),
+            attempt.call_each(present, lambda server: _info(server, _INFO_SECONDS), absent=True),
+            attempt.call_each(absent, lambda server: _info(server, _ABSENT_INFO_SECONDS), absent=True),
         )
         if self._config.method == "distributed":
-            # One member that fails makes all fail. Those that did so wait until the others have the weights.
-            broke = [server for server in attempt.left(self._servers) if server.url in self._broke]
-            if len(broke) < len(attempt.left(self._servers)):
-                attempt.fail_all(broke, "gets the weights after the others: it broke off an attempt before")
+            # One failing member breaks the broadcast for all. Servers that did so wait until the others are synced.
+            culprits = [server for server in attempt.remaining(self._servers) if server.url in self._culprits]
+            if len(culprits) < len(attempt.remaining(self._servers)):
+                attempt.fail_all(culprits, "gets the weights after the others: it broke off an earlier attempt")
 
-    async def _through_folder(self, weights: Weights, attempt: Attempt) -> None:
+    async def _send_folder(self, weights: Weights, attempt: Attempt) -> None:
         folder = self._folder / f"version_{attempt.version:06d}"
         try:
             with disk_errors(folder, "the weights for the servers"):
@@ -209,18 +230,19 @@ class WeightSync:
                 if self._adapter is None:
                     save_hf_folder(folder, self._model_folder, weights, self._dtype)
                 else:
-                    write_adapter(folder, on_cpu(weights), self._adapter)
+                    write_adapter(folder, copy_to_cpu(weights), self._adapter)
         except (OSError, DiskError, CheckpointError) as error:
-            servers = attempt.left(self._servers)
+            servers = attempt.remaining(self._servers)
             return attempt.fail_all(servers, f"the weights could not be written to {folder}: {error}")
-        path, by_adapter = str(folder.resolve()), self._adapter is not None
+        path = str(folder.resolve())
+        is_adapter = self._adapter is not None
 
-        def read(server: InferenceServer) -> Awaitable[None]:
-            update = server.update_adapter if by_adapter else server.update_from_disk
+        def load(server: InferenceServer) -> Awaitable[None]:
+            update = server.update_adapter if is_adapter else server.update_from_disk
             return update(path, attempt.version)
 
-        await attempt.each(attempt.left(self._servers), read)
-        for old in sorted(self._folder.glob("version_*"))[:-_KEPT_FOLDERS]:
+        await attempt.call_each(attempt.remaining(self._servers), load)
+        for old in sorted(self._folder.glob("version_*"))[:-_RETAINED_FOLDERS]:
             shutil.rmtree(old)
 
 

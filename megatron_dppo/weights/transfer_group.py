@@ -1,4 +1,4 @@
-"""The trainer's side of a weight broadcast to inference servers, which are other programs with their own torch."""
+"""Trainer side of a weight broadcast to inference servers, which are other programs with their own torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_dppo.types import as_bytes
 
 @contextmanager
 def unbound_default_group() -> Iterator[None]:
-    """Groups that are made here are not split from the default group's NCCL communicator.
+    """Keep torch from splitting new groups off the default group's NCCL communicator.
 
-    Where ``init_process_group`` got a ``device_id``, torch makes every further NCCL group by ``ncclCommSplit`` of the
-    default one (``split_from`` in ``_new_process_group_helper``). That call waits for all ranks of the default group,
-    of which only one is a member here.
+    If ``init_process_group`` got a ``device_id``, torch creates every further NCCL group by ``ncclCommSplit`` from the
+    default group (``split_from`` in ``_new_process_group_helper``). That call waits for all ranks of the default group,
+    but only one of them is a member of a transfer group.
     """
     default = _get_default_group() if dist.is_initialized() else None
     bound = None if default is None else default.bound_device_id
@@ -49,30 +49,30 @@ def open_transfer_group(
     timeout: float = 300.0,
     listening: socket.socket | None = None,
 ) -> ProcessGroup:
-    """A group besides the trainer's own, joined by servers (SGLang's ``init_weights_update_group``).
+    """Open a group that servers join (SGLang's ``init_weights_update_group``), apart from the trainer's groups.
 
-    Returns when all ``world_size`` ranks are there. The store is made directly and not by torch's ``tcp://``
-    rendezvous: under torchrun that one uses the launcher's store and adds a prefix, so the servers would not be found.
+    Returns when all ``world_size`` ranks have joined. The store is created directly and not by torch's ``tcp://``
+    rendezvous: under torchrun the rendezvous uses the launcher's store with a prefix, where servers are not found.
 
     Args:
-        host: where rank 0 listens; all ranks must reach it.
-        port: a free port of rank 0.
-        name: of the group, the same on all ranks.
-        rank: of this process; 0 makes the store.
-        world_size: trainer ranks and server ranks.
+        host: address of rank 0, which all ranks can reach.
+        port: free port of rank 0.
+        name: name of the group, the same on all ranks.
+        rank: rank of this process; 0 creates the store.
+        world_size: number of trainer ranks and server ranks together.
         backend: ``nccl`` or ``gloo``, the same on all ranks.
-        timeout: seconds to wait for the others, and of each broadcast.
-        listening: rank 0's, at ``host`` and ``port``; taken over. None = a new one.
+        timeout: limit for joining and for each broadcast, in seconds.
+        listening: socket of rank 0 at ``host`` and ``port``, which the store takes over. None: a new socket.
 
     Raises:
-        OSError: rank 0 cannot listen there.
-        torch.distributed.DistStoreError: somebody did not come in time.
+        OSError: rank 0 cannot listen at this address.
+        torch.distributed.DistStoreError: a rank did not join in time.
     """
     limit = timedelta(seconds=timeout)
-    # Given a socket, the store listens on this address alone; by itself it would on all of them.
+    # With a given socket, the store listens on this address only; by itself it would listen on all addresses.
     handle = (listening or socket.create_server((host, port))).detach() if rank == 0 else None
     store = TCPStore(host, port, world_size, rank == 0, timeout=limit, master_listen_fd=handle)
-    # The public new_group wants all members in one default group. SGLang, slime and verl use this function likewise.
+    # The public new_group requires all members to be in one default group. SGLang, slime and verl also use the helper.
     with unbound_default_group():
         group, _ = _new_process_group_helper(
             world_size,
@@ -88,44 +88,44 @@ def open_transfer_group(
 
 
 class TensorBucket(NamedTuple):
-    """Tensors laid end to end."""
+    """Tensors laid end to end in one buffer."""
 
     names: list[str]
     dtypes: list[str]
-    """``bfloat16``, ``float32``, ..."""
+    """Names of torch dtypes: ``bfloat16``, ``float32``, ..."""
     shapes: list[list[int]]
     data: Tensor
-    """[bytes] uint8"""
+    """Bytes of all tensors. Shape [num_bytes], uint8."""
 
 
-def widest_first(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """In the order of a bucket: laid end to end, each tensor then starts at a multiple of its item size."""
+def sort_widest_first(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Sort into the order of a bucket, in which each tensor starts at a multiple of its item size."""
     return sorted(tensors, key=lambda item: -item[1].element_size())
 
 
-def described(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[str], list[str], list[list[int]]]:
-    """Names, dtypes and shapes, as in ``TensorBucket``."""
+def describe_tensors(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[str], list[str], list[list[int]]]:
+    """Return names, dtypes and shapes, as in ``TensorBucket``."""
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
     return [name for name, _ in tensors], dtypes, [list(tensor.shape) for _, tensor in tensors]
 
 
 def flatten_bucket(tensors: Sequence[tuple[str, Tensor]]) -> TensorBucket:
-    """One buffer of all of them, the widest types first.
+    """Copy tensors into one buffer, the widest dtypes first.
 
     Args:
-        tensors: at least one, all on one device.
+        tensors: at least one tensor, all on one device.
     """
-    ordered = widest_first(tensors)
-    return TensorBucket(*described(ordered), data=torch.cat([as_bytes(tensor) for _, tensor in ordered]))
+    ordered = sort_widest_first(tensors)
+    return TensorBucket(*describe_tensors(ordered), data=torch.cat([as_bytes(tensor) for _, tensor in ordered]))
 
 
 def broadcast_bucket(bucket: TensorBucket, group: ProcessGroup, stream: torch.cuda.Stream | None = None) -> None:
-    """Send from rank 0 of the group; the servers must have been asked to receive (the call blocks until they do).
+    """Send a bucket from rank 0; blocks until the servers, which must have been told to receive, have done so.
 
     Args:
-        bucket: what is sent; its memory is free afterwards.
-        group: with NCCL or gloo.
-        stream: of a bucket on a GPU; one that waits for its bytes already.
+        bucket: bucket to send; its memory is free afterwards.
+        group: group with NCCL or gloo.
+        stream: CUDA stream of a bucket on a GPU; it must already wait for the bucket's bytes.
     """
     with torch.cuda.stream(stream):
         dist.broadcast(bucket.data, group=group, group_src=0)
@@ -134,7 +134,7 @@ def broadcast_bucket(bucket: TensorBucket, group: ProcessGroup, stream: torch.cu
 
 
 def sending_stream(data: Tensor) -> torch.cuda.Stream | None:
-    """For a broadcast beside the caller's stream: what that one gathers next must not wait until this has left."""
+    """Return a CUDA stream for a broadcast that overlaps with the caller's stream; None on a CPU."""
     if data.device.type != "cuda":
         return None
     stream = torch.cuda.Stream(data.device)
@@ -148,38 +148,38 @@ def close_transfer_group(group: ProcessGroup) -> None:
 
 
 class GroupTransport(Protocol):
-    """How buckets get from rank 0 to servers that form a group with it."""
+    """Transport of buckets from rank 0 to servers in one group."""
 
     def listen(self, host: str) -> tuple[Any, int]:
-        """Take a free port of ``host``: something that listens there, and the port.
+        """Listen on a free port of ``host``; return the listener and the port.
 
         Raises:
-            OSError: ``host`` is no address of this machine.
+            OSError: ``host`` is not an address of this machine.
         """
 
     async def open(self, listener: Any, *, name: str, world_size: int, backend: str, timeout: float) -> Any:
-        """The group, once all have come.
+        """Return the group when all members have joined.
 
         Raises:
-            RuntimeError: somebody did not come in time.
+            RuntimeError: a member did not join in time.
         """
 
     async def broadcast(self, bucket: TensorBucket, group: Any) -> None:
-        """Send to all members.
+        """Send a bucket to all members.
 
         Raises:
             RuntimeError: the group is broken.
         """
 
     def close(self, group: Any) -> None:
-        """Leave the group; a broadcast that is under way breaks off."""
+        """Leave the group; a broadcast in flight fails."""
 
 
 class TorchTransport:
-    """A process group of torch, which blocks: each call runs in a thread of its own."""
+    """Torch process group. Its calls block, so each one runs in a thread."""
 
     def listen(self, host: str) -> tuple[socket.socket, int]:
-        """See ``GroupTransport``. The port is kept from here on, so that nobody can take it in between."""
+        """See ``GroupTransport``. The socket reserves the port until the store takes it over."""
         listener = socket.create_server((host, 0))
         return listener, int(listener.getsockname()[1])
 

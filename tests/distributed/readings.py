@@ -15,7 +15,7 @@ from megatron_dppo.hf.folder import routing_shape
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.rollout.server import Generation, ServerInfo
 from megatron_dppo.types import VersionSpan
-from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer
+from megatron_dppo.weights.probe_requests import ProbeExpectation, ProbeResponse
 from tests.distributed.objective import in_float64
 from tests.distributed.parity import Case, build_trainer
 from tests.distributed.replay import ForcedRouters, foreign_routes, model_of
@@ -26,7 +26,7 @@ LENGTHS = ((9, 2), (1, 6, 11))
 """tokens of the responses of each server"""
 
 
-def make_answers(case: Case) -> tuple[Expectation, list[ProbeAnswer]]:
+def make_answers(case: Case) -> tuple[ProbeExpectation, list[ProbeResponse]]:
     """Random responses with random Top-K ids and experts: nothing fits, so that nothing is right by chance."""
     model, generator = model_of(case), np.random.default_rng(3)
     shape = routing_shape(model.config)
@@ -51,8 +51,8 @@ def make_answers(case: Case) -> tuple[Expectation, list[ProbeAnswer]]:
                 )
             )
         info = ServerInfo(engine="vllm", engine_version="1", model="m", policy_version=1, max_context=99, world_size=1)
-        answers.append(ProbeAnswer(info=info, url=f"http://{server}", generations=tuple(generations)))
-    expected = Expectation(
+        answers.append(ProbeResponse(info=info, url=f"http://{server}", generations=tuple(generations)))
+    expected = ProbeExpectation(
         prompt="p",
         prompt_token_ids=PROMPT,
         vocab_size=117,
@@ -120,12 +120,12 @@ def _shares(forced: ForcedRouters, routes: Tensor) -> tuple[int, float, float]:
 
 def check(case: Case, platform: Platform) -> None:
     """One layout."""
-    from megatron_dppo.weights.probe import read_answers
+    from megatron_dppo.weights.probe import compute_readings
 
     expected, answers = make_answers(case)
     train = {"router_replay": "off" if expected.routing is None else "rollout"}
     trainer = build_trainer(case, model_of(case), platform, "fp32", train=train, rollout={"temperature": TEMPERATURE})
-    found = read_answers(trainer, answers, expected, case.micro_batch_tokens)
+    found = compute_readings(trainer, answers, expected, case.micro_batch_tokens)
     if dist.get_rank(trainer.groups.replica) != 0:
         assert found == []
         return

@@ -20,7 +20,7 @@ from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.rollout.handles import SharedBucket
 from megatron_dppo.weights import handles
 from megatron_dppo.weights.attempt import SyncResult
-from megatron_dppo.weights.handles import Sharing
+from megatron_dppo.weights.handles import MemorySharing
 from tests.distributed.spawn import run_distributed
 from tests.unit.weight_server import FakeServer, files_of, make, weights
 
@@ -43,7 +43,7 @@ class Attempts:
     def __init__(self, folder: Path) -> None:
         self.rank, self.folder = dist.get_rank(), folder
         self.processes = from_each(os.getpid(), dist.group.WORLD)
-        self.sharing = Sharing(OWNERS, 2 * 2**20, torch.float32, tied=False, group=dist.group.WORLD)
+        self.sharing = MemorySharing(OWNERS, 2 * 2**20, torch.float32, tied=False, group=dist.group.WORLD)
 
         self.taken: list[bool] = []
 

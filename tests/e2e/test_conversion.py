@@ -113,9 +113,9 @@ from megatron_dppo.weights.conversion import open_converter
 for folder in map(Path, sys.argv[1:]):
     with open_converter(str(folder / "upcycled"), ParallelConfig(), "fp32") as converter:
         converter.load_hf()
-        assert not converter.problems()
+        assert not converter.find_differences()
         converter.hf_folder = folder / "dense"
-        print("error", converter.logprob_error())
+        print("error", converter.measure_logprob_error())
 """
 
 

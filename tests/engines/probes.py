@@ -9,8 +9,14 @@ import torch
 
 from megatron_dppo.data.routing import count_differences
 from megatron_dppo.rollout.server import Generation, InferenceServer
-from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, Reading, RouteCounts, ask
-from megatron_dppo.weights.verdict import ProbeResult, judge
+from megatron_dppo.weights.probe_requests import (
+    ProbeExpectation,
+    ProbeResponse,
+    RouteCounts,
+    TrainerReading,
+    send_probe,
+)
+from megatron_dppo.weights.verdict import ProbeResult, verify_response
 from tests.distributed.sampling_masks import keep
 from tests.engines.calls import call
 from tests.engines.servers import Engine
@@ -19,9 +25,9 @@ from tests.engines.tiny import END, SPECIAL, TOP_K, Reference, byte_tokenizer
 TEXT = "One request before the run starts. " * 6
 
 
-def expectation(**changes: object) -> Expectation:
+def expectation(**changes: object) -> ProbeExpectation:
     ids = tuple(byte_tokenizer(SPECIAL).encode(TEXT))
-    base = Expectation(
+    base = ProbeExpectation(
         prompt=TEXT,
         prompt_token_ids=ids,
         vocab_size=512,
@@ -33,7 +39,7 @@ def expectation(**changes: object) -> Expectation:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def read(generation: Generation, expected: Expectation, model: Reference) -> Reading:
+def read(generation: Generation, expected: ProbeExpectation, model: Reference) -> TrainerReading:
     """What transformers computes for a response; the server's experts are not replayed, only compared."""
     prompt, response = expected.prompt_token_ids, generation.token_ids.tolist()
     at_t, raw = (
@@ -46,7 +52,7 @@ def read(generation: Generation, expected: Expectation, model: Reference) -> Rea
     own, routes = at_t.gather(1, tokens)[:, 0].numpy(), None
     if generation.routed_experts is not None:
         routes = RouteCounts(count_differences(generation.routed_experts, _live(prompt, response, model)).numpy())
-    return Reading(
+    return TrainerReading(
         logprobs=own,
         raw_logprobs=raw.gather(1, tokens)[:, 0].numpy(),
         topk_logprobs=at_t.gather(1, ids).numpy(),
@@ -63,13 +69,13 @@ def _live(prompt: tuple[int, ...], response: list[int], model: Reference) -> tor
     return torch.stack(output.router_logits, 1)[:-1].topk(TOP_K, -1).indices.to(torch.uint8)
 
 
-def run(engine: Engine, expected: Expectation, model: Reference) -> ProbeResult:
-    async def use(server: InferenceServer) -> ProbeAnswer:
-        return await ask(server, expected)
+def run(engine: Engine, expected: ProbeExpectation, model: Reference) -> ProbeResult:
+    async def use(server: InferenceServer) -> ProbeResponse:
+        return await send_probe(server, expected)
 
     for _ in range(5):  # what transformers does not know of a sampled response is NaN, and a probe must judge all of it
         answer = call(engine, use)
         readings = [read(generation, expected, model) for generation in answer.generations]
         if not any(np.isnan(reading.raw_logprobs).any() for reading in readings):
             break
-    return judge(answer, expected, readings)
+    return verify_response(answer, expected, readings)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.errors import ServerError
-from megatron_dppo.weights.probe_requests import Expectation, ask
+from megatron_dppo.weights.probe_requests import ProbeExpectation, send_probe
 from tests.distributed.spawn import run_distributed
 from tests.e2e.runs import records, train
 from tests.engines.changes import logprobs, next_one, routes, telling, topk
@@ -61,25 +61,25 @@ def bf16(confident: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def _judge_all(rank: int, world_size: int, url: str, folder: Path) -> None:
     """Every lie to a trainer in bf16; the truth too, before and after."""
     prepare()
-    from megatron_dppo.weights.probe import read_answers
-    from megatron_dppo.weights.verdict import judge
+    from megatron_dppo.weights.probe import compute_readings
+    from megatron_dppo.weights.verdict import verify_response
 
     trainer = trainer_of(folder, "bf16", TEMPERATURE, K)
     expected = expectation(dtype="bf16", topk_logprobs=K, routing=ROUTING, temperature=TEMPERATURE)
 
-    def verdict(lie: Lie | None, expected: Expectation = expected, asked: Expectation = expected) -> str:
+    def verdict(lie: Lie | None, expected: ProbeExpectation = expected, asked: ProbeExpectation = expected) -> str:
         with Proxy(url, lie=lie) as proxy:
 
             async def use() -> Any:
                 server = SGLangServer(proxy.url)
                 try:
-                    return await ask(server, asked)
+                    return await send_probe(server, asked)
                 finally:
                     await server.close()
 
             try:
                 answer = asyncio.run(use())
-                judge(answer, expected, read_answers(trainer, [answer], expected, 4096)[0])
+                verify_response(answer, expected, compute_readings(trainer, [answer], expected, 4096)[0])
             except ServerError as error:
                 return str(error)
             return "right"

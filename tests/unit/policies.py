@@ -14,11 +14,11 @@ from megatron_dppo.data.routing import count_differences
 from megatron_dppo.engines.servers.wire import append_sampled_token
 from megatron_dppo.rollout.server import Generation, ServerInfo
 from megatron_dppo.types import RoutingShape, VersionSpan
-from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, Reading, RouteCounts
+from megatron_dppo.weights.probe_requests import ProbeExpectation, ProbeResponse, RouteCounts, TrainerReading
 
 VOCAB, K, TOKENS = 50, 4, 64
 ROUTING = RoutingShape(num_layers=3, num_experts=8, topk=2)
-EXPECTED = Expectation(
+EXPECTED = ProbeExpectation(
     prompt="p",
     prompt_token_ids=(1, 2),
     vocab_size=VOCAB,
@@ -43,7 +43,7 @@ class Policy:
     """responses"""
 
     @property
-    def expected(self) -> Expectation:
+    def expected(self) -> ProbeExpectation:
         return replace(EXPECTED, dtype=self.dtype, temperature=self.temperature)
 
     def _generator(self, purpose: int) -> torch.Generator:
@@ -68,12 +68,12 @@ class Policy:
         scores = torch.rand(TOKENS, ROUTING.num_layers, ROUTING.num_experts, generator=self._generator(3))
         return scores.topk(ROUTING.topk).indices.to(ROUTING.dtype)
 
-    def reading(self, ids: Tensor) -> Reading:
+    def reading(self, ids: Tensor) -> TrainerReading:
         """The trainer's, for the Top-K ids [R, K] that a server gave."""
         scaled, raw = (self.logits() / t for t in (self.temperature, 1.0))
         at_t, at_one = scaled.log_softmax(-1), raw.log_softmax(-1)
         labels = self.tokens()[:, None]
-        return Reading(
+        return TrainerReading(
             logprobs=at_t.gather(1, labels).squeeze(1).numpy(),
             raw_logprobs=at_one.gather(1, labels).squeeze(1).numpy(),
             topk_logprobs=at_t.gather(1, ids.long()).numpy(),
@@ -87,7 +87,7 @@ Change = Callable[[dict[str, Any]], None]
 
 def ask(
     policy: Policy, change: Change | None = None, *, engine: Literal["sglang", "vllm"] = "sglang", routed: bool = False
-) -> tuple[ProbeAnswer, Expectation, list[Reading]]:
+) -> tuple[ProbeResponse, ProbeExpectation, list[TrainerReading]]:
     """What ``judge`` gets. ``change`` may alter the columns of the server's whole answer: ``logprobs [R]``, ``ids`` and
     ``values [R, K]``, ``routes [R, L, k]``."""
     logprobs = (policy.server_logits() / policy.temperature).log_softmax(-1)
@@ -105,13 +105,13 @@ def ask(
     generations, readings = [], []
     for part in np.array_split(np.arange(TOKENS), policy.parts):
         where = slice(int(part[0]), int(part[-1]) + 1)
-        reading = Reading(**{n: v if v is None else v[where] for n, v in vars(whole).items()})
+        reading = TrainerReading(**{n: v if v is None else v[where] for n, v in vars(whole).items()})
         if routed:
             reading = _with_routes(reading, columns["routes"][where], policy.routes()[where])
         readings.append(reading)
         generations.append(_generation(columns, tokens.numpy(), where))
     info = ServerInfo(engine=engine, engine_version="1", model="/m", policy_version=3, max_context=64, world_size=1)
-    return ProbeAnswer(info=info, url="http://s", generations=tuple(generations)), policy.expected, readings
+    return ProbeResponse(info=info, url="http://s", generations=tuple(generations)), policy.expected, readings
 
 
 def _generation(columns: dict[str, Any], tokens: Any, where: slice) -> Generation:
@@ -128,7 +128,7 @@ def _generation(columns: dict[str, Any], tokens: Any, where: slice) -> Generatio
     )
 
 
-def _with_routes(reading: Reading, given: Tensor, live: Tensor) -> Reading:
+def _with_routes(reading: TrainerReading, given: Tensor, live: Tensor) -> TrainerReading:
     """Each wrong expert moves the replayed log-probability by 0.4."""
     wrong = (given.sort(-1).values != live.sort(-1).values).any(-1).sum(-1).numpy()
     counts = RouteCounts(count_differences(given, live).numpy())

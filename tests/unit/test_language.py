@@ -24,7 +24,6 @@ NOT_YET = {
     "report",
     "run",
     "types",
-    "weights",
 }
 """Packages that still have names of before."""
 PACKAGES = sorted({".", *(path.name for path in (ROOT / "megatron_dppo").iterdir() if path.is_dir())} - NOT_YET)

@@ -17,7 +17,7 @@ from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.handles import Handle, as_flattened_bucket
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
-from megatron_dppo.weights.handles import Sharing
+from megatron_dppo.weights.handles import MemorySharing
 from megatron_dppo.weights.quantization import Quantization
 from megatron_dppo.weights.sync import WeightSync
 
@@ -33,7 +33,7 @@ def make(
     servers: list[FakeServer],
     folder: Path,
     dtype: torch.dtype = torch.float32,
-    sharing: Sharing | None = None,
+    sharing: MemorySharing | None = None,
     adapter: dict[str, object] | None = None,
     quantization: Quantization | None = None,
     **keys: object,

@@ -27,9 +27,9 @@ from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.rollout.server import Generation, ServerInfo
 from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
-from megatron_dppo.weights.probe import read_answers
-from megatron_dppo.weights.probe_requests import Expectation, ProbeAnswer, ProbeError
-from megatron_dppo.weights.verdict import ProbeResult, judge
+from megatron_dppo.weights.probe import compute_readings
+from megatron_dppo.weights.probe_requests import ProbeError, ProbeExpectation, ProbeResponse
+from megatron_dppo.weights.verdict import ProbeResult, verify_response
 
 NUM_EXPERTS = 8
 NUM_RESPONSES = 4
@@ -158,7 +158,7 @@ def _check_probe(
     info = ServerInfo(
         engine="sglang", engine_version="embedded", model="self-test", policy_version=0, max_context=256, world_size=1
     )
-    expected = Expectation(
+    expected = ProbeExpectation(
         prompt="",
         prompt_token_ids=PROMPT,
         vocab_size=shape.vocab_size,
@@ -168,13 +168,13 @@ def _check_probe(
         topk_logprobs=TOPK,
         routing=routing_shape(shape),
     )
-    answer = ProbeAnswer(info=info, url="embedded engine", generations=tuple(map(_generation, responses)))
-    (readings,) = read_answers(trainer, [answer], expected, MICRO_BATCH_TOKENS) or [[]]
+    answer = ProbeResponse(info=info, url="embedded engine", generations=tuple(map(_generation, responses)))
+    (readings,) = compute_readings(trainer, [answer], expected, MICRO_BATCH_TOKENS) or [[]]
     result: ProbeResult | None = None
     cause = ""
     if is_leader(trainer.groups.replica):
         try:
-            result = judge(answer, expected, readings)
+            result = verify_response(answer, expected, readings)
         except ProbeError as error:
             cause = str(error)
     # Only the leader has a verdict; the other ranks report 0 and the maximum over ranks decides.

@@ -36,7 +36,7 @@ PHASES = {
     ("evaluation.py", "evaluate"): "evaluate",
     ("export.py", "export_results"): "export",
     ("run_records.py", "summarize"): "export",
-    ("hf_folder.py", "_write_beside"): "export",
+    ("hf_folder.py", "_write_in_thread"): "export",
     ("run_folder.py", "open_folder"): "start",
 }
 """(file, function) -> phase; the innermost function on the stack that is here decides."""

@@ -53,10 +53,10 @@ def _without_spans() -> AbstractContextManager[Any]:
 
 
 def _without_proof() -> AbstractContextManager[Any]:
-    async def judge(*_: Any) -> None:
+    async def verify(*_: Any) -> None:
         pass
 
-    return mock.patch.object(SyncProof, "judge", judge)
+    return mock.patch.object(SyncProof, "verify", verify)
 
 
 def _twice() -> AbstractContextManager[Any]:

@@ -28,7 +28,7 @@ from megatron_dppo.run import engines, gpus
 from megatron_dppo.weights import probe as trainer_probe
 from megatron_dppo.weights import sync as weight_sync
 from megatron_dppo.weights import transfer
-from megatron_dppo.weights.probe_requests import Reading, RouteCounts
+from megatron_dppo.weights.probe_requests import RouteCounts, TrainerReading
 from tests.faults.simulation import model
 from tests.faults.simulation import trainer as trainer_model
 
@@ -168,11 +168,11 @@ def _save_folder(folder: Path, model_folder: Path, weights: Any, dtype: Any) -> 
     NOW.disk[str(folder.resolve())] = {name: tensor.numpy().tobytes() for name, tensor in weights}
 
 
-def _read_answers(trainer: Any, answers: Any, expected: Any, budget: int) -> list[list[Reading]]:
+def _read_answers(trainer: Any, answers: Any, expected: Any, budget: int) -> list[list[TrainerReading]]:
     return [[_read(trainer, expected, g) for g in answer.generations] for answer in answers]
 
 
-def _read(trainer: Any, expected: Any, generation: Any) -> Reading:
+def _read(trainer: Any, expected: Any, generation: Any) -> TrainerReading:
     """What the trainer computes for a response, by the table."""
     tokens = generation.token_ids.tolist()
     rows = np.array(trainer.rows([*expected.prompt_token_ids, *tokens])[:-1])
@@ -188,7 +188,7 @@ def _read(trainer: Any, expected: Any, generation: Any) -> Reading:
         routes = RouteCounts(count_differences(generation.routed_experts, live).numpy())
         changed = trainer_model.replayed(rows, generation.routed_experts.numpy())[-len(tokens) :]
         replayed = model.LOGPROBS[changed, tokens].astype(np.float64)
-    return Reading(
+    return TrainerReading(
         logprobs=own,
         raw_logprobs=own,
         topk_logprobs=topk,
@@ -224,7 +224,7 @@ def installed() -> Iterator[None]:
         mock.patch.object(gpus.asyncio, "run", lambda coroutine: NOW.loop.run(coroutine)),
         mock.patch.object(client, "decode_generation", _decode),
         mock.patch.object(GrowingResponse, "append_sampled", _append),
-        mock.patch.object(trainer_probe, "read_answers", _read_answers),
+        mock.patch.object(trainer_probe, "compute_readings", _read_answers),
         mock.patch.object(asyncio.tasks, "_GatheringFuture", _Gathering),
         *(
             mock.patch.object(module, "time", clock)

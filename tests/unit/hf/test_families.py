@@ -35,7 +35,7 @@ from megatron_dppo.mcore import mapping
 from megatron_dppo.policy.packed import attention_length
 from megatron_dppo.run.inputs import family_problems
 from megatron_dppo.types import Prompt, SamplingParams
-from megatron_dppo.weights.handles import as_sent
+from megatron_dppo.weights.handles import cast_for_sending
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.families import OWN, family_config, in_float64
 from tests.distributed.parity import hf_reference, samples
@@ -150,7 +150,7 @@ def test_biases_of_routers_stay_fp32_in_the_engine_the_folder_and_the_sync(famil
     assert len(biases) == 3 and all(not torch.equal(b, b.bfloat16().float()) for b in biases.values())
     model = build_hf_model(source.config, torch.bfloat16)
     copy_into_model(model, stream_model(source))
-    sent = dict(as_sent(stream_model(source), torch.bfloat16, tied=False))
+    sent = dict(cast_for_sending(stream_model(source), torch.bfloat16, tied=False))
     folder = tmp_path / "in"
     source.save_pretrained(folder)
     save_hf_folder(tmp_path / "out", folder, stream_model(source), torch.bfloat16)

@@ -18,7 +18,7 @@ from megatron_dppo.run.guard import FirstUpdateGuard
 from megatron_dppo.run.preflight import CHECKS, Start
 from megatron_dppo.run.server_checks import check_served_model, served_quantization
 from megatron_dppo.weights.hf_folder import save_hf_folder
-from megatron_dppo.weights.quantization import Quantization, quantized
+from megatron_dppo.weights.quantization import Quantization, quantize_stream
 from megatron_dppo.weights.sync import WeightSync
 from tests.unit.configs import config as config_of
 from tests.unit.configs import server_plans
@@ -58,7 +58,7 @@ def test_each_version_is_published_as_the_folder_is(folder: Path, form: str, mon
     sync = engines.build_weight_sync(settings, qwen3_moe(), torch.device("cpu"))
     result = sync.send(iter(weights(1).items()), 1)
     assert result.good
-    assert server.holds(dict(quantized(weights(1).items(), Quantization(form))))  # type: ignore[arg-type]
+    assert server.holds(dict(quantize_stream(weights(1).items(), Quantization(form))))  # type: ignore[arg-type]
     written = json.loads((folder / "out/weights/version_000001/config.json").read_text())
     assert written == json.loads((folder / form / "config.json").read_text())
     sync.close()
@@ -69,7 +69,7 @@ def test_a_quantised_server_that_keeps_its_old_weights_or_has_no_scales_is_found
     served = FakeServer("a:1")
     served.plain = False  # in a form of its own
     sync = disk(served, folder, how)
-    served.weights = dict(quantized(weights(0).items(), how))
+    served.weights = dict(quantize_stream(weights(0).items(), how))
     assert "all weights: not checked in this sync" in sync.send(iter(weights(0).items()), 0).notes[served.url]
     result = sync.send(iter(weights(1).items()), 1)
     assert result.good and "all weights: kept by the server in a form of its own" in result.notes[served.url]
@@ -87,7 +87,7 @@ def test_a_quantised_server_that_keeps_its_old_weights_or_has_no_scales_is_found
 
 
 def quantized_names_of(how: Quantization) -> list[str]:
-    return [name for name, _ in quantized(weights(0).items(), how)]
+    return [name for name, _ in quantize_stream(weights(0).items(), how)]
 
 
 def disk(server: FakeServer, folder: Path, how: Quantization) -> WeightSync:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_dppo.config.model import LoraConfig
-from megatron_dppo.weights.adapter_folder import adapter_config, fused_experts, save_adapter, write_adapter
+from megatron_dppo.weights.adapter_folder import adapter_config, fuse_experts, save_adapter, write_adapter
 from tests.distributed.lora import ALL, ALPHA, RANK, Float64
 from tests.distributed.parity import Case
 from tests.unit.peft_error import peft_error
@@ -42,7 +42,7 @@ def test_peft_018_loads_fused_experts(tmp_path: Path) -> None:
             folder = tmp_path / f"{name}-{'+'.join(targets)}"
             adapter = adapters_of(Float64(case, targets))
             lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=list(targets))
-            write_adapter(folder, *fused_experts(adapter, adapter_config(lora, "unused")))
+            write_adapter(folder, *fuse_experts(adapter, adapter_config(lora, "unused")))
             asked.append(
                 {"case": {"shared": case.shared, "mixed": case.mixed}, "targets": targets, "folder": str(folder)}
             )
@@ -79,7 +79,7 @@ def test_fused_experts_by_the_formula_of_peft_018() -> None:
             where = expected["down"][e] if kind == "down" else expected["gate_up"][e, i * width : (i + 1) * width]
             where += b @ a
     attention = {"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight": torch.ones(2, 2)}
-    found, config = fused_experts(tensors | attention, adapter_config(LoraConfig(rank=rank, alpha=6.0), "unused"))
+    found, config = fuse_experts(tensors | attention, adapter_config(LoraConfig(rank=rank, alpha=6.0), "unused"))
     for kind, name, width_of in (("gate_up", "base_layer.", 2 * rank), ("down", "", rank)):
         a, b = (found.pop(f"{prefix}.{name}lora_{part}.weight") for part in "AB")
         product = torch.einsum(

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_dppo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_dppo.errors import PublishError
 from megatron_dppo.weights.adapter_proof import AdapterProof
-from megatron_dppo.weights.probe import Findings
+from megatron_dppo.weights.probe import ProbeFindings
 from megatron_dppo.weights.publish import ServerPublisher
 from tests.unit.weight_server import FakeServer, make, weights
 
@@ -59,12 +59,12 @@ class _Run:
         proof = AdapterProof(trainer, sync, probe, proves_base=settings.checksum_every > 0)
         self.publisher = ServerPublisher(trainer, None, sync, rollout=rollout, probe=probe, adapters=proof)
 
-    def _probe(self, sync: object, urls: Sequence[str], version: int) -> Findings:
+    def _probe(self, sync: object, urls: Sequence[str], version: int) -> ProbeFindings:
         """As the real one: what a server adds has to be what the trainer has."""
         self.probed.append((self.trainer.is_drawn, sorted(urls)))
         expected = self.trainer.adapter()
         wrong = {s.url for s in self.servers if s.url in urls and not torch.equal(s.adds(), expected)}  # type: ignore[attr-defined]
-        return Findings(dict.fromkeys(wrong, "other numbers"), {})
+        return ProbeFindings(dict.fromkeys(wrong, "other numbers"), {})
 
 
 class _Server(FakeServer):

@@ -13,7 +13,7 @@ import torch
 
 from megatron_dppo.weights.agreement import better_explanation, decimals, distance, log_odds, missing_from_best
 from megatron_dppo.weights.probe_requests import ProbeError
-from megatron_dppo.weights.verdict import judge
+from megatron_dppo.weights.verdict import verify_response
 from tests.unit.policies import Policy, ask
 
 FLAT, USUAL, SHARP = 0.3, 2.0, 12.0
@@ -24,7 +24,7 @@ EVERY = [Policy(sharpness, dtype=dtype) for sharpness in (FLAT, USUAL, SHARP) fo
 
 def refused(policy: Policy, change: Callable[[dict[str, Any]], None] | None, match: str, **more: Any) -> str:
     with pytest.raises(ProbeError, match=match) as caught:
-        judge(*ask(policy, change, **more))
+        verify_response(*ask(policy, change, **more))
     return str(caught.value)
 
 
@@ -49,12 +49,12 @@ def of(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], No
 def test_right_servers_of_many_policies_pass(dtype: Literal["fp32", "bf16"]) -> None:
     for seed in range(60):
         policy = Policy(0.2 * 1.09**seed, seed, dtype, temperature=(0.7, 1.0, 1.3)[seed % 3], parts=1 + seed % 4)
-        result = judge(*ask(policy, routed=True))
+        result = verify_response(*ask(policy, routed=True))
         assert result.routes == 0 and result.topk is not None and result.replayed == result.logprobs
 
 
 def test_the_distance_is_told() -> None:
-    result = judge(*ask(Policy(USUAL), of("logprobs", lambda x: x + 2e-5)))
+    result = verify_response(*ask(Policy(USUAL), of("logprobs", lambda x: x + 2e-5)))
     assert result.logprobs.mean == pytest.approx(2e-5, rel=0.2)
 
 
@@ -114,14 +114,14 @@ def test_weights_of_another_model_are_not_taken_for_another_temperature(policy: 
     other, tokens = replace(policy, seed=5).logits(), policy.tokens()[:, None]
     at_t, at_one = ((other / t).log_softmax(-1).gather(1, tokens).squeeze(1).numpy() for t in (0.7, 1.0))
     with pytest.raises(ProbeError, match="wrong weights"):
-        judge(answer, expected, [replace(reading, logprobs=at_t, raw_logprobs=at_one)])
+        verify_response(answer, expected, [replace(reading, logprobs=at_t, raw_logprobs=at_one)])
 
 
 def test_a_small_difference_points_to_the_type_and_passes_where_that_type_is_expected() -> None:
     noise = torch.randn(64, generator=torch.Generator().manual_seed(2)).numpy() * 2e-4
     text = refused(Policy(USUAL), of("logprobs", lambda x: x + noise), "coarser type than fp32")
     assert "fp32 allows 3e-05, 0.0001" in text
-    judge(*ask(Policy(USUAL, dtype="bf16"), of("logprobs", lambda x: x + noise)))
+    verify_response(*ask(Policy(USUAL, dtype="bf16"), of("logprobs", lambda x: x + noise)))
 
 
 @pytest.mark.parametrize("policy", EVERY)

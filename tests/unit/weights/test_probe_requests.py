@@ -13,9 +13,8 @@ import torch
 from megatron_dppo.errors import ContractViolation
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation, InferenceServer, ServerInfo
 from megatron_dppo.types import VersionSpan
-from megatron_dppo.weights.probe_requests import ProbeError
-from megatron_dppo.weights.probe_requests import ask as ask_server
-from megatron_dppo.weights.verdict import judge
+from megatron_dppo.weights.probe_requests import ProbeError, send_probe
+from megatron_dppo.weights.verdict import verify_response
 from tests.unit.columns import ids, logs
 from tests.unit.policies import EXPECTED, Policy, ask
 
@@ -50,7 +49,7 @@ class Short:
 
 
 def answer_of(server: Short, **expected: Any) -> Any:
-    return asyncio.run(ask_server(cast(InferenceServer, server), replace(EXPECTED, **expected)))
+    return asyncio.run(send_probe(cast(InferenceServer, server), replace(EXPECTED, **expected)))
 
 
 def test_short_responses_are_asked_for_until_there_are_enough_tokens() -> None:
@@ -129,5 +128,5 @@ def test_probabilities_that_break_the_contract_are_named_where_the_trainers_numb
         readings.append(replace(reading, **same, best_logprobs=topk))
     assert len(answer.generations) == 3
     with pytest.raises(ProbeError, match=f"http://s: the response to request probe-0 .*{match}"):
-        judge(answer, expected, readings)
-    judge(replace(answer, breach=None), expected, readings)
+        verify_response(answer, expected, readings)
+    verify_response(replace(answer, breach=None), expected, readings)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_dppo.errors import NoUsableServer, PublishError
-from megatron_dppo.weights.probe import Findings
+from megatron_dppo.weights.probe import ProbeFindings
 from megatron_dppo.weights.publish import ServerPublisher
 from tests.unit.weight_server import FakeServer, make, weights
 
@@ -38,7 +38,7 @@ class _Trainer:
 def publisher(
     servers: list[FakeServer], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[_Trainer, ServerPublisher]:
-    probe = SimpleNamespace(run=lambda *_: Findings({}, {}))
+    probe = SimpleNamespace(run=lambda *_: ProbeFindings({}, {}))
     rollout = SimpleNamespace(weight_sync=WeightSyncConfig(attempts=2), servers=ServersConfig(patience_seconds=3.5))
     trainer = _Trainer()
     return trainer, ServerPublisher(trainer, None, make(servers, folder), rollout=rollout, probe=probe)  # type: ignore[arg-type]

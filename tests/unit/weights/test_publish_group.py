@@ -13,7 +13,7 @@ import torch
 
 from megatron_dppo.errors import PublishError, ServerError
 from megatron_dppo.weights.attempt import Attempt
-from megatron_dppo.weights.probe import Findings
+from megatron_dppo.weights.probe import ProbeFindings
 from megatron_dppo.weights.publish import ServerPublisher
 from tests.unit.weight_server import FakeServer, make, weights
 from tests.unit.weights.test_publish import publisher
@@ -133,11 +133,11 @@ def test_a_server_that_restarts_in_the_probe_meets_the_trainer_in_a_new_group(
 ) -> None:
     (a,), sender = broadcasting(1, 2, model_folder, monkeypatch)
 
-    def restart(*_: object) -> Findings:
+    def restart(*_: object) -> ProbeFindings:
         silent = {} if a.calls.count("join_group") > 1 else {a.url: "no answer"}
         if silent:
             a.version, a.weights, a.group = -1, {}, 0
-        return Findings({}, silent)
+        return ProbeFindings({}, silent)
 
     sender._probe = SimpleNamespace(run=restart)  # type: ignore[assignment]
     assert len(sender.publish()) == 1 and a.holds(weights(0)) and a.version == 0
@@ -200,7 +200,7 @@ async def _failing(attempt: Attempt, errors: list[ServerError]) -> None:
         raise next(error for error in errors if error.url == server.url)
 
     for error in errors:  # in this order
-        await attempt.each([FakeServer(error.url.removeprefix("http://"))], fail)  # type: ignore[list-item]
+        await attempt.call_each([FakeServer(error.url.removeprefix("http://"))], fail)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
@@ -215,4 +215,4 @@ async def _failing(attempt: Attempt, errors: list[ServerError]) -> None:
 def test_the_silent_ones_broke_it_or_else_the_first(errors: list[tuple[str, int | None]], culprits: set[str]) -> None:
     attempt = Attempt(0, {})
     asyncio.run(_failing(attempt, [ServerError(f"http://{name}", "x", status) for name, status in errors]))
-    assert attempt.culprits() == culprits
+    assert attempt.find_culprits() == culprits

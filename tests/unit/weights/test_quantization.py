@@ -19,7 +19,13 @@ from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.mcore.compat.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder
-from megatron_dppo.weights.quantization import Quantization, fp8_blocks, int4_groups, quantized, quantized_names
+from megatron_dppo.weights.quantization import (
+    Quantization,
+    find_quantized_names,
+    fp8_blocks,
+    int4_groups,
+    quantize_stream,
+)
 from megatron_dppo.weights.quantized_folder import quantize_folder
 
 ROUTED = re.compile(r".*experts\.\d+\.\w+\.weight")
@@ -129,7 +135,7 @@ def test_int4_is_that_of_modelopt_bit_for_bit_and_packed_as_compressed_tensors_d
     assert torch.equal(numbers, unpacked)
     torch.testing.assert_close(1 / scale.flatten(), scales.flatten())
     name = "model.layers.0.mlp.experts.3.up_proj.weight"
-    made = dict(quantized([(name, weight)], Quantization("int4")))
+    made = dict(quantize_stream([(name, weight)], Quantization("int4")))
     assert torch.equal(made[f"{name}_packed"], helpers.pack_to_int32(numbers, 4))
     assert made[f"{name}_shape"].tolist() == [24, 96] and made.keys() == {
         f"{name}_{p}" for p in ("packed", "scale", "shape")
@@ -147,11 +153,11 @@ def test_a_folder_says_what_it_is_and_what_is_quantised_in_it(tmp_path: Path) ->
     assert scales["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (2, 3)
     assert found["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
     assert found["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
-    names = quantized_names(found, "fp8")
+    names = find_quantized_names(found, "fp8")
     assert names == {name for name in before if name.endswith("_proj.weight")}
     # A folder that leaves something out is published as it is.
     part = Quantization("fp8", frozenset({"model.layers.1.self_attn.o_proj.weight"}))
-    again = dict(quantized(before.items(), part))
+    again = dict(quantize_stream(before.items(), part))
     assert [name for name in again if name.endswith("_scale_inv")] == [
         "model.layers.1.self_attn.o_proj.weight_scale_inv"
     ]
@@ -178,7 +184,7 @@ def test_zeros_and_the_smallest_numbers_stay_numbers() -> None:
 def test_what_a_format_cannot_hold_is_refused_by_name(form: Any, weight: Tensor, problem: str) -> None:
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     with pytest.raises(CheckpointError, match=f"{name} .*{problem}"):
-        list(quantized([(name, weight)], Quantization(form)))
+        list(quantize_stream([(name, weight)], Quantization(form)))
 
 
 def test_a_model_without_routed_experts_has_nothing_for_int4(tmp_path: Path) -> None:

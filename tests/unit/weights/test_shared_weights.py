@@ -20,8 +20,8 @@ from torch.multiprocessing import reductions
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.handles import DeviceHandle, SharedBucket, as_flattened_bucket, as_json
-from megatron_dppo.weights.handles import Sharing
-from megatron_dppo.weights.sharing import RankLocation, find_sharing, is_here, owners_of
+from megatron_dppo.weights.handles import MemorySharing
+from megatron_dppo.weights.sharing import RankLocation, find_owners, find_sharing, is_local
 from tests.unit.configs import config as config_of
 from tests.unit.weight_server import CPU, FakeServer, files_of, make, weights
 
@@ -40,10 +40,10 @@ def pair() -> list[FakeServer]:
     return [FakeServer("a:1"), FakeServer("b:2")]
 
 
-def alone(servers: Sequence[FakeServer], *, tied: bool = False) -> Sharing:
+def alone(servers: Sequence[FakeServer], *, tied: bool = False) -> MemorySharing:
     """One rank, whose memory all of them read."""
     owners = {server.url: [0] for server in servers}
-    return Sharing(owners, bucket_bytes=2 * 2**20, dtype=torch.float32, tied=tied, group=None)
+    return MemorySharing(owners, bucket_bytes=2 * 2**20, dtype=torch.float32, tied=tied, group=None)
 
 
 def test_servers_read_exactly_the_weights_and_nothing_is_left_of_the_memory(
@@ -62,7 +62,7 @@ def test_servers_read_exactly_the_weights_and_nothing_is_left_of_the_memory(
 def test_buckets_are_of_the_type_that_is_sent_and_a_tied_output_layer_is_sent_twice(
     pair: list[FakeServer], model_folder: Path
 ) -> None:
-    sharing = Sharing({pair[0].url: [0]}, bucket_bytes=2 * 2**20, dtype=torch.bfloat16, tied=True, group=None)
+    sharing = MemorySharing({pair[0].url: [0]}, bucket_bytes=2 * 2**20, dtype=torch.bfloat16, tied=True, group=None)
     stream = {"model.embed_tokens.weight": torch.randn(300, 1000), **weights(0)}
     make(pair[:1], model_folder, torch.bfloat16, sharing, checksum_every=0).send(iter(stream.items()), 0)
     assert pair[0].calls.count("receive_handles") == 3  # 0.6 MB each: three, three and one
@@ -113,7 +113,7 @@ def test_one_bucket_is_read_while_the_next_is_gathered_and_there_are_no_more(mod
 def test_a_server_of_another_size_than_the_configuration_says_is_left_alone(
     pair: list[FakeServer], model_folder: Path
 ) -> None:
-    sharing = Sharing({pair[0].url: [0], pair[1].url: [0, 0]}, 2**21, torch.float32, tied=False, group=None)
+    sharing = MemorySharing({pair[0].url: [0], pair[1].url: [0, 0]}, 2**21, torch.float32, tied=False, group=None)
     result = make(pair, model_folder, sharing=sharing).send(iter(weights(0).items()), 0)
     assert "has 1 ranks, but 2 by its section" in result.failed[pair[1].url] and list(result.good) == [pair[0].url]
     assert "begin_update" not in pair[1].calls
@@ -244,22 +244,24 @@ def test_each_server_reads_the_memory_of_the_ranks_on_its_gpus() -> None:
     two = places("n0", "n1")
     urls = ["http://n1:2", "http://n0:1", "http://n1:1", "http://n0:2"]
     expected = {"http://n1:2": [3], "http://n0:1": [1], "http://n1:1": [2], "http://n0:2": [0]}
-    assert owners_of(urls, 1, two, on_gpus=True) == expected
-    assert owners_of(["http://n1:1"], 2, two, on_gpus=True) == {"http://n1:1": [3, 2]}
-    assert owners_of(["http://127.0.0.1:1"], 2, two, on_gpus=True) == {"http://127.0.0.1:1": [1, 0]}, "rank 0's machine"
-    assert owners_of(urls[:3], 1, two, on_gpus=False) == {urls[0]: [3], urls[1]: [1], urls[2]: [3]}
+    assert find_owners(urls, 1, two, on_gpus=True) == expected
+    assert find_owners(["http://n1:1"], 2, two, on_gpus=True) == {"http://n1:1": [3, 2]}
+    assert find_owners(["http://127.0.0.1:1"], 2, two, on_gpus=True) == {"http://127.0.0.1:1": [1, 0]}, (
+        "rank 0's machine"
+    )
+    assert find_owners(urls[:3], 1, two, on_gpus=False) == {urls[0]: [3], urls[1]: [1], urls[2]: [3]}
     with pytest.raises(ConfigError, match=r"up to http://n0:2 the servers on n0 have 4 GPUs, the trainer 2 ranks"):
-        owners_of(urls, 2, [*places("n0"), *(p for p in places("n1", "n1"))], on_gpus=True)
+        find_owners(urls, 2, [*places("n0"), *(p for p in places("n1", "n1"))], on_gpus=True)
     with pytest.raises(ConfigError, match=r"servers.urls: http://n2:1 is on none of the trainer's machines \(n0, n1\)"):
-        owners_of([*urls, "http://n2:1"], 1, two, on_gpus=True)
+        find_owners([*urls, "http://n2:1"], 1, two, on_gpus=True)
 
 
-def sharing_of(config: Any, platform: Any, *, tied: bool) -> Sharing:
+def sharing_of(config: Any, platform: Any, *, tied: bool) -> MemorySharing:
     return find_sharing(config.rollout, gpus_per_server=1, platform=platform, world=None, tied=tied)
 
 
 def test_what_cannot_be_shared_is_refused_before_any_work() -> None:
-    assert is_here("http://127.0.0.1:1") and is_here("http://localhost") and not is_here("http://192.0.2.1:30000")
+    assert is_local("http://127.0.0.1:1") and is_local("http://localhost") and not is_local("http://192.0.2.1:30000")
     rollout = {"engine": "sglang", "weight_sync": {"method": "ipc"}}
     config, on_gpu = config_of(rollout=rollout), SimpleNamespace(is_cuda=True)
     with pytest.raises(ConfigError, match=r"method = 'ipc' with rollout.servers.colocated = false"):

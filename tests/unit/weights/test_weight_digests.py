@@ -12,7 +12,7 @@ from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import Pa
 from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.judge import Proof, ServerRecord
-from megatron_dppo.weights.quantization import Quantization, fp8_blocks, quantized
+from megatron_dppo.weights.quantization import Quantization, fp8_blocks, quantize_stream
 
 HEADS, KV_HEADS, DIM, HIDDEN, EXPERTS, INTER, VOCAB = 4, 2, 4, 8, 4, 16, 70
 SGLANG_GPU_HASH = [
@@ -131,7 +131,7 @@ def test_blocks_of_fp8_and_their_scales_are_foretold_for_every_rank(size: int, m
     weights = {name: w.bfloat16() for name, w in layer().items()}
     layout = WeightLayout(algorithm="sha256", tp_size=size, plain=True)
     stream = StreamDigests([layout], KV_HEADS)
-    list(stream.watch(quantized(weights.items(), Quantization("fp8"))))
+    list(stream.watch(quantize_stream(weights.items(), Quantization("fp8"))))
     for rank in range(size):
         held = dict[str, Tensor]()
         for name, tensor in on_server(weights, rank, size).items():
@@ -156,11 +156,11 @@ def test_experts_in_int4_have_a_form_of_the_servers_own_that_must_change() -> No
         stream = StreamDigests([layout], KV_HEADS)
         expert = "model.layers.0.mlp.experts.0"
         made = {f"{expert}.{part}_proj.weight": torch.randn(16, 32) for part in ("gate", "up")}
-        list(stream.watch(quantized(made.items(), Quantization("int4"))))
+        list(stream.watch(quantize_stream(made.items(), Quantization("int4"))))
         found = stream.expected(layout, 0)
         assert found.keys() == {name, name.replace("packed", "scale")}
         sums = dict.fromkeys(found, packed.ljust(64, "0"))
-        return record.judge(layout, [RankDigests(tp_rank=0, digests=sums)], {0: found})
+        return record.verify(layout, [RankDigests(tp_rank=0, digests=sums)], {0: found})
 
     assert len(judge(0, "a").changed) == 2 and len(judge(1, "b").changed) == 2
     assert len(judge(2, "b").wrong) == 2
@@ -193,7 +193,7 @@ def test_of_a_tensor_that_is_packed_after_loading_the_loaded_bytes_and_the_chang
         stream = StreamDigests([layout], KV_HEADS)
         stream.add(name, weight)
         sums = RankDigests(tp_rank=0, digests={name: packed.ljust(64, "0")}, loaded={name: sha(loaded)})
-        return record.judge(layout, [sums], {0: stream.expected(layout, 0)}).wrong
+        return record.verify(layout, [sums], {0: stream.expected(layout, 0)}).wrong
 
     old, new, other = torch.randn(3, 4, 4)
     assert not judge(old, old, "a") and not judge(new, new, "b")
@@ -210,7 +210,7 @@ def test_a_tied_head_without_a_name_in_use_is_proved_by_what_was_loaded() -> Non
         stream = StreamDigests([layout], KV_HEADS)
         list(stream.watch((name, weight) for name in (embedding, head)))
         sums = RankDigests(tp_rank=0, digests={embedding: sha(weight)}, loaded={head: sha(weight)})
-        proof = record.judge(layout, [sums], {0: stream.expected(layout, 0)})
+        proof = record.verify(layout, [sums], {0: stream.expected(layout, 0)})
         assert not proof.wrong and sorted(proof.as_sent) == [head, embedding]
 
 
@@ -222,5 +222,5 @@ def test_a_server_that_tells_what_it_loaded_has_no_form_of_its_own() -> None:
         list(stream.watch((name, torch.randn(4, 4)) for name in names))
         record.begin([RankDigests(tp_rank=0, digests=dict.fromkeys(names, "a" * 64))])
         after = RankDigests(tp_rank=0, digests=dict.fromkeys(names, "b" * 64))
-        proof = record.judge(layout, [after], {0: stream.expected(layout, 0)})
+        proof = record.verify(layout, [after], {0: stream.expected(layout, 0)})
         assert (proof.wrong if complete else proof.changed) == names

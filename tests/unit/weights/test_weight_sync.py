@@ -197,8 +197,8 @@ def test_the_checksums_are_compared_as_often_as_asked_and_in_each_attempt_of_suc
 def test_a_frozen_server_costs_its_deadline_once_and_is_asked_again_beside_the_others(
     pair: list[FakeServer], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_sync, "_ALIVE_SECONDS", 0.5)
-    monkeypatch.setattr(weight_sync, "_BACK_SECONDS", 0.05)
+    monkeypatch.setattr(weight_sync, "_INFO_SECONDS", 0.5)
+    monkeypatch.setattr(weight_sync, "_ABSENT_INFO_SECONDS", 0.05)
     frozen, sync = pair[0], make(pair, model_folder)
     frozen.frozen = True
 
