@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.commands.plan.child import Question
+from megatron_dppo.commands.plan.child import RehearsalRequest
 from megatron_dppo.commands.plan.machine import MACHINES
-from megatron_dppo.commands.plan.rehearse import Role
+from megatron_dppo.commands.plan.rehearse import RankRole
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.folder import DictWeights, model_shape, stream_model
@@ -33,7 +33,7 @@ def inputs(case: Case, world_size: int, dtype: str = "fp32") -> tuple[Config, An
 
 
 def real(case: Case, world_size: int, folder: Path, dtype: str = "fp32") -> list[Any]:
-    """The ``Measured`` of every rank of a real run."""
+    """The ``UpdateMeasurement`` of every rank of a real run."""
     run_distributed(_real_rank, world_size, case, dtype, str(folder))
     return [pickle.loads((folder / f"real{rank}").read_bytes()) for rank in range(world_size)]
 
@@ -51,10 +51,10 @@ def _real_rank(rank: int, world_size: int, case: Case, dtype: str, folder: str) 
 
 
 def update(config: Config, model: Any, layout: Layout, loaded: dict[str, torch.Tensor], platform: Any) -> Any:
-    """The ``Measured`` of the first update of this rank, with these weights; in a process group."""
-    from megatron_dppo.commands.plan.measure import measured_update, trainer_builder
+    """The ``UpdateMeasurement`` of the first update of this rank, with these weights; in a process group."""
+    from megatron_dppo.commands.plan.measure import measure_update, trainer_builder
     from megatron_dppo.commands.plan.meter import Meter
-    from megatron_dppo.commands.plan.models import rows
+    from megatron_dppo.commands.plan.models import sample_rows
     from megatron_dppo.losses import policy_objective
 
     class Copies(DictWeights):
@@ -64,12 +64,12 @@ def update(config: Config, model: Any, layout: Layout, loaded: dict[str, torch.T
             return super().__getitem__(name).clone()
 
     build = trainer_builder(config, model, layout, platform, Copies(loaded.items()))
-    batches = rows(config, model, layout, MICRO_BATCHES)
-    return measured_update(build, batches, policy_objective(config.loss), Meter())
+    batches = sample_rows(config, model, layout, MICRO_BATCHES)
+    return measure_update(build, batches, policy_objective(config.loss), Meter())
 
 
-def question(case: Case, world_size: int, rank: int, dtype: str = "fp32") -> Question:
+def rehearsal_request(case: Case, world_size: int, rank: int, dtype: str = "fp32") -> RehearsalRequest:
     """One rank of a case, rehearsed as on the CPU."""
     config, model, layout = inputs(case, world_size, dtype)
-    role = Role(rank=rank, micro_batches=MICRO_BATCHES, as_gpu=False)
-    return Question(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])
+    role = RankRole(rank=rank, micro_batches=MICRO_BATCHES, as_gpu=False)
+    return RehearsalRequest(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.commands.plan.rehearsals import Rehearsals
+from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
 from tests.distributed.layouts import CP, EP, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
 from tests.distributed.parity import Case
-from tests.distributed.rehearsal_cases import question, real
+from tests.distributed.rehearsal_cases import real, rehearsal_request
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 0.05
@@ -28,19 +28,19 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def rehearsals() -> Iterator[Rehearsals]:
-    with Rehearsals(2) as rehearsals:
+def rehearsals() -> Iterator[RehearsalPool]:
+    with RehearsalPool(2) as rehearsals:
         yield rehearsals
 
 
 @pytest.mark.parametrize(("world_size", "case", "dtype"), CASES)
 def test_a_rehearsed_rank_is_like_the_real_one(
-    world_size: int, case: Case, dtype: str, tmp_path: Path, rehearsals: Rehearsals
+    world_size: int, case: Case, dtype: str, tmp_path: Path, rehearsals: RehearsalPool
 ) -> None:
     real_ranks = real(case, world_size, tmp_path, dtype)
     compared = sorted({0, world_size - 1})
-    answers = rehearsals.ask([question(case, world_size, rank, dtype) for rank in compared])
-    for rank, found in zip(compared, answers, strict=True):
+    planned = rehearsals.run([rehearsal_request(case, world_size, rank, dtype) for rank in compared])
+    for rank, found in zip(compared, planned, strict=True):
         expected = real_ranks[rank]
         for part in ("weights", "gradients", "optimizer"):
             assert found.static[part] == expected.static[part], part

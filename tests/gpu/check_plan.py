@@ -36,12 +36,12 @@ def check(device: torch.device) -> Iterator[Result]:
     apply_shims(platform)
     from megatron.core import parallel_state
 
-    from megatron_dppo.commands.plan.rehearsals import Rehearsals
+    from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
     from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
     from tests.distributed.layouts import FULL
 
     bound = ENGINE if platform.is_cuda and has_transformer_engine() else PLAIN
-    with TemporaryDirectory() as folder, Rehearsals(1) as rehearsals:
+    with TemporaryDirectory() as folder, RehearsalPool(1) as rehearsals:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group(platform.backend, store=store, rank=0, world_size=1)
         try:
@@ -56,9 +56,9 @@ def check(device: torch.device) -> Iterator[Result]:
 
 def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> tuple[int, int]:
     """Bytes by the plan, and by the device."""
-    from megatron_dppo.commands.plan.child import Question
+    from megatron_dppo.commands.plan.child import RehearsalRequest
     from megatron_dppo.commands.plan.machine import MACHINES
-    from megatron_dppo.commands.plan.rehearse import Role
+    from megatron_dppo.commands.plan.rehearse import RankRole
     from megatron_dppo.hf.folder import build_hf_model, model_shape, stream_model
     from tests.distributed.parity import Case, config_for, hf_config
     from tests.distributed.rehearsal_cases import MICRO_BATCHES, update
@@ -70,9 +70,9 @@ def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> 
     sizes = {"data": {"train": "unused", "max_prompt_tokens": TOKENS // 2}, "train": {"router_replay": "rollout"}}
     config = config_for(case, "bf16", **sizes, rollout={"max_new_tokens": TOKENS // 2})
     layout = resolve_layout(config.parallel, config.batch, 1, model_shape(model))
-    role = Role(rank=0, micro_batches=MICRO_BATCHES, as_gpu=platform.is_cuda)
-    question = Question(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])
-    (plan,) = rehearsals.ask([question])
+    role = RankRole(rank=0, micro_batches=MICRO_BATCHES, as_gpu=platform.is_cuda)
+    request = RehearsalRequest(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])
+    (plan,) = rehearsals.run([request])
     loaded = dict(stream_model(build_hf_model(model, torch.float32, seed=0)))
     before = 0
     if platform.is_cuda:

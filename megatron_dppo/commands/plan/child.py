@@ -1,8 +1,10 @@
-"""The process that rehearses ranks.
+"""Worker process that rehearses ranks.
 
-Started as ``python -m megatron_dppo.commands.plan.child``; questions come in and answers go out pickled.
+Started as ``python -m megatron_dppo.commands.plan.child``. Pickled requests arrive on stdin, pickled responses leave on
+stdout.
 
-It imports everything once and forks for each question: a rehearsed rank leaves its process good for nothing else.
+The process imports everything once and forks for each request: a rehearsal patches classes and starts fake process
+groups, so its process cannot be reused.
 """
 
 from __future__ import annotations
@@ -15,82 +17,83 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from megatron_dppo.commands.plan.machine import GpuNode
-from megatron_dppo.commands.plan.rehearse import Role, prepare, rehearse
+from megatron_dppo.commands.plan.rehearse import RankRole, prepare, rehearse
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 
-_LINES = 30
-"""of what a rank said before it failed"""
+_NUM_LOG_LINES = 30
+"""Lines of a failed rank's output in the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is rehearsed."""
+class RehearsalRequest:
+    """One update of one rank to rehearse."""
 
     config: Config
     hf_config: Any
     layout: Layout
-    role: Role
+    role: RankRole
     machine: GpuNode
     teacher: Any = None
-    """the transformers config of the teacher whose divergence is in the loss"""
+    """Transformers config of the teacher whose divergence is in the loss. None without one."""
 
 
 def main() -> None:
-    """Answer the questions of the standard input, each by a ``Measured`` or by the text of what is wrong."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the answers
+    """Respond to each request on stdin with an ``UpdateMeasurement``, or with the text of an error."""
+    responses = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Output of libraries must not mix with the responses.
     prepare()
     while True:
         try:
-            question: Question = pickle.load(sys.stdin.buffer)
+            request: RehearsalRequest = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        answers.write(_answer(question))
-        answers.flush()
+        responses.write(_run_in_fork(request))
+        responses.flush()
 
 
-def _answer(question: Question) -> bytes:
-    """Pickled, by a fork of this process."""
-    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as said:
+def _run_in_fork(request: RehearsalRequest) -> bytes:
+    """Return the pickled response, computed by a fork of this process."""
+    with tempfile.TemporaryFile() as response, tempfile.TemporaryFile() as log:
         child = os.fork()
         if child == 0:
-            os.dup2(said.fileno(), sys.stderr.fileno())
-            os.dup2(said.fileno(), sys.stdout.fileno())
-            _rehearse(question, answer)
+            os.dup2(log.fileno(), sys.stderr.fileno())
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            _rehearse_and_exit(request, response)
         _, status = os.waitpid(child, 0)
         if status == 0:
-            answer.seek(0)
-            return answer.read()
-        said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()
+            response.seek(0)
+            return response.read()
+        log.seek(0)
+        lines = log.read().decode(errors="replace").strip().splitlines()
         code = os.waitstatus_to_exitcode(status)
-    return pickle.dumps(f"its process ended with exit code {code}:\n" + "\n".join(lines[-_LINES:]))
+    return pickle.dumps(f"its process exited with code {code}:\n" + "\n".join(lines[-_NUM_LOG_LINES:]))
 
 
-def _rehearse(question: Question, answer: IO[bytes]) -> None:
-    """Of the fork; does not return."""
-    machine, code = question.machine, 1
+def _rehearse_and_exit(request: RehearsalRequest, response: IO[bytes]) -> None:
+    """Rehearse in the forked process and exit."""
+    machine = request.machine
+    code = 1
 
     def seconds(flops: int, dtype: Any, moved: int) -> float:
-        return machine.seconds_of(flops, str(dtype).removeprefix("torch."), moved)
+        return machine.operation_seconds(flops, str(dtype).removeprefix("torch."), moved)
 
     try:
         try:
-            found: Any = rehearse(
-                question.config, question.hf_config, question.layout, question.role, seconds, question.teacher
+            result: Any = rehearse(
+                request.config, request.hf_config, request.layout, request.role, seconds, request.teacher
             )
         except UserError as error:
-            found = str(error)
-        answer.write(pickle.dumps(found))
-        answer.flush()
+            result = str(error)
+        response.write(pickle.dumps(result))
+        response.flush()
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stderr.flush()
-        os._exit(code)  # fake process groups have nothing to leave
+        os._exit(code)  # Skip the teardown of fake process groups.
 
 
 if __name__ == "__main__":

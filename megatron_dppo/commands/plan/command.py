@@ -1,4 +1,4 @@
-"""``megatron-dppo plan``: a run rehearsed without GPUs."""
+"""``megatron-dppo plan``: memory, collectives and time of a run, rehearsed without GPUs."""
 
 from __future__ import annotations
 
@@ -13,83 +13,94 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import PlanError
 
 if TYPE_CHECKING:
-    from megatron_dppo.commands.plan.search import Search
+    from megatron_dppo.commands.plan.search import PlanSearch
 
-_NEAREST = 3
-"""Settings that are named when the given ones do not fit."""
+_NUM_NEAREST = 3
+"""Number of alternatives that are printed when a run does not fit."""
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``plan``; all others are overrides of the configuration."""
+    """Add the arguments of ``plan``; unknown arguments are overrides of the configuration."""
     parser.add_argument("config", help="TOML configuration file")
-    parser.add_argument("--world-size", type=int, required=True, help="number of trainer processes, one a GPU")
+    parser.add_argument("--world-size", type=int, required=True, help="number of trainer processes, one per GPU")
     parser.add_argument("--machine", default="h100", help="h100 (default) or h200")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="ranks that are rehearsed at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="number of ranks to rehearse concurrently"
+    )
     parser.add_argument(
         "--rank-kinds",
         nargs="+",
         metavar="KIND",
-        help="all, or first middle last (pipeline stages), hot (busy experts); default: all that the layout has",
+        help="ranks to rehearse: all, or first middle last (pipeline stages), and hot (busy experts); default: all "
+        "kinds "
+        "of the layout",
     )
     parser.add_argument(
         "--search",
         nargs="*",
         metavar="KEY=VALUE,VALUE",
-        help="rehearse all combinations of these values and rank them; without keys: parallel sizes and recompute",
+        help="rehearse all combinations of these values and rank them (default: parallel sizes and recompute)",
     )
+    parser.add_argument("--verbose", action="store_true", help="also print the collectives of each rank")
 
 
 def run_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the plan, or the ranking of a search; the exit code is 0 if it (or one of them) fits, else 1.
+    """Print the plan of a run, or the ranking of a search.
+
+    Returns:
+        0 if the run, or one setting of the search, fits; else 1.
 
     Raises:
-        UserError: the configuration cannot run so, or cannot be rehearsed.
+        UserError: The configuration cannot run on this many processes, or cannot be rehearsed.
     """
-    from megatron_dppo.commands.plan.machine import machine_named
+    from megatron_dppo.commands.plan.machine import get_machine
     from megatron_dppo.commands.plan.plan import make_plan
-    from megatron_dppo.commands.plan.rehearsals import Rehearsals
-    from megatron_dppo.commands.plan.search import Search
-    from megatron_dppo.commands.plan.text import as_text
+    from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
+    from megatron_dppo.commands.plan.search import PlanSearch
+    from megatron_dppo.commands.plan.text import format_plan
 
     for name, value in (("--world-size", options.world_size), ("--jobs", options.jobs)):
         if value < 1:
             raise PlanError(f"{name} {value}: expected at least 1")
     if options.search is not None and options.rank_kinds:
-        raise PlanError("--rank-kinds with --search: a search rehearses the ranks that need most; leave one out")
-    machine = machine_named(options.machine)
+        raise PlanError(
+            "--rank-kinds cannot be used with --search, which rehearses the ranks that need most. Fix: remove one of "
+            "them"
+        )
+    machine = get_machine(options.machine)
 
     def load(flags: Sequence[str]) -> Config:
         return load_config(options.config, [*overrides, *flags])
 
-    with Rehearsals(options.jobs) as rehearsals:
+    with RehearsalPool(options.jobs) as rehearsals:
         if options.search is not None:
-            return _search(Search(load, options.world_size, machine, rehearsals), options.search)
+            return _search(PlanSearch(load, options.world_size, machine, rehearsals), options.search)
         plan = make_plan(load(()), options.world_size, machine, rehearsals, kinds=options.rank_kinds)
-        print(as_text(plan), flush=True)
-        if not plan.too_large:
+        print(format_plan(plan, verbose=options.verbose), flush=True)
+        if not plan.oversized_ranks:
             return 0
-        print(_nearest(Search(load, options.world_size, machine, rehearsals)))
+        print(_format_nearest(PlanSearch(load, options.world_size, machine, rehearsals)))
         return 1
 
 
-def _nearest(search: Search) -> str:
-    from megatron_dppo.commands.plan.text import candidates_text
+def _format_nearest(search: PlanSearch) -> str:
+    from megatron_dppo.commands.plan.text import format_candidates
 
     try:
-        nearest = list(search.nearest(_NEAREST))
+        nearest = list(search.find_nearest(_NUM_NEAREST))
     except PlanError:
         nearest = []
-    return f"\nNearest settings that fit:\n{candidates_text(nearest)}" if nearest else "\nNo other settings fit."
+    return f"\nNearest settings that fit:\n{format_candidates(nearest)}" if nearest else "\nNo other settings fit."
 
 
-def _search(search: Search, texts: Sequence[str]) -> int:
-    from megatron_dppo.commands.plan.search import axes_of
-    from megatron_dppo.commands.plan.text import candidates_text
+def _search(search: PlanSearch, texts: Sequence[str]) -> int:
+    from megatron_dppo.commands.plan.search import parse_axes
+    from megatron_dppo.commands.plan.text import format_candidates
 
-    def told(total: int, done: int) -> None:
+    def print_progress(total: int, done: int) -> None:
         print(f"\r{done} of {total} rehearsed", end="", file=sys.stderr, flush=True)
 
-    found = search.all(axes_of(texts), told)
+    candidates = search.rank_all(parse_axes(texts), print_progress)
     print("\r", end="", file=sys.stderr)
-    print(candidates_text(found))
-    return 1 if any(found[0].order[:2]) else 0
+    print(format_candidates(candidates))
+    return 1 if any(candidates[0].sort_key[:2]) else 0

@@ -1,4 +1,4 @@
-"""One optimizer update of a policy under a meter: the same for real ranks and for rehearsed ones."""
+"""Measurement of one optimizer update of a policy, on real and on rehearsed ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.commands.plan.measured import STATIC, TEACHER, Measured
+from megatron_dppo.commands.plan.measurement import STATIC, TEACHER, UpdateMeasurement
 from megatron_dppo.commands.plan.meter import HOST, Meter
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
@@ -24,14 +24,14 @@ from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.types import MicroBatch
 
-_OBJECTS = "objects"
-"""Numbers that ranks tell each other, pickled over the CPU: not counted."""
+_OBJECT_EXCHANGE = "objects"
+"""Phase of Python objects that ranks exchange, pickled, over the CPU. It is not counted."""
 
 
 def trainer_builder(
     config: Config, hf_config: Any, layout: Layout, platform: Platform, weights: WeightSource
 ) -> Callable[[], PolicyTrainer]:
-    """Joins the process groups of a layout, and gives what builds the trainer in them."""
+    """Join the process groups of a layout and return a function that builds the trainer in them."""
     groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
     return lambda: PolicyTrainer(
         model=config.model,
@@ -51,28 +51,37 @@ def trainer_builder(
     )
 
 
-def measured_update(
+def measure_update(
     build: Callable[[], PolicyTrainer],
     batches: Sequence[MicroBatch],
     objective: Objective,
     meter: Meter,
     make_targets: Callable[[], TeacherTargets] | None = None,
-) -> Measured:
-    """Build a trainer and do its first update, each micro-batch with a teacher's targets if they are given."""
+) -> UpdateMeasurement:
+    """Build a trainer and measure its first update.
+
+    Args:
+        build: Function that builds the trainer.
+        batches: Micro-batches of the update.
+        objective: Loss.
+        meter: Meter that is not entered yet.
+        make_targets: Function that returns a teacher's targets for each micro-batch. None without a teacher.
+    """
     with meter, phases(meter):
         with meter.during("start"):
             trainer = build()
-        for name, tensors in _kept(trainer).items():
+        # Attribute what stays between updates to its own names; the rest of the start stays "start".
+        for name, tensors in _static_tensors(trainer).items():
             meter.relabel(tensors, name)
         start_peak = meter.peak
-        static = {name: meter.of_phase(name) for name in STATIC}
-        static["other"] = meter.now - sum(static.values())
+        static = {name: meter.bytes_in_phase(name) for name in STATIC}
+        static["other"] = meter.bytes_in_use - sum(static.values())
         meter.start_step()
         with meter.during(TEACHER):
             teacher_targets = [] if make_targets is None else [make_targets()] * len(batches)
         with meter.during("forward"):
             trainer.apply(trainer.accumulate(batches, objective, teacher_targets))
-        return Measured(
+        return UpdateMeasurement(
             static=static,
             start_peak=start_peak,
             peaks=dict(meter.peaks),
@@ -80,17 +89,18 @@ def measured_update(
             collectives=sorted(
                 (key.phase, key.name, key.ranks, count, meter.sent[key])
                 for key, count in meter.collectives.items()
-                if key.phase != _OBJECTS
+                if key.phase != _OBJECT_EXCHANGE
             ),
             work={phase: work for phase, work in meter.work.items() if phase != HOST},
-            host=meter.of_phase(HOST),
+            host=meter.bytes_in_phase(HOST),
         )
 
 
-def _kept(trainer: PolicyTrainer) -> dict[str, list[Tensor]]:
-    """The tensors of ``STATIC``; of what shares memory the first name counts."""
+def _static_tensors(trainer: PolicyTrainer) -> dict[str, list[Tensor]]:
+    """Return the tensors of each name in ``STATIC``. Memory that two names share counts for the first."""
     parameters = [parameter for model in trainer.models for parameter in model.parameters()]
-    gradients = [found for p in parameters if isinstance(found := getattr(p, "main_grad", None), Tensor)]
+    # Megatron's DDP keeps gradients in ``main_grad``.
+    gradients = [grad for p in parameters if isinstance(grad := getattr(p, "main_grad", None), Tensor)]
     return dict(
         zip(STATIC, (list(parameters), gradients, list(optim.optimizer_tensors(trainer.optimizer))), strict=True)
     )
@@ -98,20 +108,20 @@ def _kept(trainer: PolicyTrainer) -> dict[str, list[Tensor]]:
 
 @contextmanager
 def phases(meter: Meter) -> Iterator[None]:
-    """Name the parts of an update within the block."""
-    places: list[tuple[Any, str, str]] = [
+    """Attribute the parts of an update within the block to phases, by wrapping the functions that run them."""
+    targets: list[tuple[Any, str, str]] = [
         (head.OutputHead, "loss", "head"),
-        (vars(forward)["MicroBatchRow"], "from_batch", "row"),  # a rehearsal has put another one there
+        (vars(forward)["MicroBatchRow"], "from_batch", "row"),  # vars(): a rehearsal replaces this class
         (router_replay.ReplayDriver, "_begin", "replay"),
         (optim.Optimizer, "step", "update"),
-        (dist, "all_gather_object", _OBJECTS),
-        (torch.optim.Adam, "step", HOST),  # AdamW's too: that of the host, of an offloaded optimizer
+        (dist, "all_gather_object", _OBJECT_EXCHANGE),
+        (torch.optim.Adam, "step", HOST),  # also AdamW's; only an offloaded optimizer uses torch's Adam
         *rehearsal.schedule_phases(),
         *((owner, name, HOST) for owner, name in offload.PLACES),
     ]
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in places]
-    for owner, name, phase in places:
-        setattr(owner, name, _named(getattr(owner, name), phase, meter, vars(owner)[name]))
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in targets]
+    for owner, name, phase in targets:
+        setattr(owner, name, _in_phase(getattr(owner, name), phase, meter, vars(owner)[name]))
     try:
         yield
     finally:
@@ -119,13 +129,13 @@ def phases(meter: Meter) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def _named(function: Any, phase: str, meter: Meter, declared: object) -> Any:
+def _in_phase(function: Any, phase: str, meter: Meter, declared: object) -> Any:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with meter.during(phase):
             result = function(*args, **kwargs)
         if phase == HOST:
-            meter.to_device(offload.gpu_tensors(args[0]), "optimizer")
+            meter.relabel_device_tensors(offload.gpu_tensors(args[0]), "optimizer")
         return result
 
     return staticmethod(call) if isinstance(declared, classmethod) else call

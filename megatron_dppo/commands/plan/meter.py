@@ -1,4 +1,4 @@
-"""What a piece of code allocates, sends and computes, on real tensors and on fake ones alike."""
+"""Meter of memory, collectives and arithmetic of a piece of code, on real or fake tensors."""
 
 from __future__ import annotations
 
@@ -15,27 +15,54 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_dppo.commands.plan.machine import dtype_of, flops_of
+from megatron_dppo.commands.plan.machine import compute_dtype, count_flops
 
 HOST = "host"
-"""The phase of what is allocated in host memory, on a machine where all memory is the host's: not counted as in use."""
+"""Phase of allocations in host memory, which do not count as in use on the device.
 
-_NOTHING = frozenset({"detach", "alias", "view", "_unsafe_view", "t", "transpose", "expand", "slice", "select"})
-_NOTHING |= frozenset({"split", "split_with_sizes", "unbind", "permute", "unsqueeze", "squeeze", "as_strided", "chunk"})
-_NOTHING |= frozenset(
-    {"empty", "empty_like", "new_empty", "empty_strided", "set_", "lift_fresh", "_local_scalar_dense"}
+A rehearsal runs on the CPU, so only the phase separates the two.
+"""
+
+_FREE_OPERATIONS = frozenset(
+    {
+        "detach",
+        "alias",
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "as_strided",
+        "chunk",
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "set_",
+        "lift_fresh",
+        "_local_scalar_dense",
+    }
 )
+"""Operations that move no data: views, allocations and reads of a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Calls of one kind in one group."""
+    """Kind of collective call: its phase, name and group."""
 
     phase: str
     name: str
-    """as c10d calls it, without the underscore at the end"""
+    """Name in c10d, without a trailing underscore."""
     ranks: tuple[int, ...]
-    """of the group"""
+    """Ranks of the group."""
 
 
 @dataclass
@@ -43,11 +70,11 @@ class Work:
     """Arithmetic and memory traffic."""
 
     flops: dict[str, int] = field(default_factory=Counter)
-    """by dtype of the products"""
-    read_and_written: int = 0
-    """bytes of the inputs and outputs of every operation that is not a view; fused kernels move less"""
+    """FLOPs by dtype."""
+    bytes_moved: int = 0
+    """Bytes of inputs and outputs of every operation except views. Fused kernels move less."""
     seconds: float = 0.0
-    """by ``time_of``, operation by operation"""
+    """Sum of ``time_of`` over operations."""
 
 
 @dataclass
@@ -57,37 +84,38 @@ class Peak:
     total: int = 0
     phase: str = ""
     by_phase: dict[str, int] = field(default_factory=dict)
-    """the same bytes by the phase that allocated them"""
+    """Bytes by the phase that allocated them."""
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is entered.
+    """Dispatch mode that counts memory, collectives and arithmetic.
 
-    Bytes are those of storages, from the operation that made them to the end of their last reference.
+    Memory is the size of storages, from the operation that creates one until its last reference is gone.
 
     Args:
-        time_of: seconds of an operation by its FLOPs, their dtype and the bytes that it moves; None = no times.
+        time_of: Function from FLOPs, dtype and moved bytes of an operation to seconds. None measures no times.
     """
 
     def __init__(self, time_of: Callable[[int, torch.dtype, int], float] | None = None) -> None:
         super().__init__()
         self._live: dict[int, tuple[int, str]] = {}
         self._by_phase: Counter[str] = Counter()
-        self._kept: set[int] = set()
+        self._relabeled: set[int] = set()
         self._time_of = time_of
         self.phase = "start"
-        self.now = 0
+        self.bytes_in_use = 0
         self.peaks: dict[str, Peak] = {}
-        """of each phase"""
+        """Peak of each phase."""
         self.work: dict[str, Work] = {}
         self.collectives: Counter[Collective] = Counter()
         self.sent: Counter[Collective] = Counter()
-        """bytes that this rank gives, by the same key"""
+        """Input bytes of this rank, by the same key."""
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What happens in the block belongs to ``phase``."""
-        before, self.phase = self.phase, phase
+        """Attribute the block to ``phase``."""
+        before = self.phase
+        self.phase = phase
         try:
             yield
         finally:
@@ -95,45 +123,48 @@ class Meter(TorchDispatchMode):
 
     @property
     def peak(self) -> Peak:
-        """The highest of all phases."""
+        """Highest peak of all phases."""
         return max(self.peaks.values(), key=lambda peak: peak.total, default=Peak())
 
-    def of_phase(self, phase: str) -> int:
-        """Bytes in use that were allocated in it."""
+    def bytes_in_phase(self, phase: str) -> int:
+        """Return the bytes in use that the phase allocated."""
         return self._by_phase[phase]
 
     def relabel(self, tensors: Sequence[Tensor], phase: str) -> None:
-        """What these take up counts for ``phase``, unless a call before has given it away, or it is the host's."""
+        """Attribute the memory of tensors to ``phase``.
+
+        Storages that an earlier call relabeled, or that are in host memory, stay as they are.
+        """
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key not in self._live:
-                self._see(tensor)
+                self._track(tensor)
             if self._live[key][1] != HOST:
-                self._move(key, phase)
+                self._assign_phase(key, phase)
 
-    def to_device(self, tensors: Iterable[Tensor], phase: str) -> None:
-        """What was allocated in the phase ``HOST`` and is not the host's counts for ``phase``."""
+    def relabel_device_tensors(self, tensors: Iterable[Tensor], phase: str) -> None:
+        """Attribute device tensors that were allocated in the phase ``HOST`` to ``phase``."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key in self._live and self._live[key][1] == HOST:
-                self._move(key, phase)
+                self._assign_phase(key, phase)
 
-    def _move(self, key: int, phase: str) -> None:
-        if key in self._kept:
+    def _assign_phase(self, key: int, phase: str) -> None:
+        if key in self._relabeled:
             return
-        self._kept.add(key)
+        self._relabeled.add(key)
         size, before = self._live[key]
         self._count(before, -size)
         self._count(phase, size)
         self._live[key] = size, phase
 
     def __enter__(self) -> Meter:
-        """Count from here on, and follow storages whose size is changed in place."""
+        """Start counting. Also follow storages that are resized in place, which dispatches no operation."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, *args: Any) -> Any:
             result = resize(storage, *args)
-            self._resized(storage)
+            self._update_size(storage)
             return result
 
         self._resize = resize
@@ -142,14 +173,14 @@ class Meter(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Count no more."""
+        """Stop counting."""
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def start_step(self) -> None:
-        """Forget peaks, work and collectives; what is in use stays."""
+        """Reset peaks, work and collectives, but not the memory in use."""
         by_phase = {name: size for name, size in self._by_phase.items() if name != HOST}
-        self.peaks = {self.phase: Peak(self.now, self.phase, by_phase)}
+        self.peaks = {self.phase: Peak(self.bytes_in_use, self.phase, by_phase)}
         self.work.clear()
         self.collectives.clear()
         self.sent.clear()
@@ -157,29 +188,29 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operation and count it."""
+        """Run an operation and count it."""
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return out
         if func.namespace == "c10d":
             self._count_collective(func, args)
             return out
-        made = _tensors(out)
-        for tensor in made:
-            self._see(tensor)
-        self._count_work(func, args, kwargs or {}, out, made)
+        outputs = _tensors(out)
+        for tensor in outputs:
+            self._track(tensor)
+        self._count_work(func, args, kwargs or {}, out, outputs)
         return out
 
-    def _see(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
         self._live[key] = 0, self.phase
-        weakref.finalize(storage, self._gone, key).atexit = False
-        self._resized(storage)
+        weakref.finalize(storage, self._release, key).atexit = False
+        self._update_size(storage)
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def _update_size(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._live:
             return
@@ -187,7 +218,7 @@ class Meter(TorchDispatchMode):
         self._live[key] = size, phase
         self._count(phase, size - old)
 
-    def _gone(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         size, phase = self._live.pop(key)
         self._count(phase, -size)
 
@@ -195,48 +226,49 @@ class Meter(TorchDispatchMode):
         self._by_phase[phase] += size
         if phase == HOST:
             return
-        self.now += size
-        before = self.peaks.get(self.phase)
-        if size > 0 and (before is None or self.now > before.total):
+        self.bytes_in_use += size
+        peak = self.peaks.get(self.phase)
+        if size > 0 and (peak is None or self.bytes_in_use > peak.total):
             by_phase = {name: size for name, size in self._by_phase.items() if size and name != HOST}
-            self.peaks[self.phase] = Peak(self.now, self.phase, by_phase)
+            self.peaks[self.phase] = Peak(self.bytes_in_use, self.phase, by_phase)
 
     def _count_collective(self, func: Any, args: Sequence[Any]) -> None:
         name = func._schema.name.removeprefix("c10d::").removesuffix("_")
         if name in ("barrier", "monitored_barrier"):
             return
-        ranks = next(found for found in map(_ranks, args) if found is not None)
+        ranks = next(ranks for ranks in map(_group_ranks, args) if ranks is not None)
         key = Collective(phase=self.phase, name=name, ranks=ranks)
-        given = args[0] if name in _IN_PLACE else args[1]
+        sent = args[0] if name in _IN_PLACE else args[1]
         self.collectives[key] += 1
-        self.sent[key] += sum(tensor.nbytes for tensor in _tensors(given))
+        self.sent[key] += sum(tensor.nbytes for tensor in _tensors(sent))
 
     def _count_work(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, made: Sequence[Tensor]
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, outputs: Sequence[Tensor]
     ) -> None:
-        if func._schema.name.removeprefix("aten::") in _NOTHING:
+        if func._schema.name.removeprefix("aten::") in _FREE_OPERATIONS:
             return
         work = self.work.setdefault(self.phase, Work())
-        used = _tensors((args, dict(kwargs)))
-        moved = sum(tensor.nbytes for tensor in used) + sum(tensor.nbytes for tensor in made)
-        flops, dtype = flops_of(func, args, kwargs, out), dtype_of(func, args, used)
+        inputs = _tensors((args, dict(kwargs)))
+        moved = sum(tensor.nbytes for tensor in inputs) + sum(tensor.nbytes for tensor in outputs)
+        flops = count_flops(func, args, kwargs, out)
+        dtype = compute_dtype(func, args, inputs)
         if flops:
             work.flops[str(dtype).removeprefix("torch.")] += flops
-        work.read_and_written += moved
+        work.bytes_moved += moved
         if self._time_of is not None:
             work.seconds += self._time_of(flops, dtype, moved)
 
 
 _IN_PLACE = frozenset({"allreduce", "broadcast", "send", "recv_", "recv", "allreduce_coalesced"})
-"""Collectives whose first argument is what this rank gives; elsewhere that is the second."""
+"""Collectives whose first argument is the input of this rank. For all others it is the second."""
 
 
 def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _ranks(argument: object) -> tuple[int, ...] | None:
-    """The ranks of a process group as c10d's operations get it."""
+def _group_ranks(argument: object) -> tuple[int, ...] | None:
+    """Return the ranks of a process group in the form that c10d operations receive. None for other arguments."""
     if not isinstance(argument, torch.ScriptObject):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Sizes of models that a plan can be made for without their folder, and sample rows for a rehearsal."""
+"""Sizes of well-known models, for plans without their folder, and sample rows for a rehearsal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.commands.plan.arithmetic import kept_ids
+from megatron_dppo.commands.plan.arithmetic import assumed_mask_size
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.config.schema import Config
@@ -61,26 +61,26 @@ _QWEN3_8B: Mapping[str, Any] = {
 }
 
 
-_BASE: Mapping[str, Any] = {"max_position_embeddings": 32768}
-"""What the base models differ in, of what a plan reads."""
+_BASE_MODEL_FIELDS: Mapping[str, Any] = {"max_position_embeddings": 32768}
+"""Fields in which the base models differ."""
 
 
-KNOWN: Mapping[str, Mapping[str, Any]] = {
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-30B-A3B": _QWEN3_30B_A3B,
-    "Qwen3-30B-A3B-Base": {**_QWEN3_30B_A3B, **_BASE},
+    "Qwen3-30B-A3B-Base": {**_QWEN3_30B_A3B, **_BASE_MODEL_FIELDS},
     "Qwen3-8B": _QWEN3_8B,
-    "Qwen3-8B-Base": {**_QWEN3_8B, **_BASE},
+    "Qwen3-8B-Base": {**_QWEN3_8B, **_BASE_MODEL_FIELDS},
 }
-"""By the last part of ``model.path``: what their config.json says."""
+"""Content of config.json by the last part of ``model.path``."""
 
 
-def model_config(path: str) -> tuple[Any, str | None]:
-    """The transformers config of ``model.path``, and a note if it comes from ``KNOWN``.
+def load_model_config(path: str) -> tuple[Any, str | None]:
+    """Return the transformers config of ``model.path``, and a note if it is one of ``KNOWN_MODELS``.
 
     Raises:
-        CheckpointError: no such folder, and no known model of that name.
+        CheckpointError: Neither a folder nor a known model.
     """
-    known = KNOWN.get(Path(path).name)
+    known = KNOWN_MODELS.get(Path(path).name)
     if known is None or (Path(path) / "config.json").is_file():
         return read_hf_config(path), None
     from transformers import AutoConfig
@@ -89,42 +89,45 @@ def model_config(path: str) -> tuple[Any, str | None]:
     try:
         config = AutoConfig.for_model(values.pop("model_type"), **values)
     except ValueError as error:
-        raise CheckpointError(f"transformers does not know the architecture of {path}: {error}") from error
-    return config, f"{path} is not here: its sizes are those that the package knows of that name"
+        raise CheckpointError(
+            f"transformers does not support the architecture of {path}: {error}. Fix: upgrade transformers"
+        ) from error
+    return config, f"note     {path} does not exist on this machine: using the sizes of the known model of that name"
 
 
-def parameter_counts(hf_config: Any) -> tuple[int, int]:
-    """All weights of the model, tied ones once; and those of its routed experts."""
+def count_parameters(hf_config: Any) -> tuple[int, int]:
+    """Return the parameters of the model, counting tied weights once, and those of its routed experts."""
     counts = {name: math.prod(shape) for name, shape in weight_shapes(hf_config).items()}
-    return sum(counts.values()), _of_experts(counts)
+    return sum(counts.values()), _sum_expert_parameters(counts)
 
 
-def adapter_counts(hf_config: Any, lora: LoraConfig) -> tuple[int, int]:
-    """The numbers in all adapters; and in those of routed experts."""
+def count_adapter_parameters(hf_config: Any, lora: LoraConfig) -> tuple[int, int]:
+    """Return the parameters of all adapters, and of those of routed experts."""
     sizes = adapter_sizes(weight_shapes(hf_config), lora)
-    return sum(sizes.values()), _of_experts(sizes)
+    return sum(sizes.values()), _sum_expert_parameters(sizes)
 
 
-def _of_experts(counts: Mapping[str, int]) -> int:
+def _sum_expert_parameters(counts: Mapping[str, int]) -> int:
     return sum(count for name, count in counts.items() if ".experts." in name)
 
 
 def _full_row(config: Config, shape: RowShape, routing: RoutingShape | None, vocab_size: int) -> MicroBatch:
-    """A row of ``train.micro_batch_tokens``, of sequences as long as the configuration allows.
+    """Return a row of ``train.micro_batch_tokens``, of sequences as long as the configuration allows.
 
-    Every position after a prompt of a single token has a loss and a gradient: the most work for head and memory.
+    Prompts have one token, so every position has a loss and a gradient: the most work and memory.
     """
-    tokens, samples = config.train.micro_batch_tokens, list[TrainingSample]()
+    tokens = config.train.micro_batch_tokens
+    samples: list[TrainingSample] = []
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     while tokens > 0:
         length = min(tokens, longest)
-        samples.append(_sample(length, config, routing, vocab_size))
+        samples.append(_sample_sequence(length, config, routing, vocab_size))
         tokens -= length
     return pack(samples, shape)
 
 
-def rows(config: Config, hf_config: Any, layout: Layout, count: int) -> Sequence[MicroBatch]:
-    """``count`` full rows, all of one update."""
+def sample_rows(config: Config, hf_config: Any, layout: Layout, count: int) -> Sequence[MicroBatch]:
+    """Return ``count`` full rows of one update."""
     shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
     routing = routing_shape(hf_config, weights=config.train.router_replay_weights)
     row = _full_row(config, shape, routing, hf_config.vocab_size)
@@ -133,8 +136,8 @@ def rows(config: Config, hf_config: Any, layout: Layout, count: int) -> Sequence
     return [add_token_weights(row, totals, config.loss)] * count
 
 
-def _sample(length: int, config: Config, routing: RoutingShape | None, vocab_size: int) -> TrainingSample:
-    """A sequence of ``length`` inputs, with every column that the run would have."""
+def _sample_sequence(length: int, config: Config, routing: RoutingShape | None, vocab_size: int) -> TrainingSample:
+    """Return a sequence of ``length`` input tokens with every column of the run."""
     topk = None
     if config.loss.is_topk:
         ids = torch.arange(config.loss.topk + 1, dtype=torch.int32).expand(length, -1).clone()
@@ -142,18 +145,19 @@ def _sample(length: int, config: Config, routing: RoutingShape | None, vocab_siz
         topk = ids, torch.full(ids.shape, -3.0)
     routes = None
     if routing is not None and config.train.router_replay != "off":
-        # Every expert gets as many tokens, in each part of the row.
+        # Balanced routes: every expert gets equally many tokens, in each part of the row.
         experts = torch.arange(length * routing.topk) % routing.num_experts
-        one = experts.to(routing.dtype).view(length, 1, routing.topk)
+        layer_routes = experts.to(routing.dtype).view(length, 1, routing.topk)
         if routing.weights:
-            one = with_weights(one, torch.full(one.shape, 1 / routing.topk))
-        routes = one.expand(-1, routing.num_layers, -1).contiguous()
+            layer_routes = with_weights(layer_routes, torch.full(layer_routes.shape, 1 / routing.topk))
+        routes = layer_routes.expand(-1, routing.num_layers, -1).contiguous()
     sampling_mask = None
-    if number := kept_ids(config, vocab_size):  # distinct, and the label 1 among them
-        ids = torch.arange(1, number + 1, dtype=torch.int32) % vocab_size
-        sampling_mask = SamplingMask(ids.repeat(length), torch.full((length,), number, dtype=torch.int32))
+    if mask_size := assumed_mask_size(config, vocab_size):
+        # Distinct ids, among them the label 1.
+        ids = torch.arange(1, mask_size + 1, dtype=torch.int32) % vocab_size
+        sampling_mask = SamplingMask(ids.repeat(length), torch.full((length,), mask_size, dtype=torch.int32))
     sample = to_training_sample([1], [1] * length, [-0.5] * length, 1.0, topk, routes, sampling_mask=sampling_mask)
-    extra = {name: torch.full((length,), -0.5) for name in ("recomputed_logprobs", "reference_logprobs")}
-    needed = config.loss.required_inputs | ({"reference_logprobs"} if config.needs_reference else set())
-    changes: dict[str, Any] = {name: column for name, column in extra.items() if name in needed}
+    logprobs = {name: torch.full((length,), -0.5) for name in ("recomputed_logprobs", "reference_logprobs")}
+    required = config.loss.required_inputs | ({"reference_logprobs"} if config.needs_reference else set())
+    changes: dict[str, Any] = {name: column for name, column in logprobs.items() if name in required}
     return replace(sample, **changes)

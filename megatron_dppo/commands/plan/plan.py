@@ -1,4 +1,4 @@
-"""The plan of a run: every kind of rank rehearsed, and what follows from the numbers."""
+"""Plan of a run: a rehearsal of every kind of rank, and estimates from its measurements."""
 
 from __future__ import annotations
 
@@ -7,58 +7,58 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.commands.plan.arithmetic import (
-    Batch,
-    Rollouts,
+    BatchPlan,
+    KvCachePlan,
     TokenBytes,
-    Transfers,
-    batch_of,
-    columns_of,
+    TransferPlan,
     gradient_bytes,
-    rollouts,
-    server_bytes,
-    transfers,
+    plan_batch,
+    plan_kv_cache,
+    plan_token_bytes,
+    plan_transfers,
+    server_memory_bytes,
 )
-from megatron_dppo.commands.plan.child import Question
+from megatron_dppo.commands.plan.child import RehearsalRequest
 from megatron_dppo.commands.plan.machine import GpuNode
-from megatron_dppo.commands.plan.measured import Measured
-from megatron_dppo.commands.plan.models import adapter_counts, model_config, parameter_counts
-from megatron_dppo.commands.plan.rehearsals import Rehearsals
-from megatron_dppo.commands.plan.rehearse import Role, roles
-from megatron_dppo.commands.plan.teacher import TeacherModel
+from megatron_dppo.commands.plan.measurement import UpdateMeasurement
+from megatron_dppo.commands.plan.models import count_adapter_parameters, count_parameters, load_model_config
+from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
+from megatron_dppo.commands.plan.rehearse import RankRole, rank_roles
+from megatron_dppo.commands.plan.teacher import PlannedTeacher
 from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.folder import model_shape
 
 TIGHT = 0.1
-"""Part of the memory that allocator and kernels may take beyond what is counted here."""
+"""Fraction of the memory that allocator and kernels may need beyond the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """What is trained."""
+class PlannedModel:
+    """Sizes of the model to train."""
 
     hf_config: Any
     shape: ModelShape
     parameters: int
     expert_parameters: int
-    """of these, in routed experts"""
+    """Parameters of routed experts."""
     trained: tuple[int, int]
-    """the same two of what has gradients: of all weights, or of the adapters"""
+    """Parameters with gradients (all, or the adapters'), and how many of these are in routed experts."""
     note: str | None
-    """where the sizes come from, if not from the folder"""
-    teacher: TeacherModel | None = None
+    """Source of the sizes if it is not the folder. None otherwise."""
+    teacher: PlannedTeacher | None = None
 
     @classmethod
-    def of(cls, config: Config) -> Model:
-        """That of ``model.path``.
+    def from_config(cls, config: Config) -> PlannedModel:
+        """Return the sizes of ``model.path`` and of the teacher.
 
         Raises:
-            CheckpointError: no such folder, and no known model of that name.
+            CheckpointError: Neither a folder nor a known model.
         """
-        hf_config, note = model_config(config.model.path)
+        hf_config, note = load_model_config(config.model.path)
         shape = model_shape(hf_config)
-        parameters, experts = parameter_counts(hf_config)
-        trained = adapter_counts(hf_config, config.lora) if config.lora.rank else (parameters, experts)
+        parameters, experts = count_parameters(hf_config)
+        trained = count_adapter_parameters(hf_config, config.lora) if config.lora.rank else (parameters, experts)
         return cls(
             hf_config=hf_config,
             shape=shape,
@@ -66,26 +66,26 @@ class Model:
             expert_parameters=experts,
             trained=trained,
             note=note,
-            teacher=TeacherModel.of(config),
+            teacher=PlannedTeacher.from_config(config),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """One kind of rank."""
+    """Estimate of one kind of rank."""
 
-    role: Role
-    measured: Measured
+    role: RankRole
+    measured: UpdateMeasurement
     total: int
-    """bytes at the peak with everything that torch does not allocate, and what colocated servers have at that time"""
+    """Peak bytes, with memory outside torch and that of colocated servers."""
     sampling: int | None
-    """of these, bytes while colocated servers sample; None = they have GPUs of their own"""
+    """Bytes while colocated servers sample. None if servers have separate GPUs."""
     update_seconds: float
-    """one optimizer update, all its micro-batches"""
+    """Time of one optimizer update with all micro-batches."""
     communication_seconds: float
-    """of these in collectives, as if nothing overlapped"""
+    """Time of its collectives, without overlap."""
     host_seconds: float
-    """of these on the host and on the way there and back, for the optimizer that is offloaded"""
+    """Time of an offloaded optimizer, on the host and on the link to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,31 +95,31 @@ class Plan:
     config: Config
     layout: Layout
     machine: GpuNode
-    model: Model
-    batch: Batch
+    model: PlannedModel
+    batch: BatchPlan
     ranks: dict[str, RankPlan]
-    rollouts: Rollouts
-    columns: TokenBytes
-    transfers: Transfers
+    kv_cache: KvCachePlan
+    token_bytes: TokenBytes
+    transfers: TransferPlan
 
     @property
-    def too_large(self) -> list[str]:
-        """The rank kinds that do not fit."""
+    def oversized_ranks(self) -> list[str]:
+        """Rank kinds that do not fit."""
         return [name for name, rank in self.ranks.items() if rank.total > self.machine.memory]
 
     @property
-    def room(self) -> int:
-        """Bytes that the fullest kind of rank leaves; below 0 = it does not fit."""
+    def free_bytes(self) -> int:
+        """Free bytes on the fullest kind of rank. Negative if it does not fit."""
         return self.machine.memory - max(rank.total for rank in self.ranks.values())
 
     @property
     def is_tight(self) -> bool:
-        """Whether it fits, with less to spare than allocator and kernels may take."""
-        return 0 <= self.room < TIGHT * self.machine.memory
+        """True if the run fits, but with less free memory than allocator and kernels may need."""
+        return 0 <= self.free_bytes < TIGHT * self.machine.memory
 
     @property
     def step_seconds(self) -> float:
-        """The updates of a step, on the slowest kind of rank: the others wait for it."""
+        """Time of a step's updates on the slowest kind of rank, which all others wait for."""
         return self.batch.updates * max(rank.update_seconds for rank in self.ranks.values())
 
 
@@ -127,35 +127,35 @@ def make_plan(
     config: Config,
     world_size: int,
     machine: GpuNode,
-    rehearsals: Rehearsals,
+    rehearsals: RehearsalPool,
     *,
-    model: Model | None = None,
+    model: PlannedModel | None = None,
     kinds: Sequence[str] | None = None,
     few_layers: bool = False,
 ) -> Plan:
-    """Rehearse a configuration.
+    """Plan a run by a rehearsal of its ranks.
 
     Args:
-        config: of the run.
-        world_size: trainer processes.
-        machine: what they run on.
-        rehearsals: who does it.
-        model: ``Model.of(config)``, if it is known.
-        kinds: of ranks; None = all that the layout has.
-        few_layers: see ``Rehearsals.ask``; not of a model whose layers differ.
+        config: Configuration of the run.
+        world_size: Number of trainer processes.
+        machine: Machine of the trainer.
+        rehearsals: Pool that rehearses.
+        model: ``PlannedModel.from_config(config)``. None computes it.
+        kinds: Kinds of ranks. None plans all that the layout has.
+        few_layers: See ``RehearsalPool.run``. Ignored for models whose layers differ.
 
     Raises:
-        UserError: the configuration cannot run on so many processes, or a rank cannot be rehearsed.
+        UserError: The configuration cannot run on this many processes, or a rank cannot be rehearsed.
     """
-    model = model or Model.of(config)
+    model = model or PlannedModel.from_config(config)
     layout = resolve_layout(config.parallel, config.batch, world_size, model.shape)
-    batch = batch_of(config, layout)
-    moved = transfers(config, model.parameters, model.trained, layout, machine)
+    batch = plan_batch(config, layout)
+    transfers = plan_transfers(config, model.parameters, model.trained, layout, machine)
     teacher = model.teacher.hf_config if model.teacher is not None and config.distillation.is_exact else None
-    chosen = roles(layout, model.shape.num_experts is not None, None if kinds is None else list(kinds))
-    found = rehearsals.ask(
+    chosen = rank_roles(layout, model.shape.num_experts is not None, None if kinds is None else list(kinds))
+    measurements = rehearsals.run(
         [
-            Question(
+            RehearsalRequest(
                 config=config, hf_config=model.hf_config, layout=layout, machine=machine, role=role, teacher=teacher
             )
             for role in chosen.values()
@@ -169,55 +169,62 @@ def make_plan(
         model=model,
         batch=batch,
         ranks={
-            name: _rank_plan(config, role, measured, batch, layout, machine, moved, model.teacher)
-            for (name, role), measured in zip(chosen.items(), found, strict=True)
+            name: _rank_plan(config, role, measured, batch, layout, machine, transfers, model.teacher)
+            for (name, role), measured in zip(chosen.items(), measurements, strict=True)
         },
-        rollouts=rollouts(config, model.hf_config, model.parameters, machine),
-        columns=columns_of(config, model.hf_config, layout),
-        transfers=moved,
+        kv_cache=plan_kv_cache(config, model.hf_config, model.parameters, machine),
+        token_bytes=plan_token_bytes(config, model.hf_config, layout),
+        transfers=transfers,
     )
 
 
-_ONCE = ("reduce", "update")
-"""Phases that an update has once, however many micro-batches it has."""
+_ONCE_PER_UPDATE = ("reduce", "update")
+"""Phases that run once per update, whatever the number of micro-batches."""
 
 
-def once_an_update(phase: str, collective: str) -> bool:
-    """Whether a collective does not come with every micro-batch; Megatron's DDP alone sends several buffers as one."""
-    return phase in _ONCE or "coalesced" in collective
+def is_once_per_update(phase: str, collective: str) -> bool:
+    """Return True if a collective runs once per update. Only Megatron's DDP coalesces buffers, once per update."""
+    return phase in _ONCE_PER_UPDATE or "coalesced" in collective
 
 
 def _rank_plan(
     config: Config,
-    role: Role,
-    measured: Measured,
-    batch: Batch,
+    role: RankRole,
+    measured: UpdateMeasurement,
+    batch: BatchPlan,
     layout: Layout,
     machine: GpuNode,
-    moved: Transfers,
-    teacher: TeacherModel | None,
+    transfers: TransferPlan,
+    teacher: PlannedTeacher | None,
 ) -> RankPlan:
-    times = batch.micro_batches / measured.micro_batches
-    compute = sum(work.seconds * (1 if phase in _ONCE else times) for phase, work in measured.work.items())
+    # Time: the rehearsed micro-batches stand for all of them; reduction and optimizer run once per update.
+    scale = batch.micro_batches / measured.micro_batches
+    compute = sum(work.seconds * (1 if phase in _ONCE_PER_UPDATE else scale) for phase, work in measured.work.items())
     communication = sum(
-        machine.seconds_of_collective(name, ranks, size) * (1 if once_an_update(phase, name) else times)
+        machine.collective_seconds(name, ranks, size) * (1 if is_once_per_update(phase, name) else scale)
         for phase, name, ranks, _, size in measured.collectives
     )
-    # The pipeline fills and drains: pp - 1 micro-batches' time in which a stage waits.
+    # The pipeline fills and drains: each stage is idle for the time of pp - 1 micro-batches.
     bubble = 1 + (layout.pp - 1) / (layout.vpp * batch.micro_batches)
-    host = machine.seconds_on_host(measured.offloaded, gradient_bytes(config))
-    # Buffers of the weight sync are there between updates, when activations are not.
-    buffer = moved.sync_buffer if role.rank == 0 or moved.sync_by_handle else 0
-    between = sum(measured.static.values()) + buffer
-    if teacher is not None:  # it looks at the responses between updates too
-        between = max(between, sum(measured.static.values()) + teacher.bytes_on_device(config, layout))
-    started = max(measured.start_peak.total, 0 if teacher is None else teacher.bytes_on_rank(config, layout))
-    total, sampling = max(measured.peak.total, started, between) + machine.reserved, None
+    host = machine.host_optimizer_seconds(measured.offloaded, gradient_bytes(config))
+
+    # Memory between updates: buckets of the weight sync, or the teacher that scores responses. Activations are freed.
+    static = sum(measured.static.values())
+    buckets = transfers.sync_buffer if role.rank == 0 or transfers.sync_by_handle else 0
+    between_updates = static + buckets
+    start = measured.start_peak.total
+    if teacher is not None:
+        between_updates = max(between_updates, static + teacher.bytes_on_device(config, layout))
+        start = max(start, teacher.bytes_on_rank(config, layout))
+    total = max(measured.peak.total, start, between_updates) + machine.reserved
+
+    # Colocated servers: the trainer's weights are gathered for the sync, and read by the probe, while the servers have
+    # all of their memory. During updates the servers sleep.
+    sampling = None
     if config.rollout.servers.colocated:
-        # The weights are gathered and read by the probe when the servers have all of their memory.
-        sampling = round(server_bytes(config, machine)) + measured.static["weights"] + buffer
-        sampling += machine.asleep + machine.reserved
-        total = max(sampling, total + machine.asleep)
+        sampling = round(server_memory_bytes(config, machine)) + measured.static["weights"] + buckets
+        sampling += machine.sleeping_server_bytes + machine.reserved
+        total = max(sampling, total + machine.sleeping_server_bytes)
     return RankPlan(
         role=role,
         measured=measured,

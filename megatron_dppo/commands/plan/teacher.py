@@ -1,4 +1,4 @@
-"""The teacher of a run in its plan: what a rank holds of it, and its side of the head."""
+"""Memory of a run's teacher on each rank, and its targets in the head."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.commands.plan.arithmetic import Batch
-from megatron_dppo.commands.plan.models import model_config, parameter_counts
+from megatron_dppo.commands.plan.arithmetic import BatchPlan
+from megatron_dppo.commands.plan.models import count_parameters, load_model_config
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.head.teacher import TeacherTargets
@@ -17,48 +17,50 @@ from megatron_dppo.types import Divergence
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherModel:
-    """Its sizes."""
+class PlannedTeacher:
+    """Sizes of the teacher."""
 
     hf_config: Any
     parameters: int
     expert_parameters: int
-    """of these, in routed experts"""
+    """Parameters of routed experts."""
 
     @classmethod
-    def of(cls, config: Config) -> TeacherModel | None:
-        """That of ``distillation.teacher_path``; None without.
+    def from_config(cls, config: Config) -> PlannedTeacher | None:
+        """Return the teacher of ``distillation.teacher_path``, or None.
 
         Raises:
-            CheckpointError: no such folder, and no known model of that name.
+            CheckpointError: Neither a folder nor a known model.
         """
         path = config.distillation.teacher_path
         if path is None:
             return None
-        hf_config = model_config(path)[0]
-        parameters, experts = parameter_counts(hf_config)
+        hf_config = load_model_config(path)[0]
+        parameters, experts = count_parameters(hf_config)
         return cls(hf_config=hf_config, parameters=parameters, expert_parameters=experts)
 
     def bytes_on_rank(self, config: Config, layout: Layout) -> int:
-        """Of its weights, in host memory, and on the device while it looks at the responses; stages taken as equal."""
+        """Return the bytes of a rank's weights in host memory. All stages are assumed to be equal."""
         dense = (self.parameters - self.expert_parameters) / (layout.tp * layout.pp)
         experts = self.expert_parameters / (layout.ep * layout.etp * layout.pp)
         return round((dense + experts) * DTYPES[config.model.dtype].itemsize)
 
     def bytes_on_device(self, config: Config, layout: Layout) -> int:
-        """Of its weights on the GPU while it looks at the responses: with ``by_layer`` two layers, of which one is
-        freed when the next one is there, and both ends of the model."""
-        whole = self.bytes_on_rank(config, layout)
-        if config.distillation.teacher_weights == "whole":
-            return whole
-        layers = self.hf_config.num_hidden_layers // layout.pp
-        tied = 1 if self.hf_config.tie_word_embeddings else 2
-        ends = tied * self.hf_config.vocab_size * self.hf_config.hidden_size // layout.tp
-        ends *= DTYPES[config.model.dtype].itemsize
-        return round(ends + 2 * max(0, whole - ends // layout.pp) / layers)
+        """Return the bytes of weights on the GPU while the teacher scores responses.
 
-    def hidden_bytes(self, config: Config, layout: Layout, batch: Batch) -> int:
-        """Of its hidden states of an update's responses, in the host memory of a rank of the last stage."""
+        With ``by_layer`` these are the current and the next layer, embedding and output layer.
+        """
+        all_bytes = self.bytes_on_rank(config, layout)
+        if config.distillation.teacher_weights == "whole":
+            return all_bytes
+        layers = self.hf_config.num_hidden_layers // layout.pp
+        num_ends = 1 if self.hf_config.tie_word_embeddings else 2
+        ends = num_ends * self.hf_config.vocab_size * self.hf_config.hidden_size // layout.tp
+        ends *= DTYPES[config.model.dtype].itemsize
+        return round(ends + 2 * max(0, all_bytes - ends // layout.pp) / layers)
+
+    def hidden_bytes(self, config: Config, layout: Layout, batch: BatchPlan) -> int:
+        """Return the bytes of an update's hidden states in the host memory of a last-stage rank."""
         if not config.distillation.is_exact:
             return 0
         share = layout.cp * (layout.tp if layout.sequence_parallel else 1)
@@ -66,8 +68,10 @@ class TeacherModel:
         return int(tokens * self.hf_config.hidden_size * DTYPES[config.model.dtype].itemsize)
 
 
-def make_teacher_targets(config: Config, hidden_size: int, rows: int, width: int) -> TeacherTargets:
-    """One micro-batch's, of ``rows`` tokens and a shard of ``width`` entries of the vocabulary."""
-    chosen, dtype = config.distillation, DTYPES[config.model.dtype]
-    hidden, weight = (torch.zeros(number, hidden_size, dtype=dtype) for number in (rows, width))
-    return TeacherTargets(hidden, weight, Divergence(chosen.divergence, chosen.coef))
+def make_teacher_targets(config: Config, hidden_size: int, num_tokens: int, shard_width: int) -> TeacherTargets:
+    """Return the targets of a micro-batch of ``num_tokens`` and a vocabulary shard of ``shard_width`` entries."""
+    distillation = config.distillation
+    dtype = DTYPES[config.model.dtype]
+    hidden = torch.zeros(num_tokens, hidden_size, dtype=dtype)
+    weight = torch.zeros(shard_width, hidden_size, dtype=dtype)
+    return TeacherTargets(hidden, weight, Divergence(distillation.divergence, distillation.coef))

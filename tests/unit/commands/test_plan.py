@@ -13,16 +13,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_dppo.commands.main import main
-from megatron_dppo.commands.plan.answers import Answers
-from megatron_dppo.commands.plan.arithmetic import batch_of, rollouts, transfers
-from megatron_dppo.commands.plan.machine import MACHINES, GpuNode, machine_named
+from megatron_dppo.commands.plan.arithmetic import plan_batch, plan_kv_cache, plan_transfers
+from megatron_dppo.commands.plan.assumed_values import AssumedValues
+from megatron_dppo.commands.plan.machine import MACHINES, GpuNode, get_machine
 from megatron_dppo.commands.plan.meter import Meter
-from megatron_dppo.commands.plan.models import model_config, parameter_counts
-from megatron_dppo.commands.plan.plan import Model, Plan, make_plan
-from megatron_dppo.commands.plan.rehearsals import Rehearsals
-from megatron_dppo.commands.plan.rehearse import roles
-from megatron_dppo.commands.plan.search import AXES, RECOMPUTE, Search, axes_of, least_bytes
-from megatron_dppo.commands.plan.text import as_text, candidates_text
+from megatron_dppo.commands.plan.models import count_parameters, load_model_config
+from megatron_dppo.commands.plan.plan import Plan, PlannedModel, make_plan
+from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
+from megatron_dppo.commands.plan.rehearse import rank_roles
+from megatron_dppo.commands.plan.search import DEFAULT_AXES, RECOMPUTE, PlanSearch, min_rank_bytes, parse_axes
+from megatron_dppo.commands.plan.text import format_candidates, format_plan
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.errors import CheckpointError, PlanError
@@ -38,23 +38,25 @@ def big(*overrides: str) -> Any:
 
 
 def layout_of(config: Any, world_size: int) -> Any:
-    return resolve_layout(config.parallel, config.batch, world_size, model_shape(model_config(config.model.path)[0]))
+    return resolve_layout(
+        config.parallel, config.batch, world_size, model_shape(load_model_config(config.model.path)[0])
+    )
 
 
 @pytest.fixture(scope="module")
-def rehearsals() -> Iterator[Rehearsals]:
-    with Rehearsals(2) as rehearsals:
+def rehearsals() -> Iterator[RehearsalPool]:
+    with RehearsalPool(2) as rehearsals:
         yield rehearsals
 
 
 @pytest.fixture(scope="module")
-def plan_of_30b(rehearsals: Rehearsals) -> Plan:
-    """From a few of its layers; ``test_what_48_layers_need_follows_from_a_few`` has all of them."""
+def plan_of_30b(rehearsals: RehearsalPool) -> Plan:
+    """From a few of its layers; ``test_48_layers_are_extrapolated_from_a_few`` has all of them."""
     return make_plan(big(), 32, H100, rehearsals, kinds=["all"], few_layers=True)
 
 
 @pytest.mark.slow
-def test_what_a_rank_of_the_30b_example_keeps_is_what_a_hand_computes(plan_of_30b: Plan) -> None:
+def test_static_memory_of_the_30b_example_matches_the_formula(plan_of_30b: Plan) -> None:
     """TP2 EP8 on 32 GPUs: dense weights are split by 2, experts by 8; optimizer state by 16 and by 4."""
     vocabulary = 2 * 151936 // 2 * 2048
     attention = (32 + 2 * 4) * 128 * 2048 // 2 + 32 * 128 * 2048 // 2
@@ -68,7 +70,7 @@ def test_what_a_rank_of_the_30b_example_keeps_is_what_a_hand_computes(plan_of_30
 
 
 @pytest.mark.long
-def test_a_teacher_of_its_own_size_is_in_the_plan_of_the_30b_example(plan_of_30b: Plan, rehearsals: Rehearsals) -> None:
+def test_the_plan_of_the_30b_example_includes_a_teacher(plan_of_30b: Plan, rehearsals: RehearsalPool) -> None:
     """Its weights are there while it looks, its output layer and hidden states of a row while an update computes."""
     teacher = ("--distillation.teacher_path", "Qwen3-30B-A3B", "--distillation.divergence", "forward_kl")
     plan = make_plan(big(*teacher), 32, H100, rehearsals, kinds=["all"], few_layers=True)
@@ -81,15 +83,15 @@ def test_a_teacher_of_its_own_size_is_in_the_plan_of_the_30b_example(plan_of_30b
     assert taught.total < 1.25 * alone.total and taught.measured.peak.total < 1.25 * alone.measured.peak.total
     products = [sum(rank.measured.work["head"].flops.values()) for rank in (alone, taught)]
     assert products[1] == pytest.approx(4 / 3 * products[0], rel=0.01)
-    text, teacher_model = as_text(plan), plan.model.teacher
+    text, teacher_model = format_plan(plan), plan.model.teacher
     assert teacher_model is not None
     assert teacher_model.bytes_on_rank(plan.config, plan.layout) == pytest.approx(
         alone.measured.static["weights"], rel=0.01
     )
-    assert "GiB of weights a rank: in host memory, with " in text and "| teacher" in text
+    assert "GiB of weights per rank in host memory, and " in text and "| teacher" in text
 
 
-def test_the_flops_of_the_30b_example_are_what_a_hand_computes(plan_of_30b: Plan) -> None:
+def test_flops_of_the_30b_example_match_the_formula(plan_of_30b: Plan) -> None:
     tokens = 17408
     attention = (32 + 2 * 4) * 128 * 2048 + 32 * 128 * 2048
     experts, router = 8 * 3 * 2048 * 768, 2 * 128 * 2048  # the router's weight is on both ranks
@@ -103,7 +105,7 @@ def test_the_flops_of_the_30b_example_are_what_a_hand_computes(plan_of_30b: Plan
     assert sum(work["backward"].flops.values()) == pytest.approx(3 * forward + extra, rel=0.01)
 
 
-def test_the_collectives_of_the_30b_example_are_what_a_hand_computes(plan_of_30b: Plan) -> None:
+def test_collectives_of_the_30b_example_match_the_formula(plan_of_30b: Plan) -> None:
     sent = 17408 // 2 * 8 * (2048 * 2 + 4)  # each token to 8 experts, with a weight in fp32
     back = 17408 // 2 * 8 * 2048 * 2
     calls = {
@@ -117,37 +119,38 @@ def test_the_collectives_of_the_30b_example_are_what_a_hand_computes(plan_of_30b
 
 def test_the_30b_example_fits_32_h100(plan_of_30b: Plan) -> None:
     plan = plan_of_30b
-    text = as_text(plan)
-    assert "Fits 32 x h100." in text and "sizes are those that the package knows" in text
+    text = format_plan(plan)
+    assert "Fits 32 x h100." in text and "using the sizes of the known model" in text
     assert (plan.model.parameters, plan.model.expert_parameters) == (PARAMETERS, 48 * 128 * 3 * 2048 * 768)
-    assert "a recorded step on disk" not in text
+    assert "per recorded step" not in text and "alltoall_base" not in text
+    assert "alltoall_base" in format_plan(plan, verbose=True)
     log = plan.config.log.model_copy(update={"rollouts_every": 5})
-    recorded = as_text(replace(plan, config=plan.config.model_copy(update={"log": log})))
-    rollout, found = plan.config.rollout, plan.columns
-    tokens = rollout.max_new_tokens * (17 + found.token - found.sampled)
+    recorded = format_plan(replace(plan, config=plan.config.model_copy(update={"log": log})))
+    rollout, found = plan.config.rollout, plan.token_bytes
+    tokens = rollout.max_new_tokens * (17 + found.total - found.sampled)
     size = rollout.prompts_per_step * rollout.samples_per_prompt * (1000 + tokens) / 2**30
-    assert f"at most {size:.2f} GiB a recorded step on disk (log.rollouts_every = 5)" in recorded
+    assert f"at most {size:.2f} GiB on disk per recorded step (log.rollouts_every = 5)" in recorded
 
 
-def test_servers_on_the_trainers_gpus_need_room_in_both_turns(plan_of_30b: Plan) -> None:
+def test_colocated_servers_fit_while_sampling_and_while_training(plan_of_30b: Plan) -> None:
     measured = plan_of_30b.ranks["all"].measured
-    rehearsed: Any = SimpleNamespace(ask=lambda questions, few_layers: [measured for _ in questions])
+    rehearsed: Any = SimpleNamespace(run=lambda requests, few_layers: [measured for _ in requests])
     shared = ("--rollout.servers.colocated", "true", "--rollout.weight_sync.method", "ipc")
     for share, in_training in ((0.3, True), (0.85, False)):
         config = big(*shared, "--rollout.sglang.mem-fraction-static", str(share))
         plan = make_plan(config, 32, H100, rehearsed, kinds=["all"])
-        rank, asleep = plan.ranks["all"], H100.asleep
+        rank, asleep = plan.ranks["all"], H100.sleeping_server_bytes
         sampling = round(H100.memory * share) + measured.static["weights"] + 2 * GIB + H100.reserved + asleep
         training = plan_of_30b.ranks["all"].total + asleep
         assert (rank.sampling, rank.total) == (sampling, max(sampling, training))
-        assert (training > sampling) == in_training == (not plan.too_large)
+        assert (training > sampling) == in_training == (not plan.oversized_ranks)
         host = (measured.static["weights"] + measured.static["optimizer"]) / GIB
-        assert f"Up to {host:.2f} GiB of host memory" in as_text(plan)
-    assert plan_of_30b.ranks["all"].sampling is None and "turns " not in as_text(plan_of_30b)
+        assert f"up to {host:.2f} GiB of host memory" in format_plan(plan)
+    assert plan_of_30b.ranks["all"].sampling is None and "servers  colocated" not in format_plan(plan_of_30b)
 
 
 @pytest.mark.long
-def test_what_48_layers_need_follows_from_a_few(plan_of_30b: Plan, rehearsals: Rehearsals) -> None:
+def test_48_layers_are_extrapolated_from_a_few(plan_of_30b: Plan, rehearsals: RehearsalPool) -> None:
     few = plan_of_30b.ranks["all"].measured
     whole = make_plan(big(), 32, H100, rehearsals, kinds=["all"]).ranks["all"].measured
     assert few.static == pytest.approx(whole.static, rel=1e-4)
@@ -169,27 +172,25 @@ def test_what_48_layers_need_follows_from_a_few(plan_of_30b: Plan, rehearsals: R
         ),
     ],
 )
-def test_layouts_that_no_test_can_run_are_rehearsed(
-    world_size: int, flags: Sequence[str], rehearsals: Rehearsals
-) -> None:
+def test_large_layouts_are_rehearsed(world_size: int, flags: Sequence[str], rehearsals: RehearsalPool) -> None:
     config = big(*flags, "--rollout.prompts_per_step=1024")
     plan = make_plan(config, world_size, H100, rehearsals, kinds=["last"], few_layers=True)
     (last,) = plan.ranks.values()
     row = 17408 // plan.layout.tp // plan.layout.cp * 2048 * 2  # bf16, split by sequence and context parallelism
     sent = [(calls, size) for _, name, _, calls, size in last.measured.collectives if name == "send" and size >= row]
-    assert last.role.rank == world_size // 2 and plan.too_large == []
+    assert last.role.rank == world_size // 2 and plan.oversized_ranks == []
     assert sent and all(size % row <= 24 * calls for calls, size in sent)  # and the shape of each, three int64
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dppo", "sglang", "vllm"])
-def test_the_small_examples_are_planned(name: str, rehearsals: Rehearsals) -> None:
+def test_the_small_examples_are_planned(name: str, rehearsals: RehearsalPool) -> None:
     plan = make_plan(load_config(EXAMPLES / f"chain_sum/{name}.toml"), 2, H100, rehearsals)
-    assert set(plan.ranks) == {"all", "hot"} and "Fits 2 x h100." in as_text(plan)
+    assert set(plan.ranks) == {"all", "hot"} and "Fits 2 x h100." in format_plan(plan)
 
 
 @pytest.mark.long
-def test_a_search_ranks_what_fits_by_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_ranks_fitting_settings_by_time(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(EXAMPLES / "qwen3_30b_a3b/dppo.toml"), "--world-size", "32", "--search"]
     assert main([*arguments, "tensor_model_parallel_size=2,4", "recompute=full,none"]) == 0
     lines = capsys.readouterr().out.splitlines()[2:]
@@ -201,104 +202,117 @@ def test_a_search_ranks_what_fits_by_time(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.long
-def test_what_does_not_fit_is_said_with_the_nearest_settings_that_do(rehearsals: Rehearsals) -> None:
+def test_a_plan_that_does_not_fit_names_the_nearest_settings_that_do(rehearsals: RehearsalPool) -> None:
     small = replace(H100, name="half", memory=44 * GIB)
 
     def load(flags: Sequence[str]) -> Any:
         return big(*flags)
 
     plan = make_plan(big(), 32, small, rehearsals, kinds=["all"], few_layers=True)
-    assert plan.too_large == ["all"]
-    assert "NO, " in as_text(plan) and "Does NOT fit 32 x half: all." in as_text(plan)
-    (nearest,) = Search(load, 32, small, rehearsals).nearest(1)
+    assert plan.oversized_ranks == ["all"]
+    assert "NO, " in format_plan(plan) and "Does NOT fit 32 x half: all." in format_plan(plan)
+    (nearest,) = PlanSearch(load, 32, small, rehearsals).find_nearest(1)
     assert nearest.plan is not None
-    assert len(nearest.flags) == 1 and nearest.plan.room > 4.4 * GIB and nearest.flags[0] in candidates_text([nearest])
+    assert (
+        len(nearest.flags) == 1
+        and nearest.plan.free_bytes > 4.4 * GIB
+        and nearest.flags[0] in format_candidates([nearest])
+    )
 
 
 @pytest.mark.slow
-def test_a_search_without_a_combination_that_can_run_says_what_is_against_it(rehearsals: Rehearsals) -> None:
-    def search(machine: GpuNode = H100) -> Search:
-        return Search(lambda flags: big(*flags), 32, machine, rehearsals)
+def test_a_search_without_a_runnable_combination_names_the_reason(rehearsals: RehearsalPool) -> None:
+    def search(machine: GpuNode = H100) -> PlanSearch:
+        return PlanSearch(lambda flags: big(*flags), 32, machine, rehearsals)
 
     for axis, message in (
         ("train.micro_batch_token=1", r"train.micro_batch_token = 1: unknown key; did you mean 'micro_batch_tokens'"),
         ("tensor-model-parallel-size=3", "3 .* does not divide the 32 processes"),
     ):
         with pytest.raises(PlanError, match=message):
-            search().all(axes_of([axis]), lambda total, done: None)
+            search().rank_all(parse_axes([axis]), lambda total, done: None)
     with pytest.raises(PlanError, match="weights, gradients and optimizer alone do not fit half"):
-        search(replace(H100, name="half", memory=20 * GIB)).all(axes_of(["recompute=full"]), lambda total, done: None)
+        search(replace(H100, name="half", memory=20 * GIB)).rank_all(
+            parse_axes(["recompute=full"]), lambda total, done: None
+        )
     # Megatron says so, once it is built; the others are ranked all the same.
-    (one,) = search().all(axes_of(["moe-token-dispatcher-type=allgather"]), lambda total, done: None)
+    (one,) = search().rank_all(parse_axes(["moe-token-dispatcher-type=allgather"]), lambda total, done: None)
     assert one.plan is None and "plan with moe_token_dispatcher_type = 'alltoall'" in one.reason
-    assert "cannot run: " in candidates_text([one])
+    assert "cannot run: " in format_candidates([one])
 
 
-def test_the_axes_of_a_search() -> None:
-    assert axes_of([]) == AXES
-    assert axes_of(["--tensor_model_parallel_size=1,2", "train.micro_batch_tokens=17408"]) == {
+def test_search_arguments_are_parsed() -> None:
+    assert parse_axes([]) == DEFAULT_AXES
+    assert parse_axes(["--tensor_model_parallel_size=1,2", "train.micro_batch_tokens=17408"]) == {
         "tensor-model-parallel-size": ["1", "2"],
         "train.micro_batch_tokens": ["17408"],
     }
-    for text, message in (("tp", "expected KEY=VALUE,VALUE"), ("recompute=some", "'some' is none of full, selective")):
+    for text, message in (
+        ("tp", "expected KEY=VALUE,VALUE"),
+        ("recompute=some", "expected full, selective, none, got 'some'"),
+    ):
         with pytest.raises(PlanError, match=message):
-            axes_of([text])
+            parse_axes([text])
     assert big(*RECOMPUTE["none"]).model.transformer == {}
     assert big(*RECOMPUTE["full"]) == big()
 
 
-def test_the_least_that_a_rank_needs() -> None:
-    config, model = big(), Model.of(big())
+def test_minimum_static_bytes_of_a_rank() -> None:
+    config, model = big(), PlannedModel.from_config(big())
     dense = PARAMETERS - model.expert_parameters
-    assert least_bytes(config, model, layout_of(config, 32)) == pytest.approx(
+    assert min_rank_bytes(config, model, layout_of(config, 32)) == pytest.approx(
         6 * (dense / 2 + model.expert_parameters / 8) + 12 * PARAMETERS / 32, abs=100
     )
 
 
-def test_a_pipeline_has_three_kinds_of_ranks_and_busy_experts() -> None:
+def test_rank_kinds_of_a_pipeline() -> None:
     layout = layout_of(big("--pipeline-model-parallel-size", "4"), 64)
-    found = roles(layout, has_experts=True)
+    found = rank_roles(layout, has_experts=True)
     assert {name: role.rank for name, role in found.items()} == {"first": 0, "middle": 32, "last": 48, "hot": 0}
     assert found["hot"].expert_load == 3.0 and found["first"].micro_batches == 4
-    assert list(roles(layout, has_experts=True, kinds=["last"])) == ["last"]
+    assert list(rank_roles(layout, has_experts=True, kinds=["last"])) == ["last"]
     with pytest.raises(PlanError, match="--rank-kinds all: this layout has first, middle, last, hot"):
-        roles(layout, has_experts=True, kinds=["all"])
+        rank_roles(layout, has_experts=True, kinds=["all"])
 
 
 def test_the_key_value_cache_of_the_30b_example() -> None:
     config = big()
-    found = rollouts(config, model_config(config.model.path)[0], PARAMETERS, H100)
+    found = plan_kv_cache(config, load_model_config(config.model.path)[0], PARAMETERS, H100)
     assert found.bytes_per_token == 2 * 48 * 4 * 128 * 2 == 98304
-    room = round(H100.memory * 0.85 - PARAMETERS)  # two GPUs, two bytes
-    assert (found.gpus_per_server, found.room, found.tokens_in_flight) == (2, room, 2 * room // 98304)
+    cache_bytes = round(H100.memory * 0.85 - PARAMETERS)  # two GPUs, two bytes
+    assert (found.gpus_per_server, found.cache_bytes, found.tokens_in_flight) == (
+        2,
+        cache_bytes,
+        2 * cache_bytes // 98304,
+    )
 
 
-def test_servers_with_a_quantised_folder_have_its_bytes_and_more_room(tmp_path: Path) -> None:
+def test_quantized_weights_leave_more_cache(tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").write_bytes(b"")
     with (tmp_path / "model-2.safetensors").open("wb") as file:
         file.truncate(PARAMETERS + 1000)  # a sparse file of the size of FP8
     config = big("--rollout.servers.model", str(tmp_path), "--rollout.weight_sync.method", "disk")
-    hf_config, layout = model_config(config.model.path)[0], layout_of(config, 32)
-    found = rollouts(config, hf_config, PARAMETERS, H100)
-    assert found.room == round(H100.memory * 0.85 - (PARAMETERS + 1000) / 2)
-    trained = PARAMETERS, Model.of(big()).expert_parameters
-    assert transfers(config, PARAMETERS, trained, layout, H100).sync == PARAMETERS + 1000
+    hf_config, layout = load_model_config(config.model.path)[0], layout_of(config, 32)
+    found = plan_kv_cache(config, hf_config, PARAMETERS, H100)
+    assert found.cache_bytes == round(H100.memory * 0.85 - (PARAMETERS + 1000) / 2)
+    trained = PARAMETERS, PlannedModel.from_config(big()).expert_parameters
+    assert plan_transfers(config, PARAMETERS, trained, layout, H100).sync == PARAMETERS + 1000
     away = big("--rollout.servers.model", str(tmp_path / "away"), "--rollout.weight_sync.method", "disk")
-    assert rollouts(away, hf_config, PARAMETERS, H100).weights == 2 * PARAMETERS
+    assert plan_kv_cache(away, hf_config, PARAMETERS, H100).weight_bytes == 2 * PARAMETERS
 
 
 def test_sync_and_checkpoint_bytes() -> None:
-    config, model = big(), Model.of(big())
+    config, model = big(), PlannedModel.from_config(big())
     layout, experts = layout_of(config, 32), model.expert_parameters
-    found = transfers(config, PARAMETERS, (PARAMETERS, experts), layout, H100)
+    found = plan_transfers(config, PARAMETERS, (PARAMETERS, experts), layout, H100)
     assert (found.sync, found.checkpoint, found.sync_buffer) == (2 * PARAMETERS, 14 * PARAMETERS, 2 * GIB)
     assert found.save_host == 14 * PARAMETERS // 32  # copied, to be written in the background
     assert found.sync_seconds == pytest.approx(2 * PARAMETERS / (0.7 * 50e9)) and not found.sync_by_handle
     shared = big("--rollout.servers.colocated", "true", "--rollout.weight_sync.method", "ipc")
-    handed = transfers(shared, PARAMETERS, (PARAMETERS, experts), layout, H100)
+    handed = plan_transfers(shared, PARAMETERS, (PARAMETERS, experts), layout, H100)
     assert handed.sync_seconds == pytest.approx(4 * 2 * PARAMETERS / (0.7 * 3.35e12)) and handed.sync_by_handle
     at_once = big("--checkpoint.async_save", "false")
-    assert transfers(at_once, PARAMETERS, (PARAMETERS, experts), layout, H100).save_host == 4 * (
+    assert plan_transfers(at_once, PARAMETERS, (PARAMETERS, experts), layout, H100).save_host == 4 * (
         (PARAMETERS - experts) // 2 + experts // 8
     )
 
@@ -306,51 +320,51 @@ def test_sync_and_checkpoint_bytes() -> None:
 def test_adapters_alone_have_gradients_and_optimizer() -> None:
     """The 30B: per layer q [4096], k and v [512], o from 4096, and 128 experts of 768, all of width 2048."""
     config = big("--lora.rank", "32")
-    model = Model.of(config)
+    model = PlannedModel.from_config(config)
     experts = 48 * 128 * 3 * 32 * (768 + 2048)
     attention = 48 * 32 * (2 * (4096 + 2048) + 2 * (512 + 2048))
     assert model.trained == (attention + experts, experts)
     layout = layout_of(config, 32)
-    found = transfers(config, model.parameters, model.trained, layout, H100)
+    found = plan_transfers(config, model.parameters, model.trained, layout, H100)
     assert (found.sync, found.checkpoint) == (2 * PARAMETERS, 14 * (attention + experts))
     dense = PARAMETERS - model.expert_parameters
     adapters = 4 * (attention / 2 + experts / 8) + 12 * (attention + experts) / 32
     expected = 2 * (dense / 2 + model.expert_parameters / 8) + adapters
-    assert least_bytes(config, model, layout) == pytest.approx(expected, abs=100)
+    assert min_rank_bytes(config, model, layout) == pytest.approx(expected, abs=100)
 
 
 def test_the_batch_arithmetic() -> None:
     config = big()
-    found = batch_of(config, layout_of(config, 32))
+    found = plan_batch(config, layout_of(config, 32))
     assert (found.samples, found.samples_per_update, found.updates) == (4096, 32, 8)
     assert found.micro_batches == -(-32 * found.mean_tokens // 17408)
 
 
 def test_the_parameters_of_the_known_model() -> None:
-    config, note = model_config("/nowhere/Qwen3-30B-A3B")
-    assert parameter_counts(config)[0] == PARAMETERS and note is not None
+    config, note = load_model_config("/nowhere/Qwen3-30B-A3B")
+    assert count_parameters(config)[0] == PARAMETERS and note is not None
     with pytest.raises(CheckpointError, match="not a Hugging Face folder"):
-        model_config("/nowhere/other")
+        load_model_config("/nowhere/other")
 
 
-def test_a_machine_that_is_not_in_the_table() -> None:
+def test_an_unknown_machine_is_an_error() -> None:
     with pytest.raises(PlanError, match="expected one of h100, h200"):
-        machine_named("b200")
+        get_machine("b200")
 
 
 def test_the_time_of_collectives() -> None:
-    node, links = tuple(range(8)), H100.reached_bandwidth
-    assert H100.seconds_of_collective("allreduce", node, 10**9) == pytest.approx(1.75e9 / 450e9 / links)
-    assert H100.seconds_of_collective("alltoall_base", (0, 8), 10**9) == pytest.approx(0.5e9 / 50e9 / links)
-    assert H100.seconds_of_collective("allreduce", (0,), 10**9) == 0
-    with pytest.raises(PlanError, match="no cost for the collective gossip"):
-        H100.seconds_of_collective("gossip", node, 1)
+    node, links = tuple(range(8)), H100.bandwidth_efficiency
+    assert H100.collective_seconds("allreduce", node, 10**9) == pytest.approx(1.75e9 / 450e9 / links)
+    assert H100.collective_seconds("alltoall_base", (0, 8), 10**9) == pytest.approx(0.5e9 / 50e9 / links)
+    assert H100.collective_seconds("allreduce", (0,), 10**9) == 0
+    with pytest.raises(PlanError, match="No cost model for the collective gossip"):
+        H100.collective_seconds("gossip", node, 1)
 
 
-def test_a_place_without_an_answer_is_named() -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True), Answers():
+def test_a_read_without_an_assumed_value_is_an_error() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), AssumedValues():
         tensor = torch.ones(3)
-        with pytest.raises(PlanError, match=r"test_plan\.py:\d+ .* reads a value of the device"):
+        with pytest.raises(PlanError, match=r"test_plan\.py:\d+ .*: it reads a value of the device"):
             float(tensor.sum())
         with pytest.raises(PlanError, match="aten::nonzero, whose size depends on data"):
             tensor.nonzero()
@@ -362,20 +376,20 @@ def test_the_meter_follows_storages() -> None:
         view = first[:10]
         with meter.during("later"):
             second = torch.zeros(512)
-        assert meter.now == 4 * 768 and meter.of_phase("later") == 2048
+        assert meter.bytes_in_use == 4 * 768 and meter.bytes_in_phase("later") == 2048
         del first
-        assert meter.now == 4 * 768  # the view holds it
+        assert meter.bytes_in_use == 4 * 768  # the view holds it
         del view, second
-        assert meter.now == 0
+        assert meter.bytes_in_use == 0
     assert meter.peak.total == 4 * 768 and meter.peak.by_phase == {"start": 1024, "later": 2048}
 
 
 @pytest.mark.slow
-def test_the_meter_follows_storages_that_change_in_place() -> None:
+def test_the_meter_follows_storages_that_are_resized() -> None:
     with Meter() as meter:
         tensor = torch.zeros(256)
         tensor.untyped_storage().resize_(0)
-        assert meter.now == 0
+        assert meter.bytes_in_use == 0
         tensor.untyped_storage().resize_(4096)
-        assert meter.now == meter.peak.total == 4096
-    assert torch.zeros(4).untyped_storage().resize_(0).nbytes() == 0 and meter.now == 4096
+        assert meter.bytes_in_use == meter.peak.total == 4096
+    assert torch.zeros(4).untyped_storage().resize_(0).nbytes() == 0 and meter.bytes_in_use == 4096

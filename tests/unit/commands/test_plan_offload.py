@@ -12,12 +12,12 @@ import torch
 
 from megatron_dppo.commands.plan.arithmetic import optimizer_bytes_on_device
 from megatron_dppo.commands.plan.machine import MACHINES
-from megatron_dppo.commands.plan.measured import Measured, with_smaller_optimizer
+from megatron_dppo.commands.plan.measurement import UpdateMeasurement, scale_optimizer
 from megatron_dppo.commands.plan.meter import HOST, Meter, Peak
-from megatron_dppo.commands.plan.plan import Model, make_plan
-from megatron_dppo.commands.plan.rehearsals import Rehearsals
-from megatron_dppo.commands.plan.search import OFFLOAD, Search, axes_of, least_bytes
-from megatron_dppo.commands.plan.text import as_text
+from megatron_dppo.commands.plan.plan import PlannedModel, make_plan
+from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
+from megatron_dppo.commands.plan.search import OFFLOAD, PlanSearch, min_rank_bytes, parse_axes
+from megatron_dppo.commands.plan.text import format_plan
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.errors import ConfigError, PlanError
@@ -40,31 +40,31 @@ CHOSEN = RECIPES if os.environ.get("EVERYTHING") else RECIPES[:1]
 
 @pytest.mark.parametrize(("gpus", "flags", "size"), CHOSEN)
 def test_the_recipes_of_the_30b_example_fit(gpus: int, flags: tuple[str, ...], size: float) -> None:
-    with Rehearsals(1) as rehearsals:
+    with RehearsalPool(1) as rehearsals:
         plan = make_plan(big(*flags), gpus, H100, rehearsals, kinds=["hot"], few_layers=True)
     rank = plan.ranks["hot"]
-    assert not plan.too_large and not plan.is_tight and rank.total / GIB == pytest.approx(size, abs=0.1)
+    assert not plan.oversized_ranks and not plan.is_tight and rank.total / GIB == pytest.approx(size, abs=0.1)
     if flags:
         assert rank.measured.static["optimizer"] == 0
         assert rank.measured.host == pytest.approx(16 * PARAMETERS / gpus, rel=2e-3)  # and padding
         assert rank.host_seconds == pytest.approx((6 / 64e9 + 38 / 76.8e9) / 0.7 * PARAMETERS / gpus, rel=2e-3)
-        assert "On the host for the offloaded optimizer: 56.89 a rank, 455" in as_text(plan)
+        assert "Offloaded optimizer on the host: 56.89 GiB per rank, 455" in format_plan(plan)
         assert plan.step_seconds == pytest.approx(1389, rel=0.01)
     else:
-        assert rank.measured.host == 0 == rank.host_seconds and "On the host" not in as_text(plan)
+        assert rank.measured.host == 0 == rank.host_seconds and "Offloaded optimizer" not in format_plan(plan)
 
 
 def test_what_is_allocated_on_the_host_is_counted_apart() -> None:
     with Meter() as meter:
         with meter.during(HOST):
             host, device = torch.zeros(256), torch.zeros(64)
-        assert meter.now == 0 and meter.of_phase(HOST) == 1280 and not meter.peaks
-        meter.to_device([device], "optimizer")
+        assert meter.bytes_in_use == 0 and meter.bytes_in_phase(HOST) == 1280 and not meter.peaks
+        meter.relabel_device_tensors([device], "optimizer")
         meter.relabel([host, device], "weights")
-        assert (meter.now, meter.of_phase("optimizer"), meter.of_phase(HOST)) == (256, 256, 1024)
+        assert (meter.bytes_in_use, meter.bytes_in_phase("optimizer"), meter.bytes_in_phase(HOST)) == (256, 256, 1024)
         assert meter.peak.by_phase == {"optimizer": 256}
         del host, device
-        assert meter.now == meter.of_phase(HOST) == 0
+        assert meter.bytes_in_use == meter.bytes_in_phase(HOST) == 0
 
 
 def test_a_precision_aware_optimizer_keeps_less() -> None:
@@ -76,27 +76,31 @@ def test_a_precision_aware_optimizer_keeps_less() -> None:
     assert optimizer_bytes_on_device(half) == 6
     peak = Peak(100, "backward", {"optimizer": 24, "forward": 76})
     static = {"weights": 4, "optimizer": 24}
-    whole = Measured(static=static, start_peak=replace(peak), peaks={"backward": peak}, micro_batches=1, collectives=[])
-    found = with_smaller_optimizer(whole, 10 / 12)
+    whole = UpdateMeasurement(
+        static=static, start_peak=replace(peak), peaks={"backward": peak}, micro_batches=1, collectives=[]
+    )
+    found = scale_optimizer(whole, 10 / 12)
     assert found.static == {"weights": 4, "optimizer": 20}
     assert found.peak == Peak(96, "backward", {"optimizer": 20, "forward": 76}) == found.start_peak
 
 
 def test_offloading_is_something_to_search() -> None:
-    assert axes_of(["offload=optimizer,none"]) == {"offload": ["optimizer", "none"]}
-    with pytest.raises(PlanError, match="'all' is none of optimizer, none"):
-        axes_of(["offload=all"])
-    model = Model.of(big())
+    assert parse_axes(["offload=optimizer,none"]) == {"offload": ["optimizer", "none"]}
+    with pytest.raises(PlanError, match="expected optimizer, none, got 'all'"):
+        parse_axes(["offload=all"])
+    model = PlannedModel.from_config(big())
     config = big(*OFFLOAD["optimizer"])
     layout = resolve_layout(config.parallel, config.batch, 8, model.shape)
     dense = PARAMETERS - model.expert_parameters
-    assert least_bytes(config, model, layout) == pytest.approx(6 * (dense / 2 + model.expert_parameters / 8), abs=100)
-    with Rehearsals(1) as rehearsals:
-        search = Search(lambda flags: big(*flags), 8, H100, rehearsals)
-        flags = search._possible({"offload": ["optimizer"], "recompute": ["full"]}, H100.memory)
+    assert min_rank_bytes(config, model, layout) == pytest.approx(
+        6 * (dense / 2 + model.expert_parameters / 8), abs=100
+    )
+    with RehearsalPool(1) as rehearsals:
+        search = PlanSearch(lambda flags: big(*flags), 8, H100, rehearsals)
+        flags = search._feasible_flags({"offload": ["optimizer"], "recompute": ["full"]}, H100.memory)
         assert [set(found) for found in flags] == [set(OFFLOAD["optimizer"])]
-        offloaded = Search(lambda flags: big(*OFFLOAD["optimizer"], *flags), 16, H100, rehearsals)
-        assert offloaded._possible({"offload": ["optimizer"]}, H100.memory) == [()]
+        offloaded = PlanSearch(lambda flags: big(*OFFLOAD["optimizer"], *flags), 16, H100, rehearsals)
+        assert offloaded._feasible_flags({"offload": ["optimizer"]}, H100.memory) == [()]
 
 
 @pytest.mark.parametrize(

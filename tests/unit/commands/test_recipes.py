@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands.plan.machine import machine_named
-from megatron_dppo.commands.plan.models import model_config, parameter_counts
+from megatron_dppo.commands.plan.machine import get_machine
+from megatron_dppo.commands.plan.models import count_parameters, load_model_config
 from megatron_dppo.commands.plan.plan import make_plan
-from megatron_dppo.commands.plan.rehearsals import Rehearsals
-from megatron_dppo.commands.plan.text import as_text
+from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
+from megatron_dppo.commands.plan.text import format_plan
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.errors import ConfigError
@@ -88,14 +88,14 @@ def test_the_papers_other_methods_are_flags() -> None:
 def test_the_dense_model_has_the_parameters_of_its_card() -> None:
     # 36 layers of attention (with two norms of heads), MLP and two norms; embedding and output layer; a last norm
     layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 128 + 3 * 4096 * 12288 + 2 * 4096
-    config, note = model_config("/nowhere/Qwen3-8B-Base")
-    assert parameter_counts(config) == (36 * layer + 2 * 151936 * 4096 + 4096, 0) and note is not None
-    assert parameter_counts(config)[0] == pytest.approx(8.2e9, rel=0.01)  # the model card: 8.2 B
+    config, note = load_model_config("/nowhere/Qwen3-8B-Base")
+    assert count_parameters(config) == (36 * layer + 2 * 151936 * 4096 + 4096, 0) and note is not None
+    assert count_parameters(config)[0] == pytest.approx(8.2e9, rel=0.01)  # the model card: 8.2 B
 
 
 @pytest.fixture(scope="module")
-def rehearsals() -> Iterator[Rehearsals]:
-    with Rehearsals(1) as rehearsals:
+def rehearsals() -> Iterator[RehearsalPool]:
+    with RehearsalPool(1) as rehearsals:
         yield rehearsals
 
 
@@ -122,16 +122,16 @@ FILES = [file for file in sorted(EXAMPLES.rglob("*.toml")) if not planned_by_ano
     [pytest.param(f, marks=[pytest.mark.long] if i % 3 else []) for i, f in enumerate(FILES)],
     ids=lambda f: f"{f.parent.name}/{f.stem}",
 )
-def test_every_example_fits_what_it_says(file: Path, rehearsals: Rehearsals) -> None:
+def test_every_example_fits_what_it_says(file: Path, rehearsals: RehearsalPool) -> None:
     number, name = hardware(file)
     config = load_config(file)
-    shape = model_shape(model_config(config.model.path)[0])
+    shape = model_shape(load_model_config(config.model.path)[0])
     busiest = ["hot" if resolve_layout(config.parallel, config.batch, number, shape).ep > 1 else "all"]
     few = shape.num_layers > 3
-    plan = make_plan(config, number, machine_named(name), rehearsals, kinds=busiest, few_layers=few)
-    assert f"Fits {number} x {name}." in as_text(plan) and not plan.is_tight
-    if plan.rollouts.sequences is not None:
-        assert plan.rollouts.sequences >= 1
+    plan = make_plan(config, number, get_machine(name), rehearsals, kinds=busiest, few_layers=few)
+    assert f"Fits {number} x {name}." in format_plan(plan) and not plan.is_tight
+    if plan.kv_cache.sequences is not None:
+        assert plan.kv_cache.sequences >= 1
     written: Mapping[str, Any] = config.rollout.sglang
     if "context-length" in written:
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -140,4 +140,4 @@ def test_every_example_fits_what_it_says(file: Path, rehearsals: Rehearsals) -> 
 
 def shape_context(path: str) -> int:
     """Positions that the model has."""
-    return int(model_config(path)[0].max_position_embeddings)
+    return int(load_model_config(path)[0].max_position_embeddings)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megatron_dppo.commands.plan.arithmetic import rollouts
-from megatron_dppo.commands.plan.machine import machine_named
-from megatron_dppo.commands.plan.models import parameter_counts
+from megatron_dppo.commands.plan.arithmetic import plan_kv_cache
+from megatron_dppo.commands.plan.machine import get_machine
+from megatron_dppo.commands.plan.models import count_parameters
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import CheckpointError
@@ -80,7 +80,7 @@ def test_weights_of_real_sizes_map_completely_and_are_as_many_as_the_card_says(n
         assert mapping.find_rule(own, shape, tied=False) == (rule, layer, expert)
         mapped += names
     assert sorted(mapped) == sorted(weights)
-    assert parameter_counts(hf_config)[0] / 1e9 == pytest.approx(billions, rel=0.003)
+    assert count_parameters(hf_config)[0] / 1e9 == pytest.approx(billions, rel=0.003)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -196,9 +196,11 @@ def test_the_local_engine_samples_what_float64_scores_and_says_its_routes(family
 def test_latent_attention_caches_latents_and_costs_what_its_matrices_do() -> None:
     hf_config = AutoConfig.for_model("deepseek_v3")
     config = run_config(rollout={"engine": "sglang", "dtype": "bf16", "sglang": {"tp-size": 8}})
-    found = rollouts(config, hf_config, 0, machine_named("h200"))
+    found = plan_kv_cache(config, hf_config, 0, get_machine("h200"))
     assert found.bytes_per_token == 61 * (512 + 64) * 2
-    assert found.room is not None and found.tokens_in_flight == found.room // found.bytes_per_token  # on each GPU
+    assert (
+        found.cache_bytes is not None and found.tokens_in_flight == found.cache_bytes // found.bytes_per_token
+    )  # on each GPU
     # Every weight but the embedding, the norms and the experts that are not chosen is one multiplication.
     shapes = {n: s for n, s in weight_shapes(hf_config).items() if len(s) == 2 and "embed_tokens" not in n}
     total = sum(math.prod(s) * (8 / 256 if ".experts." in n else 1) for n, s in shapes.items())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.commands.plan.teacher import TeacherModel
+from megatron_dppo.commands.plan.teacher import PlannedTeacher
 from megatron_dppo.config.layout import resolve_layout, resolve_parallel
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.data.chat import load_tokenizer
@@ -211,7 +211,7 @@ def test_the_plan_knows_what_a_rank_holds_of_a_teacher_by_hand() -> None:
         chosen = config(distillation=exact | {"teacher_weights": weights}, parallel=parallel)
         layout, teacher = (
             resolve_parallel(chosen.parallel, 4, model_shape(read_hf_config(MODEL))),
-            TeacherModel.of(chosen),
+            PlannedTeacher.from_config(chosen),
         )
         assert teacher is not None
         assert teacher.bytes_on_rank(chosen, layout) == pytest.approx(ends + inside, rel=1e-6)
