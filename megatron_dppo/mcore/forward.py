@@ -1,4 +1,4 @@
-"""Packed micro-batches through Megatron's own schedule: forward, loss, backward."""
+"""Forward and backward passes of packed micro-batches with Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_dppo.mcore.layer_noise import NoiseFactory
 from megatron_dppo.mcore.row import MicroBatchRow, RowRecord, record_row
 from megatron_dppo.types import Metric, MicroBatch
 
-_R = TypeVar("_R")
+_ResultT = TypeVar("_ResultT")
 
 
 def forward_backward(
@@ -32,39 +32,47 @@ def forward_backward(
     objective: Objective,
     cp_group: ProcessGroup | None = None,
     teacher_targets: Sequence[TeacherTargets] = (),
-    seen: list[RowRecord] | None = None,
+    records: list[RowRecord] | None = None,
     noise: NoiseFactory | None = None,
 ) -> list[Mapping[str, Metric]]:
-    """Accumulate the gradients of all micro-batches by Megatron's schedule.
+    """Accumulate the gradients of all micro-batches with Megatron's schedule.
 
-    With ``teacher_targets``, one for each micro-batch, the divergence from the teacher is added to the loss. ``seen``
-    gets what
-    the loss saw and decided of each micro-batch, on the last pipeline stage. ``noise`` is that of the layers' inputs.
-
-    Megatron sums the losses, sums the token counts over micro-batches and ranks of data and context parallelism, and
+    Megatron sums the losses, sums the token counts over micro-batches and over data- and context-parallel ranks, and
     divides the gradients once by the global count (``calculate_per_token_loss``).
 
+    Args:
+        chunks: Model chunks of this rank, wrapped in Megatron's DDP.
+        batches: Micro-batches of this rank, equally many on every rank.
+        head: Output head.
+        objective: Loss.
+        cp_group: Context-parallel ranks. None without context parallelism.
+        teacher_targets: One for each micro-batch. They add the divergence from the teacher to the loss.
+        records: Receives the tokens of each micro-batch, on the last pipeline stage. None disables recording.
+        noise: Creates the noise of the layers' inputs. None disables it.
+
     Returns:
-        The metrics of each micro-batch; empty on all but the last pipeline stage.
+        The metrics of each micro-batch. Empty on all but the last pipeline stage.
     """
 
     def loss_function(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Metric]]:
         output = head.loss(hidden, row, objective)
-        if seen is not None:
-            seen.append(record_row(output, row))
+        if records is not None:
+            records.append(record_row(output, row))
+        # Three values make Megatron treat the second as this micro-batch's token count; it must be an int tensor.
         return output.loss_sum, output.num_tokens.to(torch.int), output.metrics
 
-    make = _rows(chunks, cp_group, objective.skips_zero_advantage and not teacher_targets, noise)
-    return _run_schedule(chunks, batches, make, loss_function, forward_only=False, teacher_targets=teacher_targets)
+    # The teacher's divergence has a gradient in every token of the loss, also where the advantage is zero.
+    make_row = _row_factory(chunks, cp_group, objective.skips_zero_advantage and not teacher_targets, noise)
+    return _run_schedule(chunks, batches, make_row, loss_function, forward_only=False, teacher_targets=teacher_targets)
 
 
 @torch.no_grad()
 def forward_logprobs(
     chunks: Sequence[Any], batches: Sequence[MicroBatch], head: OutputHead, cp_group: ProcessGroup | None = None
 ) -> list[Tensor]:
-    """Log-probabilities ``[T]`` of the labels of each micro-batch, 0 where it has no loss.
+    """Return the log-probabilities ``[T]`` of the labels of each micro-batch, 0 outside the loss mask.
 
-    Empty on all but the last pipeline stage.
+    The list is empty on all but the last pipeline stage.
     """
     return _read(chunks, batches, cp_group, lambda row, hidden: head.statistics(hidden, row).logprobs)
 
@@ -73,10 +81,13 @@ def forward_logprobs(
 def forward_hidden_states(
     chunks: Sequence[Any],
     batches: Sequence[MicroBatch],
-    read: Callable[[MicroBatchRow, Tensor], _R],
+    read: Callable[[MicroBatchRow, Tensor], _ResultT],
     cp_group: ProcessGroup | None = None,
-) -> list[_R]:
-    """What ``read`` makes of each micro-batch's row and hidden states; empty on all but the last pipeline stage."""
+) -> list[_ResultT]:
+    """Return ``read(row, hidden states)`` of each micro-batch.
+
+    The list is empty on all but the last pipeline stage.
+    """
     return _read(chunks, batches, cp_group, read)
 
 
@@ -87,30 +98,32 @@ def _read(
     read: Callable[[MicroBatchRow, Tensor], Any],
 ) -> list[Any]:
     def collect(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+        # Megatron collects the third value of a loss function; the loss and the token count are placeholders.
         count = torch.tensor(0, dtype=torch.int, device=hidden.device)
         return hidden.new_zeros(()), count, read(row, hidden)
 
-    make = _rows(chunks, cp_group, skips_zero_advantage=False)
-    return _run_schedule(chunks, batches, make, collect, forward_only=True)
+    make_row = _row_factory(chunks, cp_group, skips_zero_advantage=False)
+    return _run_schedule(chunks, batches, make_row, collect, forward_only=True)
 
 
-def _rows(
+def _row_factory(
     chunks: Sequence[Any], cp_group: ProcessGroup | None, skips_zero_advantage: bool, noise: NoiseFactory | None = None
 ) -> Callable[[MicroBatch, TeacherTargets | None], MicroBatchRow]:
     device = next(chunks[0].parameters()).device
 
-    def make(batch: MicroBatch, teacher: TeacherTargets | None) -> MicroBatchRow:
+    def make_row(batch: MicroBatch, teacher: TeacherTargets | None) -> MicroBatchRow:
         row = MicroBatchRow.from_batch(batch, cp_group, device, skips_zero_advantage=skips_zero_advantage, noise=noise)
         return row if teacher is None else replace(row, teacher=teacher)
 
-    return make
+    return make_row
 
 
 def _forward_step(loss_function: Callable[..., Any], data: Iterator[MicroBatchRow], model: Any) -> tuple[Tensor, Any]:
     row = next(data)
     extra: dict[str, Any] = {"output_processor": hidden_states_only} if HAS_OUTPUT_PROCESSOR else {}
     if any(isinstance(each, Float16Module) for each in (model, getattr(model, "module", None))):
-        extra["fp32_output"] = False  # the head takes hidden states as they are, and accumulates in fp32 itself
+        # Float16Module would convert its output to fp32: the head reads bf16 hidden states and accumulates in fp32.
+        extra["fp32_output"] = False
     output = model(
         input_ids=row.split(row.batch.tokens)[None],
         position_ids=row.split(row.batch.position_ids)[None],
@@ -124,26 +137,29 @@ def _forward_step(loss_function: Callable[..., Any], data: Iterator[MicroBatchRo
 def _run_schedule(
     chunks: Sequence[Any],
     batches: Sequence[MicroBatch],
-    make: Callable[[MicroBatch, TeacherTargets | None], MicroBatchRow],
+    make_row: Callable[[MicroBatch, TeacherTargets | None], MicroBatchRow],
     loss_function: Callable[..., Any],
     *,
     forward_only: bool,
     teacher_targets: Sequence[TeacherTargets] = (),
 ) -> list[Any]:
     if not batches:
-        raise ValueError("the schedule needs at least one micro-batch on every rank (an empty one will do)")
-    iterators = [map(make, batches, teacher_targets or repeat(None)) for _ in chunks]
-    single = len(chunks) == 1
-    tokens = batches[0].tokens.numel()  # of the whole row: Megatron divides by the context-parallel size itself
+        raise ValueError("Expected at least one micro-batch on every rank, got none. Fix: pass an empty one.")
+    # With virtual pipeline stages each model chunk reads the micro-batches from an iterator of its own.
+    iterators = [map(make_row, batches, teacher_targets or repeat(None)) for _ in chunks]
+    is_single = len(chunks) == 1
+    # The whole row's length: Megatron divides by the context-parallel size itself.
+    tokens = batches[0].tokens.numel()
     config = get_model_config(chunks[0])
     finalize = config.finalize_model_grads_func
     try:
+        # Megatron 0.16.1 skips this hook in forward-only runs. Unset it, so that no version reduces gradients here.
         if forward_only:
             config.finalize_model_grads_func = None
         return get_forward_backward_func()(
             forward_step_func=partial(_forward_step, loss_function),
-            data_iterator=iterators[0] if single else iterators,
-            model=chunks[0] if single else list(chunks),
+            data_iterator=iterators[0] if is_single else iterators,
+            model=chunks[0] if is_single else list(chunks),
             num_microbatches=len(batches),
             seq_length=tokens,
             micro_batch_size=1,

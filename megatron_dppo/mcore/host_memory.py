@@ -1,4 +1,4 @@
-"""Weights and optimizer state on the host while the device is needed otherwise, and reference weights there."""
+"""Weights and optimizer state in host memory while they are not needed on the device."""
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ class OffloadedModel:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """A copy in host memory, page-locked where it comes from a GPU."""
+    """Return a copy in host memory, pinned if the values are on a GPU."""
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return copy.copy_(values.detach())
 
 
 class ReferenceWeights:
-    """A copy of this rank's shard, made when the model holds the reference policy.
+    """Host copy of this rank's shard, made while the model holds the reference policy.
 
-    One copy of the shard in host memory for as long as this lives, and a second one while the two are swapped; nothing
-    on the device. Gradients and optimizer are not touched.
+    It needs one copy of the shard in host memory, and a second one while the two are swapped. It needs no device
+    memory. Gradients and optimizer state stay as they are.
 
     Args:
-        chunks: the unwrapped model chunks of this rank.
+        chunks: Unwrapped model chunks of this rank.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -94,7 +94,7 @@ class ReferenceWeights:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model is the reference policy inside, and what it was before, bit for bit, afterwards."""
+        """Make the model the reference policy inside the block; afterwards its weights are bitwise as before."""
         policy = [to_host(parameter) for parameter in self._parameters]
         self._write(self._host)
         try:
@@ -109,96 +109,104 @@ class ReferenceWeights:
 
 
 _PIECE = 2**28
-"""Bytes of host memory in one piece: torch rounds what it pins up to a power of two."""
+"""Bytes of one pinned buffer. Torch rounds pinned allocations up to a power of two, so large ones waste memory."""
 
-
-_Host = tuple[Tensor, ...]
+_HostBuffers = tuple[Tensor, ...]
+"""Contents of one storage, in buffers of at most ``_PIECE`` bytes."""
 
 
 class DeviceState:
-    """Empties storages in place and fills them again, so that every view of them stays what it is.
+    """Offloads weights, optimizer state and gradient buffers from the device, and restores them.
 
-    Bytes of the host, pinned with CUDA, are kept from one time to the next: those of weights and optimizer state.
+    Storages are resized in place, so that all views of them stay valid: Megatron's parameters, ``main_grad`` and
+    optimizer shards are views of a few large buffers. Host buffers, pinned with CUDA, are reused the next time.
 
     Args:
-        models: the model chunks of this rank, inside of Megatron's DDP.
-        optimizer: theirs.
+        models: Unwrapped model chunks of this rank.
+        optimizer: Their optimizer.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizer: Optimizer) -> None:
-        self._models, self._optimizer = list(models), optimizer
-        self._away: dict[torch.UntypedStorage, _Host] = {}
-        """what left the device, with its bytes"""
-        self._empty: dict[torch.UntypedStorage, int] = {}
-        """gradient buffers that left, with their sizes: nothing of them is needed"""
-        self._host: dict[torch.UntypedStorage, _Host] = {}
+        self._models = list(models)
+        self._optimizer = optimizer
+        self._offloaded: dict[torch.UntypedStorage, _HostBuffers] = {}
+        """Storages that are off the device, with their contents."""
+        self._emptied: dict[torch.UntypedStorage, int] = {}
+        """Gradient buffers that are off the device, with their sizes in bytes. Their contents are not needed."""
+        self._host_buffers: dict[torch.UntypedStorage, _HostBuffers] = {}
+        """Host buffers of the last time, for reuse."""
 
     @torch.no_grad()
     def offload(self, *, weights: bool) -> None:
         """Move gradient buffers and optimizer state off the device, and with ``weights`` the weights too.
 
-        May be called again with ``weights``. In between, the weights can be read and computed with; only ``restore``
-        makes an update possible. The gradients are zero then.
+        A second call with ``weights=True`` may follow one without. In between, the weights can be exported and used in
+        forward passes. An update needs ``restore`` first, after which the gradients are zero.
         """
         self._optimizer.finish_overlapped_gather()
         self._optimizer.drop_gradients()
         parameters = [parameter for model in self._models for parameter in model.parameters()]
-        of_weights = set(_storages(parameters))
-        gradients = [found for p in parameters if isinstance(found := getattr(p, "main_grad", None), Tensor)]
+        weight_storages = set(_storages(parameters))
+        gradients = [grad for p in parameters if isinstance(grad := getattr(p, "main_grad", None), Tensor)]
         for storage in _storages(gradients):
-            if storage not in of_weights and storage.nbytes():
-                self._empty[storage] = storage.nbytes()
+            # A gradient buffer that shares its storage with the weights holds weights too: it moves with them.
+            if storage not in weight_storages and storage.nbytes():
+                self._emptied[storage] = storage.nbytes()
         for storage in _storages(optimizer_tensors(self._optimizer)):
-            if storage not in of_weights and storage.device == parameters[0].device:
-                self._keep(storage)
+            if storage not in weight_storages and storage.device == parameters[0].device:
+                self._copy_to_host(storage)
         if weights:
-            for storage in of_weights:
-                self._keep(storage)
-        _finish(parameters[0].device)
-        for storage in (*self._empty, *self._away):
+            for storage in weight_storages:
+                self._copy_to_host(storage)
+        # The copies are asynchronous: storages may shrink only after they are finished.
+        _synchronize(parameters[0].device)
+        for storage in (*self._emptied, *self._offloaded):
             storage.resize_(0)
         if parameters[0].is_cuda:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Everything is on the device again, bit for bit where it was."""
-        for storage, host in self._away.items():
+        """Move everything back to the device, bitwise as it was. Gradient buffers are zero."""
+        for storage, host in self._offloaded.items():
             storage.resize_(sum(map(len, host)))
-            for piece, bytes_ in zip(_pieces(storage), host, strict=True):
-                piece.copy_(bytes_, non_blocking=True)
-        for storage, size in self._empty.items():
+            for piece, host_piece in zip(_pieces(storage), host, strict=True):
+                piece.copy_(host_piece, non_blocking=True)
+        for storage, size in self._emptied.items():
             storage.resize_(size)
-            _bytes_of(storage).zero_()
-        _finish(next(self._models[0].parameters()).device)
-        self._host, self._away, self._empty = self._away, {}, {}  # a loaded checkpoint may have other storages
+            _as_bytes(storage).zero_()
+        _synchronize(next(self._models[0].parameters()).device)
+        # Only the buffers of this time are kept: loading a checkpoint may have replaced storages.
+        self._host_buffers = self._offloaded
+        self._offloaded = {}
+        self._emptied = {}
 
-    def _keep(self, storage: torch.UntypedStorage) -> None:
+    def _copy_to_host(self, storage: torch.UntypedStorage) -> None:
         if not storage.nbytes():
             return
-        host = self._host.get(storage, ())
+        host = self._host_buffers.get(storage, ())
         if sum(map(len, host)) != storage.nbytes():
             pinned = storage.device.type == "cuda"
             host = tuple(torch.empty(len(p), dtype=torch.uint8, pin_memory=pinned) for p in _pieces(storage))
-            self._host[storage] = host
-        for bytes_, piece in zip(host, _pieces(storage), strict=True):
-            bytes_.copy_(piece, non_blocking=True)
-        self._away[storage] = host
+            self._host_buffers[storage] = host
+        for host_piece, piece in zip(host, _pieces(storage), strict=True):
+            host_piece.copy_(piece, non_blocking=True)
+        self._offloaded[storage] = host
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Each storage once."""
+    """Return an iterator over the tensors' storages, each once."""
     return iter(dict.fromkeys(tensor.untyped_storage() for tensor in tensors))
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _pieces(storage: torch.UntypedStorage) -> Sequence[Tensor]:
-    return _bytes_of(storage).split(_PIECE)
+    return _as_bytes(storage).split(_PIECE)
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

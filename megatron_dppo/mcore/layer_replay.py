@@ -1,7 +1,7 @@
-"""One router under replay: which experts a token visits, and what their outputs are multiplied by.
+"""Replay of one router: the experts of each token, and optionally their combine weights.
 
-Megatron's router asks a ``RouterReplay`` for the experts, before it makes weights of their logits; a hook on the router
-sees those weights as they leave it, after every normalisation and scaling, and puts the given ones in their place.
+Megatron's router calls ``RouterReplay.get_replay_topk`` for the experts, before it computes combine weights from their
+logits. A forward hook on the router sees those weights after all normalization and scaling, and replaces them.
 """
 
 from __future__ import annotations
@@ -16,64 +16,76 @@ from torch import Tensor
 from megatron_dppo.types import MISSING_EXPERT, RoutingShape, experts_of, weights_of, with_weights
 
 _Topk = tuple[Tensor, Tensor]
+"""Scores and indices of a router's experts, both ``[num_local_tokens, top_k]``."""
+
 _Routed = tuple[Tensor, Tensor]
-"""the probabilities and the map ``[local tokens, experts]`` that a router returns"""
+"""Probabilities and routing map of a router, both ``[num_local_tokens, num_experts]``."""
 
 
-class Counts:
-    """What the routers of a rank count during one run of the schedule."""
+class ReplayCounts:
+    """Counts of all routers of a rank during one run of the schedule.
+
+    They stay on the device, so that counting does not wait for it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.rows = torch.zeros(3, dtype=torch.int64, device=device)
-        """rows given, where the live choice differs, where the used one does"""
+        """Tokens with a route; those where the live choice differs from it; those where the used choice differs."""
         self.weights = torch.zeros(2, dtype=torch.float64, device=device)
-        """the sum of ``|given - live|`` over all given weights, and how many these are"""
+        """Sum of ``|replayed - live|`` over all weights of the routes, and the number of these weights."""
 
     def clear(self) -> None:
-        """Start again."""
+        """Set all counts to 0."""
         self.rows.zero_()
         self.weights.zero_()
 
 
 class LayerReplay(RouterReplay):
-    """Megatron's object for one router, which can also fall back to the live choice row by row, and counts.
+    """Megatron's ``RouterReplay`` for one router, with a fallback to the live choice for tokens without a route.
 
     Args:
-        layer: number in the whole model, from 0.
-        shape: of the routes.
-        remembers: whether the backward pass may run this router again.
-        counts: shared by all routers.
+        layer: Index of the layer in the whole model, from 0.
+        shape: Sizes and dtype of the routes.
+        is_recomputed: True if the backward pass may run this router again.
+        counts: ReplayCounts shared by all routers of this rank.
+
+    Attributes:
+        experts: Experts ``[num_local_tokens, top_k]`` of the current micro-batch's routes. None without routes.
+        num_recomputed: Backward recomputations during the current run of the schedule.
     """
 
-    def __init__(self, layer: int, shape: RoutingShape, *, remembers: bool, counts: Counts) -> None:
+    def __init__(self, layer: int, shape: RoutingShape, *, is_recomputed: bool, counts: ReplayCounts) -> None:
         super().__init__()
-        RouterReplay.global_router_replay_instances.remove(self)  # ours are found through the model
+        # RouterReplay.__init__ adds every instance to a global list that Megatron sets as a whole.
+        RouterReplay.global_router_replay_instances.remove(self)
         self.layer = layer
-        self.given: Tensor | None = None
-        """``[local tokens, k]``, the experts of the current micro-batch"""
+        self.experts: Tensor | None = None
         self.num_recomputed = 0
-        self._shape, self._dtype, self._missing = shape, shape.dtype, MISSING_EXPERT[shape.dtype]
-        self._remembers, self._counts = remembers, counts
-        self._given_weights: Tensor | None = None
+        self._shape = shape
+        self._dtype = shape.dtype
+        self._missing = MISSING_EXPERT[shape.dtype]
+        self._is_recomputed = is_recomputed
+        self._counts = counts
+        self._replayed_weights: Tensor | None = None
         self._used: Tensor | None = None
         self._live_weights: Tensor | None = None
         self._weights_backward: list[Tensor] = []
 
-    def give(self, routes: Tensor) -> None:
-        """The rows ``[local tokens, k]`` of the current micro-batch, with weights ``[local tokens, width]``."""
-        self.given = experts_of(routes, self._shape)
-        self._given_weights = weights_of(routes, self._shape) if self._shape.weights else None
+    def set_routes(self, routes: Tensor) -> None:
+        """Set the routes ``[num_local_tokens, width]`` of the micro-batch that runs next."""
+        self.experts = experts_of(routes, self._shape)
+        self._replayed_weights = weights_of(routes, self._shape) if self._shape.weights else None
 
     def recorded_routes(self) -> Tensor:
-        """The rows of the micro-batch that ran last, which was told to record."""
+        """Return the routes of the micro-batch that ran last, in mode ``record``."""
         experts = self.get_recorded_indices()
         assert experts is not None
         experts = experts.to(self._dtype)
         return experts if self._live_weights is None else with_weights(experts, self._live_weights)
 
     def clear(self) -> None:
-        """Forget what was given, recorded and remembered, and leave the router alone from here on."""
-        self.given = self._given_weights = self._used = self._live_weights = None
+        """Drop all routes and stop replaying."""
+        self.experts = self._replayed_weights = self._used = self._live_weights = None
         self._weights_backward = []
         self.clear_indices()
         self.clear_router_replay_action()
@@ -86,65 +98,79 @@ class LayerReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., _Topk] | None = None,
     ) -> _Topk:
-        """What Megatron's router asks for: the scores and indices ``[local tokens, k]`` of the experts to use."""
+        """Return scores and indices ``[num_local_tokens, top_k]`` of the experts to use; called by Megatron's router."""
         assert default_compute_topk is not None
-        action, given = self.router_replay_action, self.given
-        if given is not None and len(given) != len(scores) and action != RouterReplayAction.REPLAY_BACKWARD:
-            raise ValueError(f"router of layer {self.layer}: {len(scores)} tokens, but {len(given)} rows of experts")
+        action = self.router_replay_action
+        routed = self.experts
+        # In the backward pass ``experts`` belongs to a later micro-batch already.
+        if routed is not None and len(routed) != len(scores) and action != RouterReplayAction.REPLAY_BACKWARD:
+            raise ValueError(
+                f"Expected {len(scores)} rows of experts for the router of layer {self.layer}, got {len(routed)}."
+            )
+
+        # Choose the experts: the routes', the live router's where a route is missing, or the recorded ones in backward.
         live = None
-        if action == RouterReplayAction.REPLAY_FORWARD and given is not None:
+        if action == RouterReplayAction.REPLAY_FORWARD and routed is not None:
             _, live = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
-            self.target_topk_idx = torch.where(given == self._missing, live, given.long())
+            self.target_topk_idx = torch.where(routed == self._missing, live, routed.long())
         elif action == RouterReplayAction.REPLAY_BACKWARD:
             if not self.replay_backward_list:
-                raise RuntimeError(
-                    f"router of layer {self.layer} ran again in a backward pass that was not expected to"
-                )
+                raise RuntimeError(f"Router of layer {self.layer} ran in a backward pass without recorded experts.")
+            # Megatron pops this entry and indexes with it; it waits in the narrow dtype of the routes.
             self.replay_backward_list[0] = self.replay_backward_list[0].long()
             self.num_recomputed += 1
         probs, used = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         self._used = used
+
+        # Remember the choice for recomputation, and count differences.
         if action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.RECORD):
-            if self._remembers:
+            if self._is_recomputed:
                 self.replay_backward_list.append(used.to(self._dtype))
-            if given is not None:
-                self._count(given, used if live is None else live, used)
+            if routed is not None:
+                self._count(routed, used if live is None else live, used)
         return probs, used
 
-    def _count(self, given: Tensor, live: Tensor, used: Tensor) -> None:
-        known = given[:, 0] != self._missing
-        given = given.long()
-        differs = [known & ~_same_sets(given, chosen) for chosen in (live, used)]
+    def _count(self, routed: Tensor, live: Tensor, used: Tensor) -> None:
+        known = routed[:, 0] != self._missing
+        routed = routed.long()
+        differs = [known & ~_equal_sets(routed, chosen) for chosen in (live, used)]
         self._counts.rows += torch.stack([known, *differs]).sum(1)
 
-    def weigh(self, _router: Any, _inputs: Any, output: _Routed) -> _Routed | None:
-        """Forward hook of the router: puts the given weights into its probabilities ``[local tokens, experts]``, and
-        counts how far the live ones are from them."""
-        live, used, action = output[0], self._used, self.router_replay_action
+    def replay_weights(self, _router: Any, _inputs: Any, output: _Routed) -> _Routed | None:
+        """Replace the router's probabilities ``[num_local_tokens, num_experts]`` by the weights of the routes.
+
+        A forward hook of the router. It also counts how far the live weights are from them.
+        """
+        live = output[0]
+        used = self._used
+        action = self.router_replay_action
         if used is None or action is None:
             return None
         if action == RouterReplayAction.REPLAY_BACKWARD:
             weights = self._weights_backward.pop(0) if self._weights_backward else None
-            return None if weights is None else (_replaced(live, used, weights), output[1])
-        if self.given is None or self._given_weights is None:
+            return None if weights is None else (_replace_weights(live, used, weights), output[1])
+        if self.experts is None or self._replayed_weights is None:
             self._live_weights = live.detach().gather(1, used).float()
             return None
-        self._count_weights(live.detach(), self.given, self._given_weights)
+        self._count_weights(live.detach(), self.experts, self._replayed_weights)
         if action == RouterReplayAction.RECORD:
             return None
-        if self._remembers:
-            self._weights_backward.append(self._given_weights)
-        return _replaced(live, used, self._given_weights), output[1]
+        if self._is_recomputed:
+            self._weights_backward.append(self._replayed_weights)
+        return _replace_weights(live, used, self._replayed_weights), output[1]
 
-    def _count_weights(self, live: Tensor, given: Tensor, weights: Tensor) -> None:
-        known = given != self._missing
-        found = live.gather(1, torch.where(known, given, 0).long())
-        apart = torch.where(known, found.double() - weights, 0.0).abs()
-        self._counts.weights += torch.stack([apart.sum(), known.sum()])
+    def _count_weights(self, live: Tensor, experts: Tensor, weights: Tensor) -> None:
+        known = experts != self._missing
+        live_weights = live.gather(1, torch.where(known, experts, 0).long())
+        differences = torch.where(known, live_weights.double() - weights, 0.0).abs()
+        self._counts.weights += torch.stack([differences.sum(), known.sum()])
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Other values with the gradient of the live ones, which no sum of the two gives to the bit."""
+    """Replayed values with the gradient of the live ones.
+
+    The usual ``live + (values - live).detach()`` would round: its value is not bitwise ``values``.
+    """
 
     @staticmethod
     def forward(_ctx: Any, _live: Tensor, values: Tensor) -> Tensor:
@@ -155,15 +181,20 @@ class _StraightThrough(torch.autograd.Function):
         return gradients[0], None
 
 
-def _replaced(live: Tensor, used: Tensor, weights: Tensor) -> Tensor:
-    """The probabilities ``live [N, experts]`` with ``weights [N, k]`` at the experts ``used [N, k]``, where they are
-    not missing."""
-    own = live.detach()
-    values = torch.where(weights.isnan(), own.gather(1, used), weights.to(live.dtype))
-    result: Tensor = _StraightThrough.apply(live, own.scatter(1, used, values))
+def _replace_weights(live: Tensor, used: Tensor, weights: Tensor) -> Tensor:
+    """Return probabilities with replayed weights; NaN weights are missing and keep the live value.
+
+    Args:
+        live: Live probabilities ``[N, num_experts]``.
+        used: Experts ``[N, top_k]``.
+        weights: Replayed weights ``[N, top_k]`` of these experts.
+    """
+    detached = live.detach()
+    values = torch.where(weights.isnan(), detached.gather(1, used), weights.to(live.dtype))
+    result: Tensor = _StraightThrough.apply(live, detached.scatter(1, used, values))
     return result
 
 
-def _same_sets(left: Tensor, right: Tensor) -> Tensor:
-    """``[N]`` bool: whether two ``[N, k]`` of distinct numbers have the same ones in each row."""
+def _equal_sets(left: Tensor, right: Tensor) -> Tensor:
+    """Return True for each row in which two tensors ``[N, k]`` of distinct numbers hold the same set, ``[N]``."""
     return (left[:, :, None] == right[:, None, :]).any(-1).all(-1)

@@ -1,12 +1,12 @@
-"""Router replay: given experts drive Megatron Core's own ``RouterReplay``, per micro-batch and model chunk.
+"""Router replay: the routes of the samples drive Megatron Core's ``RouterReplay``, per micro-batch and model chunk.
 
-*Which* experts a token visits is replayed. Their weights come from the router's present logits, so gradients reach the
-router as always; or they are replayed too, where the routes have them, and the gradients of those that stand in for the
-live ones pass straight through to these. Rows that are missing keep the live router's choice and weights.
+Replayed is *which* experts a token visits. The combine weights come from the router's current logits, so the router
+gets its usual gradient. Routes with weights replay those too, with a straight-through gradient to the live weights.
+Tokens with missing routes keep the live router's choice and weights.
 
-Megatron's object for a router holds the experts of one micro-batch, and a first-in-first-out list for recomputation in
-the backward pass. The pipeline schedules run the micro-batches of one chunk in the same order forward and backward, so
-both are right if they are set as each chunk begins a forward pass, which hooks on the chunks do.
+Megatron's ``RouterReplay`` holds the experts of one micro-batch, and a first-in-first-out list for recomputation in the
+backward pass. The pipeline schedules run the micro-batches of a chunk in the same order forward and backward. Both are
+therefore right if they are set when a chunk begins a forward pass, which forward hooks on the chunks do.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.layer_replay import Counts, LayerReplay
+from megatron_dppo.mcore.layer_replay import LayerReplay, ReplayCounts
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import MISSING_EXPERT, Metric, MicroBatch, MicroBatches, RoutingShape
 
 ReplayMode = Literal["replay", "compare", "record"]
-"""``replay``: use the given experts; ``compare``: use the live ones and count where the given ones differ; ``record``:
-use the live ones and keep them."""
+"""``replay`` uses the experts of the routes. ``compare`` uses the live ones and counts differences. ``record`` uses the
+live ones and records them."""
 
 
 def drop_routes(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-    """The same, made when they are asked for."""
+    """Return the micro-batches without their routes, created lazily."""
     return MicroBatches(len(batches), lambda i: replace(batches[i], routed_experts=None))
 
 
@@ -44,11 +44,14 @@ class ReplayDriver:
     """Router replay of one model.
 
     Args:
-        models: the unwrapped chunks of this rank.
-        config: theirs.
-        shape: of the routes.
-        tp_group: ranks that split rows among them, if sequence parallelism does; else None.
-        cp_group: ranks that split sequences among them; None = no context parallelism.
+        models: Unwrapped model chunks of this rank.
+        config: TransformerConfig of the model.
+        shape: Sizes and dtype of the routes.
+        tp_group: Tensor-parallel ranks if sequence parallelism splits rows among them, else None.
+        cp_group: Context-parallel ranks. None without context parallelism.
+
+    Attributes:
+        layers: Layers with a router on this rank, counted in the whole model from 0.
     """
 
     def __init__(
@@ -59,49 +62,59 @@ class ReplayDriver:
         tp_group: ProcessGroup | None,
         cp_group: ProcessGroup | None,
     ) -> None:
-        self._models, self._shape, self._missing = models, shape, MISSING_EXPERT[shape.dtype]
-        self._tp_group, self._cp_group = tp_group, cp_group
+        self._models = models
+        self._shape = shape
+        self._missing = MISSING_EXPERT[shape.dtype]
+        self._tp_group = tp_group
+        self._cp_group = cp_group
         self._device = next(models[0].parameters()).device
-        self._counts = Counts(self._device)
+        self._counts = ReplayCounts(self._device)
         self._num_rows = self._num_missing = 0
+        # Activation recomputation runs the routers of these layers a second time, in the backward pass.
         modules = config.recompute_modules or []
-        selective = config.recompute_granularity == "selective" and "moe" in modules
-        remembers = selective or config.recompute_granularity == "full"
-        self._chunks = [self._attach(model, remembers) for model in models]
+        is_selective = config.recompute_granularity == "selective" and "moe" in modules
+        is_recomputed = is_selective or config.recompute_granularity == "full"
+        self._chunks = [self._attach(model, is_recomputed) for model in models]
         self._routers = [router for chunk in self._chunks for router in chunk]
         self.layers = tuple(sorted(router.layer for router in self._routers))
-        """that have routers on this rank, counted in the whole model from 0"""
-        self._begun: list[int] = []
+        self._next_batch: list[int] = []
+        """Index of the micro-batch that each chunk runs next."""
         self._recorded: list[dict[int, Tensor]] = []
+        """Recorded routes of each micro-batch, by layer."""
 
-    def _attach(self, model: GPTModel, remembers: bool) -> list[LayerReplay]:
-        found = []
+    def _attach(self, model: GPTModel, is_recomputed: bool) -> list[LayerReplay]:
+        replays = []
         for layer in model.decoder.layers:
             router = getattr(layer.mlp, "router", None)
             if router is None:
                 continue
             number = layer.layer_number - 1
             if number in self._shape.dense_layers:
-                raise ValueError(f"layer {number} has a router, but the routes take it for a dense one")
-            replay = LayerReplay(number, self._shape, remembers=remembers, counts=self._counts)
+                raise ValueError(f"Expected a dense layer {number}, as in the routes, got one with a router.")
+            replay = LayerReplay(number, self._shape, is_recomputed=is_recomputed, counts=self._counts)
+            # Megatron's class methods set all instances of this list at once, and with virtual pipeline stages several
+            # chunks are in flight: here every router is set by the hooks of its own chunk.
             if router.router_replay in RouterReplay.global_router_replay_instances:
                 RouterReplay.global_router_replay_instances.remove(router.router_replay)
             router.router_replay = replay
             if self._shape.weights:
-                router.register_forward_hook(replay.weigh)
-            found.append(replay)
-        return found
+                router.register_forward_hook(replay.replay_weights)
+            replays.append(replay)
+        return replays
 
     @contextmanager
     def run(self, batches: Sequence[MicroBatch], mode: ReplayMode) -> Iterator[Sequence[MicroBatch]]:
-        """One run of Megatron's schedule over ``batches``; yields them without their routes, which stay on the host.
+        """Replay routes during one run of Megatron's schedule over ``batches``.
+
+        Yields:
+            The micro-batches without their routes, which stay in host memory until their chunk runs.
 
         Raises:
-            ValueError: micro-batches without routes, or rows that do not fit the tokens of a router.
-            RuntimeError: a chunk did not run every micro-batch once, or a router's recomputation missed some.
+            ValueError: A micro-batch has no routes, or their number differs from the tokens of a router.
+            RuntimeError: A chunk did not run every micro-batch once, or a router recomputed only some of them.
         """
         self._reset()
-        self._begun = [0] * len(self._models)
+        self._next_batch = [0] * len(self._models)
         self._recorded = [{} for _ in batches]
         handles = []
         for chunk, model in enumerate(self._models):
@@ -126,33 +139,36 @@ class ReplayDriver:
         routers = self._chunks[chunk]
         action = RouterReplayAction.REPLAY_FORWARD if mode == "replay" else RouterReplayAction.RECORD
         if mode != "record" and routers:
-            batch, layers = batches[self._begun[chunk]], [router.layer for router in routers]
+            batch = batches[self._next_batch[chunk]]
+            layers = [router.layer for router in routers]
             if batch.routed_experts is None:
-                raise ValueError(f"router replay in mode {mode!r} needs routed_experts in every micro-batch")
+                raise ValueError(f"Router replay in mode {mode!r} needs routed_experts in every micro-batch.")
+            # Samples have the routes of all layers, or of the layers of this pipeline stage only.
             has_all = batch.routed_experts.shape[1] == self._shape.num_layers
             routes = batch.routed_experts[:, layers if has_all else [self.layers.index(i) for i in layers]]
             self._count_missing(batch, routes)
-            given = self._local(batch, routes)
-            for router, rows in zip(routers, given, strict=True):
-                router.give(rows)
+            local_routes = self._local(batch, routes)
+            for router, layer_routes in zip(routers, local_routes, strict=True):
+                router.set_routes(layer_routes)
         for router in routers:
             router.set_router_replay_action(action)
 
     def _end(self, chunk: int, mode: ReplayMode, *_: Any) -> None:
         for router in self._chunks[chunk]:
             if mode == "record":
-                self._recorded[self._begun[chunk]][router.layer] = router.recorded_routes()
+                self._recorded[self._next_batch[chunk]][router.layer] = router.recorded_routes()
+            # From here on this router only runs again when the backward pass recomputes activations.
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
-        self._begun[chunk] += 1
+        self._next_batch[chunk] += 1
 
     def _count_missing(self, batch: MicroBatch, routes: Tensor) -> None:
-        """Rows of tokens that are not padding; the same on all ranks of tensor and context parallelism."""
+        """Count routes and missing routes, without padding; the same on all tensor- and context-parallel ranks."""
         layers = routes.shape[1]
         self._num_missing += int((routes[..., 0] == self._missing).sum()) - batch.num_padding * layers
         self._num_rows += (len(batch.tokens) - batch.num_padding) * layers
 
     def _local(self, batch: MicroBatch, routes: Tensor) -> Tensor:
-        """``[layers, local tokens, width]`` on the device, of ``[T, layers, width]``: what this rank's routers see."""
+        """Return this rank's part of routes ``[T, num_layers, width]`` as ``[num_layers, num_local_tokens, width]``."""
         if self._cp_group is not None:
             routes = ContextShard.of(batch.cu_seqlens, self._cp_group).split(routes)
         if self._tp_group is not None:
@@ -160,33 +176,36 @@ class ReplayDriver:
         return routes.transpose(0, 1).contiguous().to(self._device, non_blocking=True)
 
     def _check_all_used(self, num_batches: int) -> None:
-        for chunk, begun in enumerate(self._begun):
-            if begun != num_batches:
+        for chunk, count in enumerate(self._next_batch):
+            if count != num_batches:
                 raise RuntimeError(
-                    f"model chunk {chunk} ran {begun} of {num_batches} micro-batches under router replay"
+                    f"Expected model chunk {chunk} to run {num_batches} micro-batches under router replay, got {count}."
                 )
         for router in self._routers:
             if router.num_recomputed not in (0, num_batches):
                 raise RuntimeError(
-                    f"router of layer {router.layer} ran again for {router.num_recomputed} of {num_batches} "
-                    "micro-batches, expected all or none"
+                    f"Expected the router of layer {router.layer} to recompute all or none of {num_batches} "
+                    f"micro-batches, got {router.num_recomputed}."
                 )
 
     def recorded_routes(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The routes ``[T, L, width]`` of each micro-batch of the last run in mode ``record``; missing but on those
-        layers that this pipeline stage has. A collective over tensor and context parallelism."""
-        found = []
+        """Return the routes ``[T, L, width]`` of each micro-batch of the last run in mode ``record``.
+
+        A collective over tensor and context parallelism. Layers of other pipeline stages have missing routes.
+        """
+        result = []
         for batch, by_layer in zip(batches, self._recorded, strict=True):
             size = (len(batch.tokens), self._shape.num_layers, self._shape.width)
             routes = torch.full(size, self._missing, dtype=self._shape.dtype)
             if by_layer:
                 layers = sorted(by_layer)
-                routes[:, layers] = self._whole(torch.stack([by_layer[i] for i in layers], 1), batch).cpu()
-            found.append(routes)
-        return found
+                routes[:, layers] = self._gather(torch.stack([by_layer[i] for i in layers], 1), batch).cpu()
+            result.append(routes)
+        return result
 
-    def _whole(self, routes: Tensor, batch: MicroBatch) -> Tensor:
-        raw = routes.view(torch.uint8)  # NCCL has no int16
+    def _gather(self, routes: Tensor, batch: MicroBatch) -> Tensor:
+        # As bytes, because NCCL has no int16.
+        raw = routes.view(torch.uint8)
         if self._tp_group is not None:
             parts = [torch.empty_like(raw) for _ in range(self._tp_group.size())]
             dist.all_gather(parts, raw, group=self._tp_group)
@@ -196,23 +215,23 @@ class ReplayDriver:
         return raw.view(routes.dtype)
 
     def metrics(self, *, is_first: bool) -> dict[str, Metric]:
-        """What the last run counted on this rank, as shares of tokens times layers; of weights the mean difference.
+        """Return the counts of the last run on this rank, as shares of tokens times layers.
 
         Args:
-            is_first: whether this is the first rank of tensor and context parallelism; what those ranks have in common
-                counts once.
+            is_first: True on the first rank of tensor and context parallelism. Missing routes are counted for the whole
+                row on every rank, so only this one reports them.
         """
         known, live, used = self._counts.rows.tolist()
-        apart, weights = self._counts.weights.tolist()
+        difference, num_weights = self._counts.weights.tolist()
         return {
             "router_disagreement": Metric(used, known),
             "router_live_disagreement": Metric(live, known),
             "router_missing": Metric(self._num_missing * is_first, self._num_rows * is_first),
-            **({"router_weight_diff": Metric(apart, weights)} if self._shape.weights else {}),
+            **({"router_weight_diff": Metric(difference, num_weights)} if self._shape.weights else {}),
         }
 
 
-_AGAINST_REPLAY = {
+_INCOMPATIBLE_FIELDS = {
     "moe_router_fusion": (True, "the fused kernel chooses the experts by itself"),
     "moe_router_load_balancing_type": (
         {"sinkhorn", "quantile_balancing"},
@@ -222,23 +241,23 @@ _AGAINST_REPLAY = {
     "moe_router_force_biased": (None, "it adds a random bias to the logits"),
     "moe_expert_capacity_factor": (None, "it drops tokens from the experts that were replayed"),
     "overlap_moe_expert_parallel_comm": (True, "it runs forward and backward passes of micro-batches interleaved"),
-    "enable_cuda_graph": (True, "a captured router never asks for the replayed experts"),
-    "external_cuda_graph": (True, "a captured router never asks for the replayed experts"),
-    "cuda_graph_impl": ({"local", "transformer_engine"}, "a captured router never asks for the replayed experts"),
+    "enable_cuda_graph": (True, "a captured router does not read the replayed experts"),
+    "external_cuda_graph": (True, "a captured router does not read the replayed experts"),
+    "cuda_graph_impl": ({"local", "transformer_engine"}, "a captured router does not read the replayed experts"),
 }
-"""Field of TransformerConfig -> values with which Megatron ignores or undoes replay (None = any value that is set)."""
+"""TransformerConfig fields with the values under which Megatron ignores or undoes replay (None means any value)."""
 
 
 def check_router_replay_support(overrides: Mapping[str, Any]) -> None:
-    """Stop before a run in which replay would silently do nothing, or not what it says.
+    """Check that no TransformerConfig field makes Megatron ignore replay.
 
     Args:
-        overrides: fields of TransformerConfig that the user sets; the defaults of all of these obey replay.
+        overrides: TransformerConfig fields that the user sets. The defaults of all fields are compatible.
 
     Raises:
-        ConfigError: naming the field.
+        ConfigError: A field is incompatible.
     """
-    for name, (values, reason) in _AGAINST_REPLAY.items():
+    for name, (values, reason) in _INCOMPATIBLE_FIELDS.items():
         value = overrides.get(name)
         if value is None or isinstance(value, list):
             continue

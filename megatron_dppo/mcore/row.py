@@ -1,4 +1,4 @@
-"""One micro-batch on its way through the schedule: the share of it that a rank computes, and its teacher's side."""
+"""One packed micro-batch on its way through Megatron's schedule, and the record of its tokens."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from megatron_dppo.types import LossOutput, MicroBatch, TokenTargets
 
 @dataclass(frozen=True)
 class MicroBatchRow:
-    """One micro-batch, and the share of it that this context-parallel rank computes."""
+    """One packed micro-batch on the device, with the tokens that this context-parallel rank computes."""
 
     batch: MicroBatch
-    own: TokenTargets
-    """the targets of this rank's tokens"""
+    """The micro-batch with all T tokens of the row."""
+    targets: TokenTargets
+    """Labels and loss columns of this rank's tokens."""
     plan: RowPlan
-    """which of those have a loss, and a gradient"""
+    """This rank's tokens that have a loss, and those of them that have a gradient."""
     packing: PackedRow
-    """for attention"""
+    """Megatron's packed-sequence parameters, for attention."""
     shard: ContextShard | None
+    """This rank's tokens of the row. None without context parallelism."""
     teacher: TeacherTargets | None = None
-    """what a teacher says of the tokens whose hidden states are on this rank; in host memory, on the last stage only"""
+    """Teacher's hidden states of this rank's tokens, in host memory. None disables distillation."""
 
     @classmethod
     def from_batch(
@@ -42,42 +44,60 @@ class MicroBatchRow:
         skips_zero_advantage: bool,
         noise: NoiseFactory | None = None,
     ) -> MicroBatchRow:
-        """Move to ``device``; share and plan are found before that, on the host."""
-        shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
-        index = None if shard is None else shard.index
-        mask, advantages = (x if shard is None else shard.split(x) for x in (batch.loss_mask, batch.advantages))
+        """Move a micro-batch to the device and select this rank's tokens.
+
+        Args:
+            batch: Micro-batch in host memory.
+            cp_group: Context-parallel ranks. None without context parallelism.
+            device: Device of the model.
+            skips_zero_advantage: Tokens with advantage 0 have no gradient.
+            noise: Creates the noise of the layers' inputs. None disables it.
+        """
+        # Everything that reads tensor values happens on the host tensors: on the device it would wait for the GPU.
+        host_shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
+        if host_shard is None:
+            mask = batch.loss_mask
+            advantages = batch.advantages
+        else:
+            mask = host_shard.split(batch.loss_mask)
+            advantages = host_shard.split(batch.advantages)
         plan = RowPlan.of(mask, advantages if skips_zero_advantage else None, device)
-        starts, on_host, batch = batch.cu_seqlens.tolist(), batch, batch.to(device)
-        shard = None if shard is None else shard.to(device)
-        packing = PackedRow.from_batch(batch, starts, shard)
-        packing.noise = None if noise is None else noise(on_host, shard)
-        return cls(batch, batch if shard is None else batch.select(shard.index, index), plan, packing, shard)
+        starts = batch.cu_seqlens.tolist()
+
+        device_batch = batch.to(device)
+        shard = None if host_shard is None else host_shard.to(device)
+        packing = PackedRow.from_batch(device_batch, starts, shard)
+        packing.noise = None if noise is None else noise(batch, shard)
+        if host_shard is None or shard is None:
+            return cls(device_batch, device_batch, plan, packing, None)
+        return cls(device_batch, device_batch.select(shard.index, host_shard.index), plan, packing, shard)
 
     def split(self, values: Tensor) -> Tensor:
-        """``[T, ...]`` of the row to what this rank computes."""
+        """Return this rank's tokens of ``[T, ...]`` values of the row."""
         return values if self.shard is None else self.shard.split(values)
 
 
 class RowRecord(NamedTuple):
-    """What a loss saw and decided of a row of T tokens; on the CPU. Neither means anything outside the loss mask."""
+    """Tokens of a row as the loss computed them, on the CPU. Values outside the loss mask are undefined."""
 
     logprobs: Tensor
-    """[T] fp32 log pi"""
+    """Log-probabilities [T] of the labels, fp32."""
     keep: Tensor
-    """[T] bool, True = the token had a gradient"""
+    """Boolean mask [T]. True marks a token that had a gradient."""
 
 
 @torch.no_grad()
 def record_row(output: LossOutput, row: MicroBatchRow) -> RowRecord:
-    """Of the whole row, on every context-parallel rank; a collective of them.
+    """Return the record of the whole row on every context-parallel rank; a collective of them.
 
     Raises:
-        ValueError: the loss does not hand on its log-probabilities, as that of a warm-up.
+        ValueError: The loss returns no log-probabilities, as that of a warm-up.
     """
     if output.logprobs is None:
-        raise ValueError("this loss has no LossOutput.logprobs, so that its tokens cannot be recorded")
-    both = torch.stack([output.logprobs.float(), output.keep_mask.float()], 1)
-    if row.shard is not None and len(both) < row.batch.tokens.numel():  # else the loss was of the whole row
-        both = row.shard.gather(both)
-    both = both.cpu()
-    return RowRecord(both[:, 0].clone(), both[:, 1] > 0)
+        raise ValueError("The tokens of this loss cannot be recorded: it returns no LossOutput.logprobs.")
+    columns = torch.stack([output.logprobs.float(), output.keep_mask.float()], 1)
+    # A loss of whole sequences covers the whole row on every rank already.
+    if row.shard is not None and len(columns) < row.batch.tokens.numel():
+        columns = row.shard.gather(columns)
+    columns = columns.cpu()
+    return RowRecord(columns[:, 0].clone(), columns[:, 1] > 0)

@@ -1,7 +1,7 @@
-"""A second model beside the policy, frozen, of sizes of its own: what it says of the policy's micro-batches.
+"""A frozen teacher model in the training processes.
 
-It is split as the policy is, so that its hidden states lie on the ranks, rows and vocabulary shards where the policy's
-do. Between its passes it is in host memory.
+It has its own sizes and the policy's layout, so its hidden states and vocabulary shards are on the same ranks as the
+policy's. Between its forward passes it is in host memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import Divergence, MicroBatch
 
-_OF_TRAINING = (
+_TRAINING_FIELDS = (
     "recompute_",
     "moe_aux_loss",
     "moe_z_loss",
@@ -38,21 +38,21 @@ _OF_TRAINING = (
     "num_layers_in_",
     "account_for_",
 )
-"""Beginnings of the fields of ``model.transformer`` that say how the policy is trained, or how its layers are dealt."""
+"""Prefixes of ``model.transformer`` fields that only concern training or the split of the policy's layers."""
 
 
-class TeacherModel:
-    """Megatron's model of ``distillation.teacher_path``.
+class MegatronTeacher:
+    """Megatron model of ``distillation.teacher_path``.
 
     Args:
-        model: the policy, whose dtype and fields of TransformerConfig it has.
-        distillation: the divergence, and what of the weights is on the device.
-        temperature: of the rollouts.
-        hf_config: the transformers config of the teacher.
-        weights: its weights, full tensors by Hugging Face name.
-        layout: the policy's.
-        groups: the policy's.
-        platform: the device of this process.
+        model: ``[model]`` of the policy, whose dtype and TransformerConfig fields the teacher shares.
+        distillation: Divergence, and which weights stay on the device during a pass.
+        temperature: Sampling temperature of the rollouts.
+        hf_config: transformers configuration of the teacher.
+        weights: Full tensors by Hugging Face name.
+        layout: Layout of the policy.
+        groups: Process groups of the policy.
+        platform: Device of this process.
     """
 
     def __init__(
@@ -68,12 +68,14 @@ class TeacherModel:
         platform: Platform,
     ) -> None:
         shape = model_shape(hf_config)
+        # A dense teacher has no expert parallelism; its ranks then count as data parallel.
         if not shape.num_experts:
             layout = replace(layout, ep=1, etp=layout.tp)
         settings = teacher_model_config(model, has_experts=bool(shape.num_experts))
         megatron_config = transformer_config(hf_config, settings, layout, platform)
         models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         Bridge(models, shape, tied=bool(hf_config.tie_word_embeddings), groups=groups).load(weights)
+        # Float16Module converts the weights, so freezing and offloading come after it.
         self._chunks = [chunk.eval() for chunk in wrap_float16(megatron_config, models)]
         for chunk in models:
             chunk.requires_grad_(False)
@@ -84,28 +86,32 @@ class TeacherModel:
         self._model = OffloadedModel(models, platform.device, by_layer=distillation.teacher_weights == "by_layer")
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probabilities ``[T]`` of the labels of each micro-batch; empty but on the last pipeline stage."""
+        """Return the log-probabilities ``[T]`` of the labels of each micro-batch.
+
+        The list is empty on all but the last pipeline stage.
+        """
         with self._model.loaded():
             return forward_logprobs(self._chunks, drop_routes(batches), self._head, self._cp_group)
 
     def compute_targets(self, batches: Sequence[MicroBatch]) -> list[TeacherTargets]:
-        """The teacher's side of the loss of each micro-batch; empty but on the last pipeline stage.
+        """Return the teacher's targets for each micro-batch.
 
-        Its hidden states wait in host memory; its share of the output layer is on the device until these are dropped.
+        The list is empty on all but the last pipeline stage. The hidden states are in host memory. This rank's shard
+        of the output layer stays on the device until the targets are freed.
         """
         with self._model.loaded():
-            rows = forward_hidden_states(self._chunks, drop_routes(batches), _own_hidden, self._cp_group)
+            rows = forward_hidden_states(self._chunks, drop_routes(batches), _copy_hidden_to_host, self._cp_group)
             weight = self._head.weight().detach() if self._has_head else None
         return [] if weight is None else [TeacherTargets(hidden, weight, self._divergence) for hidden in rows]
 
 
 def teacher_model_config(model: ModelConfig, *, has_experts: bool) -> ModelConfig:
-    """The policy's ``[model]`` with the fields of ``transformer`` that a model which is not trained has too."""
-    drop = _OF_TRAINING if has_experts else (*_OF_TRAINING, "moe_")
+    """Return the policy's ``[model]`` without the ``transformer`` fields that only concern training."""
+    drop = _TRAINING_FIELDS if has_experts else (*_TRAINING_FIELDS, "moe_")
     fields = {key: value for key, value in model.transformer.items() if not key.startswith(drop)}
     return model.model_copy(update={"transformer": fields})
 
 
-def _own_hidden(_: MicroBatchRow, hidden: Tensor) -> Tensor:
-    """``[t, H]`` of this rank's rows, in host memory."""
+def _copy_hidden_to_host(_: MicroBatchRow, hidden: Tensor) -> Tensor:
+    """Return this rank's hidden states ``[num_local_tokens, hidden_size]`` in host memory."""
     return to_host(hidden.squeeze(0))

@@ -23,7 +23,7 @@ from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSa
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.row import RowRecord
-    from megatron_dppo.mcore.teacher_model import TeacherModel
+    from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.policy.packed import PackedBatch, TokenRecorder
     from megatron_dppo.policy.trainer import PolicyTrainer
 
@@ -48,8 +48,8 @@ class Updater:
         loss: LossConfig,
         *,
         with_reference: bool = False,
-        teacher: TeacherModel | None = None,
-        scoring_teacher: TeacherModel | None = None,
+        teacher: MegatronTeacher | None = None,
+        scoring_teacher: MegatronTeacher | None = None,
         recorder: TokenRecorder | None = None,
     ) -> None:
         self._trainer = trainer

@@ -56,7 +56,7 @@ from megatron_dppo.run.watchdog import Watchdog
 from megatron_dppo.weights.sharing import find_sharing
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.teacher_model import TeacherModel
+    from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
     from megatron_dppo.weights.handles import MemorySharing
@@ -72,7 +72,7 @@ class Session:
     groups: ParallelGroups
     engine: RolloutEngine | None
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
-    teacher: TeacherModel | TeacherServers | None
+    teacher: MegatronTeacher | TeacherServers | None
     """Teacher of a distillation, in the trainer or behind servers."""
     stream: RolloutScheduler
     """Source of the rollouts."""
@@ -312,7 +312,7 @@ def warmup_from_config(config: Config) -> Warmup:
 
 def _build_policy(
     config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, console: Console, stop: StopSignal
-) -> tuple[PolicyTrainer, TeacherModel | TeacherServers | None]:
+) -> tuple[PolicyTrainer, MegatronTeacher | TeacherServers | None]:
     from megatron_dppo.mcore.setup import seed_random_states
 
     for note in free_gpus(config, groups.world):

@@ -34,7 +34,7 @@ from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.teacher_model import TeacherModel
+    from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 
@@ -55,7 +55,7 @@ def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig) -> list[Tra
 def update_policy(
     trainer: PolicyTrainer,
     config: Config,
-    teacher: TeacherModel | TeacherServers | None,
+    teacher: MegatronTeacher | TeacherServers | None,
     step: int,
     collected: CollectedRollouts,
     samples: Sequence[TrainingSample],

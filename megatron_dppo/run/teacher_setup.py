@@ -20,7 +20,7 @@ from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.run.inputs import ModelInputs
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.teacher_model import TeacherModel
+    from megatron_dppo.mcore.teacher_model import MegatronTeacher
 
 
 _SHOWN = 3
@@ -111,14 +111,14 @@ def _check_layout(name: str, hf_config: Any, config: Config, policy: ModelInputs
 
 def build_teacher(
     config: Config, inputs: ModelInputs, groups: ParallelGroups, platform: Platform
-) -> TeacherModel | TeacherServers | None:
+) -> MegatronTeacher | TeacherServers | None:
     """That of ``[distillation]``; None without."""
     path = config.distillation.teacher_path
     if path is None:
         return teacher_servers(config)
-    from megatron_dppo.mcore.teacher_model import TeacherModel
+    from megatron_dppo.mcore.teacher_model import MegatronTeacher
 
-    return TeacherModel(
+    return MegatronTeacher(
         model=config.model,
         distillation=config.distillation,
         temperature=config.rollout.temperature,

@@ -158,7 +158,7 @@ def make_all(lectures: list[Lecture]) -> list[tuple[list[TrainingSample], Expect
 
 def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, platform: Platform) -> None:
     """Gradients of every parameter, loss, KLs, and the teacher's log-probabilities."""
-    from megatron_dppo.mcore.teacher_model import TeacherModel
+    from megatron_dppo.mcore.teacher_model import MegatronTeacher
 
     chosen = DIVERGENCES[lecture.divergence]
     more: dict[str, Any] = {"teacher_weights": "by_layer"} if lecture.by_layer else {}
@@ -169,7 +169,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
     }
     trainer = build_trainer(lecture.case, model_of(lecture.case), platform, "fp32", **sections)
     config, model = config_for(lecture.case, **sections), teacher_model(lecture.dense_teacher)
-    teacher = TeacherModel(
+    teacher = MegatronTeacher(
         model=config.model,
         distillation=config.distillation,
         temperature=config.rollout.temperature,

@@ -60,7 +60,7 @@ class NoisySide(HFSide):
     def _add(self, i: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden: Tensor = args[0]
         assert self._noise is not None
-        noise = self._noise.draw(1 + i, torch.empty(hidden.shape[1], 1, hidden.shape[2]))
+        noise = self._noise.generate(1 + i, torch.empty(hidden.shape[1], 1, hidden.shape[2]))
         return hidden + self.log_std[i].exp() * noise.double().transpose(0, 1), *args[1:]
 
     def logprobs(self, sample: TrainingSample) -> Tensor:

@@ -40,7 +40,7 @@ from megatron_dppo.run.teacher_setup import build_teacher
 
 if TYPE_CHECKING:
     from megatron_dppo.engines.teacher import TeacherServers
-    from megatron_dppo.mcore.teacher_model import TeacherModel
+    from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
 
@@ -54,7 +54,7 @@ class _Run:
     groups: ParallelGroups
     step: int
     """Rollout steps done."""
-    teacher: TeacherModel | TeacherServers | None = None
+    teacher: MegatronTeacher | TeacherServers | None = None
 
 
 def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> ReplayOutcome | None:

@@ -25,7 +25,7 @@ def drawn(samples: list[TrainingSample], *, name: str = "0/0", layer: int = 0, *
     """The noise of each sample's tokens, and of what a row has beside them."""
     batch = pack(samples, RowShape(**shape))
     noise = RowNoise.from_batch(batch, None, part=(0, 1), name=name)
-    row = noise.draw(layer, torch.empty(len(batch.tokens), 1, HIDDEN))[:, 0]
+    row = noise.generate(layer, torch.empty(len(batch.tokens), 1, HIDDEN))[:, 0]
     starts = batch.cu_seqlens.tolist()
     parts = [row[start : start + sample.num_tokens] for start, sample in zip(starts, samples, strict=False)]
     assert row.count_nonzero() == sum(part.count_nonzero() for part in parts), "padding has noise"
@@ -56,9 +56,11 @@ def test_noise_is_the_sequence_s_own_wherever_it_stands_and_however_it_is_padded
 
 def test_sequence_parallel_ranks_have_their_rows() -> None:
     batch = pack(SAMPLES, RowShape(row_multiple=4))
-    whole = RowNoise.from_batch(batch, None, part=(0, 1), name="0/0").draw(3, torch.empty(len(batch.tokens), 1, HIDDEN))
+    whole = RowNoise.from_batch(batch, None, part=(0, 1), name="0/0").generate(
+        3, torch.empty(len(batch.tokens), 1, HIDDEN)
+    )
     part = torch.empty(len(batch.tokens) // 4, 1, HIDDEN)
-    found = [RowNoise.from_batch(batch, None, part=(rank, 4), name="0/0").draw(3, part) for rank in range(4)]
+    found = [RowNoise.from_batch(batch, None, part=(rank, 4), name="0/0").generate(3, part) for rank in range(4)]
     torch.testing.assert_close(torch.cat(found), whole, rtol=0, atol=0)
 
 
