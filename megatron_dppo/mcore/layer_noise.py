@@ -1,8 +1,8 @@
 """Adaptive layerwise perturbation (ALP, arXiv 2603.19470): learned Gaussian noise on the layers' inputs, in updates.
 
 As in the authors' repository (amazon-science/adaptive-layerwise-perturbation, README and decoder-layer patch), layer l
-gets h + sigma_l * noise, with one learned log sigma per layer. The policy under noise is the numerator of the ratio, the
-rollout policy is its denominator.
+gets h + sigma_l * noise, with one learned log sigma per layer. The policy under noise is the numerator of the ratio,
+the rollout policy is its denominator.
 
 The noise is a function of the run's seed, the policy version, the layer and the sequence's tokens. It is therefore the
 same on every layout, and in a forward pass that is recomputed. It is not stored: backward generates it again.

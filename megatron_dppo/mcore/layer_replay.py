@@ -98,7 +98,7 @@ class LayerReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., _Topk] | None = None,
     ) -> _Topk:
-        """Return scores and indices ``[num_local_tokens, top_k]`` of the experts to use; called by Megatron's router."""
+        """Return scores and indices ``[num_local_tokens, top_k]`` of the experts to use, for Megatron's router."""
         assert default_compute_topk is not None
         action = self.router_replay_action
         routed = self.experts

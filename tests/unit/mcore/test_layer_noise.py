@@ -65,7 +65,7 @@ def test_sequence_parallel_ranks_have_their_rows() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"start_layer": 4}, {"end_layer": 5}])
-def test_layers_that_a_model_has_not_are_refused(settings: dict[str, Any]) -> None:
+def test_layers_outside_the_model_are_rejected(settings: dict[str, Any]) -> None:
     assert LayerNoiseConfig(std=1.0, start_layer=1, end_layer=3).layers(4) == range(1, 3)
-    with pytest.raises(ConfigError, match="with 4 layers"):
+    with pytest.raises(ConfigError, match="model's 4 layers"):
         LayerNoiseConfig(std=1.0, **settings).layers(4)
