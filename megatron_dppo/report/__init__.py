@@ -1,1 +1,1 @@
-"""What a person sees of a run: console lines, curves, the closing summary."""
+"""Reports of a run: metrics, console lines, curves, the HTML report, and the closing summary."""

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, and what this process is doing."""
+"""Wall-clock time of a step by phase, and the current phase of this process."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from contextlib import contextmanager
 
 
 class Progress:
-    """What the main thread of this process is doing, for those who watch it from another one.
+    """The current phase of this process's main thread, for threads that watch it.
 
     Attributes:
-        step: rollout steps done; in the warm-up, its steps.
-        phase: such as ``rollout`` or ``forward_backward``; between two of them, ``loop``.
-        changes: how often one of the two has changed.
+        step: Completed rollout steps; during the warm-up, its steps.
+        phase: Current phase, such as ``rollout`` or ``forward_backward``; ``loop`` between two phases.
+        changes: Number of changes of step or phase.
         entered: ``time.time()`` of the last change.
     """
 
     def __init__(self) -> None:
-        self.step, self.phase, self.changes, self.entered = 0, "start", 0, time.time()
+        self.step = 0
+        self.phase = "start"
+        self.changes = 0
+        self.entered = time.time()
 
     def enter(self, phase: str, step: int | None = None) -> str:
-        """Begin a phase, if this is the main thread; returns the one before."""
+        """Begin a phase if this is the main thread, and return the previous one."""
         before = self.phase
         if threading.current_thread() is threading.main_thread():
             self.step = self.step if step is None else step
-            self.phase, self.entered = phase, time.time()
+            self.phase = phase
+            self.entered = time.time()
             self.changes += 1
         return before
 
     @contextmanager
     def part(self, phase: str) -> Iterator[None]:
-        """A phase, and then the one before again."""
+        """Set a phase for the duration of the block, then restore the previous one."""
         before = self.enter(phase)
         try:
             yield
@@ -41,11 +45,11 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""Of this process."""
+"""Progress of this process."""
 
 
 class Clock:
-    """Wall-clock seconds of one step, and of its named parts on this rank.
+    """Wall-clock seconds of one step and of its named parts on this rank.
 
     On CUDA a part ends when its kernels are queued, unless it waits for a result itself, as the loss and the gradient
     norm do.
@@ -57,7 +61,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What runs inside counts as ``name``; several blocks of one name add up."""
+        """Add the time of the block to the part ``name``."""
         start = time.perf_counter()
         try:
             with PROGRESS.part(name):
@@ -66,5 +70,5 @@ class Clock:
             self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
 
     def total(self) -> float:
-        """Seconds since the start of the step."""
+        """Return the seconds since the start of the step."""
         return time.perf_counter() - self._start

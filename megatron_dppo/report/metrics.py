@@ -1,4 +1,4 @@
-"""Metrics: global reduction of (numerator, denominator) pairs, and the files they go to."""
+"""Metrics: global reduction of (numerator, denominator) pairs, and the writer of ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.sinks import open_sinks
-from megatron_dppo.report.trackers import Labels
+from megatron_dppo.report.trackers import RunLabels
 from megatron_dppo.types import Metric
 
 _Pair = tuple[str, float, float]
@@ -31,19 +31,19 @@ def reduce_metrics(
     """Combine the metrics of micro-batches and of all ranks; the result is bit-identical on every rank.
 
     Args:
-        local: the metrics of each micro-batch of this rank; ranks may have different names, or none.
-        group: the ranks to reduce over; None = this one alone.
-        contributes: False on ranks that hold copies of a peer's metrics (tensor parallel ranks above 0).
+        local: Metrics of each micro-batch of this rank. Ranks may have different names, or none.
+        group: Ranks to reduce over. None uses only this rank.
+        contributes: False on ranks that hold copies of a peer's metrics (tensor-parallel ranks above 0).
 
     Returns:
-        mean: sum of numerators over sum of denominators; max: the largest value. A mean over nothing is no number: its
-        name is missing.
+        For a mean the sum of numerators over the sum of denominators, for a maximum the largest value. A mean over
+            nothing has no value, so its name is missing.
     """
-    mine = _sum_locally(local) if contributes else {}
-    gathered: list[dict[str, _Pair]] = [mine]
+    local_sums = _sum_locally(local) if contributes else {}
+    gathered: list[dict[str, _Pair]] = [local_sums]
     if group is not None and dist.get_world_size(group) > 1:
         gathered = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(gathered, mine, group=group)
+        dist.all_gather_object(gathered, local_sums, group=group)
     total: dict[str, _Pair] = {}
     for part in gathered:
         for name, pair in part.items():
@@ -57,14 +57,14 @@ def reduce_metrics(
 
 def _add(left: _Pair, right: _Pair) -> _Pair:
     if left[0] == "max":
-        # Python's max keeps or loses a NaN by the order of its arguments; here it always stays visible.
+        # Python's max keeps or drops a NaN by the order of its arguments. Here a NaN always stays visible.
         largest = math.nan if math.isnan(left[1]) or math.isnan(right[1]) else max(left[1], right[1])
         return "max", largest, 1.0
     return "mean", left[1] + right[1], left[2] + right[2]
 
 
 def _sum_locally(local: Sequence[Mapping[str, Metric]]) -> dict[str, _Pair]:
-    """The sums of this rank in float64."""
+    """Return the sums of this rank in float64."""
     flat = [(name, metric) for part in local for name, metric in part.items()]
     numbers = _to_floats([value for _, metric in flat for value in (metric.numerator, metric.denominator)])
     result: dict[str, _Pair] = {}
@@ -75,26 +75,27 @@ def _sum_locally(local: Sequence[Mapping[str, Metric]]) -> dict[str, _Pair]:
 
 
 def _to_floats(values: Sequence[Tensor | float]) -> list[float]:
-    """All values, with one transfer from the device for all tensors together."""
+    """Return all values, with a single transfer from the device for all tensors."""
     tensors = [value.detach().double().reshape(()) for value in values if isinstance(value, Tensor)]
     moved = iter(torch.stack(tensors).tolist() if tensors else [])
     return [next(moved) if isinstance(value, Tensor) else float(value) for value in values]
 
 
 class MetricsWriter:
-    """Writes one record a step to ``metrics.jsonl`` and, when asked, to TensorBoard and trackers.
+    """Writer of one record per step to ``metrics.jsonl`` and, if enabled, to TensorBoard and trackers.
 
     Args:
-        folder: where the files go.
-        config: the resolved configuration, for the run's page in Weights & Biases.
-        tensorboard: write TensorBoard events.
-        wandb_project: a project name, or None.
-        trackers: names of others (``report.trackers``).
-        labels: what the run is called there; None = by its folder.
-        resumed_step: records of later steps belong to a run that was cut off, and are dropped.
+        folder: Output folder of the run.
+        config: Resolved configuration, for the trackers.
+        tensorboard: True to write TensorBoard events.
+        wandb_project: Project in Weights & Biases. None disables it.
+        trackers: Names of further trackers (``report.trackers``).
+        labels: Name and tags of the run in trackers. None uses the name of the folder.
+        resumed_step: Records of later steps are dropped, because the interrupted run wrote them. None starts a new
+            file.
 
     Raises:
-        ConfigError: Weights & Biases is asked for but not installed.
+        ConfigError: Weights & Biases is enabled but not installed.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class MetricsWriter:
         wandb_project: str | None,
         resumed_step: int | None,
         trackers: Sequence[str] = (),
-        labels: Labels | None = None,
+        labels: RunLabels | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
@@ -119,7 +120,7 @@ class MetricsWriter:
             tensorboard=tensorboard,
             wandb_project=wandb_project,
             trackers=trackers,
-            labels=labels or Labels(project=wandb_project or "megatron_dppo", name=folder.name),
+            labels=labels or RunLabels(project=wandb_project or "megatron_dppo", name=folder.name),
             resumed_step=resumed_step,
         )
 
@@ -128,22 +129,22 @@ class MetricsWriter:
         clean = {k: (v if math.isfinite(v) else None) for k, v in values.items()}
         self._file.write(json.dumps({"step": step, **clean}) + "\n")
         self._file.flush()
-        os.fsync(self._file.fileno())  # a checkpoint of this step must not outlive its record
+        os.fsync(self._file.fileno())  # A checkpoint of this step must not outlive its record.
         for sink in self._sinks:
             sink.log(values, step)
 
     @property
     def has_tables(self) -> bool:
-        """Whether a sink is open that shows tables."""
+        """True if a sink can show tables."""
         return any(sink.shows_tables for sink in self._sinks)
 
     def write_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Show a table beside the curves in the sinks that have tables."""
+        """Show a table in the sinks that support tables."""
         for sink in self._sinks:
             sink.log_table(name, columns, rows, step)
 
     def close(self) -> None:
-        """Close every sink; each record was flushed when it was written, so a full disk takes nothing here."""
+        """Close every sink. Each record was flushed when it was written, so a full disk loses nothing here."""
         with contextlib.suppress(OSError):
             self._file.close()
         for sink in self._sinks:
@@ -151,10 +152,10 @@ class MetricsWriter:
 
 
 def reduce_over_samples(groups: ParallelGroups, local: dict[str, Metric]) -> dict[str, float]:
-    """Reduce per-sample metrics: one rank of each model-parallel group contributes."""
+    """Reduce per-sample metrics; one rank of each model-parallel group contributes."""
     return reduce_metrics([local], groups.world, contributes=is_leader(groups.replica))
 
 
-def prefixed(prefix: str, values: dict[str, float]) -> dict[str, float]:
+def add_prefix(prefix: str, values: dict[str, float]) -> dict[str, float]:
     """Return the same values under ``prefix/name``."""
     return {f"{prefix}/{name}": value for name, value in values.items()}

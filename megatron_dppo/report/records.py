@@ -1,4 +1,4 @@
-"""The JSONL files of a run, read back, and the summary of a run at its end."""
+"""Readers of a run's JSONL files, and the summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ from megatron_dppo.errors import DataError
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file; none where there is no file. A last line that a crash cut off is left out.
+    """Return the objects of a file; none if the file does not exist. An incomplete last line is ignored.
 
     Raises:
-        DataError: there is no file but something else, or a line is not a JSON object.
+        DataError: The path is not a file, or a line is not a JSON object.
     """
     return [record for _, record in _numbered(path)]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, see ``read_records``.
+    """Return the records of a ``metrics.jsonl``, see ``read_records``.
 
     Raises:
-        DataError: also a record without a step, or with something else than numbers and null.
+        DataError: Also for a record without a step, or with values other than numbers and null.
     """
-    found = []
+    records = []
     for number, record in _numbered(path):
         step = record.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise _damaged(path, number, f"step = {step!r}, expected a whole number from 0")
+            raise _damaged(path, number, f"expected an integer of at least 0 as step, got {step!r}")
         for name, value in record.items():
             if value is not None and not (isinstance(value, int | float) and abs(value) < float("inf")):
-                raise _damaged(path, number, f"{name} = {value!r}, expected a finite number or null")
-        found.append(record)
-    return found
+                raise _damaged(path, number, f"expected a finite number or null as {name}, got {value!r}")
+        records.append(record)
+    return records
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Lines from 1."""
+    """Yield the records with their line numbers, from 1."""
     if not path.exists():
         return
     if not path.is_file():
-        raise DataError(f"{path} is no file, but a run writes one of that name; move it away")
+        raise DataError(f"{path} is not a file, but a run writes one with that name; move it away")
     *lines, last = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield number, _record(path, number, line)
-    with suppress(DataError):  # every whole line ends with a line break
+    # A complete line ends with a line break, so a bad last line was interrupted by a crash.
+    with suppress(DataError):
         if last.strip():
             yield len(lines) + 1, _record(path, len(lines) + 1, last)
 
@@ -59,18 +60,18 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, number, f"not JSON: {str(error)[:100]}") from error
     if not isinstance(record, dict):
-        raise _damaged(path, number, f"{type(record).__name__}, expected a JSON object")
+        raise _damaged(path, number, f"expected a JSON object, got {type(record).__name__}")
     return record
 
 
 def _damaged(path: Path, number: int, problem: str) -> DataError:
     return DataError(
-        f"{path}, line {number}: {problem}. A run writes no such line; mend it or take it out, or move the file away"
+        f"{path}, line {number}: {problem}. A run never writes such a line; fix or remove it, or move the file away"
     )
 
 
 _WINDOW = 10
-"""Steps averaged for the last reward; the first one is that of step 1, sampled before any update."""
+"""Steps averaged for the last reward. The first reward is that of step 1, sampled before any update."""
 
 
 def summarize(
@@ -99,7 +100,7 @@ def summarize(
     return summary
 
 
-_SHOWN_CHARACTERS = 100
+_MAX_CHARACTERS = 100
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -131,8 +132,8 @@ def before_after_table(folder: Path, eval_score_name: str = "accuracy") -> str:
     return "\n".join(lines)
 
 
-def sample_answers(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
-    """The same held-out problems answered before and after training."""
+def compare_responses(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
+    """Return the responses to the same held-out problems before and after training, as text."""
     lines = []
     for old, new in zip(before, after, strict=False):
         lines.append(f"  {_one_line(old['prompt'])}   (answer: {old['label']})")
@@ -144,26 +145,28 @@ def sample_answers(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[
 def _one_line(text: str) -> str:
     """Return the end of a text, where a prompt has its question and a response its answer."""
     words = " ".join(text.split())
-    return words if len(words) <= _SHOWN_CHARACTERS else f"... {words[-_SHOWN_CHARACTERS:]}"
+    return words if len(words) <= _MAX_CHARACTERS else f"... {words[-_MAX_CHARACTERS:]}"
 
 
 def _mark(record: Mapping[str, Any]) -> str:
     return "right" if record["reward"] >= 1 else "wrong"
 
 
-def written_files(folder: Path) -> str:
-    """The paths of what a run leaves behind, one a line."""
-    what = {
-        "metrics.jsonl": "one record a step",
+def list_output_files(folder: Path) -> str:
+    """Return the paths of the files that a run leaves, one per line."""
+    descriptions = {
+        "metrics.jsonl": "one record per step",
         "tensorboard": "TensorBoard events",
         "curves.png": "training curves",
         "rollouts": "samples of steps as Parquet, for megatron-dppo report and replay",
         "checkpoints": "Megatron checkpoints, to resume from",
         "hf": "the model as a Hugging Face folder",
-        "hf-adapter": "its adapters as a folder for PEFT",
-        "samples.jsonl": "answers at each evaluation",
+        "hf-adapter": "the adapters as a folder for PEFT",
+        "samples.jsonl": "responses at each evaluation",
         "summary.json": "the numbers above",
         "config.toml": "the resolved configuration",
         "starts.jsonl": "every start of the run, with its configuration",
     }
-    return "\n".join(f"  {folder / name!s:<32} {text}" for name, text in what.items() if (folder / name).exists())
+    return "\n".join(
+        f"  {folder / name!s:<32} {text}" for name, text in descriptions.items() if (folder / name).exists()
+    )

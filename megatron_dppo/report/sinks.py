@@ -1,4 +1,4 @@
-"""Sinks that get each step's metrics beside ``metrics.jsonl``: TensorBoard, Weights & Biases and the other trackers."""
+"""Sinks of each step's metrics besides ``metrics.jsonl``: TensorBoard, Weights & Biases and other trackers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from megatron_dppo.errors import ConfigError, ErrorCollector
-from megatron_dppo.report.trackers import Labels, finite, open_trackers, require_trackers, run_id
+from megatron_dppo.report.trackers import RunLabels, finite_values, open_trackers, require_trackers, run_id
 
 
 class Sink(Protocol):
-    """Receiver of metrics."""
+    """A receiver of metrics."""
 
     shows_tables: bool
+    """True if it can show tables."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add the values of one step."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Show a table beside the curves; nothing in a sink without tables."""
+        """Show a table; sinks without tables ignore it."""
 
     def finish(self) -> None:
-        """Close it."""
+        """Close the sink."""
 
 
 class TensorBoardSink:
-    """TensorBoard events; those of steps after ``resumed_step`` are purged."""
+    """TensorBoard events. Events of steps after ``resumed_step`` are purged."""
 
     shows_tables = True
 
@@ -52,19 +53,20 @@ class TensorBoardSink:
         self._writer.flush()
 
     def finish(self) -> None:
-        """Close the file; each record was flushed when it was written, so a full disk takes nothing here."""
+        """Close the file. Each record was flushed when it was written, so a full disk loses nothing here."""
         with contextlib.suppress(OSError):
             self._writer.close()
 
 
 class WandbSink:
-    """Run in Weights & Biases, one for each folder; a resumed run continues it."""
+    """A run in Weights & Biases, one per folder. A resumed run continues it."""
 
     shows_tables = True
 
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any], labels: Labels) -> None:
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any], labels: RunLabels) -> None:
         self._wandb = require_wandb(project)
-        identity = run_id(folder, "wandb")  # before wandb makes its folder, by which older runs are told
+        # Before wandb creates its folder, because an existing folder marks a run of an older version.
+        identity = run_id(folder, "wandb")
         self._run = self._wandb.init(
             project=project,
             dir=str(folder),
@@ -92,7 +94,7 @@ class WandbSink:
 
 
 class TrackerSink:
-    """Run in a tracker that ``accelerate`` knows, without tables."""
+    """A run in a tracker that ``accelerate`` supports, without tables."""
 
     shows_tables = False
 
@@ -101,7 +103,7 @@ class TrackerSink:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add the values that are numbers."""
-        self._tracker.log(finite(values), step=step)
+        self._tracker.log(finite_values(values), step=step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Do nothing."""
@@ -118,13 +120,13 @@ def open_sinks(
     tensorboard: bool,
     wandb_project: str | None,
     trackers: Sequence[str],
-    labels: Labels,
+    labels: RunLabels,
     resumed_step: int | None,
 ) -> list[Sink]:
-    """Open every sink that is asked for; arguments as in ``MetricsWriter``.
+    """Open every enabled sink; arguments as in ``MetricsWriter``.
 
     Raises:
-        ConfigError: Weights & Biases is asked for but not installed.
+        ConfigError: Weights & Biases is enabled but not installed.
     """
     sinks: list[Sink] = []
     if tensorboard:
@@ -136,7 +138,7 @@ def open_sinks(
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as Markdown; what could be markup is shown as it is.
+    """Return rows as a Markdown table; text that could be markup is escaped.
 
     Example:
         >>> print(markdown_table(["token", "n"], [["a|b", 3]]))
@@ -151,17 +153,17 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
 
 
 def _plain(text: str) -> str:
-    """Characters of Markdown and HTML by their numbers."""
+    """Replace characters of Markdown and HTML with numeric references."""
     return "".join(f"&#{ord(c)};" if c in "|<>&*_`[]\\\n\r#" else c for c in text)
 
 
 def require_sinks(
     *, tensorboard: bool, wandb_project: str | None, offline: bool = False, trackers: Sequence[str] = ()
 ) -> None:
-    """Whether everything that the log asks for is installed and has its key.
+    """Check that everything that ``[log]`` enables is installed and has its key.
 
     Raises:
-        ConfigError: with what to install, or where the key goes; both at once.
+        ConfigError: With the package to install, or where to put the key; all problems together.
     """
     problems = ErrorCollector()
     if tensorboard:
@@ -180,23 +182,23 @@ def _require_tensorboard() -> None:
 
 
 def _require_wandb_key(project: str) -> None:
-    """A run without a terminal must not wait for somebody to type a key."""
+    """Check the key, because a run without a terminal must not wait for somebody to type one."""
     if os.environ.get("WANDB_MODE", "online") != "online" or os.environ.get("WANDB_API_KEY"):
         return
     file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     if not (file.is_file() and host in file.read_text(encoding="utf-8", errors="replace")):
         raise ConfigError(
-            f"log.wandb_project = {project!r}, but there is no key: export WANDB_API_KEY, run wandb login, or set "
-            "log.offline = true (or export WANDB_MODE=offline)"
+            f"log.wandb_project = {project!r}, but Weights & Biases has no API key: export WANDB_API_KEY, "
+            "run wandb login, or set log.offline = true (or export WANDB_MODE=offline)"
         )
 
 
 def require_wandb(project: str) -> Any:
-    """The package ``wandb``; called early, so that its absence is known before hours of training.
+    """Return the package ``wandb``; called early, so that a missing package is reported before the training.
 
     Raises:
-        ConfigError: with the command that installs it.
+        ConfigError: With the command that installs it.
     """
     try:
         import wandb

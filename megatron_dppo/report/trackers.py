@@ -1,7 +1,7 @@
-"""Experiment trackers beside TensorBoard: Weights & Biases, and through ``accelerate`` MLflow, SwanLab, Trackio, Comet.
+"""Experiment trackers: ids for Weights & Biases, and through ``accelerate`` MLflow, SwanLab, Trackio and Comet.
 
-Each tracker has a run of its own for a run's folder, whatever the folder is called; its id is kept in
-``trackers.json``, so that a run that is started again goes on in the same curve.
+Each output folder has one run in each tracker. Its id is stored in ``trackers.json``, so a resumed run continues the
+same curve.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import write_synced
 
 IDS = "trackers.json"
+"""File with the ids of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Labels:
-    """What a run is called in trackers."""
+class RunLabels:
+    """Name, group and tags of the run in trackers."""
 
     project: str
     name: str
@@ -33,10 +34,10 @@ class Labels:
 
 
 def run_id(folder: Path, tracker: str) -> str:
-    """The id of a folder's run in a tracker, drawn once and kept.
+    """Return the id of a folder's run in a tracker; create and store it at the first call.
 
-    Example: two folders ``a/run`` and ``b/run`` get two ids; a resumed run the one that it had. A folder of a version
-    that took its name for the id in Weights & Biases keeps that.
+    Two folders ``a/run`` and ``b/run`` get different ids. A folder of an older version, which used its name as the id
+    in Weights & Biases, keeps that id.
     """
     path = folder / IDS
     ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -47,29 +48,29 @@ def run_id(folder: Path, tracker: str) -> str:
     return ids[tracker]
 
 
-def _keep_id(folder: Path, tracker: str, found: str) -> None:
+def _keep_id(folder: Path, tracker: str, tracker_id: str) -> None:
     path = folder / IDS
     ids = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    write_synced(path, json.dumps(ids | {tracker: found}, indent=2) + "\n")
+    write_synced(path, json.dumps(ids | {tracker: tracker_id}, indent=2) + "\n")
 
 
-def _swanlab(folder: Path, labels: Labels) -> dict[str, Any]:
+def _swanlab(folder: Path, labels: RunLabels) -> dict[str, Any]:
     options: dict[str, Any] = {"name": labels.name, "group": labels.group, "tags": list(labels.tags)}
     options |= {"id": run_id(folder, "swanlab"), "resume": "allow", "log_dir": str(folder / "swanlab")}
     return options | ({"mode": "offline"} if labels.offline else {})
 
 
-def _trackio(folder: Path, labels: Labels) -> dict[str, Any]:
-    name = f"{labels.name}-{run_id(folder, 'trackio')[:8]}"  # it tells runs apart by their names
+def _trackio(folder: Path, labels: RunLabels) -> dict[str, Any]:
+    name = f"{labels.name}-{run_id(folder, 'trackio')[:8]}"  # Trackio identifies a run by its name.
     return {"name": name, "group": labels.group, "resume": "allow", "embed": False}
 
 
-def _comet_ml(folder: Path, labels: Labels) -> dict[str, Any]:
+def _comet_ml(folder: Path, labels: RunLabels) -> dict[str, Any]:
     options: dict[str, Any] = {"experiment_key": run_id(folder, "comet_ml"), "mode": "get_or_create"}
     return options | ({"online": False} if labels.offline else {})
 
 
-_OPTIONS: Mapping[str, Callable[[Path, Labels], dict[str, Any]]] = {
+_OPTIONS: Mapping[str, Callable[[Path, RunLabels], dict[str, Any]]] = {
     "swanlab": _swanlab,
     "trackio": _trackio,
     "comet_ml": _comet_ml,
@@ -77,10 +78,10 @@ _OPTIONS: Mapping[str, Callable[[Path, Labels], dict[str, Any]]] = {
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Whether the packages of the trackers are installed.
+    """Check that the packages of the trackers are installed.
 
     Raises:
-        ConfigError: with the command that installs what is missing.
+        ConfigError: With the command that installs the missing packages.
     """
     needed = [*names, *(["accelerate"] if names else [])]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -89,38 +90,38 @@ def require_trackers(names: Sequence[str]) -> None:
         raise ConfigError(f"log.trackers = {list(names)} needs {', '.join(missing)}: pip install {packages}")
 
 
-def open_trackers(names: Sequence[str], folder: Path, labels: Labels, config: Mapping[str, Any]) -> list[Any]:
-    """Start or continue the folder's run in each tracker; the result has ``log`` and ``finish``.
+def open_trackers(names: Sequence[str], folder: Path, labels: RunLabels, config: Mapping[str, Any]) -> list[Any]:
+    """Start or continue the folder's run in each tracker; the results have ``log`` and ``finish``.
 
     Args:
-        names: of ``mlflow``, ``swanlab``, ``trackio``, ``comet_ml``.
-        folder: of the run, where ids are kept.
-        labels: what the run is called.
-        config: the resolved configuration.
+        names: Any of ``mlflow``, ``swanlab``, ``trackio``, ``comet_ml``.
+        folder: Output folder of the run, where the ids are stored.
+        labels: Name, group and tags of the run.
+        config: Resolved configuration.
     """
     if not names:
         return []
     from accelerate import PartialState
 
-    PartialState()  # accelerate's own logging wants it; it joins the process group that there is
-    found = []
+    PartialState()  # accelerate's logging requires it. It joins the existing process group.
+    opened = []
     for name in names:
-        tracker = _mlflow(folder, labels) if name == "mlflow" else _other(name, folder, labels)
+        tracker = _mlflow(folder, labels) if name == "mlflow" else _generic(name, folder, labels)
         known = json.loads((folder / IDS).read_text(encoding="utf-8")) if (folder / IDS).is_file() else {}
         tracker.start()
         if name == "mlflow" and "mlflow" not in known:
             _keep_id(folder, "mlflow", tracker.tracker.info.run_id)
-            tracker.store_init_configuration(flat(config))  # MLflow's parameters never change
+            tracker.store_init_configuration(flatten(config))  # MLflow's parameters cannot change.
         elif name != "mlflow":
-            tracker.store_init_configuration(flat(config))
+            tracker.store_init_configuration(flatten(config))
         if name == "comet_ml":
             tracker.tracker.set_name(labels.name)
             tracker.tracker.add_tags([*labels.tags, *([labels.group] if labels.group else [])])
-        found.append(tracker)
-    return found
+        opened.append(tracker)
+    return opened
 
 
-def _other(name: str, folder: Path, labels: Labels) -> Any:
+def _generic(name: str, folder: Path, labels: RunLabels) -> Any:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     tracker = LOGGER_TYPE_TO_CLASS[name](labels.project, **_OPTIONS[name](folder, labels))
@@ -128,7 +129,7 @@ def _other(name: str, folder: Path, labels: Labels) -> Any:
     return tracker
 
 
-def _mlflow(folder: Path, labels: Labels) -> Any:
+def _mlflow(folder: Path, labels: RunLabels) -> Any:
     from accelerate.tracking import MLflowTracker
 
     path = folder / IDS
@@ -139,17 +140,17 @@ def _mlflow(folder: Path, labels: Labels) -> Any:
     return tracker
 
 
-def flat(values: Mapping[str, Any], before: str = "") -> dict[str, str | int | float | bool]:
-    """``{"loss.topk": 20}`` of nested tables; what trackers have no type for as text, None left out."""
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
+    """Return ``{"loss.topk": 20}`` for nested tables. Unsupported types become text, and None is dropped."""
     result: dict[str, str | int | float | bool] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            result |= flat(value, f"{before}{key}.")
+            result |= flatten(value, f"{prefix}{key}.")
         elif value is not None:
-            result[f"{before}{key}"] = value if isinstance(value, str | int | float | bool) else str(value)
+            result[f"{prefix}{key}"] = value if isinstance(value, str | int | float | bool) else str(value)
     return result
 
 
-def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """Without values that are no numbers, which some trackers refuse."""
+def finite_values(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values without those that are not finite, which some trackers reject."""
     return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -17,7 +17,7 @@ from megatron_dppo.files import disk_errors, write_synced
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.report.metrics import prefixed, reduce_over_samples
+from megatron_dppo.report.metrics import add_prefix, reduce_over_samples
 from megatron_dppo.report.records import read_records
 from megatron_dppo.rewards.math import extract_answer
 from megatron_dppo.rollout.pending import Submission
@@ -201,7 +201,7 @@ class Evaluator:
             self.responses_before = responses
         group_sets = [name for name, _ in evaluation.prompts]
         local = metrics_by_set(list(self._sets), group_sets, groups, self._config.eval.samples_per_prompt)
-        return prefixed("eval", reduce_over_samples(self._groups, local))
+        return add_prefix("eval", reduce_over_samples(self._groups, local))
 
 
 def write_sample_responses(

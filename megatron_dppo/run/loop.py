@@ -35,7 +35,7 @@ def run(config: Config) -> int:
                 _train(session, stop)
         except Stopped as reason:
             # The session's console is closed, so this line needs one of its own.
-            Console(enabled=os.environ["RANK"] == "0" and config.log.progress).say(f"stopped  {reason}")
+            Console(enabled=os.environ["RANK"] == "0" and config.log.progress).print(f"stopped  {reason}")
     return 0
 
 
@@ -119,7 +119,7 @@ def _train(session: Session, stop: StopSignal) -> None:
     checkpoints.finish(wait=True)
     if state.best is not None and state.has_reached(config.eval.stop_at_accuracy):
         accuracy, step = state.best
-        records.console.say(
+        records.console.print(
             f"solved   eval/accuracy {accuracy:.3f} at step {step} reached eval.stop_at_accuracy = "
             f"{config.eval.stop_at_accuracy}"
         )

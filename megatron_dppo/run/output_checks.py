@@ -13,7 +13,7 @@ from megatron_dppo.files import existing_parent, require_space
 from megatron_dppo.hf.folder import adapter_sizes, routing_shape, weight_shapes
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.platform import DTYPES
-from megatron_dppo.report.steps.files import step_bytes
+from megatron_dppo.report.steps.files import estimate_step_bytes
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.run_folder import OLD
 
@@ -105,7 +105,7 @@ def rollout_bytes(config: Config, inputs: Inputs) -> int:
         routes = shape.num_layers * shape.width * shape.dtype.itemsize
     topk = 8 * (config.loss.topk + 1) if config.loss.is_topk else 0
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    return step_bytes(samples, rollout.max_new_tokens, more=topk + routes)
+    return estimate_step_bytes(samples, rollout.max_new_tokens, more=topk + routes)
 
 
 def space_problems(config: Config, inputs: Inputs) -> Iterator[UserError]:

@@ -19,7 +19,7 @@ from megatron_dppo.parallel.objects import agreed, at_leader, is_leader
 from megatron_dppo.policy.packed import SampleRecord, TokenRecorder
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.steps.files import StepMeta, write_step
-from megatron_dppo.report.steps.rows import RankPart, TrainedTokens
+from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens
 from megatron_dppo.report.steps.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.run.run_folder import read_marker
@@ -63,7 +63,7 @@ class StepRecord:
         self.watch = TokenRecorder()
         return samples
 
-    def build_rank_part(self, collected: CollectedRollouts, dp_rank: int, seen: dict[int, SampleRecord]) -> RankPart:
+    def build_rank_part(self, collected: CollectedRollouts, dp_rank: int, seen: dict[int, SampleRecord]) -> RankSamples:
         """Return the samples of one data-parallel rank.
 
         Args:
@@ -76,7 +76,7 @@ class StepRecord:
             _trained_tokens(sample, completion, seen.get(sample.number))
             for sample, completion in zip(self._samples, completions, strict=True)
         ]
-        return RankPart(dp_rank=dp_rank, groups=collected.groups, ages=collected.ages, trained=trained)
+        return RankSamples(dp_rank=dp_rank, groups=collected.groups, ages=collected.ages, trained=trained)
 
 
 class _RankRecord(NamedTuple):

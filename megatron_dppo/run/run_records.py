@@ -20,10 +20,10 @@ from megatron_dppo.parallel.objects import agreed
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.curves import write_curves
-from megatron_dppo.report.findings import Alarms
-from megatron_dppo.report.metrics import MetricsWriter, prefixed, reduce_over_samples
-from megatron_dppo.report.records import before_after_table, sample_answers, summarize, written_files
-from megatron_dppo.report.trackers import Labels
+from megatron_dppo.report.findings import LearningWarnings
+from megatron_dppo.report.metrics import MetricsWriter, add_prefix, reduce_over_samples
+from megatron_dppo.report.records import before_after_table, compare_responses, list_output_files, summarize
+from megatron_dppo.report.trackers import RunLabels
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.run.evaluation import read_sample_responses
@@ -84,7 +84,7 @@ def step_metrics(
         "tokens": tokens["tokens"],
         "tokens_per_second": tokens["tokens"] / seconds,
     }
-    return prefixed("train", train) | prefixed("rollout", rollout) | prefixed("perf", perf)
+    return add_prefix("train", train) | add_prefix("rollout", rollout) | add_prefix("perf", perf)
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -141,7 +141,7 @@ class Records:
         self._groups = groups
         self._started = started
         self._folder = Path(config.run.output_dir)
-        self._warnings = Alarms(rewarded=not config.distillation.is_enabled)
+        self._warnings = LearningWarnings(has_reward_signal=not config.distillation.is_enabled)
         self.console = console
         self.writer: MetricsWriter | None = None
         """None on all ranks but 0, and before ``open``."""
@@ -161,7 +161,7 @@ class Records:
             tensorboard=log.tensorboard,
             wandb_project=log.wandb_project,
             trackers=log.trackers,
-            labels=Labels(
+            labels=RunLabels(
                 project=log.project or log.wandb_project or "megatron_dppo",
                 name=log.name or self._folder.resolve().name,
                 group=log.group,
@@ -192,18 +192,18 @@ class Records:
         if "rollout/reward" in values:
             self.console.step(step, self._config.run.num_steps, values)
             if writer is not None:
-                for text in self._warnings.see(values):
+                for text in self._warnings.check_step(values):
                     print(f"warning  {text}", file=sys.stderr, flush=True)
         elif "eval/accuracy" in values:
             when = f"of step {step}" if step else "before training"
             evaluated = self._config.reward.eval_score_name
             self.console.show(values)
-            self.console.say(f"held-out {evaluated} {when}: {values['eval/accuracy']:.3f}")
+            self.console.print(f"held-out {evaluated} {when}: {values['eval/accuracy']:.3f}")
 
     def show_servers(self, notes: Sequence[str]) -> None:
         """Show what the user should know of the servers."""
         for note in notes:
-            self.console.say(f"servers  {note}")
+            self.console.print(f"servers  {note}")
 
     def summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
         """Write ``summary.json`` and the curves, show what changed; a collective.
@@ -232,11 +232,11 @@ class Records:
                 sources = config.data.train if isinstance(config.data.train, str) else ", ".join(config.data.train)
                 write_curves(self.writer.path, folder / "curves.png", f"{config.loss.name} on {sources}")
         console.finish()
-        console.say("\n" + before_after_table(folder, config.reward.eval_score_name))
+        console.print("\n" + before_after_table(folder, config.reward.eval_score_name))
         after = read_sample_responses(folder)
         if answers_before and after:
-            console.say("\nheld-out problems\n" + sample_answers(answers_before, after))
-        console.say("\nwritten\n" + written_files(folder))
+            console.print("\nheld-out problems\n" + compare_responses(answers_before, after))
+        console.print("\nwritten\n" + list_output_files(folder))
 
     def close(self) -> None:
         """Close the files and trackers."""

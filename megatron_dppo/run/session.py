@@ -25,7 +25,7 @@ from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.records import read_metrics
-from megatron_dppo.report.steps.files import drop_after
+from megatron_dppo.report.steps.files import delete_steps_after
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.rollout.engine import RolloutEngine
@@ -93,7 +93,7 @@ class Session:
         """
         point = self.resume_point
         folder = Path(self.config.run.output_dir)
-        say = self.records.console.say
+        say = self.records.console.print
         if point is not None:
             self.state, self.evaluator.responses_before = self.checkpoints.restore(point)
         elif before := read_metrics(folder / "metrics.jsonl"):
@@ -105,7 +105,7 @@ class Session:
         def write() -> str:
             if point is not None:
                 self.checkpoints.tidy(point, self.state)
-            drop_after(folder, self.state.step)
+            delete_steps_after(folder, self.state.step)
             return record_start(
                 folder,
                 self.config,
@@ -149,12 +149,12 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         sharing = _find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
         function = parts.enter_context(open_generate_function(config))
         for note in parts.enter_context(open_folder(config)):
-            console.say(note)
+            console.print(note)
         servers, scorer = connect_servers(config), open_scorer(config)
         parts.callback(scorer.close)
         watchdog.start()
         point = find_resume_point(config, inputs)
-        console.say("\n".join([format_layout(inputs.layout, config.batch), inputs.data_summary, *start.notes]))
+        console.print("\n".join([format_layout(inputs.layout, config.batch), inputs.data_summary, *start.notes]))
         groups = build_groups(config, inputs, platform, world)
         trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
@@ -184,7 +184,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
                 stream,
                 has_engine=engine is not None,
                 background=background,
-                say=console.say,
+                say=console.print,
             ),
             resume_point=point,
         )
@@ -316,20 +316,20 @@ def _build_policy(
     from megatron_dppo.mcore.setup import seed_random_states
 
     for note in free_gpus(config, groups.world):
-        console.say(f"servers  {note}")
+        console.print(f"servers  {note}")
     base = _base_folder(config)
     warmup = warmup_from_config(config)
     checkpoints = checkpoints_folder(Path(config.run.output_dir))
     if inputs.warmup_data is not None and not is_warm(base, warmup):
         steps = config.warmup.num_steps
         agreed(lambda: require_space(base, 4 * inputs.num_parameters, "the warmed-up model"), groups.world)
-        console.say(f"warm-up  {steps} supervised steps of {config.warmup.batch_size} samples -> {base}")
+        console.print(f"warm-up  {steps} supervised steps of {config.warmup.batch_size} samples -> {base}")
         console.start("warm-up", steps)
 
         def report(step: int, loss: float) -> None:
             console.advance()
             if step % max(1, steps // 8) == 0 or step == steps - 1:
-                console.say(f"warm-up step {step + 1}/{steps}  loss {loss:.3f}")
+                console.print(f"warm-up step {step + 1}/{steps}  loss {loss:.3f}")
 
         trainer = build_trainer(config, inputs, groups, platform, "warmup")
         run_warmup(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.report.steps.files import StepMeta, write_step
-from megatron_dppo.report.steps.rows import RankPart, TrainedTokens
+from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
 
 HOSTILE = (
@@ -94,7 +94,7 @@ def write_run(folder: Path, steps: int, *, tokens: int = 12, every: int = 1, gro
             made = [[sample(rng, group, tokens) for _ in range(4)] for group in range(rank, groups, 2)]
             owned = [RolloutGroup(prompt=own[0][0].prompt, rollouts=tuple(r for r, _ in own)) for own in made]
             trained = [t for own in made for _, t in own]
-            parts.append(RankPart(dp_rank=rank, groups=owned, ages=[rank] * len(owned), trained=trained))
+            parts.append(RankSamples(dp_rank=rank, groups=owned, ages=[rank] * len(owned), trained=trained))
         write_step(folder, StepMeta(step, 3, 2, 2, "2 ranks", "dppo_binary_tv"), parts)
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "summary.json").write_text("{}")

@@ -80,7 +80,7 @@ class FakeEngine:
 class FakeScorer:
     """Groups of the prompts for which ``has_signal`` says so get two different rewards."""
 
-    described = "reward.function = 'math'"
+    description = "reward.function = 'math'"
 
     def __init__(self, has_signal: Callable[[int], bool] = lambda i: True) -> None:
         self._has_signal = has_signal

@@ -21,7 +21,6 @@ NOT_YET = {
     "losses",
     "mcore",
     "parallel",
-    "report",
     "run",
     "types",
 }

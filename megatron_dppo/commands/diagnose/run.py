@@ -131,13 +131,13 @@ def _restore(session: Session) -> None:
         session.engine.reveal_filters()
     point = session.resume_point
     if point is None:
-        session.records.console.say("diagnose the run has no checkpoint yet: its weights before the first step")
+        session.records.console.print("diagnose the run has no checkpoint yet: its weights before the first step")
         return
     state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
     session.state.step = state["step"]
     saved = SchedulerState.from_json(state["stream"]).with_data_parallel_size(session.inputs.layout.dp)
     session.stream.restore(saved.without_submissions(session.state.step), {})
-    session.records.console.say(f"diagnose {point.checkpoint} (step {session.state.step})")
+    session.records.console.print(f"diagnose {point.checkpoint} (step {session.state.step})")
 
 
 def _collect(session: Session, snapshots: Snapshots) -> CollectedRollouts:

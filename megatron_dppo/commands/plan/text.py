@@ -13,7 +13,7 @@ from megatron_dppo.commands.plan.plan import TIGHT, Plan, RankPlan, is_once_per_
 from megatron_dppo.commands.plan.rehearse import HOT_EXPERT_LOAD
 from megatron_dppo.commands.plan.search import Candidate
 from megatron_dppo.config.layout import format_layout
-from megatron_dppo.report.steps.files import step_bytes
+from megatron_dppo.report.steps.files import estimate_step_bytes
 
 _GIB = 2**30
 _PHASE_COLUMNS = ("head", "row", "replay")
@@ -218,7 +218,7 @@ def _recorded_size(plan: Plan) -> str:
         return ""
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     more = plan.token_bytes.total - plan.token_bytes.sampled
-    size = step_bytes(samples, config.rollout.max_new_tokens, more=more)
+    size = estimate_step_bytes(samples, config.rollout.max_new_tokens, more=more)
     return (
         f"; at most {format_gib(size)} GiB on disk per recorded step (log.rollouts_every = {config.log.rollouts_every})"
     )

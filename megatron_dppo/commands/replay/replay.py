@@ -27,7 +27,7 @@ from megatron_dppo.policy.update import split_into_mini_batches
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import StepMeta, read_meta, read_rows, recorded_steps
-from megatron_dppo.report.steps.rows import groups_of
+from megatron_dppo.report.steps.rows import groups_from_rows
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.requests import sampling_seed
 from megatron_dppo.run.recording import StepRecord
@@ -82,7 +82,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
     checkpoint = _checkpoint(folder, step, config.checkpoint.fork_from)
     with _opened(config, checkpoint, step) as run:
         rows, parts = _mine(run, meta, file)
-        groups, ages = groups_of(rows)
+        groups, ages = groups_from_rows(rows)
         collected = CollectedRollouts(groups, ages, {}, dict(Counter(ages)))
         record = StepRecord(run.trainer.policy_version)
         samples = make_samples(groups, config.train)

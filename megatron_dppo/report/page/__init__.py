@@ -1,1 +1,1 @@
-"""The report of a run: one HTML file that tells what happened and why."""
+"""The HTML report of a run."""

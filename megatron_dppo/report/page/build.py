@@ -1,7 +1,7 @@
-"""A run, or two, as one HTML file that needs nothing else: data, style and program are in it.
+"""The HTML report of one or two runs: a single file with data, style and program.
 
-Text of rollouts is data, never markup: it is JSON in which no character can end the element that holds it, and the
-page's program makes text nodes of it.
+Text of rollouts is data, never markup. It is JSON in which no character can close the enclosing element, and the page's
+program creates text nodes from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.files import disk_errors, write_synced
 from megatron_dppo.report.findings import findings
-from megatron_dppo.report.page.charts import others, series
+from megatron_dppo.report.page.charts import build_charts, remaining_charts
 from megatron_dppo.report.page.steps import Budget, step_view
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import recorded_steps
@@ -29,35 +29,41 @@ _FORMAT = 1
 
 
 class ReportedRun(NamedTuple):
-    """What a report is made of."""
+    """A run in a report."""
 
     folder: Path
+    """Output folder of the run."""
     decode: Decode | None
-    """None = there is no tokenizer: tokens are shown by their ids"""
+    """Function that decodes token ids. None shows ids, if there is no tokenizer."""
 
 
 def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: float = 0) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        runs: one or two.
-        ledger: what ``megatron-dppo diagnose --json`` wrote, of the first run.
-        refresh: seconds after which the page loads itself again; 0 = never.
+        runs: One or two runs.
+        ledger: File of ``megatron-dppo diagnose --json`` for the first run. None shows no ledger.
+        refresh: Seconds after which the page reloads itself. 0 disables it.
 
     Raises:
-        ConfigError: a folder has no records.
-        DataError: a file cannot be read.
+        ConfigError: A folder has no records.
+        DataError: A file cannot be read.
     """
-    budget, steps, views = Budget(len(runs)), list[str](), list[dict[str, Any]]()
-    for place, run in enumerate(runs):
+    budget = Budget(len(runs))
+    steps: list[str] = []
+    views: list[dict[str, Any]] = []
+    for index, run in enumerate(runs):
         records = read_metrics(run.folder / "metrics.jsonl")
         if not records:
-            raise ConfigError(f"{str(run.folder)!r} has no metrics.jsonl with records; expected the folder of a run")
-        recorded, masked = recorded_steps(run.folder), list[dict[str, Any]]()
+            raise ConfigError(
+                f"expected the output folder of a run, but {str(run.folder)!r} has no metrics.jsonl with records"
+            )
+        recorded = recorded_steps(run.folder)
+        masked: list[dict[str, Any]] = []
         for step, file in recorded.items():
-            view = step_view(file, run.decode, budget.of_step(len(recorded)))
+            view = step_view(file, run.decode, budget.per_step(len(recorded)))
             masked += view["masked"]
-            steps.append(_element(f"step-{place}-{step}", view))
+            steps.append(_element(f"step-{index}-{step}", view))
         views.append(_run_view(run.folder, records, list(recorded), masked))
     data = {
         "format": _FORMAT,
@@ -79,28 +85,28 @@ _PARTS = ("page.html", "page.css", "charts.js", "tokens.js", "page.js")
 
 
 def check_target(target: Path) -> None:
-    """Whether a report can be written there, over one of ours at most.
+    """Check that a report can be written there; only an existing report may be overwritten.
 
     Raises:
-        ConfigError: there is something else of that name, or no such folder.
+        ConfigError: Another file has that name, or the folder does not exist.
     """
     if not target.absolute().parent.is_dir():
-        raise ConfigError(f"{str(target)!r} is in a folder that does not exist; name another file")
+        raise ConfigError(f"{str(target)!r} is in a folder that does not exist; choose another file")
     if os.path.lexists(target):
         begin = b""
         if target.is_file():
             with disk_errors(target, "the report"), target.open("rb") as file:
                 begin = file.read(_BEGIN)
         if _MARK.encode() not in begin:
-            raise ConfigError(f"{str(target)!r} exists and is no report of ours; name another file by --output")
+            raise ConfigError(f"{str(target)!r} exists and is not a report; choose another file with --output")
 
 
 def write_report(target: Path, text: str) -> None:
-    """Replace the file at once; one that is no report of ours is left.
+    """Replace the file atomically; a file that is not a report is kept.
 
     Raises:
-        ConfigError: see ``check_target``.
-        DiskError: it cannot be written.
+        ConfigError: See ``check_target``.
+        DiskError: The file cannot be written.
     """
     check_target(target)
     with disk_errors(target, "the report"):
@@ -109,15 +115,15 @@ def write_report(target: Path, text: str) -> None:
 
 _MARK = "megatron-dppo report"
 _BEGIN = 400
-"""bytes of a report that have the mark"""
+"""Bytes at the start of a report that contain the mark."""
 
 
 def _element(name: str, value: Any) -> str:
-    """JSON inside of the page. ``<`` and ``&`` are escaped, so that nothing in it is a tag or a comment."""
+    """Return JSON as an element of the page. ``<`` and ``&`` are escaped, so no part of it is a tag or a comment."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be written
+    text = text.encode("utf-8", "replace").decode("utf-8")  # UTF-8 cannot encode half of a surrogate pair.
     return f'<script type="application/json" id="{name}">{text}</script>\n'
 
 
@@ -137,8 +143,8 @@ def _run_view(
         "last": max(record["step"] for record in records),
         "planned": config.get("run.num_steps"),
         "finished": summary.is_file(),
-        "charts": series(records),
-        "others": others(records),
+        "charts": build_charts(records),
+        "others": remaining_charts(records),
         "recorded": recorded,
         "findings": [finding._asdict() for finding in findings(records, masked)],
         "config": config,
@@ -146,25 +152,25 @@ def _run_view(
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """``section.key`` to value of the run's configuration; empty where the folder has none."""
+    """Return the run's configuration by ``section.key``; empty if the folder has none."""
     try:
         values = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise DataError(f"{folder / 'config.toml'} is not TOML: {error}") from error
+        raise DataError(f"{folder / 'config.toml'} is not valid TOML: {error}") from error
     return dict(_flat(values))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for name, value in values.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return found
+        pairs += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+    return pairs
 
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Key and both values where two runs differ."""
+    """Return key and both values of each setting in which two runs differ."""
     if len(configs) < 2:
         return []
     first, second = configs
@@ -177,22 +183,22 @@ def _shown(value: Any) -> str:
 
 
 def _ledger(file: Path) -> dict[str, Any]:
-    """The causes of a ledger.
+    """Return the causes of a ledger.
 
     Raises:
-        DataError: the file is none.
+        DataError: The file is not a ledger.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        ledger = json.loads(file.read_text(encoding="utf-8"))
         rows = [
-            [cause, *(_number(row.get(name)) for name in ("part", "share"))] for cause, row in found["causes"].items()
+            [cause, *(_number(row.get(name)) for name in ("part", "share"))] for cause, row in ledger["causes"].items()
         ]
-        absent = [[cause, str(why)] for cause, why in found["not_separated"].items()]
-        return {"rows": rows, "absent": absent, "mean": _number(found["mean_abs"]), "tokens": found["tokens"]}
+        absent = [[cause, str(why)] for cause, why in ledger["not_separated"].items()]
+        return {"rows": rows, "absent": absent, "mean": _number(ledger["mean_abs"]), "tokens": ledger["tokens"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{str(file)!r} is no ledger ({type(error).__name__}: {error}); write one by megatron-dppo diagnose RUN "
-            "--json FILE"
+            f"{str(file)!r} is not a ledger ({type(error).__name__}: {error}); write one with megatron-dppo diagnose "
+            "RUN --json FILE"
         ) from error
 
 

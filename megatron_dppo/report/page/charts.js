@@ -81,7 +81,7 @@ function chart(title, unit, lines, pick) {
 /* |pi - mu| against the ratio; pick(point) is called by a click on a point. */
 function scatter(points, pick) {
   const width = 420, height = 260, left = 44, bottom = 30, top = 8, right = 8;
-  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "ratio against total variation" });
+  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "ratio pi / mu against |pi - mu|" });
   const most = Math.max(0.01, ...points.map((p) => p[0])), reach = Math.max(0.1, ...points.map((p) => Math.abs(p[1])));
   const x = (v) => left + v / most * (width - left - right);
   const y = (v) => top + (1 - (v + reach) / (2 * reach)) * (height - top - bottom);
@@ -90,7 +90,7 @@ function scatter(points, pick) {
     root.append(svg("text", { x: left - 4, y: y(v) + 3, "text-anchor": "end" }, short(+(10 ** v).toPrecision(3))));
   }
   for (const v of [0, most / 2, most]) root.append(svg("text", { x: x(v), y: height - 16, "text-anchor": v ? "end" : "start" }, short(+v.toPrecision(2))));
-  root.append(svg("text", { x: width - right, y: height - 3, "text-anchor": "end" }, "|pi - mu| of a token; up: ratio pi / mu"));
+  root.append(svg("text", { x: width - right, y: height - 3, "text-anchor": "end" }, "x: |pi - mu| of a token; y: ratio pi / mu"));
   for (const p of points) {
     const dot = svg("circle", { cx: x(p[0]).toFixed(1), cy: y(p[1]).toFixed(1), r: p[2] ? 3 : 2, fill: p[2] ? "var(--c1)" : "var(--c0)", opacity: p[2] ? 0.9 : 0.45 });
     if (p[3] >= 0) dot.addEventListener("click", () => pick(p));

@@ -1,4 +1,4 @@
-"""Which curves a report has."""
+"""The charts of a report."""
 
 from __future__ import annotations
 
@@ -16,46 +16,51 @@ _CHARTS: Sequence[tuple[str, str, Sequence[tuple[str, str]]]] = (
             ("train/mask_fraction_negative", "A < 0"),
         ),
     ),
-    ("Mean |pi - mu|", "", (("train/abs_prob_diff", "all updates"), ("train/abs_prob_diff_first", "before learning"))),
+    ("Mean |pi - mu|", "", (("train/abs_prob_diff", "all updates"), ("train/abs_prob_diff_first", "before updates"))),
     ("Entropy", "nats", (("train/entropy", "mean"),)),
-    ("Response length", "tokens", (("rollout/response_length", "mean"), ("rollout/response_length_max", "longest"))),
-    ("Largest ratio pi / mu", "", (("train/ratio_max", "largest"), ("train/ratio", "mean"))),
+    ("Response length", "tokens", (("rollout/response_length", "mean"), ("rollout/response_length_max", "maximum"))),
+    ("Ratio pi / mu", "", (("train/ratio_max", "maximum"), ("train/ratio", "mean"))),
     ("KL(mu, pi), k3", "nats", (("train/kl_k3", "mean"),)),
     ("Gradient norm", "", (("train/grad_norm", "norm"),)),
     (
-        "Shares of the rollouts",
+        "Fractions of the rollouts",
         "%",
         (
             ("rollout/groups_without_signal", "no signal"),
-            ("rollout/finish/length", "cut off"),
+            ("rollout/finish/length", "truncated"),
             ("rollout/reward_failed_fraction", "reward failed"),
         ),
     ),
-    ("Age of the rollouts", "steps", (("rollout/policy_age", "mean"), ("rollout/policy_age_max", "oldest"))),
+    ("Age of the rollouts", "steps", (("rollout/policy_age", "mean"), ("rollout/policy_age_max", "maximum"))),
     (
-        "Seconds of a step",
+        "Time per step",
         "s",
         (
             ("perf/rollout_seconds", "rollout"),
             ("perf/forward_backward_seconds", "training"),
-            ("perf/publish_seconds", "publish"),
+            ("perf/publish_seconds", "weight sync"),
             ("perf/waiting_seconds", "waiting"),
         ),
     ),
-    ("Tokens a second", "", (("perf/tokens_per_second", "trained"),)),
+    ("Tokens per second", "", (("perf/tokens_per_second", "trained"),)),
 )
-_OTHERS = (("mask_fraction", "What other losses would mask", "%"), ("cosine", "Cosine of their gradient with ours", ""))
-_MOST = 1500
-"""Points of a curve: more than a screen has."""
+_COUNTERFACTUAL_CHARTS = (
+    ("mask_fraction", "Masked by other losses", "%"),
+    ("cosine", "Cosine of their gradients with this loss", ""),
+)
+_MAX_POINTS = 1500
+"""Points of a curve, more than a screen has pixels."""
 
 
-def series(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The charts of a run: title, unit and lines, each with its metric, label and ``[step, value]`` points."""
-    others = sorted({name.split("/")[2] for record in records for name in record if name.startswith(_COUNTERFACTUAL)})
+def build_charts(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the charts of a run: title, unit and lines, each with metric, label and ``[step, value]`` points."""
+    other_losses = sorted(
+        {name.split("/")[2] for record in records for name in record if name.startswith(_COUNTERFACTUAL)}
+    )
     charts = [*_CHARTS]
-    for part, title, unit in _OTHERS:
-        charts.append((title, unit, [(f"{_COUNTERFACTUAL}{other}/{part}", other) for other in others]))
-    found = []
+    for part, title, unit in _COUNTERFACTUAL_CHARTS:
+        charts.append((title, unit, [(f"{_COUNTERFACTUAL}{other}/{part}", other) for other in other_losses]))
+    result = []
     for title, unit, lines in charts:
         scale = 100.0 if unit == "%" else 1.0
         drawn = [
@@ -63,22 +68,22 @@ def series(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ]
         drawn = [line for line in drawn if line["points"]]
         if drawn:
-            found.append({"title": title, "unit": unit, "lines": drawn})
-    return found
+            result.append({"title": title, "unit": unit, "lines": drawn})
+    return result
 
 
 _COUNTERFACTUAL = "train/counterfactual/"
 
 
-def others(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every metric that no chart shows, as a chart of its own."""
+def remaining_charts(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chart for every metric that no other chart shows."""
     shown = {metric for _, _, lines in _CHARTS for metric, _ in lines}
     names = sorted({name for record in records for name in record} - shown - {"step"})
     names = [name for name in names if not name.startswith(_COUNTERFACTUAL)]
-    found = [(name, _points(records, name, 1.0)) for name in names]
+    curves = [(name, _points(records, name, 1.0)) for name in names]
     return [
         {"title": name, "unit": "", "lines": [{"metric": name, "label": "", "points": points}]}
-        for name, points in found
+        for name, points in curves
         if points
     ]
 
@@ -87,4 +92,4 @@ def _points(records: Sequence[dict[str, Any]], metric: str, scale: float) -> lis
     points = [
         [record["step"], float(f"{record[metric] * scale:.5g}")] for record in records if record.get(metric) is not None
     ]
-    return points[:: -(-len(points) // _MOST) or 1]
+    return points[:: -(-len(points) // _MAX_POINTS) or 1]

@@ -9,10 +9,10 @@ function about() {
 }
 function showFindings() {
   const list = byId("findings").querySelector("ul");
-  data.runs.forEach((run) => run.findings.forEach((found) => {
+  data.runs.forEach((run) => run.findings.forEach((finding) => {
     const name = data.runs.length > 1 ? `${run.name}: ` : "";
-    const item = el("li", { class: found.level }, name + found.text);
-    if (found.knob) item.append(el("span", { class: "knob", text: found.knob }));
+    const item = el("li", { class: finding.level }, name + finding.text);
+    if (finding.suggestion) item.append(el("span", { class: "suggestion", text: finding.suggestion }));
     list.append(item);
   }));
 }
@@ -28,7 +28,7 @@ function showComparison() {
   const last = metrics.map(([title, unit, metric]) => ({ cells: [unit ? `${title} (${unit})` : title, ...data.runs.map((run) => short(lastOf(run, metric)))] }));
   const box = section.querySelector("div");
   box.append(el("h3", { text: "Settings that differ" }), data.differences.length
-    ? table(["key", ...names], data.differences.map((cells) => ({ cells })), [0]) : el("p", { class: "hint", text: "None but the folder." }));
+    ? table(["key", ...names], data.differences.map((cells) => ({ cells })), [0]) : el("p", { class: "hint", text: "Only the output folder." }));
   const details = el("details", {}, el("summary", { text: "Last values" }), table(["metric", ...names], last, []));
   box.append(details);
 }
@@ -67,7 +67,7 @@ function pickNearest(step) {
   choose(steps.reduce((a, b) => Math.abs(b - step) < Math.abs(a - step) ? b : a));
   byId("step").scrollIntoView({ block: "start" });
 }
-function tell(node, text) {
+function showToken(node, text) {
   for (const old of document.querySelectorAll(".pick")) old.classList.remove("pick");
   node.classList.add("pick");
   byId("token").textContent = text;
@@ -77,16 +77,16 @@ function choose(step) {
   state.step = step;
   byId("slider").max = run.recorded.length - 1;
   byId("slider").value = run.recorded.indexOf(step);
-  byId("which").textContent = `step ${step}: ${view.samples} samples, ${view.tokens} tokens, ${view.maskedTokens} masked`;
-  byId("masked").replaceChildren(maskedTable(view));
-  const boxes = view.responses.map((response) => responseBox(response, view.vocabulary, tell));
+  byId("which").textContent = `step ${step}: ${view.samples} samples, ${view.tokens} tokens, ${view.mrequestedTokens} mrequested`;
+  byId("mrequested").replaceChildren(mrequestedTable(view));
+  const boxes = view.responses.map((response) => responseBox(response, view.vocabulary, showToken));
   byId("responses").replaceChildren(...boxes);
   byId("token").textContent = "";
   byId("scatter").replaceChildren(scatter(view.points, (point) => {
     const box = boxes[point[3]], place = point[4] - view.responses[point[3]].first;
     const token = box.querySelectorAll(".tokens > span")[place];
     box.scrollIntoView({ block: "center" });
-    if (token) tell(token, token.title);
+    if (token) showToken(token, token.title);
   }));
   marks.forEach((mark) => mark(step));
   history.replaceState(null, "", `#${state.run}-${step}`);
@@ -104,19 +104,19 @@ function openSteps() {
   byId("after").addEventListener("click", () => move(1));
   byId("slider").addEventListener("input", (event) => choose(data.runs[state.run].recorded[+event.target.value]));
   byId("run").addEventListener("change", (event) => { state.run = +event.target.value; pickNearest(state.step); });
-  const asked = /^#(\d+)-(\d+)$/.exec(location.hash);
-  if (asked && data.runs[asked[1]] && data.runs[asked[1]].recorded.includes(+asked[2])) { state.run = +asked[1]; byId("run").value = state.run; choose(+asked[2]); return; }
+  const requested = /^#(\d+)-(\d+)$/.exec(location.hash);
+  if (requested && data.runs[requested[1]] && data.runs[requested[1]].recorded.includes(+requested[2])) { state.run = +requested[1]; byId("run").value = state.run; choose(+requested[2]); return; }
   const steps = data.runs[state.run].recorded;
   choose(steps[steps.length - 1]);
 }
 function showLedger() {
   if (!data.ledger) return;
-  const section = byId("ledger"), found = data.ledger;
+  const section = byId("ledger"), ledger = data.ledger;
   section.hidden = false;
-  const rows = found.rows.map(([cause, part, share]) => ({ cells: [cause, short(part), share === null ? "-" : `${(100 * share).toFixed(1)} %`] }));
-  section.querySelector("div").append(el("p", { class: "hint", text: `Mean |log pi - log mu| of ${found.tokens} tokens: ${short(found.mean)}` }),
+  const rows = ledger.rows.map(([cause, part, share]) => ({ cells: [cause, short(part), share === null ? "-" : `${(100 * share).toFixed(1)} %`] }));
+  section.querySelector("div").append(el("p", { class: "hint", text: `Mean |log pi - log mu| of ${ledger.tokens} tokens: ${short(ledger.mean)}` }),
     table(["cause", "part", "share"], rows, []),
-    ...found.absent.map(([cause, why]) => el("p", { class: "hint", text: `${cause}: ${why}` })));
+    ...ledger.absent.map(([cause, why]) => el("p", { class: "hint", text: `${cause}: ${why}` })));
 }
 about(); showFindings(); showComparison(); showCurves(); openSteps(); showLedger();
 document.documentElement.dataset.ready = "yes";

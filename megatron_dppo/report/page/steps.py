@@ -1,4 +1,4 @@
-"""What a report shows of one recorded step: masked tokens, a scatter of tokens, some responses token by token."""
+"""Data of one recorded step for the report: masked tokens, a scatter of tokens, and some responses by token."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from numpy.typing import NDArray
 from megatron_dppo.report.steps.tokens import Decode, StepTokens, masked_tokens, read_tokens
 
 _TOKENS = 240_000
-"""Tokens of a whole page, about 20 bytes each: a browser reads it in a second."""
+"""Tokens of the page, about 20 bytes each. A browser reads them in a second."""
 _POINTS = 60_000
-"""Points of all scatters of a page."""
-_MOST_POINTS = 1200
-"""Of one step."""
+"""Points of all scatter plots of the page."""
+_MAX_STEP_POINTS = 1200
+"""Maximum number of points of one step."""
 _RESPONSES = (2, 10)
-"""Responses of a step, at least and at most."""
-_PROMPT = 2000
-"""Characters of a prompt."""
-_EVENT = 12
-"""Masked tokens of a step that are listed."""
+"""Minimum and maximum number of responses of a step."""
+_MAX_PROMPT_CHARACTERS = 2000
+"""Maximum number of characters of a prompt."""
+_MAX_MASKED_TOKENS = 12
+"""Maximum number of masked tokens listed for a step."""
 
 
 class Budget:
-    """How many tokens and points a step may have, so that the page stays small.
+    """Number of tokens and points per step, which bounds the size of the page.
 
     Args:
-        runs: of the page.
+        runs: Number of runs on the page.
     """
 
     def __init__(self, runs: int) -> None:
         self._runs = runs
 
-    def of_step(self, steps: int) -> tuple[int, int]:
-        """Tokens and points of one of so many recorded steps."""
+    def per_step(self, steps: int) -> tuple[int, int]:
+        """Return the tokens and points of one step, given the number of recorded steps."""
         parts = max(1, steps * self._runs)
-        return max(200, _TOKENS // parts), min(_MOST_POINTS, max(60, _POINTS // parts))
+        return max(200, _TOKENS // parts), min(_MAX_STEP_POINTS, max(60, _POINTS // parts))
 
 
 def step_view(file: Path, decode: Decode | None, budget: tuple[int, int]) -> dict[str, Any]:
-    """The data of one step; numbers rounded, texts of tokens once in ``vocabulary``.
+    """Return the data of one step, with rounded numbers and each token's text once in ``vocabulary``.
 
     Args:
-        file: of the step.
-        decode: texts of tokens; None = their ids are shown.
-        budget: tokens and points.
+        file: File of the step.
+        decode: Function that decodes token ids. None shows the ids.
+        budget: Numbers of tokens and points.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: The file cannot be read.
     """
     step = read_tokens(file)
-    found = masked_tokens(step, _EVENT)
+    most_masked = masked_tokens(step, _MAX_MASKED_TOKENS)
     rows = _chosen(step, budget[0])
     points = _points(step, rows, budget[1])
     spans = [(row, *_span(step, row, budget[0] // len(rows))) for row in rows]
-    ids = sorted({each.token_id for each in found} | {int(i) for _, a, b in spans for i in step.ids[a:b]})
-    place = {token: i for i, token in enumerate(ids)}
+    ids = sorted({each.token_id for each in most_masked} | {int(i) for _, a, b in spans for i in step.ids[a:b]})
+    vocabulary_index = {token: i for i, token in enumerate(ids)}
     texts = _texts(ids, decode)
     masked = [
         {
-            "text": texts[place[each.token_id]],
+            "text": texts[vocabulary_index[each.token_id]],
             "sign": each.sign,
             "count": each.count,
             "of": each.of,
@@ -72,7 +72,7 @@ def step_view(file: Path, decode: Decode | None, budget: tuple[int, int]) -> dic
             "gap": None if each.reward_gap is None else round(each.reward_gap, 3),
             "critical": each.critical,
         }
-        for each in found
+        for each in most_masked
     ]
     return {
         "samples": len(step.rows),
@@ -81,7 +81,7 @@ def step_view(file: Path, decode: Decode | None, budget: tuple[int, int]) -> dic
         "masked": masked,
         "points": points,
         "vocabulary": texts,
-        "responses": [_response(step, row, start, stop, place) for row, start, stop in spans],
+        "responses": [_response(step, row, start, stop, vocabulary_index) for row, start, stop in spans],
     }
 
 
@@ -90,18 +90,18 @@ def _texts(ids: list[int], decode: Decode | None) -> list[str]:
 
 
 def _chosen(step: StepTokens, tokens: int) -> list[int]:
-    """Rows that are shown: those with the most masked tokens, then the best and the worst."""
+    """Return the rows to show: those with the most masked tokens, then the best and the worst."""
     masked = np.bincount(step.sample[step.masked], minlength=len(step.rows))
     rewards = np.array([row["reward"] for row in step.rows], dtype=float)
     mean = max(1.0, float(np.diff(step.starts).mean()))
     count = int(min(max(tokens / mean, _RESPONSES[0]), _RESPONSES[1], len(step.rows)))
     by_mask = [int(row) for row in np.argsort(-masked, kind="stable") if masked[row]][: max(1, count - 2)]
-    others = [int(np.argmax(rewards)), int(np.argmin(rewards)), *range(len(rewards))]
-    return list(dict.fromkeys([*by_mask, *others]))[:count]
+    by_reward = [int(np.argmax(rewards)), int(np.argmin(rewards)), *range(len(rewards))]
+    return list(dict.fromkeys([*by_mask, *by_reward]))[:count]
 
 
 def _span(step: StepTokens, row: int, most: int) -> tuple[int, int]:
-    """The tokens of a row that are shown: around its first masked one where it is too long."""
+    """Return the range of a row's tokens to show: around its first masked token if the row is too long."""
     start, stop = int(step.starts[row]), int(step.starts[row + 1])
     if stop - start <= most:
         return start, stop
@@ -111,51 +111,57 @@ def _span(step: StepTokens, row: int, most: int) -> tuple[int, int]:
     return begin, begin + most
 
 
-def _response(step: StepTokens, row: int, start: int, stop: int, place: dict[int, int]) -> dict[str, Any]:
-    about, own = step.rows[row], slice(start, stop)
-    advantages = step.advantages[own][step.trained[own]]
-    flags = step.trained[own].astype(int) + 2 * step.masked[own].astype(int)
-    begin, end = int(step.starts[row]), int(step.starts[row + 1])
+def _response(step: StepTokens, row: int, start: int, stop: int, vocabulary_index: dict[int, int]) -> dict[str, Any]:
+    sample = step.rows[row]
+    shown = slice(start, stop)
+    advantages = step.advantages[shown][step.trained[shown]]
+    # One digit per token: 0 not trained on, 1 trained with a gradient, 3 masked.
+    flags = step.trained[shown].astype(int) + 2 * step.masked[shown].astype(int)
+    begin = int(step.starts[row])
+    end = int(step.starts[row + 1])
     return {
-        "sample": about["sample"],
-        "prompt": about["prompt"][:_PROMPT],
-        "promptId": about["prompt_id"],
-        "label": about["label"][:_PROMPT],
-        "reward": about["reward"] if math.isfinite(about["reward"]) else None,
-        "failed": about["reward_failed"],
-        "finish": about["finish_reason"],
-        "age": about["age"],
-        "update": about["update"],
+        "sample": sample["sample"],
+        "prompt": sample["prompt"][:_MAX_PROMPT_CHARACTERS],
+        "promptId": sample["prompt_id"],
+        "label": sample["label"][:_MAX_PROMPT_CHARACTERS],
+        "reward": sample["reward"] if math.isfinite(sample["reward"]) else None,
+        "failed": sample["reward_failed"],
+        "finish": sample["finish_reason"],
+        "age": sample["age"],
+        "update": sample["update"],
         "advantage": float(f"{advantages.mean():.4g}") if len(advantages) else 0.0,
         "masked": int(step.masked[begin:end].sum()),
         "cut": [start - begin, end - stop],
         "first": start - begin,
-        "ids": [place[int(token)] for token in step.ids[own]],
-        "pi": _rounded(step.pi[own]),
-        "mu": _rounded(step.mu[own]),
+        "ids": [vocabulary_index[int(token)] for token in step.ids[shown]],
+        "pi": _rounded(step.pi[shown]),
+        "mu": _rounded(step.mu[shown]),
         "flags": "".join(map(str, flags.tolist())),
     }
 
 
 def _rounded(values: NDArray[np.float32]) -> list[float]:
-    """Four digits behind the point, in ten-thousandths."""
+    """Return the values in ten-thousandths (four decimal places)."""
     return np.rint(values * 10_000).astype(int).tolist()
 
 
 def _points(step: StepTokens, rows: list[int], most: int) -> list[list[float]]:
-    """``[|pi - mu|, log10 of pi / mu, masked, place of the response that is shown or -1, place in it]`` of some
-    tokens: all that is masked first, then every n-th of the others."""
+    """Return points ``[|pi - mu|, log10(pi / mu), masked, index of the shown response or -1, index in it]``.
+
+    Masked tokens come first, then every n-th of the others.
+    """
     known = step.trained & (step.pi > 0) & (step.mu > 0)
-    masked, others = np.flatnonzero(step.masked & known), np.flatnonzero(~step.masked & known)
+    masked = np.flatnonzero(step.masked & known)
+    unmasked = np.flatnonzero(~step.masked & known)
     masked = masked[:: max(1, -(-len(masked) // (most // 2)))]
-    left = max(1, most - len(masked))
-    chosen = np.concatenate([others[:: max(1, -(-len(others) // left))], masked])
+    remaining = max(1, most - len(masked))
+    chosen = np.concatenate([unmasked[:: max(1, -(-len(unmasked) // remaining))], masked])
     shown = {row: i for i, row in enumerate(rows)}
-    found = []
+    points = []
     for i in chosen.tolist():
         row = int(step.sample[i])
         pi, mu = float(step.pi[i]), float(step.mu[i])
         ratio = float(np.log10(pi / mu))
         where = [shown.get(row, -1), i - int(step.starts[row])]
-        found.append([round(abs(pi - mu), 4), round(ratio, 3), int(step.masked[i]), *where])
-    return found
+        points.append([round(abs(pi - mu), 4), round(ratio, 3), int(step.masked[i]), *where])
+    return points

@@ -17,8 +17,8 @@ function maskedTable(view) {
   const rows = view.masked.map((m) => ({ critical: m.critical, cells: [
     visible(m.text), m.sign > 0 ? "A > 0" : "A < 0", m.count, m.of, percent(m.share), m.pi.toFixed(3), m.mu.toFixed(3),
     m.gap === null ? "-" : (m.gap > 0 ? "+" : "") + m.gap.toFixed(2)] }));
-  const box = el("div", {}, table(["token", "advantage", "masked", "of", "share", "pi", "mu", "reward with it"], rows, [0]));
-  if (view.masked.some((m) => m.critical)) box.append(el("p", { class: "hint", text: "A bar on the left: answers with this token have clearly another reward than those without it (reward-critical)." }));
+  const box = el("div", {}, table(["token", "advantage", "masked", "of", "share", "pi", "mu", "reward gap"], rows, [0]));
+  if (view.masked.some((m) => m.critical)) box.append(el("p", { class: "hint", text: "A bar on the left marks a reward-critical token: responses with it have a clearly different reward from responses without it." }));
   return box;
 }
 function tokenText(response, i, vocabulary) {
@@ -27,7 +27,7 @@ function tokenText(response, i, vocabulary) {
   const ratio = mu > 0 ? (pi / mu).toFixed(3) : "-";
   return `${visible(vocabulary[response.ids[i]])}   pi ${pi.toFixed(4)}   mu ${mu.toFixed(4)}   pi - mu ${(pi - mu).toFixed(4)}   ratio ${ratio}   A ${short(response.advantage)}   ${state}`;
 }
-function responseBox(response, vocabulary, tell) {
+function responseBox(response, vocabulary, showToken) {
   const words = [`sample ${response.sample}`, response.promptId, `reward ${short(response.reward)}${response.failed ? " (failed)" : ""}`,
     `advantage ${short(response.advantage)}`, `${response.masked} masked`, `finish ${response.finish}`, `age ${response.age}`];
   if (response.update !== null) words.push(`update ${response.update + 1} of the step`);
@@ -43,7 +43,7 @@ function responseBox(response, vocabulary, tell) {
       if (strength > 0.02) node.style.backgroundColor = `rgba(var(--${moved > 0 ? "up" : "down"}), ${strength.toFixed(2)})`;
     }
     node.title = tokenText(response, i, vocabulary);
-    node.addEventListener("click", () => tell(node, node.title));
+    node.addEventListener("click", () => showToken(node, node.title));
     tokens.append(node);
   });
   if (response.cut[1]) tokens.append(` \u2026 ${response.cut[1]} tokens`);

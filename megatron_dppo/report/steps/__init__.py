@@ -1,1 +1,1 @@
-"""A step's samples as a Parquet file, and back."""
+"""Samples of a step as a Parquet file: writing and reading."""

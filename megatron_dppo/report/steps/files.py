@@ -1,4 +1,4 @@
-"""The files of a run's recorded steps: ``rollouts/step_000010.parquet``."""
+"""Files of a run's recorded steps, such as ``rollouts/step_000010.parquet``."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from typing import Any, NamedTuple
 
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.files import disk_errors, fsync, require_space
-from megatron_dppo.report.steps.rows import RankPart, columns
+from megatron_dppo.report.steps.rows import RankSamples, step_columns
 from megatron_dppo.types.token_columns import record_types
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"step_(\d{6,})\.parquet")
 _META = b"megatron_dppo"
 _TOKEN_BYTES = 17
-"""id, log mu, log pi, advantage in four bytes each, and three masks of a bit"""
+"""Bytes per token: id, log mu, log pi and advantage with four bytes each, and three masks of one bit."""
 _SAMPLE_BYTES = 1000
-"""a prompt's text and ids, and everything that there is once"""
+"""Bytes per sample: text and ids of the prompt, and all scalar columns."""
 
 
 class StepMeta(NamedTuple):
-    """What the step was trained by."""
+    """Settings under which the step was trained."""
 
     step: int
-    """after it, as in ``metrics.jsonl``"""
+    """Number of the step, as in ``metrics.jsonl``."""
     policy_version: int
-    """of the weights that its first update began with"""
+    """Version of the weights at the start of its first update."""
     dp: int
-    """data-parallel ranks"""
+    """Data-parallel size."""
     world_size: int
     layout: str
     loss: str
     run_id: str = ""
-    """of the run's folder; empty = unknown"""
+    """Id of the run's folder. Empty if unknown."""
 
 
 def require_pyarrow(reason: str) -> Any:
-    """The module ``pyarrow``.
+    """Return the module ``pyarrow``.
 
     Args:
-        reason: what needs it, for the message.
+        reason: Setting or action that needs it, for the message.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: pyarrow is not installed.
     """
     try:
         import_module("pyarrow.parquet")
@@ -55,33 +55,33 @@ def require_pyarrow(reason: str) -> Any:
         raise ConfigError(f"{reason} needs the package pyarrow: pip install 'megatron-dppo[data]'") from error
 
 
-def step_bytes(samples: int, tokens: int, *, more: int = 0) -> int:
-    """What a file takes at most, before its compression.
+def estimate_step_bytes(samples: int, tokens: int, *, more: int = 0) -> int:
+    """Return the maximum size of a step's file in bytes, before compression.
 
     Args:
-        samples: of the step.
-        tokens: of a response, at most.
-        more: bytes of a token's Top-K, sampling mask and experts, where the engine reports them.
+        samples: Samples of the step.
+        tokens: Maximum response length.
+        more: Bytes per token of Top-K, sampling mask and experts, if the engine returns them.
 
     Example:
-        >>> step_bytes(256, 1000)
+        >>> estimate_step_bytes(256, 1000)
         4608000
     """
     return samples * (_SAMPLE_BYTES + tokens * (_TOKEN_BYTES + more))
 
 
-def write_step(run: Path, meta: StepMeta, parts: Iterable[RankPart]) -> Path:
-    """Write a step's file; what stood there before is replaced at once.
+def write_step(run: Path, meta: StepMeta, parts: Iterable[RankSamples]) -> Path:
+    """Write the file of a step; an existing one is replaced atomically.
 
     Raises:
-        DiskError: it cannot be written.
+        DiskError: The file cannot be written.
         ConfigError: pyarrow is missing.
     """
     arrow = require_pyarrow("log.rollouts_every")
     parquet = import_module("pyarrow.parquet")
-    found = columns(meta.step, parts)
+    columns = step_columns(meta.step, parts)
     schema = _schema(arrow).with_metadata({_META: json.dumps(meta._asdict())})
-    table = arrow.table({name: arrow.array(found[name], schema.field(name).type) for name in schema.names}, schema)
+    table = arrow.table({name: arrow.array(columns[name], schema.field(name).type) for name in schema.names}, schema)
     target = run / FOLDER / f"step_{meta.step:06d}.parquet"
     with disk_errors(target, "the step's rollouts"):
         target.parent.mkdir(exist_ok=True)
@@ -95,15 +95,15 @@ def write_step(run: Path, meta: StepMeta, parts: Iterable[RankPart]) -> Path:
 
 
 def recorded_steps(run: Path) -> dict[int, Path]:
-    """The files of a run by step, in order."""
+    """Return the files of a run by step, in order."""
     folder = run / FOLDER
     names = folder.iterdir() if folder.is_dir() else ()
-    found = {int(match[1]): file for file in names if (match := _NAME.fullmatch(file.name))}
-    return dict(sorted(found.items()))
+    by_step = {int(match[1]): file for file in names if (match := _NAME.fullmatch(file.name))}
+    return dict(sorted(by_step.items()))
 
 
-def drop_after(run: Path, step: int) -> None:
-    """Delete the files of later steps: a run that continues from ``step`` makes other ones."""
+def delete_steps_after(run: Path, step: int) -> None:
+    """Delete the files of later steps, because a run that resumes from ``step`` writes new ones."""
     for number, file in recorded_steps(run).items():
         if number > step:
             with disk_errors(file, "the step's rollouts"):
@@ -111,12 +111,12 @@ def drop_after(run: Path, step: int) -> None:
 
 
 def read_meta(file: Path) -> StepMeta:
-    """What a file says of its step.
+    """Return the settings of a file's step.
 
     Raises:
-        DataError: it is none of ours, or damaged.
+        DataError: The file has another origin, or is damaged.
     """
-    schema = _opened(file).schema_arrow
+    schema = _open(file).schema_arrow
     try:
         return StepMeta(**json.loads((schema.metadata or {})[_META]))
     except (KeyError, ValueError, TypeError) as error:
@@ -124,23 +124,23 @@ def read_meta(file: Path) -> StepMeta:
 
 
 def read_rows(file: Path, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """The samples of a file, in order.
+    """Return the samples of a file, in order.
 
     Args:
-        file: of ``recorded_steps``.
-        names: of the columns that are read; None = all.
+        file: A file of ``recorded_steps``.
+        names: Columns to read. None reads all.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: The file cannot be read.
     """
-    opened = _opened(file)
+    opened = _open(file)
     try:
         return opened.read(None if names is None else list(names)).to_pylist()
     except (require_pyarrow("reading rollouts").ArrowException, OSError, KeyError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 
-def _opened(file: Path) -> Any:
+def _open(file: Path) -> Any:
     arrow = require_pyarrow("reading rollouts")
     try:
         return import_module("pyarrow.parquet").ParquetFile(file)
@@ -149,12 +149,10 @@ def _opened(file: Path) -> Any:
 
 
 def _schema(arrow: Any) -> Any:
-    text, ids, floats, flags = (
-        arrow.string(),
-        arrow.list_(arrow.int32()),
-        arrow.list_(arrow.float32()),
-        arrow.list_(arrow.bool_()),
-    )
+    text = arrow.string()
+    ids = arrow.list_(arrow.int32())
+    floats = arrow.list_(arrow.float32())
+    flags = arrow.list_(arrow.bool_())
     span = arrow.struct([(name, arrow.int32()) for name in ("policy_version", "start", "end")])
     part = arrow.struct([("name", text), ("value", arrow.float64())])
     numbers = {name: arrow.int32() for name in ("step", "sample", "group", "dp_rank", "age", "policy_version")}
@@ -173,7 +171,7 @@ def _schema(arrow: Any) -> Any:
         "policy_versions": arrow.list_(span),
         "update": arrow.int32(),
         **dict.fromkeys(("prompt_ids", *tokens["int32s"]), ids),
-        # In the order of the files that are there: this one stands before those of the update.
+        # The order of existing files: rollout_logprobs precedes the columns of the update.
         **dict.fromkeys(("rollout_logprobs", "logprobs", "advantages", *tokens["float32s"]), floats),
         **dict.fromkeys(("loss_mask", "keep", *tokens["bools"]), flags),
         **dict.fromkeys(tokens["bytes"], arrow.binary()),

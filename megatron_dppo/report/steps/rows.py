@@ -1,7 +1,7 @@
-"""The columns of a step's file: one row a sample, lists of its response tokens.
+"""Columns of a step's file: one row per sample, with lists of its response tokens.
 
-Everything that the update was computed from is there, so that it can be computed again, and what it decided of each
-token. A list has one entry for each response token, whether it trained or not.
+A file contains everything that the update was computed from, so that it can be recomputed, and the decision for each
+token. A list has one entry per response token, including tokens that did not train.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from megatron_dppo.types.token_columns import response_from_record, response_to_
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedTokens:
-    """What a step made of one sample of R response tokens; the lists are aligned to them, on the CPU."""
+    """Results of the update for one sample of R response tokens, on the CPU."""
 
     update: int | None
-    """of the step, from 0: the last one that trained on it; None = not known"""
+    """Index of the last update of the step that trained on it, from 0. None if unknown."""
     loss_mask: Tensor
-    """[R] bool, True on tokens that trained"""
+    """True for tokens that trained. Shape [R], bool."""
     advantages: Tensor
-    """[R] fp32, as the loss got them"""
+    """Advantages as the loss received them. Shape [R], fp32."""
     logprobs: Tensor | None
-    """[R] fp32, log pi before that update; NaN where a token did not train"""
+    """Log-probability pi before that update, NaN for tokens that did not train. Shape [R], fp32."""
     keep: Tensor | None
-    """[R] bool, True = the token had a gradient; the others of the loss mask were masked by the trust region"""
+    """True for tokens with a gradient; other tokens of the loss mask were masked by the trust region. Shape [R]."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPart:
-    """The samples that one data-parallel rank collected in a step."""
+class RankSamples:
+    """Samples that one data-parallel rank collected in a step."""
 
     dp_rank: int
     groups: Sequence[RolloutGroup]
     ages: Sequence[int]
-    """of each group, in rollout steps"""
+    """Age of each group in rollout steps. Shape [num_groups]."""
     trained: Sequence[TrainedTokens]
-    """of each sample, siblings side by side"""
+    """Results for each sample, with the samples of a group adjacent."""
 
 
-def columns(step: int, parts: Iterable[RankPart]) -> dict[str, list[Any]]:
-    """The rows of a step, column by column; lists of numbers as arrays."""
+def step_columns(step: int, parts: Iterable[RankSamples]) -> dict[str, list[Any]]:
+    """Return the rows of a step, column by column; lists of numbers are arrays."""
     result: dict[str, list[Any]] = {}
     number = group_number = 0
     for part in parts:
         trained = iter(part.trained)
         for group, age in zip(part.groups, part.ages, strict=True):
             for rollout in group.rollouts:
-                place = {"step": step, "sample": number, "group": group_number, "dp_rank": part.dp_rank, "age": age}
-                for name, value in {**place, **_row(rollout), **_trained(next(trained))}.items():
+                position = {"step": step, "sample": number, "group": group_number, "dp_rank": part.dp_rank, "age": age}
+                for name, value in {**position, **_row(rollout), **_trained(next(trained))}.items():
                     result.setdefault(name, []).append(value)
                 number += 1
             group_number += 1
@@ -69,22 +69,23 @@ def columns(step: int, parts: Iterable[RankPart]) -> dict[str, list[Any]]:
 
 
 def _row(rollout: Rollout) -> dict[str, Any]:
-    prompt, done = rollout.prompt, rollout.completion
+    prompt = rollout.prompt
+    completion = rollout.completion
     return {
         "prompt_id": prompt.prompt_id,
         "prompt": prompt.text,
         "label": prompt.label,
-        "response": done.text,
+        "response": completion.text,
         "reward": rollout.reward,
         "reward_failed": rollout.reward_failed,
         "reward_parts": [{"name": name, "value": value} for name, value in rollout.reward_parts.items()],
         "eval_score": rollout.eval_score,
-        "finish_reason": str(done.finish_reason),
-        "failure": done.failure,
-        "policy_version": done.policy_version,
-        "policy_versions": [span._asdict() for span in done.policy_versions],
+        "finish_reason": str(completion.finish_reason),
+        "failure": completion.failure,
+        "policy_version": completion.policy_version,
+        "policy_versions": [span._asdict() for span in completion.policy_versions],
         "prompt_ids": list(prompt.token_ids),
-        **response_to_record(done),
+        **response_to_record(completion),
         "prompt_metadata": json.dumps(dict(prompt.metadata), default=repr),
         "prompt_messages": None if prompt.messages is None else json.dumps(prompt.messages, default=repr),
         "is_task": prompt.is_task,
@@ -101,18 +102,19 @@ def _trained(tokens: TrainedTokens) -> dict[str, Any]:
     }
 
 
-def groups_of(rows: Sequence[dict[str, Any]]) -> tuple[list[RolloutGroup], list[int]]:
-    """The groups that were written, in their order, and their ages.
+def groups_from_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[RolloutGroup], list[int]]:
+    """Return the recorded groups in their order, and their ages.
 
     Args:
-        rows: some whole groups, as ``files.read_rows`` gives them.
+        rows: Rows of complete groups, as ``files.read_rows`` returns them.
     """
     groups: dict[int, list[Rollout]] = {}
     ages: dict[int, int] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(_rollout(row))
         ages[row["group"]] = row["age"]
-    return [RolloutGroup(prompt=own[0].prompt, rollouts=tuple(own)) for own in groups.values()], list(ages.values())
+    rollout_groups = [RolloutGroup(prompt=rollouts[0].prompt, rollouts=tuple(rollouts)) for rollouts in groups.values()]
+    return rollout_groups, list(ages.values())
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:

@@ -1,4 +1,4 @@
-"""A step's file as flat columns of tokens, for those who look at many of them."""
+"""Flat columns of a step's tokens, for statistics over many tokens."""
 
 from __future__ import annotations
 
@@ -16,66 +16,67 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.report.steps.files import require_pyarrow
 
 Decode = Callable[[Sequence[int]], list[str]]
-"""Ids of tokens to the text of each."""
+"""Function that returns the text of each token id."""
 _LISTS = ("response_ids", "loss_mask", "keep", "logprobs", "rollout_logprobs", "advantages")
 _SCALARS = ("sample", "prompt_id", "prompt", "label", "reward", "reward_failed", "finish_reason", "age", "update")
-_FEW = 3
-"""Responses with, and without, a token from which on their rewards are compared."""
-_CRITICAL = 0.25
-"""Of the reward's range in the step: how far those means are apart for a token that counts as reward-critical."""
+_MIN_RESPONSES = 3
+"""Minimum number of responses with, and without, a token for a comparison of their rewards."""
+_CRITICAL_FRACTION = 0.25
+"""Fraction of the step's reward range by which these means must differ for a reward-critical token."""
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The N response tokens of a step's samples, end to end; probabilities at the rollout's temperature."""
+    """The N response tokens of a step's samples, concatenated. Probabilities are at the rollout's temperature."""
 
     ids: NDArray[np.int32]
-    """[N]"""
+    """Token ids. Shape [N]."""
     sample: NDArray[np.int32]
-    """[N] index of the row that a token is of"""
+    """Index of each token's row. Shape [N]."""
     trained: NDArray[np.bool_]
-    """[N] the loss mask"""
+    """Loss mask. Shape [N]."""
     masked: NDArray[np.bool_]
-    """[N] in the loss mask with an advantage, and without a gradient"""
+    """True for tokens of the loss mask with an advantage but without a gradient. Shape [N]."""
     pi: NDArray[np.float32]
-    """[N] the policy's probability when it trained on the token; 0 where that is not known"""
+    """Probability under the policy when it trained on the token, 0 if unknown. Shape [N]."""
     mu: NDArray[np.float32]
-    """[N] the rollout's"""
+    """Probability under the rollout policy. Shape [N]."""
     advantages: NDArray[np.float32]
-    """[N]"""
+    """Advantages. Shape [N]."""
     starts: NDArray[np.int64]
-    """[samples + 1] where the tokens of each sample begin"""
+    """Start of each sample's tokens. Shape [samples + 1]."""
     rows: list[dict[str, Any]]
-    """what there is once a sample: ``sample prompt_id prompt label reward reward_failed finish_reason age update``"""
+    """Scalars of each sample: ``sample prompt_id prompt label reward reward_failed finish_reason age update``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedToken:
-    """What a step masked of one token and one sign of the advantage."""
+    """Statistics of one masked token id with one sign of the advantage."""
 
     token_id: int
     sign: int
-    """of the advantage: 1 or -1"""
+    """Sign of the advantage, 1 or -1."""
     count: int
-    """how often it was masked"""
+    """Number of times that it was masked."""
     share: float
-    """of all that was masked with this sign"""
+    """Fraction of all masked tokens with this sign."""
     of: int
-    """how often it stands in the step with this sign"""
+    """Number of times that it occurs in the step with this sign."""
     pi: float
-    """means over the masked ones"""
+    """Mean of pi over the masked occurrences."""
     mu: float
+    """Mean of mu over the masked occurrences."""
     reward_gap: float | None
-    """mean reward of the responses that have the token less that of the others; None = fewer than three of either"""
+    """Mean reward of responses with the token minus that of the others. None below three of either."""
     critical: bool
-    """whether that gap is a quarter or more of the rewards' range in the step"""
+    """True if that gap is at least a quarter of the step's reward range."""
 
 
 def read_tokens(file: Path) -> StepTokens:
-    """The tokens of one of ``files.recorded_steps``.
+    """Return the tokens of one of ``files.recorded_steps``.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: The file cannot be read.
     """
     arrow = require_pyarrow("reading rollouts")
     try:
@@ -105,7 +106,7 @@ def read_tokens(file: Path) -> StepTokens:
 
 
 def _flat(column: Any, counts: Sequence[int], dtype: Any, fill: Any) -> NDArray[Any]:
-    """The lists of a column end to end; ``fill`` for a row that has none."""
+    """Return the concatenated lists of a column; ``fill`` for a row that has none."""
     if column.null_count:
         parts = [np.full(n, fill) if row is None else np.asarray(row) for row, n in zip(column.to_pylist(), counts)]  # noqa: B905
         return np.concatenate([np.empty(0), *parts]).astype(dtype)
@@ -113,57 +114,57 @@ def _flat(column: Any, counts: Sequence[int], dtype: Any, fill: Any) -> NDArray[
 
 
 def masked_tokens(step: StepTokens, most: int = 40) -> list[MaskedToken]:
-    """What the step masked, the most frequent first.
+    """Return the masked tokens of a step, the most frequent first.
 
     Args:
-        step: the tokens.
-        most: how many are returned.
+        step: Tokens of the step.
+        most: Maximum number of results.
     """
     signs = np.sign(step.advantages[step.masked]).astype(int)
-    found = Counter(zip(step.ids[step.masked].tolist(), signs.tolist(), strict=True))
+    counts = Counter(zip(step.ids[step.masked].tolist(), signs.tolist(), strict=True))
     totals = {sign: int((signs == sign).sum()) for sign in (1, -1)}
     rewards = np.array([row["reward"] for row in step.rows], dtype=float)
     return [
-        _masked(step, token, sign, count, totals[sign], rewards) for (token, sign), count in found.most_common(most)
+        _masked(step, token, sign, count, totals[sign], rewards) for (token, sign), count in counts.most_common(most)
     ]
 
 
 def _masked(
     step: StepTokens, token: int, sign: int, count: int, total: int, rewards: NDArray[np.float64]
 ) -> MaskedToken:
-    here = step.ids == token
-    alike = here & step.trained & (np.sign(step.advantages) == sign)
-    masked = alike & step.masked
-    having = np.zeros(len(rewards), dtype=bool)
-    having[step.sample[here]] = True
+    is_token = step.ids == token
+    same_sign = is_token & step.trained & (np.sign(step.advantages) == sign)
+    masked = same_sign & step.masked
+    has_token = np.zeros(len(rewards), dtype=bool)
+    has_token[step.sample[is_token]] = True
     gap = None
-    if min(having.sum(), (~having).sum()) >= _FEW:
-        gap = float(rewards[having].mean() - rewards[~having].mean())
+    if min(has_token.sum(), (~has_token).sum()) >= _MIN_RESPONSES:
+        gap = float(rewards[has_token].mean() - rewards[~has_token].mean())
     spread = float(np.ptp(rewards)) if len(rewards) else 0.0
     return MaskedToken(
         token_id=token,
         sign=sign,
         count=count,
         share=count / total,
-        of=int(alike.sum()),
+        of=int(same_sign.sum()),
         pi=float(step.pi[masked].mean()) if masked.any() else 0.0,
         mu=float(step.mu[masked].mean()) if masked.any() else 0.0,
         reward_gap=gap,
-        critical=gap is not None and spread > 0 and abs(gap) >= _CRITICAL * spread,
+        critical=gap is not None and spread > 0 and abs(gap) >= _CRITICAL_FRACTION * spread,
     )
 
 
 TABLE_COLUMNS = ("token", "advantage", "masked", "of", "share", "mean pi", "mean mu", "reward gap", "reward-critical")
 
 
-def masked_table(found: Sequence[MaskedToken], decode: Decode) -> list[list[Any]]:
-    """Rows under ``TABLE_COLUMNS``, for TensorBoard and Weights & Biases."""
-    texts = decode([each.token_id for each in found])
+def masked_table(tokens: Sequence[MaskedToken], decode: Decode) -> list[list[Any]]:
+    """Return rows under ``TABLE_COLUMNS``, for TensorBoard and Weights & Biases."""
+    texts = decode([each.token_id for each in tokens])
     return [
         [
             *(text, "+" if each.sign > 0 else "-", each.count, each.of, round(each.share, 4)),
             *(round(each.pi, 4), round(each.mu, 4), None if each.reward_gap is None else round(each.reward_gap, 4)),
             each.critical,
         ]
-        for each, text in zip(found, texts, strict=True)
+        for each, text in zip(tokens, texts, strict=True)
     ]

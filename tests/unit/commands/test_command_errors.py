@@ -52,18 +52,18 @@ def test_what_a_crash_leaves_at_the_end_is_left_out_and_no_more(tmp_path: Path) 
     [
         (TEXTS[1][:-1], "not JSON"),
         (b"\xff\xfe\0", "not JSON"),
-        ("[1]", "list, expected a JSON object"),
-        ("null", "NoneType, expected"),
+        ("[1]", "expected a JSON object, got list"),
+        ("null", "got NoneType"),
         ("[" * 100_000, "not JSON"),
-        ('{"a": 1}', "step = None, expected a whole number"),
-        ('{"step": "x"}', "step = 'x'"),
-        ('{"step": true}', "step = True"),
-        ('{"step": -1}', "step = -1"),
-        ('{"step": NaN}', "step = nan"),
-        ('{"step": 1, "x": {"a": 1}}', "x = {'a': 1}, expected a finite number or null"),
-        ('{"step": 1, "x": Infinity}', "x = inf"),
-        ('{"step": 1, "x": NaN}', "x = nan"),
-        ('{"step": 1, "x": "1"}', "x = '1'"),
+        ('{"a": 1}', "expected an integer of at least 0 as step, got None"),
+        ('{"step": "x"}', "as step, got 'x'"),
+        ('{"step": true}', "as step, got True"),
+        ('{"step": -1}', "as step, got -1"),
+        ('{"step": NaN}', "as step, got nan"),
+        ('{"step": 1, "x": {"a": 1}}', "expected a finite number or null as x, got {'a': 1}"),
+        ('{"step": 1, "x": Infinity}', "as x, got inf"),
+        ('{"step": 1, "x": NaN}', "as x, got nan"),
+        ('{"step": 1, "x": "1"}', "as x, got '1'"),
     ],
 )
 def test_a_bad_line_is_named_wherever_it_stands(line: str | bytes, problem: str, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_bad_line_is_named_wherever_it_stands(line: str | bytes, problem: str,
 
 def test_answers_may_hold_texts_and_a_folder_is_no_file(tmp_path: Path) -> None:
     assert read_records(written(tmp_path, '{"step": 1, "prompt": "2+2"}')) == [{"step": 1, "prompt": "2+2"}]
-    with pytest.raises(DataError, match="is no file, but a run writes one"):
+    with pytest.raises(DataError, match="is not a file, but a run writes one"):
         read_records(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=problem):
             check_target(target)
     assert (tmp_path / "mine").read_text() == "mine"
-    with pytest.raises(ConfigError, match="exists and is no report of ours"):
+    with pytest.raises(ConfigError, match="exists and is not a report"):
         check_target(Path("/dev/full"))
     with pytest.raises(ConfigError, match="is no folder; expected the folder of a run"):
         run_replay(argparse.Namespace(run=tmp_path / "none", step=1, json=None), [])

@@ -17,11 +17,11 @@ import pytest
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report import sinks
-from megatron_dppo.report.console import Console, idle_share, live_rows
-from megatron_dppo.report.findings import Alarms
+from megatron_dppo.report.console import Console, idle_fraction, live_rows
+from megatron_dppo.report.findings import LearningWarnings
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.sinks import require_sinks
-from megatron_dppo.report.trackers import Labels, flat, open_trackers, run_id
+from megatron_dppo.report.trackers import RunLabels, flatten, open_trackers, run_id
 
 VALUES = {
     "rollout/reward": 0.25,
@@ -48,7 +48,7 @@ def test_the_live_view_shows_the_newest_step_and_the_newest_evaluation(monkeypat
     console.start("training", 20, 4)
     console.step(5, 20, VALUES | {"eval/accuracy": 0.75})
     console.step(6, 20, VALUES | {"rollout/reward": 0.5})
-    console.say("a [line] of {text}")
+    console.print("a [line] of {text}")
     rows = dict(live_rows(console._values, "score"))
     console.finish()
     shown = screen.getvalue()
@@ -65,9 +65,9 @@ def test_what_was_not_measured_is_a_dash() -> None:
         "groups without signal": "50%",
         "tokens masked": "3.10%",
         "trainer idle": "30%",
-        "tokens a second": "4,321",
+        "tokens per second": "4,321",
     }
-    assert idle_share({}) is None
+    assert idle_fraction({}) is None
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def test_a_mean_of_right_and_wrong_alone_is_called_accuracy(reward: dict[str, An
 
 
 def test_silent_groups_and_a_still_reward_are_told_once() -> None:
-    alarms = Alarms()
+    alarms = LearningWarnings()
     silent = {"rollout/groups_without_signal": 1.0}
-    told = [alarms.see(silent | {"rollout/reward": r}) for r in (0, 1, 0, 1, 0, 1)]
+    told = [alarms.check_step(silent | {"rollout/reward": r}) for r in (0, 1, 0, 1, 0, 1)]
     assert [len(texts) for texts in told] == [0, 0, 1, 0, 0, 0] and "rollout.samples_per_prompt" in told[2][0]
-    alarms = Alarms()
-    told = [alarms.see({"rollout/groups_without_signal": 0.9, "rollout/reward": 0.0}) for _ in range(25)]
+    alarms = LearningWarnings()
+    told = [alarms.check_step({"rollout/groups_without_signal": 0.9, "rollout/reward": 0.0}) for _ in range(25)]
     assert [i for i, texts in enumerate(told) if texts] == [9] and "reward was 0 in each of 10" in told[9][0]
-    alarms = Alarms()
-    assert not any(alarms.see({"rollout/groups_without_signal": 1.0 - (i % 3 == 2)}) for i in range(30))
-    assert not any(alarms.see({"rollout/reward": 0.1 * (i % 10 == 9)}) for i in range(30))
-    taught = Alarms(rewarded=False)
-    assert not any(taught.see(silent | {"rollout/reward": 0.0}) for _ in range(30))
+    alarms = LearningWarnings()
+    assert not any(alarms.check_step({"rollout/groups_without_signal": 1.0 - (i % 3 == 2)}) for i in range(30))
+    assert not any(alarms.check_step({"rollout/reward": 0.1 * (i % 10 == 9)}) for i in range(30))
+    taught = LearningWarnings(has_reward_signal=False)
+    assert not any(taught.check_step(silent | {"rollout/reward": 0.0}) for _ in range(30))
 
 
 def test_each_folder_has_an_id_of_its_own_and_keeps_it(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_wandb_gets_id_name_group_and_tags(tmp_path: Path, monkeypatch: pytest.M
     run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
     wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run)
     monkeypatch.setattr(sinks, "require_wandb", lambda project: wandb)
-    labels = Labels(project="p", name="n", group="g", tags=("x", "y"), offline=True)
+    labels = RunLabels(project="p", name="n", group="g", tags=("x", "y"), offline=True)
     for step in (None, 3):
         MetricsWriter(
             tmp_path, {"a": 1}, tensorboard=False, wandb_project="p", resumed_step=step, labels=labels
@@ -156,7 +156,7 @@ def test_trackers_are_started_once_and_continued(name: str, tmp_path: Path, monk
     pytest.importorskip("accelerate")
     calls: list[tuple[str, Any]] = []
     monkeypatch.setitem(sys.modules, name, stand_in(name, calls))
-    labels = Labels(project="p", name="n", group="g", tags=("x",))
+    labels = RunLabels(project="p", name="n", group="g", tags=("x",))
     begins = {"trackio": "init", "comet_ml": "start", "mlflow": "start_run"}[name]
     for step in (None, 1):
         sink = MetricsWriter(
@@ -188,11 +188,11 @@ def test_trackers_are_started_once_and_continued(name: str, tmp_path: Path, monk
 def test_missing_packages_are_named_before_the_start() -> None:
     with pytest.raises(ConfigError, match=r"log.trackers = \['swanlab'\] needs swanlab: pip install swanlab"):
         require_sinks(tensorboard=False, wandb_project=None, trackers=["swanlab"])
-    assert open_trackers([], Path("."), Labels(project="p", name="n"), {}) == []
+    assert open_trackers([], Path("."), RunLabels(project="p", name="n"), {}) == []
 
 
 def test_a_configuration_becomes_one_table() -> None:
-    assert flat({"a": {"b": 1, "c": None, "d": [1, 2]}, "e": True}) == {"a.b": 1, "a.d": "[1, 2]", "e": True}
+    assert flatten({"a": {"b": 1, "c": None, "d": [1, 2]}, "e": True}) == {"a.b": 1, "a.d": "[1, 2]", "e": True}
 
 
 def test_megatron_s_warnings_are_silent_and_others_and_asked_for_ones_are_not() -> None:

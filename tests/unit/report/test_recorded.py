@@ -11,8 +11,14 @@ import torch
 
 from megatron_dppo.errors import DataError
 from megatron_dppo.report.metrics import MetricsWriter
-from megatron_dppo.report.steps.files import drop_after, read_meta, read_rows, recorded_steps, step_bytes
-from megatron_dppo.report.steps.rows import RankPart, groups_of
+from megatron_dppo.report.steps.files import (
+    delete_steps_after,
+    estimate_step_bytes,
+    read_meta,
+    read_rows,
+    recorded_steps,
+)
+from megatron_dppo.report.steps.rows import RankSamples, groups_from_rows
 from megatron_dppo.report.steps.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
 from tests.unit.recorded_run import decode, sample, write_run
 
@@ -24,11 +30,11 @@ def test_groups_come_back_as_they_were_written(tmp_path: Path) -> None:
     torch.manual_seed(0)
     made = [sample(random.Random(1), 0, 5) for _ in range(3)]
     group = RolloutGroup(prompt=made[0][0].prompt, rollouts=tuple(rollout for rollout, _ in made))
-    part = RankPart(dp_rank=0, groups=[group], ages=[2], trained=[trained for _, trained in made])
+    part = RankSamples(dp_rank=0, groups=[group], ages=[2], trained=[trained for _, trained in made])
     meta = StepMeta(7, 3, 1, 1, "one", "grpo", "abc")
     file = write_step(tmp_path, meta, [part])
     assert read_meta(file) == meta and list(recorded_steps(tmp_path)) == [7]
-    (back,), ages = groups_of(read_rows(file))
+    (back,), ages = groups_from_rows(read_rows(file))
     assert ages == [2] and back.prompt == group.prompt and not list(file.parent.glob("*.partial"))
     for was, now in zip(group.rollouts, back.rollouts, strict=True):
         assert (was.reward, was.reward_parts, was.eval_score) == (now.reward, now.reward_parts, now.eval_score)
@@ -79,13 +85,13 @@ def test_the_table_of_masked_tokens_is_in_tensorboard_with_nothing_that_is_marku
 def test_a_file_takes_no_more_than_is_planned_for_it(tmp_path: Path) -> None:
     write_run(tmp_path, 1, tokens=200)
     more = 2 * 2 + 3 * 8  # routes of two layers and experts, and three slots of a Top-K
-    assert (tmp_path / "rollouts/step_000001.parquet").stat().st_size <= step_bytes(16, 200, more=more)
+    assert (tmp_path / "rollouts/step_000001.parquet").stat().st_size <= estimate_step_bytes(16, 200, more=more)
 
 
 def test_what_is_later_than_the_checkpoint_goes_and_foreign_files_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
     (tmp_path / "rollouts/notes.txt").write_text("the user's")
-    drop_after(tmp_path, 1)
+    delete_steps_after(tmp_path, 1)
     assert sorted(file.name for file in (tmp_path / "rollouts").iterdir()) == ["notes.txt", "step_000001.parquet"]
     other = tmp_path / "other.parquet"
     pd.DataFrame({"a": [1]}).to_parquet(other)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.report.console import Console, format_line
+from megatron_dppo.report.console import Console, format_step_line
 from megatron_dppo.report.curves import write_curves
-from megatron_dppo.report.records import before_after_table, sample_answers, summarize, written_files
+from megatron_dppo.report.records import before_after_table, compare_responses, list_output_files, summarize
 
 STEPS = 24
 RUN: dict[str, Any] = {"world_size": 2, "layout": "tp1 dp2", "policy_updates": 48, "total_seconds": 61.239}
@@ -39,17 +39,17 @@ def test_a_step_line_shows_what_was_measured_and_a_dash_elsewhere() -> None:
         "train/entropy": 1.25,
         "perf/tokens_per_second": 12345.6,
     }
-    line = format_line(7, 100, values)
+    line = format_step_line(7, 100, values)
     cells = "step 7/100 reward 0.346 held-out 0.500 masked 1.23% |pi-mu| 0.0012 entropy 1.250 tok/s 12,346"
     assert " ".join(line.split()) == cells
     assert line.startswith("step   7/100  ")
     del values["eval/accuracy"]
-    assert "held-out - " in format_line(7, 100, values) and not format_line(7, 100, {}).endswith(" ")
+    assert "held-out - " in format_step_line(7, 100, values) and not format_step_line(7, 100, {}).endswith(" ")
 
 
 def test_columns_of_steps_with_and_without_an_evaluation_line_up() -> None:
-    with_evaluation = format_line(10, 100, {"rollout/reward": 0.5, "eval/accuracy": 0.5})
-    without = format_line(9, 100, {"rollout/reward": 0.25})
+    with_evaluation = format_step_line(10, 100, {"rollout/reward": 0.5, "eval/accuracy": 0.5})
+    without = format_step_line(9, 100, {"rollout/reward": 0.25})
     assert with_evaluation.index("masked") == without.index("masked")
 
 
@@ -68,8 +68,8 @@ def test_a_terminal_that_went_away_ends_no_run(monkeypatch: pytest.MonkeyPatch) 
     console = Console(True)
     with open(write, "w") as pipe:
         monkeypatch.setattr("sys.stdout", pipe)
-        console.say("first")
-        console.say("second")
+        console.print("first")
+        console.print("second")
         monkeypatch.undo()
         with contextlib.suppress(BrokenPipeError):
             pipe.close()
@@ -113,7 +113,7 @@ def test_the_table_compares_the_first_value_with_the_last(folder: Path) -> None:
 def test_answers_before_and_after_stand_below_their_problem() -> None:
     before = [{"prompt": "1+1=", "label": "2", "response": "\\boxed{3}", "reward": 0.0}]
     after = [before[0] | {"response": "1+1=2 \\boxed{2}", "reward": 1.0}]
-    assert sample_answers(before, after).splitlines() == [
+    assert compare_responses(before, after).splitlines() == [
         "  1+1=   (answer: 2)",
         "    before  wrong \\boxed{3}",
         "    after   right 1+1=2 \\boxed{2}",
@@ -122,7 +122,7 @@ def test_answers_before_and_after_stand_below_their_problem() -> None:
 
 def test_only_files_that_exist_are_listed(folder: Path) -> None:
     (folder / "hf").mkdir()
-    lines = written_files(folder).splitlines()
+    lines = list_output_files(folder).splitlines()
     assert [line.split()[0] for line in lines] == [str(folder / "metrics.jsonl"), str(folder / "hf")]
 
 

@@ -79,7 +79,7 @@ def record(step: int, **values: float) -> dict[str, float]:
 
 
 def about(records: list[dict[str, float]]) -> str:
-    return " ".join(f"{each.level}: {each.text} ({each.knob})" for each in findings(records))
+    return " ".join(f"{each.level}: {each.text} ({each.suggestion})" for each in findings(records))
 
 
 def test_findings_tell_a_fall_a_standstill_and_a_rise() -> None:
@@ -87,7 +87,7 @@ def test_findings_tell_a_fall_a_standstill_and_a_rise() -> None:
     rise = [record(i, rollout__reward=i / 60 + noise[i]) for i in range(60)]
     assert "good: The reward rose" in about(rise) and "bad" not in about(rise)
     flat = [record(i, rollout__reward=0.4 + noise[i]) for i in range(60)]
-    assert "look: The reward has hardly moved" in about(flat)
+    assert "look: The reward has hardly changed" in about(flat)
     fall = [record(i, rollout__reward=min(i, 30) / 30 - max(0, i - 30) / 35) for i in range(60)]
     assert "bad: The reward fell" in about(fall) and "optimizer.lr" in about(fall)
     same = [record(i, rollout__reward=0.0) for i in range(60)]
@@ -116,7 +116,7 @@ def test_two_runs_are_one_page_with_what_differs_between_them(tmp_path: Path) ->
     data = scripts(build(runs, ledger=tmp_path / "ledger.json"))["data"]
     assert data["differences"] == [["optimizer.lr", "1.0", "2.0"]]
     assert data["ledger"]["rows"] == [["staleness", 0.5, 1.0]] and len(data["runs"]) == 2
-    with pytest.raises(DataError, match="is no ledger"):
+    with pytest.raises(DataError, match="is not a ledger"):
         build(runs, ledger=tmp_path / "a/metrics.jsonl")
 
 
@@ -127,7 +127,7 @@ def test_a_folder_without_records_and_a_file_of_the_users_are_refused(
         build([ReportedRun(tmp_path, None)])
     mine = tmp_path / "mine.html"
     mine.write_text("<html>my page</html>")
-    with pytest.raises(ConfigError, match="is no report of ours"):
+    with pytest.raises(ConfigError, match="is not a report"):
         write_report(mine, "x")
     assert mine.read_text() == "<html>my page</html>"
     assert main(["report", str(tmp_path / "nothing")]) != 0

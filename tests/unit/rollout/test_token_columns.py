@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_dppo.data.training_samples import RowShape, pack, to_samples
 from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.report.steps.files import StepMeta, read_rows, write_step
-from megatron_dppo.report.steps.rows import RankPart, TrainedTokens, groups_of
+from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens, groups_from_rows
 from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import Generation
@@ -200,12 +200,12 @@ def test_a_recorded_step_holds_it_and_older_files_have_none(tmp_path: Path) -> N
     )
     meta = StepMeta(step=1, policy_version=1, dp=1, world_size=1, layout="", loss="")
     rows = read_rows(
-        write_step(tmp_path, meta, [RankPart(dp_rank=0, groups=[group(done)], ages=[0], trained=[trained])])
+        write_step(tmp_path, meta, [RankSamples(dp_rank=0, groups=[group(done)], ages=[0], trained=[trained])])
     )
     assert rows[0]["margin"] == [value for row in ROWS for value in row]
-    assert column(groups_of(rows)[0][0].rollouts[0].completion, "margins") == ROWS
+    assert column(groups_from_rows(rows)[0][0].rollouts[0].completion, "margins") == ROWS
     del rows[0]["margin"]
-    older = groups_of(rows)[0][0].rollouts[0].completion
+    older = groups_from_rows(rows)[0][0].rollouts[0].completion
     assert older.margins is None and torch.equal(older.token_ids, done.token_ids)  # type: ignore[attr-defined]
 
 

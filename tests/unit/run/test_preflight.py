@@ -257,7 +257,7 @@ def test_a_run_that_asks_for_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="there is no key"):
+    with pytest.raises(ConfigError, match="has no API key"):
         sinks.require_sinks(tensorboard=False, wandb_project="mine")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     sinks.require_sinks(tensorboard=False, wandb_project="mine")
