@@ -96,11 +96,11 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _attach(config: Config, urls_file: Path | None) -> int:
     from megatron_dppo.engines.serving.checks import describe_server
-    from megatron_dppo.engines.serving.command import api_key
+    from megatron_dppo.engines.serving.command import read_api_key
 
     servers = config.rollout.servers
-    key = api_key(servers.api_key_env, os.environ, "rollout.servers.api_key_env")
-    admin = api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
+    key = read_api_key(servers.api_key_env, os.environ, "rollout.servers.api_key_env")
+    admin = read_api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
     for url in servers.urls:
         _log(describe_server(url, config.rollout.engine, admin or key))
     _write_urls(urls_file, servers.urls)

@@ -18,7 +18,7 @@ from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.server_engine import ServerEngine, build_contract
 from megatron_dppo.engines.servers.http import Deadlines
-from megatron_dppo.engines.serving.command import api_key
+from megatron_dppo.engines.serving.command import read_api_key
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.parallel.objects import is_leader
@@ -79,7 +79,7 @@ def connect_servers(config: Config) -> list[InferenceServer]:
         return []
     servers, key = config.rollout.servers, _key(config)
     common: dict[str, Any] = {"api_key": key, "deadlines": _deadlines(config), "adapter": _by_adapter(config)}
-    admin = api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
+    admin = read_api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
     if config.rollout.engine == "vllm":
         return [VLLMServer(url, **common) for url in servers.resolved_urls]
     return [SGLangServer(url, admin_api_key=admin, **common) for url in servers.resolved_urls]
@@ -94,7 +94,7 @@ def _deadlines(config: Config) -> Deadlines:
 
 
 def _key(config: Config) -> str | None:
-    return api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
+    return read_api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
 
 def _client_processes(

@@ -13,8 +13,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.serving.checks import Needs, server_problems
-from megatron_dppo.engines.serving.command import api_key
+from megatron_dppo.engines.serving.checks import ServerRequirements, find_server_problems
+from megatron_dppo.engines.serving.command import read_api_key
 from megatron_dppo.errors import ConfigError, ServerError, UserError
 from megatron_dppo.hf.folder import model_shape, read_hf_config
 from megatron_dppo.run.inputs import Inputs
@@ -37,11 +37,11 @@ def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) ->
     if config.rollout.engine == "local":
         return ServerCheckResult([], usable=True)
     needs, urls = required_server_features(config, inputs), config.rollout.servers.resolved_urls
-    key = api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
+    key = read_api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
     def ask(url: str) -> Sequence[UserError]:
         try:
-            found = server_problems(url, needs, key, timeout=_SECONDS, generating=generating)
+            found = find_server_problems(url, needs, key, timeout=_SECONDS, must_generate=generating)
             return [ServerError(url, problem) for problem in found]
         except UserError as error:
             return [error]
@@ -53,7 +53,7 @@ def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) ->
     )
 
 
-def required_server_features(config: Config, inputs: Inputs | None) -> Needs:
+def required_server_features(config: Config, inputs: Inputs | None) -> ServerRequirements:
     """What the run wants from each of its servers; without ``inputs`` with the longest prompt that it may have."""
     assert config.rollout.engine != "local"
     answers = {"train": config.rollout.max_new_tokens, "eval": config.eval_max_new_tokens if config.data.eval else 0}
@@ -62,7 +62,7 @@ def required_server_features(config: Config, inputs: Inputs | None) -> Needs:
     else:
         held_out = [prompts.longest + answers["eval"] for prompts in inputs.eval_prompts.values()]
         context = max(inputs.train_prompts.longest + answers["train"], *held_out, 0)
-    return Needs(
+    return ServerRequirements(
         engine=config.rollout.engine,
         context=context,
         topk=config.topk_logprobs,
@@ -71,7 +71,7 @@ def required_server_features(config: Config, inputs: Inputs | None) -> Needs:
         adapter_rank=config.lora.rank if config.rollout.weight_sync.method == "adapter" else 0,
         quantized=config.rollout.servers.model is not None,
         colocated=config.rollout.servers.colocated,
-        kept_ids=config.rollout.top_k if config.rollout.has_filters else 0,
+        sampling_mask_ids=config.rollout.top_k if config.rollout.has_filters else 0,
     )
 
 

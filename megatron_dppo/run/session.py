@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_dppo.config.layout import format_layout
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.serving.command import gpus_per_server, server_options
+from megatron_dppo.engines.serving.command import count_gpus_per_server, server_options
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.hf.folder import DictWeights, FolderWeights, build_hf_model, stream_model
@@ -215,7 +215,7 @@ def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, 
     )
     return find_sharing(
         rollout,
-        gpus_per_server=gpus_per_server(rollout.engine, options),
+        gpus_per_server=count_gpus_per_server(rollout.engine, options),
         platform=platform,
         world=world,
         tied=tied,

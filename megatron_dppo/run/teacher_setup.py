@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dppo.config.layout import resolve_parallel
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
-from megatron_dppo.engines.serving.command import api_key
+from megatron_dppo.engines.serving.command import read_api_key
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.errors import CheckpointError, ConfigError, ErrorCollector, UserError
 from megatron_dppo.hf.families import get_family
@@ -52,7 +52,7 @@ def teacher_servers(config: Config) -> TeacherServers | None:
     return TeacherServers(
         chosen.teacher_urls,
         chosen.teacher_engine,
-        api_key=api_key(chosen.teacher_api_key_env, os.environ, "distillation.teacher_api_key_env"),
+        api_key=read_api_key(chosen.teacher_api_key_env, os.environ, "distillation.teacher_api_key_env"),
         timeout_seconds=chosen.teacher_timeout_seconds,
         max_in_flight=chosen.teacher_max_in_flight,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.routing import count_differences
 from megatron_dppo.data.training_samples import to_training_sample
-from megatron_dppo.engines.serving.checks import UNUSED
+from megatron_dppo.engines.serving.checks import UNUSED_CONTEXT_TOKENS
 from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.hf.folder import end_tokens
 from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
@@ -85,7 +85,9 @@ class Probe:
         new_tokens = min(_NEW_TOKENS, params.max_new_tokens)
         # No longer than the run's own requests: a server need not accept more.
         max_tokens = min(
-            _PROBE_TOKENS, context - UNUSED - new_tokens, prompts.longest + params.max_new_tokens - new_tokens
+            _PROBE_TOKENS,
+            context - UNUSED_CONTEXT_TOKENS - new_tokens,
+            prompts.longest + params.max_new_tokens - new_tokens,
         )
         text, tokens = _long_prompt(tokenizer, prompts, max_tokens)
         self._expected: dict[str, Any] = {

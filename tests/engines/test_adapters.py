@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dppo.config.io import load_config
-from megatron_dppo.engines.serving.checks import Needs, server_problems
+from megatron_dppo.engines.serving.checks import ServerRequirements, find_server_problems
 from tests.e2e.runs import CONFIG, flags, step_records, train
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.proxy import Before, Exchange, Proxy
@@ -122,7 +122,7 @@ def check_flags(engine: Engine) -> None:
     """What a server says of its adapters before the start."""
 
     def problems(rank: int) -> list[str]:
-        needs = Needs(
+        needs = ServerRequirements(
             engine=engine.kind,  # type: ignore[arg-type]
             context=100,
             topk=0,
@@ -130,7 +130,7 @@ def check_flags(engine: Engine) -> None:
             weight_sync="adapter",
             adapter_rank=rank,
         )
-        return server_problems(engine.url, needs, None)
+        return find_server_problems(engine.url, needs, None)
 
     assert problems(4) == []
     (problem,) = problems(64)

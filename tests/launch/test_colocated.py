@@ -47,7 +47,7 @@ def test_servers_on_the_nodes_that_train_take_turns_with_it_and_may_all_die_whil
     for node in ("n1", "n2"):
         url = f"http://{slurm.hosts.addresses[node]}:{port}"
         assert (tmp_path / f"shared/urls-{node}").read_text().split() == [url]
-        assert job.output.count(f"serve: {url}: the server has ended (signal SIGKILL); it is started again") == 1
+        assert job.output.count(f"serve: {url}: the server exited (signal SIGKILL); restarting it") == 1
         calls = [call for call, _ in groupby((tmp_path / f"calls-{slurm.hosts.addresses[node]}").read_text().split())]
         assert calls[: len(FIRST_LIFE)] == FIRST_LIFE and calls[-len(TURN) :] == TURN, calls
         second_lives.append(calls[len(FIRST_LIFE) :])

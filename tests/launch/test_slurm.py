@@ -178,7 +178,10 @@ def test_a_killed_serve_is_started_again_and_one_that_gives_up_is_left_out(slurm
     job.until(f":{port} is healthy", times=2)
     (tmp_path / "die").touch()
     job.until("have ended (exit code 2) and are left out")
-    assert "the server has ended (exit code 7), as in 3 starts before" in job.output and "| out of memory" in job.output
+    assert (
+        "the server exited (exit code 7); it did not become healthy in 3 restarts" in job.output
+        and "| out of memory" in job.output
+    )
     (tmp_path / "end").touch()
     assert job.end() == "COMPLETED" and job.restarts == 0, job.output
 
@@ -201,7 +204,7 @@ def test_servers_on_one_node_and_the_trainer_on_two_and_a_killed_server_works_ag
     killed = servers[1]
     (launcher,) = (p for p in psutil.process_iter() if is_launcher(p, port + 1))
     launcher.kill()
-    job.until(f"serve: {killed}: the server has ended (signal SIGKILL); it is started again (try 1 of 3")
+    job.until(f"serve: {killed}: the server exited (signal SIGKILL); restarting it (attempt 1 of 3")
     job.until(f"serve: {killed} is healthy", 240, times=2)
     (tmp_path / "closed").unlink()
     slurm.hosts.cut_off("n1")  # all servers at once, for less than it takes Slurm to give up the node

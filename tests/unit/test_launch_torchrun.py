@@ -155,7 +155,7 @@ def test_the_death_of_the_servers_ends_training(folder: Path) -> None:
     launch.until("training")
     (folder / "die").touch()
     code, output = launch.end()
-    assert code == 1 and "the server has ended (exit code 7)" in output and "so training stops" in output
+    assert code == 1 and "the server exited (exit code 7)" in output and "so training stops" in output
     assert (folder / "killed").exists()
 
 

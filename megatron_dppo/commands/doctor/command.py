@@ -107,11 +107,11 @@ def _server_urls(options: argparse.Namespace, config: Config | None) -> list[str
 
 
 def _api_key(options: argparse.Namespace, config: Config | None) -> str | None:
-    from megatron_dppo.engines.serving.command import api_key
+    from megatron_dppo.engines.serving.command import read_api_key
 
     if options.api_key_env is not None or config is None:
-        return api_key(options.api_key_env, os.environ, "--api-key-env")
-    return api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
+        return read_api_key(options.api_key_env, os.environ, "--api-key-env")
+    return read_api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
 
 def _server_lines(server: ServerReport) -> Iterable[str]:

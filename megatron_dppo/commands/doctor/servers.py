@@ -7,7 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_dppo.engines.serving.checks import IDLE, Needs, fetch_json, identify_server, is_healthy, server_problems
+from megatron_dppo.engines.serving.checks import (
+    IDLE,
+    ServerRequirements,
+    fetch_json,
+    find_server_problems,
+    identify_server,
+    is_healthy,
+)
 from megatron_dppo.errors import ServerError
 
 _TIMEOUT_SECONDS = 10.0
@@ -24,7 +31,7 @@ class ServerReport:
     problems: tuple[str, ...]
 
 
-def inspect_servers(urls: Sequence[str], needs: Needs | None, key: str | None) -> list[ServerReport]:
+def inspect_servers(urls: Sequence[str], needs: ServerRequirements | None, key: str | None) -> list[ServerReport]:
     """Inspect servers concurrently.
 
     Args:
@@ -36,7 +43,7 @@ def inspect_servers(urls: Sequence[str], needs: Needs | None, key: str | None) -
         return list(pool.map(lambda url: _inspect_server(url, needs, key), urls))
 
 
-def _inspect_server(url: str, needs: Needs | None, key: str | None) -> ServerReport:
+def _inspect_server(url: str, needs: ServerRequirements | None, key: str | None) -> ServerReport:
     try:
         engine = needs.engine if needs is not None else _detect_engine(url, key)
         description = _describe(url, engine, key)
@@ -45,7 +52,7 @@ def _inspect_server(url: str, needs: Needs | None, key: str | None) -> ServerRep
     problems = []
     try:
         if needs is not None:
-            problems = server_problems(url, needs, key, timeout=_TIMEOUT_SECONDS, generating=True)
+            problems = find_server_problems(url, needs, key, timeout=_TIMEOUT_SECONDS, must_generate=True)
         elif not is_healthy(url, key, timeout=_TIMEOUT_SECONDS):
             problems = [IDLE]
     except ServerError as error:

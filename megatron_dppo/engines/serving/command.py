@@ -1,4 +1,4 @@
-"""The command line and environment of each inference server that a configuration asks for."""
+"""Command line and environment of each inference server of a configuration."""
 
 from __future__ import annotations
 
@@ -18,46 +18,42 @@ from megatron_dppo.errors import ConfigError
 _MODULES = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
-_ELSEWHERE = {
+_RESERVED_OPTIONS = {
     "host": "set rollout.servers.host",
     "port": "set rollout.servers.port",
     "api-key": "name an environment variable in rollout.servers.api_key_env: a key in a file is saved with the run",
     "admin-api-key": "name an environment variable in rollout.servers.admin_api_key_env",
 }
-"""Arguments that a section for the engine may not hold, and where they belong."""
-
-_WORLD = (
+"""Options that an engine's section must not have, and what to set instead."""
+_SIZE_OPTIONS = (
     ("tensor-parallel-size", "tp-size", "tp"),
     ("pipeline-parallel-size", "pp-size", "pp"),
     ("data-parallel-size", "dp-size", "dp"),
 )
 """Names of the sizes whose product is the number of GPUs of one server."""
-
-_RELEASING: Mapping[str, dict[str, Any]] = {
+_MEMORY_RELEASE_OPTIONS: Mapping[str, dict[str, Any]] = {
     "sglang": {"enable-memory-saver": True},
     "vllm": {"enable-sleep-mode": True},
 }
-"""What a server needs to release its memory."""
-
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What --max-lora-rank may be (vllm/config/lora.py, 0.32)."""
-
+"""Options of a server that can release its memory."""
+_VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Valid values of --max-lora-rank (vllm/config/lora.py, 0.32)."""
 _VLLM_EXTENSION = Path(__file__).parent / "vllm_extension"
-"""Folder that vLLM servers load. Not a part of this package: it imports vLLM."""
+"""Folder that vLLM servers load; it imports vLLM, which the package itself does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """How to start one server."""
+    """Command line and environment of one server."""
 
     url: str
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict, repr=False)
-    """added to this process's environment"""
+    """Variables that are added to this process's environment."""
     config_file: dict[str, str] = field(default_factory=dict, repr=False)
-    """arguments that must not be in the process list: they go to the server in a file, as ``--config FILE``"""
+    """Options that must not appear in the process list; they are passed in a file, as ``--config FILE``."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
-    """keys, to be struck out of whatever is shown of the log"""
+    """API keys, which are masked when a part of the log is shown."""
 
 
 def plan_servers(
@@ -67,26 +63,27 @@ def plan_servers(
     gpus: Sequence[str] = (),
     skip_gpus: int = 0,
 ) -> list[ServerPlan]:
-    """One plan for each of ``rollout.servers.count`` servers on this machine.
+    """Return one plan for each of ``rollout.servers.count`` servers on this machine.
 
     Args:
-        rollout: with the engine ``sglang`` or ``vllm``.
+        rollout: configuration with the engine ``sglang`` or ``vllm``.
         options: ``server_options`` of the run.
-        environ: where the API keys are.
-        gpus: devices that this process may use, as in CUDA_VISIBLE_DEVICES; empty = a machine without.
-        skip_gpus: the first ones are left to the trainer; colocated servers get the first ones, too.
+        environ: environment with the API keys.
+        gpus: devices that this process may use, as in CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
+        skip_gpus: number of first GPUs that are left to the trainer; colocated servers use them too.
 
     Raises:
-        ConfigError: a missing key, too few GPUs.
+        ConfigError: an API key is missing, or there are too few GPUs.
     """
     servers = rollout.servers
-    if servers.colocated and gpus:  # without GPUs nothing can be released, and the flags are refused
-        options = _RELEASING[rollout.engine] | options
-    shares = _split_gpus(rollout, options, gpus, 0 if servers.colocated else skip_gpus)
-    env, config_file, secrets = _keys(rollout, environ)
-    if config_file and "config" in options:
+    if servers.colocated and gpus:  # without GPUs nothing can be released, and the engines reject the flags
+        options = _MEMORY_RELEASE_OPTIONS[rollout.engine] | options
+    gpus_by_server = _split_gpus(rollout, options, gpus, 0 if servers.colocated else skip_gpus)
+    keys = _read_keys(rollout, environ)
+    env = keys.env
+    if keys.config_file and "config" in options:
         raise ConfigError(
-            "[rollout.sglang] config: the API key is handed over by --config, and SGLang takes only one such file; "
+            "[rollout.sglang] config: the API key is passed with --config, and SGLang accepts only one such file; "
             "write its content into [rollout.sglang], or leave rollout.servers.api_key_env out"
         )
     if rollout.engine == "vllm":
@@ -105,19 +102,19 @@ def plan_servers(
                 str(servers.port + i),
                 *_arguments(rollout.engine, options),
             ),
-            env=env | ({"CUDA_VISIBLE_DEVICES": ",".join(shares[i])} if shares else {}),
-            config_file=config_file,
-            secrets=secrets,
+            env=env | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus_by_server[i])} if gpus_by_server else {}),
+            config_file=keys.config_file,
+            secrets=keys.secrets,
         )
         for i, url in enumerate(servers.resolved_urls)
     ]
 
 
 def check_engine(engine: str) -> None:
-    """Refuse a run without servers.
+    """Check that an engine has servers.
 
     Raises:
-        ConfigError: ``engine = "local"``.
+        ConfigError: the engine is ``local``.
     """
     if engine == "local":
         raise ConfigError(
@@ -126,11 +123,16 @@ def check_engine(engine: str) -> None:
         )
 
 
-def api_key(name: str | None, environ: Mapping[str, str], setting: str) -> str | None:
-    """The value of the environment variable ``name``, which the key ``setting`` of the configuration holds.
+def read_api_key(name: str | None, environ: Mapping[str, str], setting: str) -> str | None:
+    """Return the value of an environment variable; None if ``name`` is None.
+
+    Args:
+        name: name of the variable.
+        environ: the environment.
+        setting: configuration key that holds the name, for the error message.
 
     Raises:
-        ConfigError: it is not set.
+        ConfigError: the variable is not set.
     """
     if name is None:
         return None
@@ -142,24 +144,24 @@ def api_key(name: str | None, environ: Mapping[str, str], setting: str) -> str |
 def server_options(
     rollout: RolloutConfig, model: ModelConfig, lora: LoraConfig, *, routed_experts: bool, topk_logprobs: int
 ) -> dict[str, Any]:
-    """Return the options that the engine is started with besides address and keys; the user's own values win.
+    """Return the options that the engine is started with, besides address and keys. The user's values take precedence.
 
     Args:
-        rollout: with the engine ``sglang`` or ``vllm``.
-        model: the policy.
+        rollout: configuration with the engine ``sglang`` or ``vllm``.
+        model: configuration of the policy.
         lora: adapters of the weight sync method ``adapter``.
-        routed_experts: servers report which experts they chose.
-        topk_logprobs: number of most probable tokens that they report; 0 = none.
+        routed_experts: True if servers return the routers' choices.
+        topk_logprobs: number of most probable tokens that servers return; 0 for none.
 
     Raises:
-        ConfigError: ``engine = "local"``, an argument that belongs elsewhere, a rank that vLLM has no adapters of.
+        ConfigError: the engine is ``local``, an option must be set elsewhere, or vLLM does not support the LoRA rank.
     """
     engine = rollout.engine
     check_engine(engine)
-    own = {key.replace("_", "-"): value for key, value in getattr(rollout, engine).items()}
-    for key in own:
-        if key in _ELSEWHERE:
-            raise ConfigError(f"[rollout.{engine}] {key}: {_ELSEWHERE[key]}")
+    user_options = {key.replace("_", "-"): value for key, value in getattr(rollout, engine).items()}
+    for key in user_options:
+        if key in _RESERVED_OPTIONS:
+            raise ConfigError(f"[rollout.{engine}] {key}: {_RESERVED_OPTIONS[key]}")
     options: dict[str, Any] = {
         "model-path" if engine == "sglang" else "model": rollout.servers.model or model.path,
         "dtype": _DTYPES[rollout.dtype],
@@ -170,9 +172,9 @@ def server_options(
     if routed_experts:
         options["enable-return-routed-experts"] = True
     if rollout.dtype != "fp32":
-        options |= _fp32_head(engine, own)
+        options |= _fp32_head_options(engine, user_options)
     if rollout.weight_sync.method == "adapter":
-        options |= _adapters(engine, lora)
+        options |= _adapter_options(engine, lora)
     if engine == "vllm":
         options |= {
             "logprobs-mode": "processed_logprobs",
@@ -186,40 +188,42 @@ def server_options(
         if topk_logprobs:
             # 20 is vLLM's own limit, and it counts the sampled token as one of them.
             options["max-logprobs"] = max(20, topk_logprobs + 1)
-    return options | own
+    return options | user_options
 
 
-def _fp32_head(engine: str, own: dict[str, Any]) -> dict[str, Any]:
-    """Logits in float32, as the trainer's head has them; rounded ones are most of what is between the two.
+def _fp32_head_options(engine: str, user_options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options for logits in float32, as in the trainer's head.
 
-    vLLM takes it among other overrides of the model's config: the user's own ones get it too, unless they have it.
+    Rounded logits are most of the difference between engine and trainer. vLLM reads the option among the overrides of
+    the model's config, so it is added to the user's overrides, unless they set it.
     """
     if engine == "sglang":
         return {"enable-fp32-lm-head": True}
-    name, head = "hf-overrides", {"head_dtype": "float32"}
-    if isinstance(own.get(name), dict):
-        own[name] = head | own[name]
-    return {name: head}
+    name = "hf-overrides"
+    override = {"head_dtype": "float32"}
+    if isinstance(user_options.get(name), dict):
+        user_options[name] = override | user_options[name]
+    return {name: override}
 
 
-def _adapters(engine: str, lora: LoraConfig) -> dict[str, Any]:
-    """What a server needs to add the adapters of a run to its weights."""
+def _adapter_options(engine: str, lora: LoraConfig) -> dict[str, Any]:
+    """Return the options for LoRA adapters of a run."""
     options: dict[str, Any] = {"enable-lora": True, "lora-target-modules": list(lora.target_modules)}
     if engine == "sglang":
-        # One of each batch may be for the bare weights: SGLang's own health check.
+        # Two, because SGLang's own health check is a request for the base weights.
         return options | {"max-lora-rank": lora.rank, "max-loras-per-batch": 2}
-    sizes = [size for size in _VLLM_RANKS if size >= lora.rank]
-    if not sizes:
-        raise ConfigError(f"lora.rank = {lora.rank}: vLLM takes adapters up to rank {_VLLM_RANKS[-1]}; lower it")
-    return options | {"max-lora-rank": sizes[0], "max-loras": 1}
+    ranks = [rank for rank in _VLLM_LORA_RANKS if rank >= lora.rank]
+    if not ranks:
+        raise ConfigError(f"lora.rank = {lora.rank}: vLLM takes adapters up to rank {_VLLM_LORA_RANKS[-1]}; lower it")
+    return options | {"max-lora-rank": ranks[0], "max-loras": 1}
 
 
 def _arguments(engine: str, options: Mapping[str, Any]) -> list[str]:
     return [part for key, value in options.items() for part in _argument(engine, key, value)]
 
 
-def _argument(engine: str, key: str, value: Any) -> list[str]:
-    """``--key value`` in the words of a command line."""
+def _argument(engine: str, key: str, value: object) -> list[str]:
+    """Return ``--key value`` as arguments of a command line."""
     match value:
         case True:
             return [f"--{key}"]
@@ -237,12 +241,22 @@ def _argument(engine: str, key: str, value: Any) -> list[str]:
     )
 
 
-def _keys(rollout: RolloutConfig, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
-    """The API keys: environment, lines of a configuration file, and the plain values. Never arguments: anyone on the
-    machine can read those."""
+@dataclass(frozen=True)
+class _Keys:
+    """The API keys of a server, in the form that its engine accepts. Never arguments, which any user can read."""
+
+    env: dict[str, str]
+    """Environment variables."""
+    config_file: dict[str, str]
+    """Options of a configuration file."""
+    secrets: tuple[str, ...]
+    """The keys themselves."""
+
+
+def _read_keys(rollout: RolloutConfig, environ: Mapping[str, str]) -> _Keys:
     servers = rollout.servers
-    key = api_key(servers.api_key_env, environ, "rollout.servers.api_key_env")
-    admin = api_key(servers.admin_api_key_env, environ, "rollout.servers.admin_api_key_env")
+    key = read_api_key(servers.api_key_env, environ, "rollout.servers.api_key_env")
+    admin = read_api_key(servers.admin_api_key_env, environ, "rollout.servers.admin_api_key_env")
     secrets = tuple(secret for secret in (key, admin) if secret)
     if rollout.engine == "vllm":
         if admin is not None:
@@ -250,9 +264,9 @@ def _keys(rollout: RolloutConfig, environ: Mapping[str, str]) -> tuple[dict[str,
                 f"rollout.servers.admin_api_key_env = {servers.admin_api_key_env!r}: vLLM has one key for all calls; "
                 "use api_key_env"
             )
-        return ({"VLLM_API_KEY": key} if key else {}), {}, secrets
-    named = {"api-key": key, "admin-api-key": admin}
-    return {}, {name: value for name, value in named.items() if value}, secrets
+        return _Keys({"VLLM_API_KEY": key} if key else {}, {}, secrets)
+    options = {"api-key": key, "admin-api-key": admin}
+    return _Keys({}, {name: value for name, value in options.items() if value}, secrets)
 
 
 def _with_vllm_extension(environ: Mapping[str, str]) -> str:
@@ -261,32 +275,32 @@ def _with_vllm_extension(environ: Mapping[str, str]) -> str:
 
 
 def _split_gpus(rollout: RolloutConfig, options: Mapping[str, Any], gpus: Sequence[str], skip: int) -> list[list[str]]:
-    """The GPUs of each server; an empty list on a machine without."""
+    """Return the GPUs of each server; an empty list on a machine without GPUs."""
     if not gpus:
         return []
-    each = gpus_per_server(rollout.engine, options)
+    size = count_gpus_per_server(rollout.engine, options)
     count = rollout.servers.count
-    if len(gpus) < skip + each * count:
+    if len(gpus) < skip + size * count:
         trainer = f" + {skip} for the trainer" if skip else ""
         raise ConfigError(
-            f"rollout.servers.count = {count} servers of {each} GPUs{trainer} need {skip + each * count} GPUs, but "
+            f"rollout.servers.count = {count} servers of {size} GPUs{trainer} need {skip + size * count} GPUs, but "
             f"{len(gpus)} are visible here ({','.join(gpus)}); lower count or tp-size, or make more visible"
         )
-    return [list(gpus[skip + i * each : skip + (i + 1) * each]) for i in range(count)]
+    return [list(gpus[skip + i * size : skip + (i + 1) * size]) for i in range(count)]
 
 
-def gpus_per_server(engine: str, options: Mapping[str, Any]) -> int:
+def count_gpus_per_server(engine: str, options: Mapping[str, Any]) -> int:
     """Return the number of GPUs of one server that is started with ``options``.
 
     Raises:
-        ConfigError: a size that is not a whole number above 0.
+        ConfigError: a size is not a whole number above 0.
     """
     sizes = []
-    for names in _WORLD:
+    for names in _SIZE_OPTIONS:
         value = next((options[name] for name in names if name in options), 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"[rollout.{engine}] {names[0]} = {value!r}: expected a whole number of GPUs")
         sizes.append(value)
     if options.get("enable-dp-attention") is True:
-        sizes.pop()  # SGLang: data parallel attention is inside of the tensor parallel ranks
+        sizes.pop()  # SGLang: data parallel attention runs inside the tensor parallel ranks
     return math.prod(sizes)

@@ -1,4 +1,4 @@
-"""The inference servers of this machine: started together, watched, each started again when it dies, ended together."""
+"""The inference servers of this machine: started together, supervised, restarted when they die, ended together."""
 
 from __future__ import annotations
 
@@ -15,30 +15,26 @@ from megatron_dppo.engines.serving.command import ServerPlan
 from megatron_dppo.engines.serving.server_process import ServerProcess, require_free
 
 _POLL_SECONDS = 0.5
-
-
 _HEALTH_SECONDS = 5.0
-"""Limit of one question to a server that was started again: signals and the other servers wait meanwhile."""
-
-
-_END_SECONDS = 20.0
-
-
-TRIES = 3
-"""Times in a row that a dead server is started again without becoming healthy."""
+"""Limit of one health check of a server that was restarted: signals and the other servers wait meanwhile."""
+_EXIT_SECONDS = 20.0
+"""Time that all servers together get to exit before they are killed."""
+MAX_RESTARTS = 3
+"""Restarts of a dead server in a row without becoming healthy."""
 
 
 class StopRequest:
-    """SIGTERM, SIGINT and SIGHUP as a request to end the servers.
+    """Request to end the servers, by SIGTERM, SIGINT or SIGHUP.
 
     Args:
-        grace: seconds that servers go on after the first SIGTERM. A scheduler that takes the machines back signals
-            servers and trainer together; a trainer that finishes its step needs them until then. A second signal, or
-            another one, ends them at once.
+        grace: seconds that servers continue after the first SIGTERM. A scheduler that reclaims the machines signals
+            servers and trainer together, and a trainer that finishes its step needs the servers until then. A second
+            signal, or another one, ends them at once.
     """
 
     def __init__(self, grace: float = 0.0) -> None:
-        self._grace, self._end = grace, float("inf")
+        self._grace = grace
+        self._end = float("inf")
 
     def __enter__(self) -> StopRequest:
         self._previous = {
@@ -55,8 +51,8 @@ class StopRequest:
         self._end = time.monotonic() + (self._grace if is_first_term else 0.0)
 
     @property
-    def due(self) -> bool:
-        """Whether the servers are to end now."""
+    def is_due(self) -> bool:
+        """True if the servers must end now."""
         return time.monotonic() >= self._end
 
 
@@ -64,28 +60,33 @@ class ServerGroup:
     """The servers of this machine; a context manager that leaves none behind.
 
     Args:
-        plans: one for each server.
+        plans: one plan for each server.
         log_dir: folder for ``server_0.log`` and so on.
-        start_timeout: seconds until a server that was started is healthy.
-        say: tells the user what happens.
+        start_timeout: seconds in which a server must become healthy after its start.
+        log: reports events to the user.
     """
 
     def __init__(
-        self, plans: Sequence[ServerPlan], log_dir: Path, start_timeout: float, say: Callable[[str], None]
+        self, plans: Sequence[ServerPlan], log_dir: Path, start_timeout: float, log: Callable[[str], None]
     ) -> None:
-        self._plans, self._log_dir, self._start_timeout, self._say = plans, log_dir, start_timeout, say
-        self._servers: list[_Watched] = []
+        self._plans = plans
+        self._log_dir = log_dir
+        self._start_timeout = start_timeout
+        self._log = log
+        self._servers: list[_SupervisedServer] = []
 
     def __enter__(self) -> ServerGroup:
-        self._files = tempfile.TemporaryDirectory(prefix="megatron_dppo_serve_")  # only for this user
+        self._files = tempfile.TemporaryDirectory(prefix="megatron_dppo_serve_")  # readable only by this user
         try:
             for plan in self._plans:
                 require_free(plan.url)
             self._log_dir.mkdir(parents=True, exist_ok=True)
             for index, plan in enumerate(self._plans):
-                log, file = self._log_dir / f"server_{index}.log", Path(self._files.name) / f"server_{index}.yaml"
-                self._say(f"starting {plan.url}, its output is in {log}")
-                self._servers.append(_Watched(ServerProcess(plan, log, file), self._start_timeout, self._say))
+                log_file = self._log_dir / f"server_{index}.log"
+                secrets_file = Path(self._files.name) / f"server_{index}.yaml"
+                self._log(f"starting {plan.url}, its output is in {log_file}")
+                process = ServerProcess(plan, log_file, secrets_file)
+                self._servers.append(_SupervisedServer(process, self._start_timeout, self._log))
         except BaseException:
             self._end()
             raise
@@ -95,95 +96,99 @@ class ServerGroup:
         self._end()
 
     def wait_healthy(self, stop: StopRequest) -> bool:
-        """Wait for /health of each; False = asked to stop before that.
+        """Wait until all servers are healthy; return False if ``stop`` comes first.
 
         Raises:
-            ServerError: one has ended, or needs more than ``start_timeout`` seconds. At the first start none is
-                started again: it would most likely end for the same reason.
+            ServerError: a server exited, or needs more than ``start_timeout`` seconds. At the first start none is
+                restarted: it would most likely exit for the same reason.
         """
-        while (starting := [server for server in self._servers if not server.healthy]) and not stop.due:
+        while (starting := [server for server in self._servers if not server.is_healthy]) and not stop.is_due:
             for server in self._servers:
                 server.require_running()
             for server in starting:
-                server.look()
+                server.check_health()
             time.sleep(_POLL_SECONDS)
         return not starting
 
     def watch(self, stop: StopRequest) -> None:
-        """Start servers that die again, with the same arguments, until asked to stop.
+        """Restart servers that die, with the same arguments, until ``stop`` is due.
 
         Raises:
-            ServerError: one has died without having become healthy in ``TRIES`` starts in a row; the others still run.
-            ConfigError: its program is gone.
+            ServerError: a server did not become healthy in ``MAX_RESTARTS`` restarts in a row; the others still run.
+            ConfigError: its program no longer exists.
         """
-        while not stop.due:
+        while not stop.is_due:
             for server in self._servers:
                 server.keep_running()
             time.sleep(_POLL_SECONDS)
 
     def _end(self) -> None:
-        """Ask each to end; kill what does not obey."""
-        with _signals_wait():
+        """Interrupt all servers, and kill those that do not exit in time."""
+        with _signals_blocked():
             for server in self._servers:
                 server.process.interrupt()
-            end = time.monotonic() + _END_SECONDS
+            end = time.monotonic() + _EXIT_SECONDS
             for server in self._servers:
                 server.process.wait(end - time.monotonic())
                 server.process.kill()
             self._files.cleanup()
 
 
-class _Watched:
-    """A server, and how its starts went."""
+class _SupervisedServer:
+    """A server and the history of its starts."""
 
-    def __init__(self, process: ServerProcess, start_timeout: float, say: Callable[[str], None]) -> None:
-        self.process, self._timeout, self._say = process, start_timeout, say
-        self.healthy = False
-        """whether it was, since it was started last"""
-        self._tries = 0
-        """starts after its death, since it was healthy last"""
+    def __init__(self, process: ServerProcess, start_timeout: float, log: Callable[[str], None]) -> None:
+        self.process = process
+        self._timeout = start_timeout
+        self._log = log
+        self.is_healthy = False
+        """True if the server was healthy at some time since its last start."""
+        self._restarts = 0
+        """Restarts since the server was last healthy."""
         self._started = time.monotonic()
 
     def require_running(self) -> None:
-        """Raises ServerError when the process has ended, or has not become healthy in its time."""
+        """Raise ServerError if the process exited, or did not become healthy in its time."""
         if (problem := self._problem()) is not None:
             raise self.process.error(problem)
 
     def keep_running(self) -> None:
-        """Look at it, and start it again where it has ended or does not become healthy."""
+        """Restart the server if it exited or did not become healthy in its time; otherwise check its health."""
         if (problem := self._problem()) is not None:
-            self._start_again(problem)
-        elif not self.healthy:
-            self.look()
+            self._restart(problem)
+        elif not self.is_healthy:
+            self.check_health()
 
-    def look(self) -> None:
-        """Note whether it is healthy now."""
+    def check_health(self) -> None:
+        """Record if the server is healthy now."""
         if self.process.is_healthy(_HEALTH_SECONDS):
-            self.healthy, self._tries = True, 0
-            self._say(f"{self.process.plan.url} is healthy")
+            self.is_healthy = True
+            self._restarts = 0
+            self._log(f"{self.process.plan.url} is healthy")
 
     def _problem(self) -> str | None:
-        if (how := self.process.ended()) is not None:
-            return f"the server has ended ({how})"
-        if not self.healthy and time.monotonic() > self._started + self._timeout:
+        if (status := self.process.exit_status()) is not None:
+            return f"the server exited ({status})"
+        if not self.is_healthy and time.monotonic() > self._started + self._timeout:
             return f"not healthy after {self._timeout:g} seconds (--start-timeout)"
         return None
 
-    def _start_again(self, problem: str) -> None:
-        if self._tries == TRIES:
-            raise self.process.error(f"{problem}, as in {TRIES} starts before without having become healthy")
-        self._tries += 1
-        self._say(
-            f"{self.process.plan.url}: {problem}; it is started again (try {self._tries} of {TRIES} to become "
-            f"healthy), and its output goes on in {self.process.log}"
+    def _restart(self, problem: str) -> None:
+        if self._restarts == MAX_RESTARTS:
+            raise self.process.error(f"{problem}; it did not become healthy in {MAX_RESTARTS} restarts either")
+        self._restarts += 1
+        self._log(
+            f"{self.process.plan.url}: {problem}; restarting it (attempt {self._restarts} of {MAX_RESTARTS}), its "
+            f"output continues in {self.process.log}"
         )
-        self.process.start_again()
-        self.healthy, self._started = False, time.monotonic()
+        self.process.restart()
+        self.is_healthy = False
+        self._started = time.monotonic()
 
 
 @contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Keep a second SIGINT or SIGTERM from leaving servers behind."""
+def _signals_blocked() -> Iterator[None]:
+    """Block SIGINT, SIGTERM and SIGHUP, so that a second signal leaves no servers behind."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
@@ -192,15 +197,15 @@ def _signals_wait() -> Iterator[None]:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES would name them; empty = none."""
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
+    """Return the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES; empty if there are none."""
+    variable = environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is not None:
         # CUDA stops at the first entry that is no device; -1 is the usual one.
-        parts = [part.strip() for part in named.split(",") if part.strip()]
+        parts = [part.strip() for part in variable.split(",") if part.strip()]
         return parts[: parts.index("-1")] if "-1" in parts else parts
     try:
         query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+        result = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return found.stdout.split()
+    return result.stdout.split()

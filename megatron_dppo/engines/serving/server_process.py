@@ -1,4 +1,4 @@
-"""One inference server as a process of this one: started, looked at, started again, ended."""
+"""One inference server as a child process: start, health, restart and end."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ from megatron_dppo.errors import ConfigError, ServerError
 
 _TAIL_LINES = 30
 _TAIL_BYTES = 16384
-_END_SECONDS = 20.0
+_PORT_SECONDS = 20.0
+"""Time that a restart waits for the port of the dead server to become free."""
 
 
 class ServerProcess:
-    """A server that runs from here on.
+    """A server process; the constructor starts it.
 
     Args:
-        plan: how it is started.
-        log: where it prints; what servers print may hold keys, so the file is private. It is appended to.
-        secrets_file: where arguments go that must not be in the process list.
+        plan: command line and environment.
+        log: file that the output is appended to. Servers may print keys, so only this user can read it.
+        secrets_file: file for options that must not appear in the process list.
 
     Raises:
-        ConfigError: there is no such program.
+        ConfigError: the program does not exist.
     """
 
     def __init__(self, plan: ServerPlan, log: Path, secrets_file: Path) -> None:
-        self.plan, self.log, self._secrets_file = plan, log, secrets_file
+        self.plan = plan
+        self.log = log
+        self._secrets_file = secrets_file
         self._process = self._start()
 
-    def start_again(self) -> None:
-        """Start it once more, the same way, when nothing of it is left.
+    def restart(self) -> None:
+        """Kill what is left of the server, and start it again in the same way.
 
         Raises:
-            ConfigError: the program is gone.
+            ConfigError: the program no longer exists.
         """
         self.kill()
-        end = time.monotonic() + _END_SECONDS
+        end = time.monotonic() + _PORT_SECONDS
         while not _is_free(self.plan.url) and time.monotonic() < end:
             time.sleep(0.1)
         self._process = self._start()
@@ -71,20 +74,20 @@ class ServerProcess:
                     "in PATH, or a path beside the TOML file or from here"
                 ) from error
 
-    def ended(self) -> str | None:
-        """How it has ended, in words; None = it runs."""
+    def exit_status(self) -> str | None:
+        """Return the exit code or signal in words; None if the server is running."""
         code = self._process.poll()
         if code is None:
             return None
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def is_healthy(self, timeout: float) -> bool:
-        """Whether its /health answers within ``timeout`` seconds."""
+        """Return True if /health responds within ``timeout`` seconds."""
         return is_healthy(self.plan.url, self.plan.secrets[0] if self.plan.secrets else None, timeout=timeout)
 
     def error(self, problem: str) -> ServerError:
-        """An error that names the server and shows the last lines of its output, without keys."""
-        return ServerError(self.plan.url, f"{problem}. The end of {self.log}:\n{self._tail()}")
+        """Return an error that names the server and shows the last lines of its output, with keys masked."""
+        return ServerError(self.plan.url, f"{problem}. Last lines of {self.log}:\n{self._tail()}")
 
     def _tail(self) -> str:
         with self.log.open("rb") as file:
@@ -95,27 +98,27 @@ class ServerProcess:
         return "\n".join(f"  | {line}" for line in text.splitlines()[-_TAIL_LINES:])
 
     def interrupt(self) -> None:
-        """Ask it to end: SIGINT to the launcher, whose children go with it."""
+        """Send SIGINT to the launcher, which ends its children."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, so long at most."""
+        """Wait up to ``seconds`` until the server has exited."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
 
     def kill(self) -> None:
-        """SIGKILL to its session: also after a launcher that ended by itself, which may have left children."""
+        """Send SIGKILL to the session, also if the launcher has exited: it may have left children behind."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def require_free(url: str) -> None:
-    """Refuse an address that is taken: the server behind it would answer in the place of ours.
+    """Check that an address is free: a server that runs there would respond in place of the new one.
 
     Raises:
-        ConfigError: it is, or it is no address of this machine.
+        ConfigError: the address is in use, or is no address of this machine.
     """
     try:
         _bind(url)
@@ -123,7 +126,7 @@ def require_free(url: str) -> None:
         address = urlsplit(url)
         raise ConfigError(
             f"rollout.servers.host = {str(address.hostname)!r}, port {address.port} cannot be used: {error.strerror}. "
-            "If a server of yours runs there, name it in rollout.servers.urls; otherwise set rollout.servers.port, or "
+            "If your own server runs there, name it in rollout.servers.urls; otherwise set rollout.servers.port, or "
             "host to an address of this machine"
         ) from error
 
@@ -137,12 +140,13 @@ def _is_free(url: str) -> bool:
 
 
 def _bind(url: str) -> None:
-    """Take an address and give it back.
+    """Bind a socket to an address, and close it.
 
     Raises:
-        OSError: it cannot be taken.
+        OSError: the address cannot be used.
     """
-    host, port = str(urlsplit(url).hostname), urlsplit(url).port
+    host = str(urlsplit(url).hostname)
+    port = urlsplit(url).port
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

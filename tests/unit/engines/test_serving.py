@@ -127,7 +127,7 @@ def test_a_server_that_dies_at_start_is_shown_with_its_last_words(serve: Any) ->
     running = serve("die")
     code, output = running.end()
     assert code == 2
-    assert f"error: http://127.0.0.1:{running.port}: the server has ended (exit code 5)" in output
+    assert f"error: http://127.0.0.1:{running.port}: the server exited (exit code 5)" in output
     assert "  | no such model" in output and "logs/server_0.log" in output
 
 
@@ -150,15 +150,15 @@ def test_a_dead_server_is_started_again_as_it_was_and_the_other_is_left_alone(se
     running.process.terminate()
     code, output = running.end()
     assert code == 0 and "s3cret" not in output and running.left_behind() == []
-    assert f"serve: {url}: the server has ended (exit code 7); it is started again (try 1 of 3" in output
-    assert output.count(f"serve: {url} is healthy") == 2 and output.count("started again") == 1
+    assert f"serve: {url}: the server exited (exit code 7); restarting it (attempt 1 of 3" in output
+    assert output.count(f"serve: {url} is healthy") == 2 and output.count("restarting it") == 1
 
 
 @pytest.mark.slow
 def test_a_server_that_becomes_healthy_may_die_as_often_as_it_likes(serve: Any) -> None:
     running = serve("die-once")
     running.until_file("urls")
-    for _ in range(processes.TRIES + 1):
+    for _ in range(processes.MAX_RESTARTS + 1):
         pids = running.started()["pids"]
         (running.folder / "die").touch()
         until_one(lambda before=pids: [1] if running.started()["pids"] != before else [])
@@ -166,7 +166,7 @@ def test_a_server_that_becomes_healthy_may_die_as_often_as_it_likes(serve: Any) 
         time.sleep(1)  # serve looks twice a second
     running.process.terminate()
     code, output = running.end()
-    assert code == 0 and output.count("try 1 of 3") == processes.TRIES + 1
+    assert code == 0 and output.count("attempt 1 of 3") == processes.MAX_RESTARTS + 1
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_a_server_that_dies_at_each_start_ends_the_others_and_shows_no_key(serve
     (running.folder / "die").touch()
     code, output = running.end()
     assert code == 2 and "exit code 7" in output and "out of memory, key ***" in output
-    assert "as in 3 starts before without having become healthy" in output and "try 3 of 3" in output
+    assert "it did not become healthy in 3 restarts either" in output and "attempt 3 of 3" in output
     assert "s3cret" not in output and running.left_behind() == []
 
 
@@ -186,7 +186,9 @@ def test_a_server_that_is_never_healthy_again_is_given_up(serve: Any) -> None:
     running.until_file("urls")
     (running.folder / "die").touch()
     code, output = running.end(60)
-    assert code == 2 and "not healthy after 2 seconds (--start-timeout), as in 3 starts before" in output
+    assert (
+        code == 2 and "not healthy after 2 seconds (--start-timeout); it did not become healthy in 3 restarts" in output
+    )
     assert running.left_behind() == []
 
 
@@ -204,7 +206,7 @@ def until_one(found: Callable[[], list[int]]) -> int:
 def test_a_launcher_that_ignores_sigint_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_END_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "_EXIT_SECONDS", 1.0)
     port = free_ports(1)
     argv = (sys.executable, str(STUB), str(tmp_path), "stubborn", "--host", "127.0.0.1", "--port", str(port))
     plan = ServerPlan(url=f"http://127.0.0.1:{port}", argv=argv)
@@ -311,7 +313,7 @@ def test_a_server_of_another_engine_is_named(serve: Any) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 2 and "does not answer like vLLM" in done.stderr
+    assert done.returncode == 2 and "does not respond like vLLM" in done.stderr
 
 
 @pytest.mark.parametrize(

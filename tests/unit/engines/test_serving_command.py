@@ -174,7 +174,7 @@ def test_keys_that_are_missing_or_have_no_meaning_are_errors() -> None:
         plans(config_of(rollout={"servers": {"api_key_env": "KEY"}}))
     with pytest.raises(ConfigError, match="vLLM has one key for all calls"):
         plans(config_of("vllm", rollout={"servers": {"admin_api_key_env": "KEY"}}), KEY="k")
-    with pytest.raises(ConfigError, match="SGLang takes only one such file"):
+    with pytest.raises(ConfigError, match="SGLang accepts only one such file"):
         plans(config_of(rollout={"servers": {"api_key_env": "KEY"}, "sglang": {"config": "a.yaml"}}), KEY="k")
 
 

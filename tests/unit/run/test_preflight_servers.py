@@ -74,7 +74,7 @@ def problems_of(engine: str, *urls: str, **settings: str) -> list[str]:
     return [str(error) for error in check_servers(config, None, generating=True).problems]
 
 
-def test_a_server_that_cannot_tell_what_a_filter_kept_is_told_before_the_start(servers: Any) -> None:
+def test_a_server_without_sampling_masks_is_reported_before_the_start(servers: Any) -> None:
     filters = {"data__max_prompt_tokens": "200", "rollout__top_p": "0.9", "rollout__top_k": "100"}
     assert problems_of("sglang", servers(sglang(sampling_mask_max_tokens=100)), **filters) == []
     assert problems_of("sglang", servers(sglang(version="0.5.21")), **filters) == []
@@ -82,14 +82,14 @@ def test_a_server_that_cannot_tell_what_a_filter_kept_is_told_before_the_start(s
     assert "0.5.20 is older than 0.5.21, the first that can work with a sampling filter" in old
     (few,) = problems_of("sglang", servers(sglang(sampling_mask_max_tokens=99)), **filters)
     assert "is 99, and rollout.top_k = 100; start it with --sampling-mask-max-tokens 100" in few
-    told = vllm(model={"return_sampling_mask": True})
-    assert problems_of("vllm", servers(told), **filters, rollout__weight_sync__method="disk") == []
-    untold = servers(vllm(model={"return_sampling_mask": False}))
-    (without,) = problems_of("vllm", untold, **filters, rollout__weight_sync__method="disk")
+    with_masks = vllm(model={"return_sampling_mask": True})
+    assert problems_of("vllm", servers(with_masks), **filters, rollout__weight_sync__method="disk") == []
+    without_masks = servers(vllm(model={"return_sampling_mask": False}))
+    (without,) = problems_of("vllm", without_masks, **filters, rollout__weight_sync__method="disk")
     assert "start it with --return-sampling-mask" in without
 
 
-def test_a_server_that_cannot_serve_the_run_is_told_with_the_flag_that_mends_it(servers: Any) -> None:
+def test_a_server_that_cannot_serve_the_run_is_reported_with_the_flag_that_fixes_it(servers: Any) -> None:
     replay = {"train__router_replay": "rollout", "data__max_prompt_tokens": "200"}
     assert problems_of("sglang", servers(sglang()), **replay) == []
     assert problems_of("sglang", servers(sglang(version="0.5.19")), **replay) == []
@@ -121,8 +121,8 @@ def test_a_server_that_cannot_serve_the_run_is_told_with_the_flag_that_mends_it(
     assert "VLLM_SERVER_DEV_MODE=1" in control
 
 
-def test_another_engine_a_dead_one_and_junk_are_each_told(servers: Any) -> None:
-    assert "does not answer like vLLM" in problems_of("vllm", servers(sglang()))[0]
+def test_another_engine_a_dead_server_and_junk_are_each_reported(servers: Any) -> None:
+    assert "does not respond like vLLM" in problems_of("vllm", servers(sglang()))[0]
     assert "not healthy" in problems_of("sglang", "http://127.0.0.1:9")[0]
     for junk in ([], "text", {"version": 5, "context_length": "long"}, {"version": None, "context_length": {}}):
         found = problems_of("sglang", servers({**sglang(), "/server_info": junk}))
