@@ -1,4 +1,4 @@
-"""Hugging Face weights into a sharded Megatron model, and out of it again, streamed one parameter at a time."""
+"""Hugging Face weights into a sharded Megatron model and back, streamed one parameter at a time."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from megatron_dppo.parallel.groups import ParallelGroups
 
 
 class WeightSource(Protocol):
-    """Full Hugging Face tensors by their on-disk name."""
+    """Source of full Hugging Face tensors by their on-disk name."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return one tensor."""
 
     def names(self) -> set[str]:
-        """All names."""
+        """Return all names."""
 
 
 ADAPTERS = "adapters"
-"""What of a model chunk is no part of the Hugging Face model (``mcore.lora``)."""
+"""Name of the submodule of a model chunk that holds its LoRA adapters, which have no Hugging Face weights."""
 
 
 def global_names(chunks: Sequence[GPTModel], first_expert: int) -> dict[str, Tensor]:
-    """The parameters of this rank, routers' biases too, by name with layer and expert indices of the whole model."""
+    """Return this rank's parameters and router biases by name, with layer and expert indices of the whole model."""
     result = {}
     for chunk in chunks:
+        # Megatron counts layers from 0 in each chunk, and experts from 0 on each expert-parallel rank.
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
-
         for name, parameter in chain(chunk.named_parameters(), router_biases(chunk)):
             if name.startswith(f"{ADAPTERS}."):
                 continue
@@ -52,35 +52,42 @@ def global_names(chunks: Sequence[GPTModel], first_expert: int) -> dict[str, Ten
     return result
 
 
-def _shift_index(pattern: str, name: str, by: int) -> str:
-    return re.sub(pattern, lambda match: f"{match[1]}{int(match[2]) + by}", name)
+def _shift_index(pattern: str, name: str, offset: int) -> str:
+    return re.sub(pattern, lambda match: f"{match[1]}{int(match[2]) + offset}", name)
 
 
 class StageTensors:
-    """Tensors that each live on one pipeline stage, fetched from there by their names.
+    """Tensors of all pipeline stages, fetched by name.
 
     Args:
-        mine: those of this rank.
-        pp: the stages.
+        local: Tensors of this stage.
+        pp: Pipeline-parallel ranks.
     """
 
-    def __init__(self, mine: Mapping[str, Tensor], pp: ProcessGroup | None) -> None:
-        self._mine, self._pp = mine, pp
-        self._device = next(iter(mine.values())).device
+    def __init__(self, local: Mapping[str, Tensor], pp: ProcessGroup | None) -> None:
+        self._local = local
+        self._pp = pp
+        self._device = next(iter(local.values())).device
         stages: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size(pp))]
-        dist.all_gather_object(stages, {name: (p.shape, p.dtype) for name, p in mine.items()}, group=pp)
+        dist.all_gather_object(stages, {name: (p.shape, p.dtype) for name, p in local.items()}, group=pp)
         self._owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
         for stage, names in enumerate(stages):
             for name, (shape, dtype) in names.items():
+                # Tied embeddings are on the first and the last stage: the first one sends them.
                 self._owners.setdefault(name, (stage, shape, dtype))
 
-    def fetch(self, name: str, value: Callable[[Tensor], Tensor]) -> Tensor:
-        """``value`` of a tensor on all stages (a collective of them); it keeps the tensor's shape and dtype."""
+    def fetch(self, name: str, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``read(tensor)`` on all stages; a collective of them.
+
+        Args:
+            name: Name of the tensor.
+            read: Called on the stage that has the tensor. Its result has the same shape and dtype.
+        """
         stage, shape, dtype = self._owners[name]
         if dist.get_world_size(self._pp) == 1:
-            return value(self._mine[name])
+            return read(self._local[name])
         if dist.get_rank(self._pp) == stage:
-            local = value(self._mine[name]).contiguous()
+            local = read(self._local[name]).contiguous()
         else:
             local = torch.empty(shape, dtype=dtype, device=self._device)
         dist.broadcast(local, group=self._pp, group_src=stage)
@@ -88,17 +95,19 @@ class StageTensors:
 
 
 class Bridge:
-    """The mapping between one model's shards and the Hugging Face names.
+    """Conversion between one model's shards and full Hugging Face tensors.
 
     Args:
-        chunks: the unwrapped model chunks of this rank.
-        shape: sizes of the whole model.
-        tied: whether input and output embeddings share their weights.
-        groups: the process groups that the model is sharded over.
+        chunks: Unwrapped model chunks of this rank.
+        shape: Sizes of the whole model.
+        tied: True if input and output embeddings share their weights.
+        groups: Process groups of the layout.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], shape: ModelShape, *, tied: bool, groups: ParallelGroups) -> None:
-        self._shape, self._tied, self._groups = shape, tied, groups
+        self._shape = shape
+        self._tied = tied
+        self._groups = groups
         self._local_experts = (shape.num_experts or 1) // dist.get_world_size(groups.ep)
         self._parameters = global_names(chunks, dist.get_rank(groups.ep) * self._local_experts)
         self._padded_vocab = padded_vocab_size(shape.vocab_size, dist.get_world_size(groups.tp))
@@ -112,7 +121,7 @@ class Bridge:
         """Fill every parameter of this rank from full Hugging Face tensors.
 
         Raises:
-            CheckpointError: weights are missing, unexpected or of another shape.
+            CheckpointError: Weights are missing, unexpected or of another shape.
         """
         self._check_names(source.names())
         for name, parameter in self._parameters.items():
@@ -125,47 +134,50 @@ class Bridge:
             local = mapping.shard(rule, full, dist.get_rank(group), dist.get_world_size(group))
             if local.shape != parameter.shape:
                 raise CheckpointError(
-                    f"{', '.join(hf_names)} give a shard of shape {tuple(local.shape)} for {name}, expected "
-                    f"{tuple(parameter.shape)}; the weights belong to a model of another size than config.json"
+                    f"Expected a shard of shape {tuple(parameter.shape)} for {name}, got {tuple(local.shape)} from "
+                    f"{', '.join(hf_names)}: the weights and config.json are of models of different sizes."
                 )
             parameter.copy_(local)
 
-    def _check_names(self, found: set[str]) -> None:
+    def _check_names(self, names: set[str]) -> None:
         expected: set[str] = set()
         for rule, layer, expert in mapping.parameters(self._shape, self._tied):
             expected.update(rule.names(layer, expert)[1])
-        extra = {name for name in found - expected - set(OUTPUT.hf) if not mapping.is_mtp_weight(name, self._shape)}
-        missing = expected - found
+        extra = {name for name in names - expected - set(OUTPUT.hf) if not mapping.is_mtp_weight(name, self._shape)}
+        missing = expected - names
         if missing or extra:
             raise CheckpointError(
-                f"the weights do not fit config.json: {len(missing)} missing (e.g. {sorted(missing)[:2]}), "
+                f"The weights do not match config.json: {len(missing)} missing (e.g. {sorted(missing)[:2]}), "
                 f"{len(extra)} unexpected (e.g. {sorted(extra)[:2]})"
             )
 
     @torch.no_grad()
-    def export(self, value: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
-        """Stream full tensors under their Hugging Face names; every rank gets all of them.
+    def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+        """Stream full tensors by Hugging Face name; every rank gets all of them.
 
-        ``value`` says what of each local parameter is exported: its data, or for example its gradient.
+        A collective: all ranks must run the iterator to its end. It needs one broadcast over pipeline parallelism and
+        one all-gather over tensor parallelism for each parameter, and one all-gather over expert parallelism for each
+        local expert.
 
-        A collective: all ranks must run the iterator to its end. One all-gather over tensor parallelism a parameter,
-        one more over expert parallelism for each local expert, one broadcast over the pipeline.
+        Args:
+            read: Returns the exported value of each local parameter: its data, or for example its gradient.
         """
         for rule, layer, expert in mapping.parameters(self._shape, self._tied):
             if not rule.is_expert:
-                full = self._gather_shards(rule, self._stages.fetch(rule.names(layer, 0)[0], value))
+                full = self._gather_shards(rule, self._stages.fetch(rule.names(layer, 0)[0], read))
                 if rule.padded:
                     full = full[: self._shape.vocab_size]
                 yield from self._named(rule, layer, expert, full)
+            # Local expert i of all expert-parallel ranks is gathered at once.
             elif expert < self._local_experts:
-                yield from self._export_experts(rule, layer, expert, value)
+                yield from self._export_experts(rule, layer, expert, read)
 
     def _export_experts(
-        self, rule: Rule, layer: int, local: int, value: Callable[[Tensor], Tensor]
+        self, rule: Rule, layer: int, local: int, read: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         ep = self._groups.ep
-        mine = dist.get_rank(ep) * self._local_experts + local
-        full = self._gather_shards(rule, self._stages.fetch(rule.names(layer, mine)[0], value))
+        global_expert = dist.get_rank(ep) * self._local_experts + local
+        full = self._gather_shards(rule, self._stages.fetch(rule.names(layer, global_expert)[0], read))
         for ep_rank, tensor in enumerate(all_gather(full, ep)):
             yield from self._named(rule, layer, ep_rank * self._local_experts + local, tensor)
 
@@ -180,10 +192,10 @@ class Bridge:
 
 
 def all_gather(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    """The tensors of all ranks of a group, which have the same shape."""
-    parts = dist.get_world_size(group)
-    if parts == 1:
+    """Return the tensors of all ranks of a group, which have the same shape."""
+    size = dist.get_world_size(group)
+    if size == 1:
         return [local]
-    gathered = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(parts)]
+    gathered = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(size)]
     dist.all_gather(gathered, local.contiguous(), group=group)
     return gathered

@@ -1,7 +1,7 @@
-"""Low-rank adapters on a Megatron model, by hooks on its linear layers: the frozen base is never changed.
+"""LoRA adapters on a Megatron model, added by forward hooks on its linear layers; the base weights are frozen.
 
-They live in a module of their own in each model chunk (``chunk.adapters``): Megatron's DDP, optimizers and checkpoints
-then hold adapters and nothing else, with Transformer Engine's layers as with ours.
+They are in a module of their own in each model chunk (``chunk.adapters``). Megatron's DDP, optimizers and checkpoints
+then hold adapters and nothing else. Layers of Transformer Engine and of ``mcore.compat`` work alike.
 """
 
 from __future__ import annotations
@@ -21,63 +21,68 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.bridge import ADAPTERS, StageTensors, all_gather, global_names
-from megatron_dppo.mcore.lora_layer import PARTS, AdaptedWeight, LinearAdapter, Part
+from megatron_dppo.mcore.lora_layer import FACTORS, AdaptedWeight, Factor, LinearAdapter
 from megatron_dppo.parallel.groups import ParallelGroups
 
-_DRAWN = 0.25
-"""What an adapter of ``Lora.randomized`` adds, as a part of its layer's weight"""
+_RANDOM_SIZE = 0.25
+"""Size of a random adapter's ``s B A`` relative to the weight of its layer (``Lora.randomized``)."""
 PEFT_PREFIX = "base_model.model."
-"""PEFT's name of the model that it wraps."""
+"""Prefix that PEFT puts before the names of the model that it wraps."""
 
 
 class Adapters(Module):
-    """The adapters of one model chunk."""
+    """Adapters of one model chunk.
+
+    Attributes:
+        is_enabled: False turns all adapters off.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_on = True
+        self.is_enabled = True
 
     def hook(self, adapter: LinearAdapter, layer: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """A forward hook: the layer's output with the adapter's."""
-        if not self.is_on:
+        """Add the adapter's output to the layer's; a forward hook."""
+        if not self.is_enabled:
             return output
         value, bias = output
+        # A layer with a fused norm gets its input before the norm; the adapter needs it after the norm.
         weight = getattr(layer, "layer_norm_weight", None)
         norm = None if weight is None else (weight, layer.config.layernorm_epsilon)
-        splits = args[1] if adapter.place.rule.is_expert else None
+        splits = args[1] if adapter.target.rule.is_expert else None
         return value + adapter(args[0], norm, splits), bias
 
-    def of_layers(self) -> Iterator[LinearAdapter]:
-        """All of them."""
+    def linear_adapters(self) -> Iterator[LinearAdapter]:
+        """Yield the adapter of each layer."""
         yield from cast("Iterator[LinearAdapter]", self.children())
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What ``load_state_dict`` takes, for Megatron's checkpoints; keys on disk are those of the whole model."""
+        """Return the sharded parameters for Megatron's checkpoints, by the names of ``load_state_dict``."""
         del sharded_offsets, metadata
         return {
-            f"{prefix}{name}.{own}": tensor
+            f"{prefix}{name}.{parameter_name}": tensor
             for name, adapter in self.named_children()
-            for own, tensor in cast(LinearAdapter, adapter).sharded().items()
+            for parameter_name, tensor in cast(LinearAdapter, adapter).sharded_parameters().items()
         }
 
 
 def trainable_module(chunk: GPTModel) -> Module:
-    """What of a chunk a checkpoint holds: its adapters, or all of it where it has none."""
-    found: Module = getattr(chunk, ADAPTERS, chunk)
-    return found
+    """Return the factor of a chunk that is trained and saved: its adapters, or all of it without adapters."""
+    module: Module = getattr(chunk, ADAPTERS, chunk)
+    return module
 
 
 class Lora:
-    """Freezes a model and gives it adapters, which at first change nothing (B = 0).
+    """Adapters of a model, whose base weights are frozen. At first they change nothing (B = 0).
 
     Args:
-        chunks: the model chunks of this rank, not wrapped yet.
-        shape: sizes of the whole model.
-        groups: process groups.
-        config: rank, scale and targets.
-        seed: of A.
+        chunks: Model chunks of this rank, before Megatron's DDP wraps them.
+        shape: Sizes of the whole model.
+        groups: Process groups of the layout.
+        config: ``[lora]``: rank, scale and target modules.
+        seed: Seed of A.
     """
 
     def __init__(
@@ -90,8 +95,9 @@ class Lora:
     ) -> None:
         self._groups = groups
         self._local_experts = (shape.num_experts or 1) // dist.get_world_size(groups.ep)
-        self._places = list(_places(shape, frozenset(config.target_modules)))
-        self._of_weight: dict[Tensor, tuple[LinearAdapter, int]] = {}
+        self._targets = list(_adapted_weights(shape, frozenset(config.target_modules)))
+        self._adapter_by_weight: dict[Tensor, tuple[LinearAdapter, int]] = {}
+        """Adapter and local expert index of each adapted base weight."""
         self._chunks = [self._attach(chunk, config, seed) for chunk in chunks]
         self._stages = StageTensors(self._parameters(), groups.pp)
 
@@ -100,18 +106,19 @@ class Lora:
         weights = global_names([chunk], first)
         chunk.requires_grad_(False)
         if chunk.pre_process:
-            chunk.embedding.register_forward_hook(_begin_of_graph)
+            chunk.embedding.register_forward_hook(_require_grad_of_output)
         owners = {weight: module for module in chunk.modules() for weight in module.parameters(recurse=False)}
         adapters = Adapters()
-        for place in self._places:
-            is_expert = place.rule.is_expert
+        for target in self._targets:
+            is_expert = target.rule.is_expert
             experts = range(first, first + self._local_experts) if is_expert else range(1)
-            names = [place.rule.names(place.layer, expert)[0] for expert in experts]
+            names = [target.rule.names(target.layer, expert)[0] for expert in experts]
+            # Layers of other pipeline stages have no weights here.
             if names[0] not in weights:
-                continue  # another stage's
+                continue
             layer = owners[weights[names[0]]]
             adapter = LinearAdapter(
-                place,
+                target,
                 weights[names[0]],
                 experts,
                 config,
@@ -121,98 +128,106 @@ class Lora:
             )
             adapters.add_module(names[0].rpartition(".weight")[0].replace(".", "_"), adapter)
             layer.register_forward_hook(partial(adapters.hook, adapter))
-            self._of_weight.update({weights[name]: (adapter, i) for i, name in enumerate(names)})
+            self._adapter_by_weight.update({weights[name]: (adapter, i) for i, name in enumerate(names)})
         chunk.add_module(ADAPTERS, adapters)
         return adapters
 
     def _parameters(self) -> dict[str, Tensor]:
-        adapters = [adapter for chunk in self._chunks for adapter in chunk.of_layers()]
+        adapters = [adapter for chunk in self._chunks for adapter in chunk.linear_adapters()]
         return {
-            adapter.place.key(projection, part): adapter.parameter(projection, part)
+            adapter.target.key(projection, factor): adapter.parameter(projection, factor)
             for adapter in adapters
-            for projection in adapter.place.hf_names()
-            for part in PARTS
+            for projection in adapter.target.hf_names()
+            for factor in FACTORS
         }
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The base model inside."""
-        self._switch(False)
+        """Turn the adapters off inside the block."""
+        self._set_enabled(False)
         try:
             yield
         finally:
-            self._switch(True)
+            self._set_enabled(True)
 
     @contextmanager
     def randomized(self) -> Iterator[None]:
-        """Inside, every B is random and an adapter adds a quarter of what its layer gives; A stays, and the weights are
-        those of before afterwards. Who leaves out an adapter, or takes it for another's, has another policy then."""
-        adapters = [adapter for chunk in self._chunks for adapter in chunk.of_layers()]
-        kept = [p.detach().clone() for adapter in adapters for p in adapter.b()]
+        """Set every B to random values inside the block, so that each adapter clearly changes its layer.
+
+        ``s B A`` is about a quarter of the layer's weight. A server that omits or swaps an adapter then computes a
+        visibly different policy. Afterwards the adapters are bitwise as before.
+        """
+        adapters = [adapter for chunk in self._chunks for adapter in chunk.linear_adapters()]
+        saved = [p.detach().clone() for adapter in adapters for p in adapter.b_matrices()]
         weights: dict[LinearAdapter, list[Tensor]] = {}
-        for weight, (adapter, _) in self._of_weight.items():
+        for weight, (adapter, _) in self._adapter_by_weight.items():
             weights.setdefault(adapter, []).append(weight)
         try:
             with torch.no_grad():
                 for adapter in adapters:
-                    adapter.draw_b(weights[adapter], _DRAWN)
+                    adapter.randomize_b(weights[adapter], _RANDOM_SIZE)
             yield
         finally:
             with torch.no_grad():
-                for parameter, value in zip((p for a in adapters for p in a.b()), kept, strict=True):
+                for parameter, value in zip((p for a in adapters for p in a.b_matrices()), saved, strict=True):
                     parameter.copy_(value)
 
-    def _switch(self, is_on: bool) -> None:
+    def _set_enabled(self, is_enabled: bool) -> None:
         for adapters in self._chunks:
-            adapters.is_on = is_on
+            adapters.is_enabled = is_enabled
 
     @torch.no_grad()
     def merge(self, weight: Tensor) -> Tensor:
-        """A weight of the base model on this rank with its adapter, computed in fp32, in its own dtype."""
-        if weight not in self._of_weight:
+        """Return a base weight of this rank merged with its adapter: computed in fp32, in the weight's dtype."""
+        if weight not in self._adapter_by_weight:
             return weight.detach()
-        adapter, expert = self._of_weight[weight]
+        adapter, expert = self._adapter_by_weight[weight]
         return (weight.float() + adapter.delta(expert)).to(weight.dtype)
 
     @torch.no_grad()
-    def export(self, value: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
-        """Stream whole adapters under PEFT's names, each expert's by itself; every rank gets all of them.
+    def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+        """Stream full adapters by PEFT name, one for each expert; every rank gets all of them. A collective.
 
-        ``value`` says what of each local parameter is exported: its data, or for example its gradient. A collective.
+        Args:
+            read: Returns the exported value of each local parameter: its data, or for example its gradient.
         """
-        for place in self._places:
-            for projection in place.hf_names():
-                for part in PARTS:
-                    yield from self._whole(place, projection, part, value)
+        for target in self._targets:
+            for projection in target.hf_names():
+                for factor in FACTORS:
+                    yield from self._export_factor(target, projection, factor, read)
 
-    def _whole(
-        self, place: AdaptedWeight, projection: str, part: Part, value: Callable[[Tensor], Tensor]
+    def _export_factor(
+        self, target: AdaptedWeight, projection: str, factor: Factor, read: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        whole = self._stages.fetch(place.key(projection, part), value)
-        if place.is_split(part):
-            axis = whole.dim() - (2 if part == "B" else 1)
-            whole = torch.cat(all_gather(whole, place.group(self._groups)), axis)
-        if not place.rule.is_expert:
-            yield _peft_name(place, projection, part), whole
+        full = self._stages.fetch(target.key(projection, factor), read)
+        if target.is_split(factor):
+            dim = full.dim() - (2 if factor == "B" else 1)
+            full = torch.cat(all_gather(full, target.group(self._groups)), dim)
+        if not target.rule.is_expert:
+            yield _peft_name(target, projection, factor), full
             return
-        for expert, own in enumerate(torch.cat(all_gather(whole, self._groups.ep))):
-            yield _peft_name(place, projection, part, expert), own
+        for expert, expert_factor in enumerate(torch.cat(all_gather(full, self._groups.ep))):
+            yield _peft_name(target, projection, factor, expert), expert_factor
 
 
-def _places(shape: ModelShape, targets: frozenset[str]) -> Iterator[AdaptedWeight]:
-    """Every weight with adapters of the whole model, in the order of the network; all experts' of a layer are one."""
+def _adapted_weights(shape: ModelShape, targets: frozenset[str]) -> Iterator[AdaptedWeight]:
+    """Yield every adapted weight of the whole model, in the order of the network; a layer's experts count as one."""
     for rule, layer, expert in mapping.parameters(shape, tied=True):
-        place = AdaptedWeight(rule, layer, targets, shape)
-        if expert == 0 and place.hf_names():
-            yield place
+        target = AdaptedWeight(rule, layer, targets, shape)
+        if expert == 0 and target.hf_names():
+            yield target
 
 
-def _peft_name(place: AdaptedWeight, projection: str, part: Part, expert: int = 0) -> str:
-    return f"{PEFT_PREFIX}{place.hf_names(expert)[projection]}.lora_{part}.weight"
+def _peft_name(target: AdaptedWeight, projection: str, factor: Factor, expert: int = 0) -> str:
+    return f"{PEFT_PREFIX}{target.hf_names(expert)[projection]}.lora_{factor}.weight"
 
 
-def _begin_of_graph(module: Module, args: Any, output: Tensor) -> None:
-    """A forward hook of the embedding: what Megatron recomputes has no gradient unless one of its inputs has."""
+def _require_grad_of_output(module: Module, args: Any, output: Tensor) -> None:
+    """Make the embedding's output require a gradient; a forward hook.
+
+    Megatron's activation recomputation gives no gradient to parameters unless one of its inputs requires a gradient,
+    and the frozen embedding's output would not.
+    """
     del module, args
     if torch.is_grad_enabled():
         output.requires_grad_()

@@ -1,6 +1,6 @@
-"""The weights of a whole model, Megatron's names and Hugging Face's, by the rules of its family; and their shards.
+"""Names and shards of a model's weights, in Megatron and Hugging Face, by the rules of its family.
 
-``shard`` and ``unshard`` cut a full tensor for tensor parallelism. Pure tensor algebra: no Megatron, no collectives.
+``shard`` and ``unshard`` convert between full tensors and tensor-parallel shards. No Megatron, no collectives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_dppo.hf.families.rules import EMBEDDING, FINAL_NORM, OUTPUT, TIED_
 
 
 def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]:
-    """Every ``(rule, layer, expert)`` of a model, in the order of the network; tied output weights are left out."""
+    """Yield every ``(rule, layer, expert)`` of a model, in the order of the network, without tied output weights."""
     yield EMBEDDING, 0, 0
     family = get_family(shape)
     attention = family.attention(shape)
@@ -34,38 +34,40 @@ def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]
 
 
 def find_rule(name: str, shape: ModelShape, tied: bool) -> tuple[Rule, int, int]:
-    """The rule, layer and expert of a Megatron parameter name with *global* indices.
+    """Return rule, layer and expert of a Megatron parameter name with *global* indices.
 
     Raises:
-        KeyError: no rule maps this parameter.
+        KeyError: No rule maps this parameter.
     """
     layer_match = re.match(r"decoder\.layers\.(\d+)\.", name)
     expert_match = re.search(r"\.experts\.linear_fc[12]\.weight(\d+)$", name)
     layer, expert = (int(m[1]) if m else 0 for m in (layer_match, expert_match))
-    family, output = get_family(shape), TIED_OUTPUT if tied else OUTPUT
+    family = get_family(shape)
+    output = TIED_OUTPUT if tied else OUTPUT
     for rule in (*family.attention(shape), *family.dense, *family.experts, EMBEDDING, FINAL_NORM, output):
         if rule.names(layer, expert)[0] == name:
             return rule, layer, expert
-    raise KeyError(f"no rule maps the Megatron parameter {name!r} to Hugging Face")
+    raise KeyError(f"No rule maps the Megatron parameter {name!r} to Hugging Face.")
 
 
 def is_mtp_weight(name: str, shape: ModelShape) -> bool:
-    """Whether a Hugging Face weight is of the layers after the last, which have no place in the model."""
+    """Return True for a weight of a multi-token-prediction layer, which follows the last layer and is not loaded."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and 0 <= int(layer[1]) - shape.num_layers < shape.num_mtp_layers
 
 
 def shard(rule: Rule, full: Tensor, rank: int, parts: int) -> Tensor:
-    """The part of a full tensor that tensor-parallel ``rank`` of ``parts`` holds."""
+    """Return the shard of a full tensor for one of ``parts`` tensor-parallel ranks."""
     if rule.shard_dim is None or parts == 1:
         return full
+    # Megatron cuts gate and up separately, so that each rank has matching parts of both.
     if rule.gated:
         return torch.cat([half.chunk(parts, rule.shard_dim)[rank] for half in full.chunk(2, 0)], 0)
     return full.chunk(parts, rule.shard_dim)[rank]
 
 
 def unshard(rule: Rule, shards: Sequence[Tensor]) -> Tensor:
-    """The full tensor of all shards in rank order; the inverse of ``shard``."""
+    """Return the full tensor of all shards in rank order; the inverse of ``shard``."""
     if rule.shard_dim is None or len(shards) == 1:
         return shards[0]
     if rule.gated:
@@ -75,7 +77,7 @@ def unshard(rule: Rule, shards: Sequence[Tensor]) -> Tensor:
 
 
 def pad_vocabulary(full: Tensor, size: int) -> Tensor:
-    """Zero rows up to ``size`` entries."""
+    """Append zero rows up to ``size`` vocabulary entries."""
     return torch.cat([full, full.new_zeros(size - full.shape[0], *full.shape[1:])]) if size > full.shape[0] else full
 
 
@@ -83,18 +85,19 @@ _BIAS = "expert_bias"
 
 
 def router_biases(model: Module) -> Iterator[tuple[str, Tensor]]:
-    """The biases by which routers choose, by name: buffers in fp32, weights of the model all the same."""
+    """Yield the router biases by name. They choose experts and are buffers in fp32, but belong to the weights."""
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(f".router.{_BIAS}"))
 
 
 @contextmanager
 def preserve_router_biases(models: Sequence[Module]) -> Iterator[None]:
-    """Around a conversion of models to another dtype: the same tensors are the biases afterwards, not rounded.
+    """Keep router biases in fp32 while the block converts models to another dtype.
 
-    So are the counts of tokens that they may follow: in bf16 a count would end at 256.
+    The token counts that update the biases stay in fp32 too: in bf16 a count would stop at 256.
     """
     routers = [m for model in models for m in model.modules() if isinstance(getattr(m, _BIAS, None), Tensor)]
-    kept = [(router, name, getattr(router, name)) for router in routers for name in (_BIAS, "local_tokens_per_expert")]
+    names = (_BIAS, "local_tokens_per_expert")
+    buffers = [(router, name, getattr(router, name)) for router in routers for name in names]
     yield
-    for router, name, buffer in kept:
+    for router, name, buffer in buffers:
         setattr(router, name, buffer)

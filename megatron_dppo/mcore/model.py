@@ -1,4 +1,4 @@
-"""A Hugging Face config to Megatron's TransformerConfig and GPTModel; what differs between families is theirs."""
+"""TransformerConfig and GPTModel from a Hugging Face configuration; model families add their own fields."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from megatron_dppo.parallel.platform import DTYPES, Platform
 
 
 def layout_invariant_aux_loss(overrides: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """``moe_aux_loss_coeff`` such that its gradient is the same for every layout.
+    """Return ``moe_aux_loss_coeff`` scaled so that its gradient is the same for every layout.
 
-    With ``calculate_per_token_loss`` Megatron scales a rank's part of the load-balancing loss by the tokens of that
-    rank, and sums the parts. Where sequence or context parallelism splits a row over n ranks, that is 1/n of what one
-    rank gives (0.16.1 and 0.19.2, ``TopKRouter.attach_and_log_load_balancing_loss``). To be removed when upstream
-    scales by the tokens of the row.
+    Reason: with ``calculate_per_token_loss`` Megatron scales a rank's part of the load-balancing loss by the tokens of
+    that rank, and sums the parts. If sequence or context parallelism splits a row over n ranks, the sum is 1/n of the
+    value on one rank (``TopKRouter.attach_and_log_load_balancing_loss``).
+    Affected: Megatron Core 0.16.1 to 0.19.2.
+    Delete when: Megatron scales by the tokens of the row.
     """
     coefficient = overrides.get("moe_aux_loss_coeff")
     if not coefficient:
@@ -41,29 +42,30 @@ def layout_invariant_aux_loss(overrides: dict[str, Any], layout: Layout) -> dict
 
 
 class LoadBalancingLosses:
-    """Reads and clears what Megatron's routers recorded since the last call.
+    """Load-balancing losses that Megatron's routers logged since the last call.
 
     Args:
-        config: the model's; without a load-balancing loss there is nothing to read.
+        config: TransformerConfig of the model. Without a load-balancing loss ``collect`` returns nothing.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         kinds = config.moe_router_load_balancing_type
-        used = config.num_moe_experts is not None and bool(config.moe_aux_loss_coeff)
-        self._names = _tracked(kinds) if used else []
+        is_used = config.num_moe_experts is not None and bool(config.moe_aux_loss_coeff)
+        self._names = _tracker_names(kinds) if is_used else []
         self._num_layers = config.num_layers
         frequency = config.moe_layer_freq
         self._num_routers = sum(frequency) if isinstance(frequency, list) else config.num_layers
 
     def collect(self, num_micro_batches: int) -> dict[str, float]:
-        """Each loss by name, without its coefficient, as the mean over layers, micro-batches and ranks; a collective.
+        """Return each loss by name and clear the log; a collective.
 
-        1 is perfect balance.
+        A loss is the mean over layers, micro-batches and ranks, without its coefficient. 1 is perfect balance.
         """
         if not self._names:
             return {}
         tracker = moe_utils.get_moe_layer_wise_logging_tracker()
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        # A pipeline stage without routers has logged nothing, and still takes part in the reduction.
         for name in self._names:
             tracker.setdefault(name, {"values": torch.zeros(self._num_layers, device=device)})
         moe_utils.reduce_aux_losses_tracker_across_ranks(self._names)
@@ -73,7 +75,7 @@ class LoadBalancingLosses:
         return values
 
 
-def _tracked(kinds: str | list[str]) -> list[str]:
+def _tracker_names(kinds: str | list[str]) -> list[str]:
     names = {
         "aux_loss": "load_balancing_loss",
         "seq_aux_loss": "seq_load_balancing_loss",
@@ -83,11 +85,11 @@ def _tracked(kinds: str | list[str]) -> list[str]:
 
 
 VOCAB_MULTIPLE = 64
-"""The vocabulary is padded to a multiple of this times the tensor parallel size (Megatron pads likewise)."""
+"""The vocabulary is padded to a multiple of this times the tensor-parallel size."""
 
 
 def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
-    """Rows of the embedding that Megatron allocates; the entries above ``vocab_size`` never enter the softmax."""
+    """Return the rows of the embedding. Entries from ``vocab_size`` on never enter the softmax."""
     multiple = VOCAB_MULTIPLE * tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 
@@ -95,10 +97,14 @@ def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
 def transformer_config(
     hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool = False
 ) -> TransformerConfig:
-    """Megatron's config; ``model.transformer`` overrides come last (see ``checked_overrides``)."""
-    engine = platform.is_cuda and has_transformer_engine()
-    check_attention_support(model.dtype, layout.cp, transformer_engine=engine)
-    dtype, own = DTYPES[model.dtype], get_family(hf_config).fields(hf_config, model_shape(hf_config))
+    """Return Megatron's TransformerConfig of a model.
+
+    Defaults, fused kernels, the family's fields and ``model.transformer`` follow each other; later ones win.
+    """
+    has_te = platform.is_cuda and has_transformer_engine()
+    check_attention_support(model.dtype, layout.cp, transformer_engine=has_te)
+    dtype = DTYPES[model.dtype]
+    family_fields = get_family(hf_config).fields(hf_config, model_shape(hf_config))
     values: dict[str, Any] = dict(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -117,15 +123,16 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         use_cpu_initialization=not platform.is_cuda,
-        # False would be faster, but Megatron marks tensor-parallel weights only while it initialises them; without
-        # the marks the gradient norm, and so the clipping, is wrong under tensor parallelism.
+        # False would be faster, but Megatron marks tensor-parallel weights only while it initializes them. Without the
+        # marks the gradient norm, and so clipping, is wrong under tensor parallelism.
         perform_initialization=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         calculate_per_token_loss=True,
-        # The allgather dispatcher refuses them; its rows are all padded to one length.
+        # Pipeline stages exchange the length of each row. The allgather dispatcher rejects variable lengths, and all
+        # its rows are padded to one length.
         variable_seq_lengths=layout.pp > 1 and model.transformer.get("moe_token_dispatcher_type") != "allgather",
-        # Megatron checks this one also for dense models: its default refuses variable lengths.
+        # Megatron checks this field for dense models too, and its default rejects variable lengths.
         moe_token_dispatcher_type="alltoall",
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -139,49 +146,49 @@ def transformer_config(
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
     overrides = checked_overrides(model.transformer, router_replay=router_replay)
-    check_fp8(overrides, model.dtype, platform, transformer_engine=engine)
-    experts = "num_moe_experts" in own
-    fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=engine, experts=experts)
-    kind = MLATransformerConfig if own.get("multi_latent_attention") else TransformerConfig
-    return kind(**(values | fused | own | overrides | layout_invariant_aux_loss(overrides, layout)))
+    check_fp8(overrides, model.dtype, platform, transformer_engine=has_te)
+    experts = "num_moe_experts" in family_fields
+    fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=has_te, experts=experts)
+    kind = MLATransformerConfig if family_fields.get("multi_latent_attention") else TransformerConfig
+    return kind(**(values | fused | family_fields | overrides | layout_invariant_aux_loss(overrides, layout)))
 
 
 def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:
-    """One line for the start of a run on CUDA: whose layers, which fused kernels, and why one is off."""
+    """Return one line for the start of a run on CUDA: the kind of layers, fused kernels, and why one is off."""
     return summarize_kernels(config, model.transformer, engine=has_transformer_engine())
 
 
 def checked_config(
     hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool
 ) -> TransformerConfig:
-    """``transformer_config``, or in the words of this package what Megatron has against it.
+    """Return ``transformer_config``, with Megatron's errors as a ConfigError.
 
     Raises:
-        ConfigError: Megatron refuses the combination.
+        ConfigError: Megatron rejects the combination.
     """
     try:
         return transformer_config(hf_config, model, layout, platform, router_replay=router_replay)
     except (ValueError, AssertionError, TypeError, NotImplementedError, RuntimeError) as error:
         raise ConfigError(
-            f"Megatron's TransformerConfig refuses this model, layout and model.transformer = {model.transformer}: "
+            f"Megatron's TransformerConfig rejects this model, layout and model.transformer = {model.transformer}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
-    """The model chunks of this rank (one, or one per virtual pipeline stage), with uninitialised weights."""
-    virtual = config.virtual_pipeline_model_parallel_size
+    """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet."""
+    vpp_size = config.virtual_pipeline_model_parallel_size
     last_stage = config.pipeline_model_parallel_size - 1
     with output_layer_without_fusion() as chunks:
-        for stage in range(virtual or 1):
-            vp_stage = stage if virtual else None
+        for stage in range(vpp_size or 1):
+            vp_stage = stage if vpp_size else None
             model = GPTModel(
                 config,
                 block_spec(config, vp_stage),
                 vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
                 max_sequence_length=hf_config.max_position_embeddings,
                 pre_process=pp_rank == 0 and stage == 0,
-                post_process=pp_rank == last_stage and stage == (virtual or 1) - 1,
+                post_process=pp_rank == last_stage and stage == (vpp_size or 1) - 1,
                 position_embedding_type="rope",
                 **get_family(hf_config).rope(hf_config).arguments(),
                 share_embeddings_and_output_weights=hf_config.tie_word_embeddings,

@@ -155,13 +155,13 @@ def put(trainer: Any, values: dict[str, Tensor]) -> None:
     groups = trainer.groups
     for model in trainer.models:
         for adapter in (m for m in model.modules() if isinstance(m, LinearAdapter)):
-            rule, layer = adapter.place.rule, adapter.place.layer
+            rule, layer = adapter.target.rule, adapter.target.layer
             experts = list(range(8)) if rule.is_expert else [0]
             local = len(experts) // dist.get_world_size(groups.ep) if rule.is_expert else 1
             mine = experts[local * dist.get_rank(groups.ep) :][:local] if rule.is_expert else [0]
             group = groups.etp if rule.is_expert else groups.tp
             column = rule.megatron.split(".")[-2] in ("linear_qkv", "linear_fc1")
-            for projection in {name.split(".")[-2] for name in rule.hf} & adapter.place.targets:
+            for projection in {name.split(".")[-2] for name in rule.hf} & adapter.target.targets:
                 template = next(name for name in rule.hf if name.split(".")[-2] == projection)
                 for part in ("A", "B"):
                     rows = []
