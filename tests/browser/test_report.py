@@ -30,7 +30,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_page_works_on_desk_and_phone_light_and_dark(page: Path, tmp_path: Path) -> None:
+def test_the_page_works_on_desktop_and_phone_in_light_and_dark(page: Path, tmp_path: Path) -> None:
     with browser() as driver:
         grounds = set()
         for size in (DESK, PHONE):
@@ -45,7 +45,7 @@ def test_the_page_works_on_desk_and_phone_light_and_dark(page: Path, tmp_path: P
         assert len(grounds) == 2, "dark is not light"
 
 
-def test_a_click_on_a_curve_shows_that_steps_rollouts_token_by_token(page: Path) -> None:
+def test_a_click_on_a_curve_shows_the_rollouts_of_that_step(page: Path) -> None:
     from selenium.webdriver import ActionChains
 
     with browser() as driver:
@@ -78,7 +78,7 @@ def test_a_click_on_a_curve_shows_that_steps_rollouts_token_by_token(page: Path)
         assert complaints(driver) == []
 
 
-def test_text_of_rollouts_never_runs_and_is_shown_as_it_is(page: Path) -> None:
+def test_rollout_text_is_shown_and_never_executed(page: Path) -> None:
     with browser() as driver:
         opened(driver, page / "1.html")
         shown = driver.execute_script("return document.getElementById('responses').textContent")
@@ -89,7 +89,7 @@ def test_text_of_rollouts_never_runs_and_is_shown_as_it_is(page: Path) -> None:
         assert not all_of(driver, "main img") and not all_of(driver, "main script") and complaints(driver) == []
 
 
-def test_two_runs_share_the_curves_and_each_has_its_rollouts(page: Path) -> None:
+def test_two_runs_share_curves_and_have_separate_rollouts(page: Path) -> None:
     from selenium.webdriver.support.ui import Select
 
     with browser() as driver:
@@ -104,7 +104,7 @@ def test_two_runs_share_the_curves_and_each_has_its_rollouts(page: Path) -> None
         assert complaints(driver) == []
 
 
-def test_a_page_of_a_run_that_goes_on_loads_itself_again_and_stays_at_its_step(page: Path) -> None:
+def test_the_page_of_a_running_run_reloads_and_keeps_its_step(page: Path) -> None:
     target = page / "watched.html"
     with browser() as driver:
         write_report(target, build([ReportedRun(page / "first", decode)], refresh=5))

@@ -54,7 +54,7 @@ def test_a_resolved_configuration_loads_again_as_the_same(tmp_path: Path) -> Non
         assert load_config(tmp_path / "resolved.toml") == first
 
 
-def test_paths_are_relative_to_the_file_only_where_they_exist_there(tmp_path: Path) -> None:
+def test_paths_resolve_against_the_file_only_if_they_exist_there(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "task:chain_sum").touch()
@@ -99,7 +99,7 @@ def test_paths_are_relative_to_the_file_only_where_they_exist_there(tmp_path: Pa
         (["--distribute-saved-activations"], "model", "transformer", {"distribute_saved_activations": True}),
     ],
 )
-def test_flags_set_the_key_that_they_name(path: Path, flags: list[str], section: str, key: str, value: Any) -> None:
+def test_each_flag_sets_its_key(path: Path, flags: list[str], section: str, key: str, value: Any) -> None:
     assert getattr(getattr(load_config(path, flags), section), key) == value
 
 
@@ -108,7 +108,7 @@ def test_the_last_flag_wins_and_reaches_nested_sections(path: Path) -> None:
     assert loaded.warmup.optimizer.lr == 0.5 and loaded.optimizer.lr == 2
 
 
-def test_one_key_of_the_warmup_optimizer_leaves_its_other_defaults(path: Path) -> None:
+def test_setting_one_warmup_optimizer_key_keeps_the_other_defaults(path: Path) -> None:
     before = load_config(path).warmup.optimizer
     after = load_config(path, ["--warmup.optimizer.weight_decay", "0.5"]).warmup.optimizer
     assert after == before.model_copy(update={"weight_decay": 0.5})
@@ -129,11 +129,11 @@ def test_one_key_of_the_warmup_optimizer_leaves_its_other_defaults(path: Path) -
         (["--seed", str(2**63)], f"run.seed = {2**63}: Input should be less than or equal to {2**63 - 1}"),
     ],
 )
-def test_a_flag_that_makes_no_sense_is_refused(path: Path, flags: list[str], part: str) -> None:
+def test_invalid_flags_are_rejected(path: Path, flags: list[str], part: str) -> None:
     assert part in refusal(path, *flags)
 
 
-def test_an_unknown_key_is_answered_with_the_nearest_known_one(path: Path) -> None:
+def test_an_unknown_key_suggests_the_closest_known_key(path: Path) -> None:
     assert "run.num_step = 3: unknown key; did you mean 'num_steps'?" in refusal(path, "--run.num_step", "3")
     assert "rolout = {'top_k': 3}: unknown key; did you mean 'rollout'?" in refusal(path, "--rolout.top_k", "3")
     message = refusal(path, "--warmup.optimizer.adam_beta", "3")
@@ -179,7 +179,7 @@ def test_a_missing_section_and_a_missing_key_are_named() -> None:
         ("log", "progress", None),
     ],
 )
-def test_a_value_of_a_wrong_type_or_range_is_refused_and_shown(section: str, key: str, value: Any) -> None:
+def test_a_value_of_a_wrong_type_or_range_is_rejected_and_shown(section: str, key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
         config(**{section: {key: value}})
     assert f"{section}.{key} = {value!r}: " in str(error.value)
@@ -195,7 +195,7 @@ def test_a_value_of_a_wrong_type_or_range_is_refused_and_shown(section: str, key
         ({"divergence_threshold_low": 1.0}, (1.0, 0.15)),
     ],
 )
-def test_thresholds_default_by_the_variant(loss: dict[str, Any], expected: tuple[float, float]) -> None:
+def test_threshold_defaults_depend_on_the_variant(loss: dict[str, Any], expected: tuple[float, float]) -> None:
     assert config(loss=loss).loss.thresholds == expected
 
 
@@ -228,20 +228,20 @@ def test_thresholds_default_by_the_variant(loss: dict[str, Any], expected: tuple
         ({"train": {"layer_noise": {"std": 1e-6, "start_layer": 3, "end_layer": 3}}}, "is not above start_layer = 3"),
     ],
 )
-def test_values_that_do_not_fit_each_other_are_refused(sections: dict[str, Any], part: str) -> None:
+def test_incompatible_values_are_rejected(sections: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError) as error:
         config(**sections)
     assert part in str(error.value)
 
 
-def test_losses_with_recomputed_logprobs_are_refused_for_rollouts_of_older_weights() -> None:
+def test_losses_with_recomputed_logprobs_reject_stale_rollouts() -> None:
     for name in ("minirl", "ppo_decoupled", "dppo_recompute_binary_kl"):
         assert config(loss={"name": name}).loss.uses_recomputed_logprobs
         with pytest.raises(ConfigError, match="which no longer exist when an older batch is trained on"):
             config(loss={"name": name}, train={"max_staleness": 1})
 
 
-def test_the_length_of_a_run_is_said_once(tmp_path: Path) -> None:
+def test_a_run_has_either_steps_or_epochs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_steps = 10 and num_epochs = 2.0 are both set; set one of them"):
         config(run={"num_epochs": 2.0})
     file = tmp_path / "run.toml"
@@ -255,7 +255,7 @@ def test_the_length_of_a_run_is_said_once(tmp_path: Path) -> None:
         assert load_config(file) == resolved
 
 
-def test_a_reference_policy_without_its_penalty_is_refused() -> None:
+def test_a_reference_policy_without_a_kl_penalty_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"has no effect without reward\.kl_coef above 0, or loss\.kl_coef"):
         config(model={"path": "model", "reference_path": "other"})
 
@@ -271,7 +271,7 @@ def test_a_reference_policy_without_its_penalty_is_refused() -> None:
         {"name": "prime_rl/2026-09-18"},
     ],
 )
-def test_a_loss_that_the_trainer_can_feed_is_accepted(loss: dict[str, Any]) -> None:
+def test_a_loss_whose_inputs_the_trainer_provides_is_accepted(loss: dict[str, Any]) -> None:
     assert config(loss=loss).loss.required_inputs <= {"rollout_logprobs", "sequence_ids"}
 
 
@@ -285,7 +285,7 @@ def test_an_alias_on_the_command_line_is_resolved(path: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("loss", "expected"), [({"name": "grpo"}, (0.2, 0.28)), ({"name": "gspo", "clip_ratio_high": 0.1}, (3e-4, 0.1))]
 )
-def test_clip_ratios_default_by_the_loss(loss: dict[str, Any], expected: tuple[float, float]) -> None:
+def test_clip_ratio_defaults_depend_on_the_loss(loss: dict[str, Any], expected: tuple[float, float]) -> None:
     assert LossConfig(**loss).clip_ratios == expected
 
 
@@ -300,7 +300,7 @@ def test_dppo_and_two_other_losses_cap_the_ratio_by_default() -> None:
     assert LossConfig(name="score_centering", centering="none").ratio_limits == (0.0, math.inf)
 
 
-def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_file_is_named(tmp_path: Path) -> None:
     assert "nowhere.toml' does not exist" in refusal(tmp_path / "nowhere.toml")
     (tmp_path / "bad.toml").write_text("[run]\nnum_steps = \n")
     message = refusal(tmp_path / "bad.toml")
@@ -310,13 +310,13 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
     assert "cannot be read: Is a directory" in refusal(tmp_path)
 
 
-def test_a_configuration_cannot_be_changed_after_loading() -> None:
+def test_a_configuration_is_immutable() -> None:
     loaded: Config = config()
     with pytest.raises(ValueError, match="frozen"):
         loaded.run.num_steps = 3  # type: ignore[misc]
 
 
-def test_a_filtered_rollout_is_refused_where_the_engine_cannot_tell_what_it_kept() -> None:
+def test_sampling_filters_are_rejected_if_the_engine_cannot_return_allowed_ids() -> None:
     for engine in ("sglang", "vllm"):
         for values in ({"top_p": 0.9}, {"top_k": 5000}, {"min_p": 0.1}):
             message = refused_rollout({**values, "engine": engine})
@@ -349,7 +349,7 @@ def refused_rollout(values: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_a_removed_key_is_named_with_what_to_use_and_its_default_is_dropped(path: Path) -> None:
+def test_a_removed_key_names_its_replacement_and_its_default_is_dropped(path: Path) -> None:
     assert "rollout.weight_sync.delta = True: this key was removed. Remove it, and set method" in refusal(
         path, "--rollout.weight_sync.delta", "true"
     )

@@ -19,7 +19,7 @@ from tests.unit.test_examples import QWEN3_30B_A3B
 CHAIN_SUM = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"
 
 
-def test_a_file_takes_from_its_base_what_it_does_not_say(tmp_path: Path) -> None:
+def test_extends_merges_tables_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/middle.toml").write_text(
         f'extends = "{CHAIN_SUM}"\n[rollout]\nmax_new_tokens = 7\n[data]\neval = {{ a = "task:chain_sum" }}\n'
@@ -35,7 +35,7 @@ def test_a_file_takes_from_its_base_what_it_does_not_say(tmp_path: Path) -> None
     assert "extends" not in tomllib.loads(dump_toml(found))
 
 
-def test_files_that_extend_each_other_or_nothing_are_refused(tmp_path: Path) -> None:
+def test_extends_rejects_cycles_and_missing_files(tmp_path: Path) -> None:
     a, b = tmp_path / "a.toml", tmp_path / "b.toml"
     a.write_text('extends = "b.toml"\n')
     b.write_text('extends = "a.toml"\n')
@@ -73,7 +73,7 @@ def test_every_key_section_loss_and_foreign_name_is_explained() -> None:
         ("run.max_staelness", "train.max_staleness"),
     ],
 )
-def test_an_unknown_key_brings_the_right_one(wrong: str, right: str) -> None:
+def test_a_misspelled_key_suggests_the_right_one(wrong: str, right: str) -> None:
     section, _, key = wrong.rpartition(".")
     flag = f"--{wrong}" if section else f"--{key}.x"
     (problem,) = read_config(CHAIN_SUM, [flag, "1"]).problems
@@ -81,14 +81,14 @@ def test_an_unknown_key_brings_the_right_one(wrong: str, right: str) -> None:
     assert closest_hint("completely_else") == ""
 
 
-def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_command_explains_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "verl/dppo_tv"]) == 0 and "dppo_binary_tv" in capsys.readouterr().out
     assert main(["help", "--lr"]) == 0 and "Peak learning rate" in capsys.readouterr().out
     assert main(["help"]) == 0 and "[rollout.servers]" in capsys.readouterr().out
     assert main(["help", "optimiser.lr"]) == 2 and "did you mean 'optimizer.lr'" in capsys.readouterr().err
 
 
-def test_a_dry_run_says_what_the_rules_give(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_dry_run_prints_resolved_defaults(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(["train", str(CHAIN_SUM), "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_a_dry_run_says_what_the_rules_give(monkeypatch: pytest.MonkeyPatch, cap
     assert "layout   4 processes" in capsys.readouterr().out
 
 
-def test_what_is_set_or_has_no_effect_is_not_resolved() -> None:
+def test_set_keys_and_unused_keys_are_not_resolved() -> None:
     flags = ["--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "1", "--loss.name", "gspo"]
     config = load_config(CHAIN_SUM, [*flags, "--loss.clip_ratio_low", "0.001"])
     found = resolved_defaults(config, resolve_layout(config.parallel, config.batch, 4, QWEN3_30B_A3B))

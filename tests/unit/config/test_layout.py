@@ -136,7 +136,7 @@ def test_overlapped_p2p_is_on_exactly_with_an_interleaved_pipeline() -> None:
         (4, MOE, {"tp": 2, "sequence_parallel": False}, "tensor_model_parallel_size = 2 with sequence_parallel = f"),
     ],
 )
-def test_a_layout_that_cannot_run_is_refused_with_its_arithmetic(
+def test_an_impossible_layout_is_rejected_with_its_arithmetic(
     world: int, shape: ModelShape, parallel: dict[str, Any], message: str
 ) -> None:
     (line,) = problems(world, shape, **parallel)
@@ -164,14 +164,14 @@ def test_a_layout_that_cannot_run_is_refused_with_its_arithmetic(
         ),
     ],
 )
-def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(
+def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(
     world: int, sections: dict[str, Any], message: str
 ) -> None:
     (line,) = problems(world, MOE, sections)
     assert message in line
 
 
-def test_a_batch_size_of_a_warmup_that_does_not_run_is_not_checked() -> None:
+def test_the_warmup_batch_size_is_checked_only_with_a_warmup() -> None:
     assert layout(2, MOE, {"warmup": {"num_steps": 0, "batch_size": 7}}).dp == 2
 
 

@@ -57,7 +57,7 @@ def test_the_live_view_shows_the_newest_step_and_the_newest_evaluation(monkeypat
     assert "a [line] of {text}" in shown and "step  6/20  reward 0.500" in shown
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_a_missing_measurement_is_a_dash() -> None:
     rows = dict(live_rows(VALUES, "accuracy"))
     assert rows == {
         "reward": "0.250",
@@ -80,11 +80,11 @@ def test_what_was_not_measured_is_a_dash() -> None:
         ({"functions": {"a": {"function": "math"}}}, "score"),
     ],
 )
-def test_a_mean_of_right_and_wrong_alone_is_called_accuracy(reward: dict[str, Any], name: str) -> None:
+def test_only_a_mean_of_right_and_wrong_is_called_accuracy(reward: dict[str, Any], name: str) -> None:
     assert RewardConfig(**reward).eval_score_name == name
 
 
-def test_silent_groups_and_a_still_reward_are_told_once() -> None:
+def test_missing_signal_and_a_constant_reward_are_reported_once() -> None:
     alarms = LearningWarnings()
     silent = {"rollout/groups_without_signal": 1.0}
     told = [alarms.check_step(silent | {"rollout/reward": r}) for r in (0, 1, 0, 1, 0, 1)]
@@ -99,7 +99,7 @@ def test_silent_groups_and_a_still_reward_are_told_once() -> None:
     assert not any(taught.check_step(silent | {"rollout/reward": 0.0}) for _ in range(30))
 
 
-def test_each_folder_has_an_id_of_its_own_and_keeps_it(tmp_path: Path) -> None:
+def test_each_folder_has_a_stable_tracker_id(tmp_path: Path) -> None:
     a, b = tmp_path / "a/run", tmp_path / "b/run"
     for folder in (a, b):
         folder.mkdir(parents=True)
@@ -111,7 +111,7 @@ def test_each_folder_has_an_id_of_its_own_and_keeps_it(tmp_path: Path) -> None:
     assert run_id(older, "wandb") == "older"
 
 
-def test_wandb_gets_id_name_group_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_receives_id_name_group_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
     run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
     wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run)
@@ -191,11 +191,11 @@ def test_missing_packages_are_named_before_the_start() -> None:
     assert open_trackers([], Path("."), RunLabels(project="p", name="n"), {}) == []
 
 
-def test_a_configuration_becomes_one_table() -> None:
+def test_a_configuration_is_flattened_to_one_table() -> None:
     assert flatten({"a": {"b": 1, "c": None, "d": [1, 2]}, "e": True}) == {"a.b": 1, "a.d": "[1, 2]", "e": True}
 
 
-def test_megatron_s_warnings_are_silent_and_others_and_asked_for_ones_are_not() -> None:
+def test_megatron_warnings_are_silent_unless_enabled_and_others_are_shown() -> None:
     code = (
         "import warnings\n"
         "from megatron_dppo.mcore.compat.shims import apply_shims\n"

@@ -41,7 +41,7 @@ def test_a_maximum_ignores_denominators_and_may_be_negative() -> None:
     assert reduce_metrics(parts[:1], None) == {"m": -3.0}
 
 
-def test_a_maximum_that_is_not_a_number_stays_visible_wherever_it_comes() -> None:
+def test_a_nan_maximum_stays_visible_at_any_position() -> None:
     for values in ((math.nan, 1.0), (1.0, math.nan), (2.0, math.nan, 1.0)):
         assert math.isnan(reduce_metrics([{"m": Metric(v, kind="max")} for v in values], None)["m"])
     infinite = [{"m": Metric(v, kind="max")} for v in (math.inf, -math.inf)]
@@ -66,7 +66,7 @@ def test_sums_are_kept_in_double_precision_and_carry_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0), (torch.tensor(math.nan), 1.0)])
-def test_a_maximum_that_is_not_a_number_stays_visible_in_any_order(values: tuple[Any, Any]) -> None:
+def test_a_nan_maximum_stays_visible_in_any_order(values: tuple[Any, Any]) -> None:
     parts = [{"m": Metric(value, kind="max")} for value in values]
     assert math.isnan(reduce_metrics(parts, None)["m"])
 
@@ -85,7 +85,7 @@ def test_each_step_is_one_line_that_is_readable_at_once(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_a_value_that_is_not_finite_is_null_so_that_every_json_reader_takes_the_file(tmp_path: Path) -> None:
+def test_non_finite_values_are_written_as_null(tmp_path: Path) -> None:
     sink = writer(tmp_path)
     sink.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
     sink.close()
@@ -110,7 +110,7 @@ def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(write_steps(tmp_path, 0))] == [0]
 
 
-def test_a_last_line_that_a_crash_cut_off_is_left_out_and_replaced_on_resume(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored_and_replaced_on_resume(tmp_path: Path) -> None:
     path = write_steps(tmp_path, 0, 1, 2)
     whole = path.read_text()
     path.write_text(whole[:-12])
@@ -120,7 +120,7 @@ def test_a_last_line_that_a_crash_cut_off_is_left_out_and_replaced_on_resume(tmp
     assert read_metrics(tmp_path / "nowhere.jsonl") == []
 
 
-def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
+def test_tensorboard_receives_the_same_values(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sink = writer(tmp_path, tensorboard=True)
@@ -145,7 +145,7 @@ def test_a_resume_purges_later_steps_from_tensorboard(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("rollout/reward")] == [(1, 1.0), (2, 12.0), (3, 13.0)]
 
 
-def test_weights_and_biases_gets_values_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_receives_values_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[dict[str, Any], int]] = []
     run = SimpleNamespace(log=lambda values, step: logged.append((values, step)), finish=lambda: None)
     package = SimpleNamespace(init=lambda **options: run, Table=lambda columns, data: (columns, data))
@@ -158,7 +158,7 @@ def test_weights_and_biases_gets_values_and_tables(tmp_path: Path, monkeypatch: 
     assert logged == [({"rollout/reward": 0.5}, 1), ({"masked": (["token", "n"], [["a", 3]])}, 1)]
 
 
-def test_weights_and_biases_without_its_package_is_refused_with_the_remedy(
+def test_weights_and_biases_without_its_package_is_rejected_with_the_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = builtins.__import__

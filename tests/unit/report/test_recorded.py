@@ -23,7 +23,7 @@ from megatron_dppo.report.steps.tokens import TABLE_COLUMNS, masked_table, maske
 from tests.unit.recorded_run import decode, sample, write_run
 
 
-def test_groups_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_groups_survive_a_round_trip(tmp_path: Path) -> None:
     from megatron_dppo.report.steps.files import StepMeta, write_step
     from megatron_dppo.types import RolloutGroup
 
@@ -44,7 +44,7 @@ def test_groups_come_back_as_they_were_written(tmp_path: Path) -> None:
             assert same and getattr(value, "dtype", None) == getattr(other, "dtype", None), name
 
 
-def test_masked_tokens_are_those_that_a_loop_over_pandas_rows_counts(tmp_path: Path) -> None:
+def test_masked_tokens_equal_a_count_over_pandas_rows(tmp_path: Path) -> None:
     write_run(tmp_path, 1, tokens=40)
     rows = pd.read_parquet(tmp_path / "rollouts/step_000001.parquet")
     counts: dict[tuple[int, int], int] = {}
@@ -66,7 +66,7 @@ def test_masked_tokens_are_those_that_a_loop_over_pandas_rows_counts(tmp_path: P
     assert len(masked_table(found, decode)) == len(found)
 
 
-def test_the_table_of_masked_tokens_is_in_tensorboard_with_nothing_that_is_markup(tmp_path: Path) -> None:
+def test_the_masked_token_table_in_tensorboard_escapes_markup(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_run(tmp_path, 1, tokens=40)
@@ -82,13 +82,13 @@ def test_the_table_of_masked_tokens_is_in_tensorboard_with_nothing_that_is_marku
     assert text.count("\n") == len(found) + 1 and "<" not in text and f"| {found[0].count} |" in text
 
 
-def test_a_file_takes_no_more_than_is_planned_for_it(tmp_path: Path) -> None:
+def test_a_file_is_at_most_as_large_as_estimated(tmp_path: Path) -> None:
     write_run(tmp_path, 1, tokens=200)
     more = 2 * 2 + 3 * 8  # routes of two layers and experts, and three slots of a Top-K
     assert (tmp_path / "rollouts/step_000001.parquet").stat().st_size <= estimate_step_bytes(16, 200, more=more)
 
 
-def test_what_is_later_than_the_checkpoint_goes_and_foreign_files_are_refused(tmp_path: Path) -> None:
+def test_steps_after_the_checkpoint_are_deleted_and_foreign_files_rejected(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
     (tmp_path / "rollouts/notes.txt").write_text("the user's")
     delete_steps_after(tmp_path, 1)

@@ -62,7 +62,7 @@ def test_only_an_enabled_console_prints(capsys: pytest.CaptureFixture[str]) -> N
         assert ("reward 0.500" in capsys.readouterr().out) == enabled
 
 
-def test_a_terminal_that_went_away_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_terminal_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     os.close(read)
     console = Console(True)
@@ -92,7 +92,7 @@ def test_the_summary_has_the_numbers_of_the_run(folder: Path) -> None:
     assert json.loads((folder / "summary.json").read_text()) == summary
 
 
-def test_the_summary_of_a_run_without_steps_or_evaluations_says_null(tmp_path: Path) -> None:
+def test_the_summary_of_a_run_without_steps_or_evaluations_has_nulls(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     summary = summarize(tmp_path, **RUN)
     unknown = ("eval_before", "eval_after", "reward_first", "reward_last", "tokens_per_second")
@@ -110,7 +110,7 @@ def test_the_table_compares_the_first_value_with_the_last(folder: Path) -> None:
     ]  # the distance is null throughout
 
 
-def test_answers_before_and_after_stand_below_their_problem() -> None:
+def test_responses_before_and_after_are_listed_below_their_problem() -> None:
     before = [{"prompt": "1+1=", "label": "2", "response": "\\boxed{3}", "reward": 0.0}]
     after = [before[0] | {"response": "1+1=2 \\boxed{2}", "reward": 1.0}]
     assert compare_responses(before, after).splitlines() == [

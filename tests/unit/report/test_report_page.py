@@ -50,7 +50,7 @@ def scripts(page: str) -> dict[str, Any]:
     return {str(a["id"]): json.loads(text) for a, text in parser.found if a.get("type") == "application/json"}
 
 
-def test_text_of_rollouts_is_data_that_ends_no_element_and_comes_back_whole(tmp_path: Path) -> None:
+def test_rollout_text_cannot_close_its_element_and_is_preserved(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 3)
     page = build([ReportedRun(tmp_path / "run", decode)])
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
@@ -65,7 +65,7 @@ def test_text_of_rollouts_is_data_that_ends_no_element_and_comes_back_whole(tmp_
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", page)
 
 
-def test_many_and_long_responses_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_stays_small_with_many_long_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_dppo.report.page.steps._TOKENS", 4000)
     write_run(tmp_path / "run", 100, every=20, tokens=600)
     page = build([ReportedRun(tmp_path / "run", None)])
@@ -82,7 +82,7 @@ def about(records: list[dict[str, float]]) -> str:
     return " ".join(f"{each.level}: {each.text} ({each.suggestion})" for each in findings(records))
 
 
-def test_findings_tell_a_fall_a_standstill_and_a_rise() -> None:
+def test_findings_distinguish_falling_constant_and_rising_rewards() -> None:
     noise = [0.01, -0.01, 0.0] * 20
     rise = [record(i, rollout__reward=i / 60 + noise[i]) for i in range(60)]
     assert "good: The reward rose" in about(rise) and "bad" not in about(rise)
@@ -94,7 +94,7 @@ def test_findings_tell_a_fall_a_standstill_and_a_rise() -> None:
     assert "bad: The reward is 0 in every step" in about(same)
 
 
-def test_findings_name_what_is_masked_and_where_a_mismatch_comes_from() -> None:
+def test_findings_name_masked_tokens_and_the_source_of_a_mismatch() -> None:
     masked = [{"text": "</answer>", "sign": 1, "count": 9}, {"text": "the", "sign": 1, "count": 3}]
     assert "75% of the masked tokens with a positive advantage are '</answer>'" in str(findings([], masked))
     far = [
@@ -106,7 +106,7 @@ def test_findings_name_what_is_masked_and_where_a_mismatch_comes_from() -> None:
     assert about(failing).startswith("bad: The reward function failed for 50%")
 
 
-def test_two_runs_are_one_page_with_what_differs_between_them(tmp_path: Path) -> None:
+def test_two_runs_share_a_page_that_lists_their_differences(tmp_path: Path) -> None:
     for name, rate in (("a", 1), ("b", 2)):
         write_run(tmp_path / name, 2, seed=rate)
         (tmp_path / name / "config.toml").write_text(f"[optimizer]\nlr = {rate}.0\n[loss]\nname = 'grpo'\n")
@@ -120,7 +120,7 @@ def test_two_runs_are_one_page_with_what_differs_between_them(tmp_path: Path) ->
         build(runs, ledger=tmp_path / "a/metrics.jsonl")
 
 
-def test_a_folder_without_records_and_a_file_of_the_users_are_refused(
+def test_a_folder_without_records_and_a_foreign_file_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl"):
@@ -142,7 +142,7 @@ def test_a_folder_without_records_and_a_file_of_the_users_are_refused(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_written_again_until_it_ends(tmp_path: Path) -> None:
+def test_watch_rewrites_the_page_until_the_run_ends(tmp_path: Path) -> None:
     run, page = tmp_path / "run", tmp_path / "run/report.html"
     write_run(run, 2, every=9)
     (run / "summary.json").unlink()

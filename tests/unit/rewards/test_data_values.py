@@ -89,7 +89,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @example({"prompt": "1+1=", "label": math.inf})
 @example({"prompt": "1+1=", "label": 10**4000})
 @example({"prompt": "1+1=\0\u2028", "label": "\0"})
-def test_a_row_is_refused_with_its_line_or_goes_through_everything(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_a_row_is_rejected_with_its_line_or_passes_every_stage(tmp_path: Path, row: dict[str, Any]) -> None:
     file = tmp_path / "rows.jsonl"
     line = json.dumps(row)
     file.write_text('{"prompt": "1+2=", "label": "3"}\n' + line + "\r\n", encoding="utf-8")
@@ -104,7 +104,7 @@ def test_a_row_is_refused_with_its_line_or_goes_through_everything(tmp_path: Pat
         downstream(prompts[index], tmp_path)
 
 
-def test_what_is_carried_reaches_the_reward_workers(tmp_path: Path) -> None:
+def test_carried_columns_reach_the_reward_workers(tmp_path: Path) -> None:
     (tmp_path / "row.py").write_text("def reward(*, prompt, completion, label, metadata):\n    return 1.0\n")
     metadata = {"deep": deep(60), "null": "\0", "number": 10**400, "empty": None, "\u2028": 1e308}
     worker = Worker(FunctionSpec(f"{tmp_path / 'row.py'}:reward"), 30.0, concurrent=False)
@@ -136,7 +136,7 @@ def test_what_is_carried_reaches_the_reward_workers(tmp_path: Path) -> None:
         (b"[1]", "expected a JSON object"),
     ],
 )
-def test_what_json_does_not_have_is_refused_with_the_line(tmp_path: Path, line: bytes, words: str) -> None:
+def test_invalid_json_is_rejected_with_its_line(tmp_path: Path, line: bytes, words: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'{"prompt": "1+2=", "label": "3"}\n' + line + b"\n")
     with pytest.raises(DataError) as raised:
@@ -144,13 +144,13 @@ def test_what_json_does_not_have_is_refused_with_the_line(tmp_path: Path, line: 
     assert str(raised.value).startswith("rows.jsonl:2: ") and words in str(raised.value)
 
 
-def test_marks_of_order_and_line_ends_of_other_systems_are_no_part_of_the_text(tmp_path: Path) -> None:
+def test_byte_order_marks_and_foreign_line_endings_are_not_part_of_the_text(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "1+1=", "label": "2"}\r\n\r\n{"prompt": "1+2=", "label": "3"}\r\n')
     assert [(r.prompt, r.label) for r in load_rows(str(file), "train").rows] == [("1+1=", "2"), ("1+2=", "3")]
 
 
-def test_a_warm_up_sample_longer_than_the_context_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_warm_up_sample_longer_than_the_context_is_rejected_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     pairs = [{"prompt": "1+1=", "response": "2"}, {"prompt": "1+1=", "response": "2" * 40}]
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

@@ -236,9 +236,7 @@ def score(function: str, names: list[str], workers: int = 2) -> list[RewardResul
     return results
 
 
-def test_every_hostile_function_costs_its_own_sample_at_most(
-    functions: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_every_hostile_function_affects_only_its_own_sample(functions: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert module["ERRORS"].keys() == module["BAD"].keys()
     score(f"{functions}:one", NAMES)
     shown = capfd.readouterr()
@@ -246,22 +244,22 @@ def test_every_hostile_function_costs_its_own_sample_at_most(
 
 
 @pytest.mark.parametrize("name", ["together", "batch"])
-def test_also_when_samples_are_scored_together(name: str, functions: Path) -> None:
+def test_hostile_functions_affect_only_their_sample_in_batches(name: str, functions: Path) -> None:
     score(f"{functions}:{name}", ["fork, both return", "sys.exit", "no text", "1e39", "child sys.exits", "sigterm"], 1)
 
 
-def test_an_endless_batch_is_refused() -> None:
+def test_an_endless_batch_is_rejected() -> None:
     with pytest.raises(ValueError, match="expected 3 rewards for a batch of 3 samples, got more than 3"):
         read_batch(iter(int, 1), 3)
 
 
-def test_a_module_that_exits_at_import_is_an_error_of_the_configuration(tmp_path: Path) -> None:
+def test_a_module_that_exits_at_import_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)")
     with pytest.raises(RewardError, match="cannot be imported: SystemExit"):
         RewardScorer(f"{tmp_path}/leaves.py:f", 1.0, 1)
 
 
-def test_a_signal_in_mid_sample_scores_it_again(tmp_path: Path) -> None:
+def test_a_signal_during_a_sample_retries_it(tmp_path: Path) -> None:
     """A step signal of Slurm reaches the programs of a reward function, too, and would change its score."""
     (tmp_path / "slow.py").write_text(
         textwrap.dedent(
@@ -325,7 +323,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["exit", "kill -9"])
-def test_what_a_function_leaves_ends_with_the_run(functions: Path, tmp_path: Path, ending: str) -> None:
+def test_processes_left_by_a_function_end_with_the_run(functions: Path, tmp_path: Path, ending: str) -> None:
     """Also after a SIGKILL of the trainer, and without ``close``."""
     pids, program = tmp_path / "pids", tmp_path / "program.py"
     pids.touch()

@@ -96,7 +96,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         load_rows(SOURCE, "train")
 
 
-def test_the_real_package_makes_problems_and_scores_them_in_a_worker(tmp_path: Path) -> None:
+def test_the_real_package_creates_problems_and_scores_them_in_a_worker(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="the extra [reasoning-gym] is not installed (it needs a C compiler)")
     check_source()
     check_refusals()

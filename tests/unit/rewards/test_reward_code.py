@@ -123,7 +123,7 @@ def test_right_and_wrong_programs_in_every_format_of_tests(share: Code) -> None:
         assert found == {"score": expected, "passed": expected}, (source, tests, found)
 
 
-def test_all_or_nothing_stops_at_the_first_failure_and_the_budget_ends_slow_programs() -> None:
+def test_all_or_nothing_stops_at_the_first_failure_and_the_time_budget_ends_slow_programs() -> None:
     every = Code(CodeOptions(seconds=0.5, total_seconds=1.2), "reward")
     tests = {"inputs": ["1"] * 9, "outputs": ["3"] * 9}
     started = time.monotonic()
@@ -147,7 +147,7 @@ def test_a_program_that_hangs_is_wrong_and_a_row_without_tests_fails() -> None:
 
 
 @pytest.mark.parametrize("network", ["none", "allowed"])
-def test_a_sample_over_the_scorers_limit_ends_with_its_program(network: str) -> None:
+def test_a_sample_over_the_scorers_limit_is_killed_with_its_program(network: str) -> None:
     options = {"seconds": 60.0, "total_seconds": 60.0, "network": network}
     scorer = RewardScorer(FunctionSpec("code", options=options), 3.0, 1)
     result = scorer.score([item(DAEMON + "time.sleep(600)", {"inputs": ["1"], "outputs": ["2"]})])[0]
@@ -164,7 +164,7 @@ def test_outputs_are_compared_by_lines_and_numbers_with_a_point_closely() -> Non
     assert [same_value(*pair) for pair in equal + unequal] == [True] * 5 + [False] * 6
 
 
-def test_only_plain_data_crosses_and_keeps_its_types() -> None:
+def test_only_plain_data_crosses_the_sandbox_and_keeps_its_types() -> None:
     value = [1, 2.5, None, True, "x", (1, {2}), {"a": b"c", (1, 2): frozenset({3})}, 1j, float("inf")]
     assert decode(json.loads(json.dumps(encode(value)))) == value
     for bad in (object(), [lambda: 0], int):
@@ -290,7 +290,7 @@ HOGS = {
 
 
 @pytest.mark.slow
-def test_programs_that_take_all_they_can_get_are_ended_with_all_their_children(sandbox: Sandbox) -> None:
+def test_programs_that_exhaust_resources_are_killed_with_all_their_children(sandbox: Sandbox) -> None:
     short = replace(sandbox, limits=replace(sandbox.limits, seconds=1.5, memory_mb=256, output_kb=64))
     for name, source in HOGS.items():
         started = time.monotonic()
@@ -300,7 +300,7 @@ def test_programs_that_take_all_they_can_get_are_ended_with_all_their_children(s
     assert ended(short, DAEMON) == ProgramExit(0, "done\n"), "what it leaves holds its output open"
 
 
-def test_many_runs_at_a_time_do_not_share_their_limit_of_processes(sandbox: Sandbox) -> None:
+def test_concurrent_runs_do_not_share_their_process_limit(sandbox: Sandbox) -> None:
     """The kernel counts processes by user, and all programs are the same nobody."""
     few = replace(sandbox, limits=replace(sandbox.limits, processes=3))
     assert ended(few, COUNT) == ProgramExit(0, "2\n"), "three with itself"
@@ -361,7 +361,7 @@ for source in sys.argv[4:]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0 or not os.path.exists(SYSTEM_PYTHON), reason="needs root and a system's python")
-def test_a_user_without_rights_has_the_same_sandbox() -> None:
+def test_an_unprivileged_user_gets_the_same_sandbox() -> None:
     sources = [
         "import os\nprint(os.getuid(), os.listdir('.'), os.path.exists('/etc/passwd'))",
         "",
@@ -382,7 +382,9 @@ def test_a_user_without_rights_has_the_same_sandbox() -> None:
     assert found == ["''", "0 " + NOT_ROOT, "1", "None  ran for more than 2 s", "1"]
 
 
-def test_a_machine_without_namespaces_is_refused_unless_the_network_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_namespaces_is_rejected_unless_the_network_is_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuses(sandbox: Sandbox) -> str:
         return "unshare: Operation not permitted" if sandbox.namespaces else ""
 

@@ -100,12 +100,12 @@ def check(texts: list[str], results: list[RewardResult], errors: dict[str, str])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "batch", "async_batch", "concurrent", "hidden"])
-def test_bad_samples_cost_themselves_only_in_every_way_of_calling(name: str, functions: Path) -> None:
+def test_bad_samples_affect_only_themselves_in_every_calling_convention(name: str, functions: Path) -> None:
     texts = ["a", *BAD, "b", "c"]
     check(texts, run(f"{functions}:{name}", texts), BAD)
 
 
-def test_an_async_function_runs_its_samples_at_the_same_time_each_with_its_own_limit(functions: Path) -> None:
+def test_an_async_function_runs_samples_concurrently_each_with_its_own_limit(functions: Path) -> None:
     texts = ["a", "hang", "hang", "cancel", "own limit", *"bcdefghijklmnopqrstuvwxyz"]
     errors = {
         "hang": "took longer than reward.timeout_seconds = 1 and was stopped",
@@ -123,17 +123,17 @@ def test_an_async_function_runs_its_samples_at_the_same_time_each_with_its_own_l
 
 
 @pytest.mark.slow
-def test_a_coroutine_that_blocks_its_loop_is_killed_and_its_neighbours_are_tried_again(functions: Path) -> None:
+def test_a_coroutine_that_blocks_its_loop_is_killed_and_the_other_samples_are_retried(functions: Path) -> None:
     texts = ["a", "b", "block", "c"]
     check(texts, run(f"{functions}:concurrent", texts, timeout=0.4), {"block": "took longer than"})
 
 
-def test_a_batch_that_hangs_is_split_until_the_bad_sample_stands_alone(functions: Path) -> None:
+def test_a_hanging_batch_is_split_until_the_bad_sample_is_alone(functions: Path) -> None:
     texts = ["a", "b", "c", "block"]
     check(texts, run(f"{functions}:batch", texts, timeout=0.4), {"block": "took longer than"})
 
 
-def test_a_list_of_another_length_is_retried_in_halves_and_something_else_stops_the_run(functions: Path) -> None:
+def test_a_list_of_another_length_is_retried_in_halves_and_other_types_stop_the_run(functions: Path) -> None:
     assert [r.reward for r in run(f"{functions}:short", ["a", "b", "c"])] == [1.0, 1.0, 1.0]
     with pytest.raises(
         RewardError, match=r"all 2 samples; first error: TypeError: .*expected a list of rewards .*got 1\.0"

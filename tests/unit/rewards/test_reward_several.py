@@ -71,7 +71,7 @@ def items(*texts: str) -> list[RewardItem]:
 
 
 @pytest.mark.parametrize("name", ["own", "slime", "slime_needs", "verl", "trl"])
-def test_options_reach_a_function_of_every_form_by_name(name: str, file: str) -> None:
+def test_options_reach_a_function_of_every_convention_by_name(name: str, file: str) -> None:
     scorer = RewardScorer(FunctionSpec(f"{file}:{name}", options={"factor": 0.5}), 30.0, 1)
     assert [result.reward for result in scorer.score(items("a", "bcd"))] == [0.5, 1.5]
     scorer.close()
@@ -89,7 +89,7 @@ def test_options_reach_a_function_of_every_form_by_name(name: str, file: str) ->
         ("right", {"factor": 1}, ["reward.options has 'factor'", "accepts: none"]),
     ],
 )
-def test_unknown_and_missing_options_are_refused_at_the_start(
+def test_unknown_and_missing_options_are_rejected_at_the_start(
     name: str, options: dict[str, Any], parts: list[str], file: str
 ) -> None:
     with pytest.raises(RewardError) as error:
@@ -97,7 +97,7 @@ def test_unknown_and_missing_options_are_refused_at_the_start(
     assert all(part in str(error.value) for part in [f"several.py:{name}", *parts]), error.value
 
 
-def test_an_option_that_is_a_column_too_fails_with_its_name(file: str) -> None:
+def test_an_option_that_is_also_a_column_fails_with_its_name(file: str) -> None:
     scorer = RewardScorer(FunctionSpec(f"{file}:trl", options={"factor": 0.5}), 30.0, 1)
     rows = [RewardItem(prompt="", completion="a", label="", metadata={"factor": 2.0})] * 2
     with pytest.raises(RewardError, match="the option 'factor' is also a column of the data"):
@@ -162,7 +162,7 @@ def test_the_reward_is_the_weighted_sum_with_the_shaping_once_and_all_is_logged(
     )
 
 
-def test_the_evaluation_counts_the_sum_or_the_one_that_is_marked(file: str) -> None:
+def test_evaluation_uses_the_sum_or_the_function_marked_eval(file: str) -> None:
     functions = {"math": {"function": "math"}, "fragile": {"function": "right", "weight": 0.5}}
     texts = (r"\boxed{12}", "fails", "12", r"\boxed{11}")
     plain = scored(several(file, **{name: dict(each) for name, each in functions.items()}), *texts)
@@ -174,13 +174,13 @@ def test_the_evaluation_counts_the_sum_or_the_one_that_is_marked(file: str) -> N
     assert eval_metrics([marked], 5)["accuracy"].numerator == 2.0
 
 
-def test_a_marked_function_counts_also_where_another_one_fails(file: str) -> None:
+def test_a_function_marked_eval_counts_even_if_another_one_fails(file: str) -> None:
     group = scored(several(file, r={"function": "right"}, v={"function": "verl", "eval": True}), "fails", "12")
     assert [(r.reward_failed, r.score) for r in group.rollouts] == [(True, 5.0), (False, 2.0)]
 
 
 @pytest.mark.slow
-def test_functions_run_at_the_same_time_each_with_its_own_limit(file: str) -> None:
+def test_functions_run_concurrently_each_with_its_own_limit(file: str) -> None:
     settings = several(
         file,
         a={"function": "slow"},
@@ -201,14 +201,14 @@ def test_functions_run_at_the_same_time_each_with_its_own_limit(file: str) -> No
     assert took < 1.1, "one after the other they take 1.2 s"
 
 
-def test_one_function_that_never_works_stops_the_run_by_its_name(file: str) -> None:
+def test_a_function_that_always_fails_stops_the_run_and_is_named(file: str) -> None:
     scorer = open_scorer(several(file, good={"function": "right"}, bad={"function": "broken"}))
     with pytest.raises(RewardError, match=r"reward\.functions\.bad\.function = .* all 2 samples; .*nothing works"):
         scorer.score(items("12", "13"))
     scorer.close()
 
 
-def test_without_labels_only_functions_that_need_none_are_taken(file: str) -> None:
+def test_without_labels_functions_that_need_them_are_rejected(file: str) -> None:
     values = minimal()
     values["data"]["label_key"] = ""
     values["reward"] = {"functions": {"a": {"function": f"{file}:slow"}, "b": {"function": "math"}}}
@@ -245,13 +245,13 @@ MATH = {"function": "math"}
         ({"function": "reasoning_gym", "options": {"partial_credit": 1}}, "options.partial_credit = 1: Input should"),
     ],
 )
-def test_impossible_settings_of_several_functions_are_refused(reward: dict[str, Any], message: str) -> None:
+def test_invalid_settings_of_several_functions_are_rejected(reward: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         config(reward=reward)
     assert message in str(error.value), error.value
 
 
-def test_a_file_of_functions_survives_being_written_and_is_looked_up_beside_its_toml(tmp_path: Path) -> None:
+def test_function_paths_resolve_against_their_toml_and_survive_a_round_trip(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(completion, k): return k")
     text = '[reward.functions.a]\nfunction = "mine.py:f"\nweight = 0.5\noptions = {k = 1.0}\n'
     (tmp_path / "run.toml").write_text(dump_toml(config()).replace("[reward]", "[rewards]") + text)
@@ -265,7 +265,7 @@ def test_a_file_of_functions_survives_being_written_and_is_looked_up_beside_its_
     open_scorer(read).close()
 
 
-def test_a_resume_knows_which_of_their_keys_change_results() -> None:
+def test_a_resume_distinguishes_function_keys_that_change_results() -> None:
     free = ["timeout_seconds", "num_workers", "async_concurrency"]
     assert {change_kind(f"reward.functions.a.{key}") for key in free} == {"free"}
     for key in ("reward.functions.a.weight", "reward.functions.a.options.prompt", "reward.options.model"):

@@ -67,7 +67,7 @@ def item(text: str, tokens: int = 3, finish: str = "stop") -> RewardItem:
     )
 
 
-def test_the_reward_is_the_score_plus_its_parts_and_each_is_kept_apart() -> None:
+def test_the_reward_is_the_score_plus_its_parts_which_stay_separate() -> None:
     shaping = Shaping(max_new_tokens=10, format=0.25, overlong_buffer_tokens=4, overlong_penalty=2.0)
     right, wrong, long, cut = shaped(
         shaping,
@@ -84,7 +84,7 @@ def test_the_reward_is_the_score_plus_its_parts_and_each_is_kept_apart() -> None
     assert plain[0].parts == {} and plain[0].reward == 1.0
 
 
-def test_a_part_with_the_name_of_a_shaping_part_is_refused(tmp_path: Path) -> None:
+def test_a_part_with_the_name_of_a_shaping_part_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text("def f(completion): return {'score': 1, 'format': 1} if completion else 1")
     scorer = RewardScorer(f"{file}:f", 10.0, 1, shaping=Shaping(format=0.1))
@@ -166,7 +166,7 @@ def test_completions_reach_the_scorer_with_their_length_and_come_back_with_their
         ({"async_concurrency": 0}, "reward.async_concurrency = 0"),
     ],
 )
-def test_impossible_reward_settings_are_refused(reward: dict[str, Any], message: str) -> None:
+def test_invalid_reward_settings_are_rejected(reward: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         config(reward=reward)
     assert message in str(error.value)

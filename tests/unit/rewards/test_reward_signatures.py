@@ -75,7 +75,7 @@ def run(function: str, items: Sequence[RewardItem], workers: int = 1, **options:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(f"async_{name}" for name in NAMES), "grader"])
-def test_every_form_gives_the_same_numbers_sync_and_async_in_order(name: str, tmp_path: Path) -> None:
+def test_every_convention_gives_the_same_numbers_sync_and_async_in_order(name: str, tmp_path: Path) -> None:
     file = write(tmp_path, FORMS)
     items = [RewardItem(prompt="p", completion="x" * i, label=str(i), metadata={"weight": 10.0}) for i in range(5)]
     results = run(f"{file}:{name}", items, workers=2 if name in ("own", "trl", "async_verl") else 1)
@@ -88,7 +88,7 @@ EXAMPLE_FUNCTIONS = ["own.py:score", "slime.py:reward", "slime.py:batched_reward
 
 
 @pytest.mark.parametrize("name", [*EXAMPLE_FUNCTIONS, "trl.py:reward"])
-def test_the_examples_score_answers_as_they_say(name: str) -> None:
+def test_the_examples_score_answers_as_documented(name: str) -> None:
     texts = [r"7+8=15,15-3=12 \boxed{12}", r"\boxed{11}", "12"]
     chat = [{"role": "user", "content": "7+8-3="}]
     results = run(f"{EXAMPLES}/{name}", [RewardItem(prompt="", completion=t, label="12", messages=chat) for t in texts])
@@ -156,7 +156,7 @@ def test_trl_gets_messages_for_chats_only_and_columns_as_lists(tmp_path: Path) -
     assert columns["level"] == [None, 1] and columns["finish_reason"] == ["length", None]
 
 
-def test_a_function_gets_only_the_arguments_that_it_names(tmp_path: Path) -> None:
+def test_a_function_receives_only_the_arguments_that_it_names(tmp_path: Path) -> None:
     assert received("def f(completion, *, label): return completion, label", [ITEM], tmp_path) == ("2", "2")
     assert received("def f(solution_str, ground_truth): return ground_truth", [ITEM], tmp_path) == "2"
     assert received("def f(completions, data_source): return data_source", [ITEM], tmp_path) == ["sums"]
@@ -183,7 +183,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("source", "signature", "parts"), REFUSED)
-def test_an_unclear_signature_is_refused_by_name_before_any_process_starts(
+def test_an_ambiguous_signature_is_rejected_by_name_before_any_process_starts(
     source: str, signature: str, parts: list[str], tmp_path: Path
 ) -> None:
     name = f"{write(tmp_path, source)}:f"
@@ -192,7 +192,7 @@ def test_an_unclear_signature_is_refused_by_name_before_any_process_starts(
     assert all(part in str(error.value) for part in [name, *parts]), error.value
 
 
-def test_a_named_signature_settles_an_ambiguous_function_and_odd_names(tmp_path: Path) -> None:
+def test_a_named_signature_resolves_ambiguous_functions_and_unusual_names(tmp_path: Path) -> None:
     both = write(tmp_path, "def f(completion='', completions=()): return len(completions) or len(completion)")
     assert load(FunctionSpec(f"{both}:f", "trl")).convention.signature == "trl"
     assert load(FunctionSpec(f"{both}:f", "megatron_dppo")).convention.signature == "megatron_dppo"

@@ -139,7 +139,7 @@ def test_an_unclosed_last_box_scores_nothing() -> None:
     assert [r.reward for r in scored("math", [item(text) for text in texts])] == [0.0] * 4
 
 
-def test_importing_math_verify_is_not_part_of_any_samples_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_math_verify_does_not_count_against_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
     class Channel:
@@ -154,7 +154,7 @@ def test_importing_math_verify_is_not_part_of_any_samples_time(monkeypatch: pyte
     assert events == ["loaded", "sent {'is_end': True}"]
 
 
-def test_a_bad_sample_costs_that_sample_only_and_the_order_is_kept(user_module: str) -> None:
+def test_a_bad_sample_affects_only_itself_and_order_is_preserved(user_module: str) -> None:
     names = ["a", "hang", "b", "raise", "exit", "c", "text", "none", "nan", "d"]
     items = [
         RewardItem(prompt="p", completion=name, label="l" * i, metadata={"value": 0.5}) for i, name in enumerate(names)
@@ -178,13 +178,13 @@ def test_a_bad_sample_costs_that_sample_only_and_the_order_is_kept(user_module: 
     assert not multiprocessing.active_children()
 
 
-def test_the_limit_of_a_sample_does_not_wait_for_its_neighbours(user_module: str) -> None:
+def test_the_time_limit_of_a_sample_does_not_wait_for_other_samples(user_module: str) -> None:
     items = [item(name, value=0.0) for name in ("hang", "slow", "fine")]
     results = scored(f"{user_module}:score", items, timeout=1.0, workers=2)
     assert [r.failed for r in results] == [True, True, False]
 
 
-def test_a_function_that_fails_on_every_sample_stops_the_run_with_its_own_words(user_module: str) -> None:
+def test_a_function_that_fails_on_every_sample_stops_the_run_with_its_error(user_module: str) -> None:
     name = f"{user_module}:broken"
     with pytest.raises(RewardError, match=rf"{name}.* all 3 samples; first error: KeyError: 'nothing works'"):
         scored(name, [item("x"), item("y"), item("z")])
@@ -200,13 +200,13 @@ def test_a_function_that_fails_on_every_sample_stops_the_run_with_its_own_words(
         ("user_rewards_for_test:number", ["not callable", "int"]),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_refused_at_once(user_module: str, name: str, parts: list[str]) -> None:
+def test_a_function_that_cannot_be_loaded_is_rejected_at_once(user_module: str, name: str, parts: list[str]) -> None:
     with pytest.raises(RewardError) as error:
         RewardScorer(name, 1.0, 1)
     assert all(part in str(error.value) for part in [name, *parts]), error.value
 
 
-def test_a_function_that_loads_only_in_the_parent_is_refused_with_the_reason(
+def test_a_function_that_loads_only_in_the_parent_is_rejected_with_the_reason(
     user_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorer = RewardScorer(f"{user_module}:score", 1.0, 1)
@@ -216,7 +216,7 @@ def test_a_function_that_loads_only_in_the_parent_is_refused_with_the_reason(
     assert not multiprocessing.active_children()
 
 
-def test_no_samples_time_is_spent_on_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_torch_does_not_count_against_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples reach a scoring process as plain data: on a busy machine torch takes longer than a sample may."""
     (tmp_path / "heavy.py").write_text(
         "import sys\ndef score(*, prompt, completion, label, metadata):\n"
