@@ -1,15 +1,20 @@
-"""What is generated is up to date."""
+"""Generated pages are up to date, links and names on the pages exist, and sentences are short."""
 
 from __future__ import annotations
 
 import re
 import runpy
+import statistics
+import sys
 from pathlib import Path
 
 from megatron_dppo.commands.main import _COMMANDS
 from tests.unit.test_doc_blocks import make_targets
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from measure_language import sentences  # noqa: E402
 
 
 def test_configuration_page_is_what_the_tool_writes() -> None:
@@ -62,3 +67,22 @@ def test_links_between_pages_lead_somewhere() -> None:
                 if anchor not in {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}:
                     broken.append(f"{page.name}: {target}")
     assert not broken
+
+
+def test_readme_is_short_and_so_are_its_sentences() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lengths = [len(sentence.split()) for sentence in sentences(text)]
+    assert text.count("\n") <= 120
+    assert statistics.fmean(lengths) <= 15 and max(lengths) <= 25
+
+
+def test_sentences_of_pages_are_short() -> None:
+    """A page may be above a limit where it is generated or quotes output."""
+    generated = {"configuration.md", "demo.md", "benchmarks.md"}
+    pages = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in generated]
+    long = {}
+    for page in pages:
+        lengths = [len(sentence.split()) for sentence in sentences(page.read_text(encoding="utf-8"))]
+        if lengths and (statistics.fmean(lengths) > 18 or max(lengths) > 50):
+            long[page.name] = (statistics.fmean(lengths), max(lengths))
+    assert not long
