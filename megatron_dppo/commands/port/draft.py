@@ -1,4 +1,4 @@
-"""A configuration that is being made from another framework's, and what became of each of its settings."""
+"""Draft of a configuration translated from another framework, with the status of each of its settings."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Status = Literal["taken", "changed", "no home", "unread"]
+Status = Literal["ported", "changed", "unsupported", "unread"]
+"""``changed``: ported with another meaning or default. ``unread``: its value is unknown without running the script."""
 
 
 @dataclass(frozen=True)
 class PortedSetting:
-    """What became of a setting."""
+    """Status of one setting."""
 
-    theirs: str
+    source_key: str
+    """Key of the other framework. Empty for a key that only this package has."""
     value: str
     status: Status
-    ours: str = ""
-    """our key and value, or why there is none"""
+    target: str = ""
+    """Key and value of this package, or the reason why there is none."""
 
 
 @dataclass
 class Draft:
-    """Their settings, ours so far, and a row for each of theirs.
+    """Settings of another framework and the configuration translated so far.
 
     Example:
         >>> draft = Draft({"data.max_response_length": "1024"})
@@ -34,18 +36,19 @@ class Draft:
     """
 
     source: Mapping[str, Any]
-    """their key -> text, list or value as it stands in the file"""
+    """Settings by key, as text, list or value in the file."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """their key -> why its value is not known"""
+    """Settings with an unknown value, and the reason."""
     values: dict[str, Any] = field(default_factory=dict)
+    """Translated configuration as nested tables."""
     rows: list[PortedSetting] = field(default_factory=list)
-    done: set[str] = field(default_factory=set)
+    handled: set[str] = field(default_factory=set)
     num_processes: int | None = None
     withheld: set[str] = field(default_factory=set)
-    """our keys that a setting of theirs with an unknown value decides"""
+    """Target keys that depend on a setting with an unknown value. They get no default."""
 
     def read(self, key: str, convert: Callable[[Any], Any], default: Any = None) -> Any:
-        """The value of their setting, or the default where it is not there or cannot be read."""
+        """Return the converted value of a setting, or the default if it is missing or cannot be read."""
         if key not in self.source or key in self.unread:
             return default
         try:
@@ -53,45 +56,45 @@ class Draft:
         except (ValueError, TypeError, KeyError, SyntaxError):
             return default
 
-    def put(self, path: str, value: Any, *theirs: str, note: str = "") -> None:
-        """Set our key; the settings of theirs that it comes from are done."""
+    def put(self, path: str, value: Any, *source_keys: str, note: str = "") -> None:
+        """Set a target key and record the settings that it comes from as ported, or as changed with a note."""
         *tables, key = path.split(".")
         table = self.values
         for name in tables:
             table = table.setdefault(name, {})
         table[key] = value
-        for name in theirs:
+        for name in source_keys:
             text = f"{path} = {value!r}" + (f" ({note})" if note else "")
-            self.say(name, "changed" if note else "taken", text)
-        if not theirs:
+            self.record(name, "changed" if note else "ported", text)
+        if not source_keys:
             self.rows.append(PortedSetting("", "", "changed", f"{path} = {value!r} ({note})"))
 
-    def say(self, theirs: str, status: Status, text: str) -> None:
-        """What became of one of theirs; the first thing said stays."""
-        if theirs in self.source and theirs not in self.done:
-            self.done.add(theirs)
-            value = self.source[theirs]
+    def record(self, source_key: str, status: Status, text: str) -> None:
+        """Record the status of a setting. Later calls for the same setting have no effect."""
+        if source_key in self.source and source_key not in self.handled:
+            self.handled.add(source_key)
+            value = self.source[source_key]
             shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            self.rows.append(PortedSetting(theirs, shown, status, text))
+            self.rows.append(PortedSetting(source_key, shown, status, text))
 
-    def default(self, path: str, value: Any, whose: str) -> None:
-        """Set our key to what is in force there, where nothing says anything of it."""
+    def set_default(self, path: str, value: Any, stack: str) -> None:
+        """Set a target key to the other framework's default, unless it is set already."""
         if path in self.withheld:
             return
         table: Any = self.values
         for name in path.split("."):
             if name not in table:
-                self.put(path, value, note=f"{whose}'s default")
+                self.put(path, value, note=f"{stack}'s default")
                 return
             table = table[name]
 
 
 Rule = Callable[[Draft, str], None]
-"""What becomes of a setting (its key) of theirs."""
+"""Function that translates the setting of a key."""
 
 
-def to(path: str, convert: Callable[[Any], Any], note: str = "") -> Rule:
-    """It becomes our key."""
+def map_to(path: str, convert: Callable[[Any], Any], note: str = "") -> Rule:
+    """Return a rule that maps a setting to the key ``path``."""
 
     def rule(draft: Draft, key: str) -> None:
         if key in draft.unread:
@@ -100,34 +103,34 @@ def to(path: str, convert: Callable[[Any], Any], note: str = "") -> Rule:
         try:
             value = convert(draft.source[key])
         except (ValueError, TypeError, KeyError, SyntaxError):
-            draft.say(key, "unread", f"expected a value for {path}")
+            draft.record(key, "unread", f"expected a value for {path}")
             return
         draft.put(path, value, key, note=note)
 
     return rule
 
 
-def gone(why: str) -> Rule:
-    """It has no home here."""
-    return lambda draft, key: draft.say(key, "no home", why)
+def unsupported(reason: str) -> Rule:
+    """Return a rule for a setting without a counterpart."""
+    return lambda draft, key: draft.record(key, "unsupported", reason)
 
 
-def apply(draft: Draft, table: Mapping[str, Rule], patterns: Mapping[str, Rule]) -> None:
-    """What is left of theirs: by the table, by the beginning of the key, or without a home."""
+def apply_rules(draft: Draft, table: Mapping[str, Rule], patterns: Mapping[str, Rule]) -> None:
+    """Translate the remaining settings: by exact key, else by the longest matching prefix, else as unsupported."""
     for key in draft.unread:
-        draft.say(key, "unread", draft.unread[key])
+        draft.record(key, "unread", draft.unread[key])
         if key in table:
             table[key](draft, key)
     for key in draft.source:
-        if key in draft.done:
+        if key in draft.handled:
             continue
-        start = max((name for name in patterns if key.startswith(name)), key=len, default=None)
-        rule = table.get(key) or (patterns[start] if start is not None else gone("not known here"))
+        prefix = max((name for name in patterns if key.startswith(name)), key=len, default=None)
+        rule = table.get(key) or (patterns[prefix] if prefix is not None else unsupported("unknown setting"))
         rule(draft, key)
 
 
 def flag(value: Any) -> bool:
-    """True or False of hydra's, YAML's and argparse's spellings; a flag alone is true."""
+    """Parse a boolean of hydra, YAML or argparse. A flag without a value is true."""
     if isinstance(value, bool):
         return value
     if value in ([], ""):
@@ -136,27 +139,27 @@ def flag(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """A string without the quotes that hydra has inside the shell's; of several values the only one."""
+    """Return a string without hydra's inner quotes. A list must have one entry."""
     if isinstance(value, list):
         (value,) = value
     return str(value).strip().strip("'\"")
 
 
 def number(value: Any) -> float:
-    """A float, from text too."""
+    """Parse a float."""
     return float(text(value))
 
 
-def whole(value: Any) -> int:
-    """An integer, from ``1e3`` too."""
-    found = float(text(value))
-    if not math.isfinite(found) or found != int(found):
+def integer(value: Any) -> int:
+    """Parse an integer, also ``1e3``."""
+    parsed = float(text(value))
+    if not math.isfinite(parsed) or parsed != int(parsed):
         raise ValueError(value)
-    return int(found)
+    return int(parsed)
 
 
 def items(value: Any) -> list[str]:
-    """The strings of a list, as hydra writes it: ``[a,b]``, ``['a','b']``; one string is a list of one."""
+    """Parse hydra's lists ``[a,b]`` and ``['a','b']``. A string is a list of one."""
     if isinstance(value, list):
         return [text(part) for part in value]
     inside = str(value).strip()
@@ -169,17 +172,17 @@ def items(value: Any) -> list[str]:
 
 
 def one_or_list(value: Any) -> str | list[str]:
-    """As ``data.train`` has it."""
-    found = items(value)
-    return found[0] if len(found) == 1 else found
+    """Parse a string or a list, as for ``data.train``."""
+    parsed = items(value)
+    return parsed[0] if len(parsed) == 1 else parsed
 
 
 def literal(value: Any) -> Any:
-    """A number, a boolean or text, whatever it reads as."""
-    found = text(value)
-    for convert in (whole, float):
+    """Parse a number, a boolean or text."""
+    string = text(value)
+    for convert in (integer, float):
         try:
-            return convert(found)
+            return convert(string)
         except ValueError:
             continue
-    return {"true": True, "false": False}.get(found.lower(), found)
+    return {"true": True, "false": False}.get(string.lower(), string)

@@ -1,4 +1,4 @@
-"""A file of another framework read, and written down as ours."""
+"""Translation of another framework's launch file into a configuration of this package."""
 
 from __future__ import annotations
 
@@ -12,80 +12,83 @@ from typing import Any
 import tomli_w
 
 from megatron_dppo.commands.port import prime_rl, slime, verl
-from megatron_dppo.commands.port.draft import Draft, PortedSetting, Rule, apply
-from megatron_dppo.commands.port.shell import Word, launch_of
+from megatron_dppo.commands.port.draft import Draft, PortedSetting, Rule, apply_rules
+from megatron_dppo.commands.port.shell import Word, find_launch
 from megatron_dppo.config.io import config_problems
 from megatron_dppo.errors import ConfigError
 
-_KNOWN = ("HOME", "PWD", "USER")
-"""variables of the environment that a path in a script may be made of"""
+_KNOWN_VARIABLES = ("HOME", "PWD", "USER")
+"""Environment variables that paths in a script may use."""
 
 
 @dataclass(frozen=True)
-class _Stack:
+class _Framework:
     name: str
     table: Mapping[str, Rule]
     patterns: Mapping[str, Rule]
     combine: Callable[[Draft], None]
     defaults: Mapping[str, Any]
-    """our key -> what is in force there, where ours would be another"""
+    """Defaults of the framework that differ from this package's, by target key."""
 
 
 _STACKS = {
-    "verl": _Stack("verl", verl.TABLE, verl.PATTERNS, verl.combine, verl.DEFAULTS),
-    "slime": _Stack("slime", slime.TABLE, slime.PATTERNS, slime.combine, slime.DEFAULTS),
-    "prime-rl": _Stack("prime-rl", prime_rl.TABLE, prime_rl.PATTERNS, prime_rl.combine, prime_rl.DEFAULTS),
+    "verl": _Framework("verl", verl.TABLE, verl.PATTERNS, verl.combine, verl.DEFAULTS),
+    "slime": _Framework("slime", slime.TABLE, slime.PATTERNS, slime.combine, slime.DEFAULTS),
+    "prime-rl": _Framework("prime-rl", prime_rl.TABLE, prime_rl.PATTERNS, prime_rl.combine, prime_rl.DEFAULTS),
 }
 
 
 @dataclass(frozen=True)
-class Ported:
-    """A configuration, and what it came from."""
+class PortedConfig:
+    """Translated configuration."""
 
     stack: str
-    """``verl``, ``slime`` or ``prime-rl``"""
+    """``verl``, ``slime`` or ``prime-rl``."""
     toml: str
     rows: list[PortedSetting]
     problems: list[str]
-    """what a configuration of this package still lacks, or has wrong; empty = it can be started"""
+    """Missing keys and wrong values. Empty if the configuration is valid."""
     num_processes: int | None
-    """that theirs was started with; None = the file does not say"""
+    """Processes of the original run. None if the file does not say."""
 
 
-def port(path: Path) -> Ported:
+def port(path: Path) -> PortedConfig:
     """Read a launch script (``.sh``), hydra's overrides as YAML (``.yaml``, verl) or a TOML file (prime-rl).
 
-    Nothing of the file is run. Example: of ``python -m verl.trainer.main_ppo data.max_response_length=512`` comes
-    ``[rollout] max_new_tokens = 512``, a row that says so, and the problem that ``model.path`` is missing.
+    Nothing in the file is executed. Example: ``python -m verl.trainer.main_ppo data.max_response_length=512`` becomes
+    ``[rollout] max_new_tokens = 512``, with a row for the setting and the problem that ``model.path`` is missing.
 
     Raises:
-        ConfigError: the file is none of these, or cannot be read.
+        ConfigError: The file cannot be read, or is none of these.
     """
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
-    stack, draft = _READERS.get(path.suffix, _unknown)(path, content)
+    stack, draft = _READERS.get(path.suffix, _reject_suffix)(path, content)
     stack.combine(draft)
-    apply(draft, stack.table, stack.patterns)
-    for ours, value in stack.defaults.items():
-        draft.default(ours, value, stack.name)
+    apply_rules(draft, stack.table, stack.patterns)
+    # After the rules, so that a default never hides a setting of the file.
+    for target, value in stack.defaults.items():
+        draft.set_default(target, value, stack.name)
     if "output_dir" not in draft.values.setdefault("run", {}):
         draft.put("run.output_dir", f"runs/{path.stem}", note="named after the file")
-    found = config_problems(draft.values)
-    return Ported(stack.name, tomli_w.dumps(_ordered(draft.values)), draft.rows, found, draft.num_processes)
+    problems = config_problems(draft.values)
+    return PortedConfig(
+        stack.name, tomli_w.dumps(_sort_sections(draft.values)), draft.rows, problems, draft.num_processes
+    )
 
 
-def _shell(path: Path, content: str) -> tuple[_Stack, Draft]:
-    environment = {name: os.environ[name] for name in _KNOWN if name in os.environ}
-    program, words = launch_of(path, content, environment, _first_argument)
+def _read_shell(path: Path, content: str) -> tuple[_Framework, Draft]:
+    environment = {name: os.environ[name] for name in _KNOWN_VARIABLES if name in os.environ}
+    program, words = find_launch(path, content, environment, _first_argument)
     if program.endswith(("train.py", "train_async.py")):
-        return _STACKS["slime"], _flags(words)
-    return _STACKS["verl"], _overrides(words)
+        return _STACKS["slime"], _parse_flags(words)
+    return _STACKS["verl"], _parse_overrides(words)
 
 
 def _first_argument(words: Sequence[str]) -> int | None:
-    """Where the arguments of a training program begin."""
+    """Return the index of the first argument of a training program. None for other commands."""
     for i, word in enumerate(words):
         if word == "-m" and i + 1 < len(words) and "main_" in words[i + 1]:
             return i + 2
@@ -94,8 +97,8 @@ def _first_argument(words: Sequence[str]) -> int | None:
     return None
 
 
-def _overrides(words: Sequence[Word]) -> Draft:
-    """hydra's ``key=value``, with ``+`` and ``++`` before keys that are added."""
+def _parse_overrides(words: Sequence[Word]) -> Draft:
+    """Parse hydra's ``key=value``, also with ``+`` and ``++`` for added keys."""
     source: dict[str, Any] = {}
     unread: dict[str, str] = {}
     for word in words:
@@ -108,8 +111,8 @@ def _overrides(words: Sequence[Word]) -> Draft:
     return Draft(source, unread)
 
 
-def _flags(words: Sequence[Word]) -> Draft:
-    """argparse's ``--key value ...``: a list of the values behind each flag."""
+def _parse_flags(words: Sequence[Word]) -> Draft:
+    """Parse argparse's ``--key value ...`` into a list of values by flag."""
     source: dict[str, Any] = {}
     unread: dict[str, str] = {}
     key = ""
@@ -127,7 +130,7 @@ def _flags(words: Sequence[Word]) -> Draft:
     return Draft(source, unread)
 
 
-def _yaml(path: Path, content: str) -> tuple[_Stack, Draft]:
+def _read_yaml(path: Path, content: str) -> tuple[_Framework, Draft]:
     import yaml
 
     try:
@@ -136,48 +139,48 @@ def _yaml(path: Path, content: str) -> tuple[_Stack, Draft]:
         raise ConfigError(f"{str(path)!r} is not valid YAML: {error}") from error
     if not isinstance(values, dict) or not {"actor_rollout_ref", "data", "trainer"} & values.keys():
         raise ConfigError(f"{str(path)!r}: expected verl's tables (actor_rollout_ref, data, trainer)")
-    found = dict(_leaves(values))
-    unread = {key: f"{value} is filled in by hydra" for key, value in found.items() if "${" in str(value)}
-    return _STACKS["verl"], Draft({key: value for key, value in found.items() if value is not None}, unread)
+    settings = dict(_flatten(values))
+    unread = {key: f"{value} is filled in by hydra" for key, value in settings.items() if "${" in str(value)}
+    return _STACKS["verl"], Draft({key: value for key, value in settings.items() if value is not None}, unread)
 
 
-def _toml(path: Path, content: str) -> tuple[_Stack, Draft]:
+def _read_toml(path: Path, content: str) -> tuple[_Framework, Draft]:
     try:
         values = tomllib.loads(content)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from error
     if not {"orchestrator", "trainer", "inference", "deployment"} & values.keys():
         raise ConfigError(f"{str(path)!r}: expected prime-rl's tables (orchestrator, trainer, inference)")
-    return _STACKS["prime-rl"], Draft(dict(_leaves(values)))
+    return _STACKS["prime-rl"], Draft(dict(_flatten(values)))
 
 
-def _unknown(path: Path, content: str) -> tuple[_Stack, Draft]:
+def _reject_suffix(path: Path, content: str) -> tuple[_Framework, Draft]:
     raise ConfigError(f"{str(path)!r}: expected a launch script (.sh), verl's YAML or prime-rl's TOML, by its ending")
 
 
-_READERS: dict[str, Callable[[Path, str], tuple[_Stack, Draft]]] = {
-    ".sh": _shell,
-    ".yaml": _yaml,
-    ".yml": _yaml,
-    ".toml": _toml,
+_READERS: dict[str, Callable[[Path, str], tuple[_Framework, Draft]]] = {
+    ".sh": _read_shell,
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
+    ".toml": _read_toml,
 }
 
 
-def _leaves(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """``("a.b", 1)`` of nested tables; of a list of tables ``a[0].b``."""
+def _flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``("a.b", 1)`` for nested tables, and ``a[0].b`` for a list of tables."""
     for key, value in values.items():
         name = f"{before}{key}"
         if isinstance(value, dict):
-            yield from _leaves(value, name + ".")
+            yield from _flatten(value, name + ".")
         elif isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
             for i, part in enumerate(value):
-                yield from _leaves(part, f"{name}[{i}].")
+                yield from _flatten(part, f"{name}[{i}].")
         else:
             yield name, value
 
 
-def _ordered(values: dict[str, Any]) -> dict[str, Any]:
-    """Sections in the order of the documentation, plain keys before tables."""
+def _sort_sections(values: dict[str, Any]) -> dict[str, Any]:
+    """Sort sections as in the documentation."""
     from megatron_dppo.config.schema import Config
 
     return {name: values[name] for name in Config.model_fields if name in values}

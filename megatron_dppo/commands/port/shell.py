@@ -1,7 +1,7 @@
-"""The arguments of a command in a shell script, read and never run.
+"""Parser for the arguments of a command in a shell script. Never runs the script.
 
-Values come from what the script itself assigns at its top level: ``X=1``, ``${X:-1}``, arrays, arithmetic of integers.
-What a condition, a loop, another program or the command line decides is not known, and is said so.
+Values come from assignments at the top level of the script: ``X=1``, ``${X:-1}``, arrays, integer arithmetic. Values
+that depend on a condition, a loop, another program or the command line are marked as unknown, with the reason.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_dppo.errors import ConfigError
 
 @dataclass(frozen=True)
 class Word:
-    """One argument of a command."""
+    """Argument of a command."""
 
     text: str
     unknown: str | None = None
-    """why a part of it is not known; None = all of it is"""
+    """Reason why a part of the text is unknown. None if all of it is known."""
 
 
 _BRANCHES = ("if_statement", "for_statement", "while_statement", "case_statement", "c_style_for_statement", "list")
@@ -35,50 +35,50 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
 }
 
 
-class _Unknown(Exception):
-    """A value that only running the script would tell."""
+class _UnknownValueError(Exception):
+    """A value that is known only by running the script."""
 
 
 def commands(script: str, environment: dict[str, str]) -> list[list[Word]]:
-    """The words of every command of a script, in order.
+    """Return the words of every command of a script, in order.
 
     Example:
         >>> [[word.text for word in words] for words in commands("N=2\\nA=(--n $N)\\nrun ${A[@]} --m=$((N * 3))", {})]
         [['run', '--n', '2', '--m=6']]
 
     Args:
-        script: the text of a bash script.
-        environment: variables that are known beside those that the script assigns, such as HOME.
+        script: Text of a bash script.
+        environment: Known environment variables such as HOME.
 
     Raises:
-        ConfigError: it is no bash.
+        ConfigError: The text is not bash.
     """
     tree = Parser(Language(tree_sitter_bash.language())).parse(script.encode())
     if tree.root_node.has_error and not tree.root_node.named_children:
-        raise ConfigError("the script cannot be read as bash")
+        raise ConfigError("The script cannot be parsed as bash")
     reader = _Reader(environment)
     reader.walk(tree.root_node, certain=True)
-    return reader.found
+    return reader.commands_read
 
 
 class _Reader:
     def __init__(self, environment: dict[str, str]) -> None:
         self._values: dict[str, list[Word]] = {name: [Word(value)] for name, value in environment.items()}
-        self.found: list[list[Word]] = []
+        self.commands_read: list[list[Word]] = []
 
     def walk(self, node: Node, certain: bool) -> None:
-        """Assignments and commands in the order of the text; those that a branch holds are not certain."""
+        """Read assignments and commands in order. Those inside a branch are not certain."""
         for child in node.named_children:
             if child.type == "variable_assignment":
                 self._assign(child, certain)
             elif child.type == "command":
-                self.found.append([word for part in child.named_children for word in self.words(part)])
+                self.commands_read.append([word for part in child.named_children for word in self.words(part)])
             elif child.type != "function_definition":
                 self.walk(child, certain and child.type not in _BRANCHES)
 
     def _assign(self, node: Node, certain: bool) -> None:
         name_node, value = node.child_by_field_name("name"), node.child_by_field_name("value")
-        name = _text(name_node)
+        name = _node_text(name_node)
         if not certain or (name_node is not None and name_node.type == "subscript"):
             name = name.partition("[")[0]
             self._values[name] = [Word("", f"${name} is set under a condition (line {node.start_point[0] + 1})")]
@@ -86,35 +86,37 @@ class _Reader:
             self._values[name] = [Word("")]
         elif value.type == "array":
             items = [word for part in value.named_children for word in self.words(part)]
-            self._values[name] = (self._values.get(name, []) if "+=" in _text(node).partition("(")[0] else []) + items
+            self._values[name] = (
+                self._values.get(name, []) if "+=" in _node_text(node).partition("(")[0] else []
+            ) + items
         else:
-            self._values[name] = [self._joined(value)]
+            self._values[name] = [self._join(value)]
 
     def words(self, node: Node) -> list[Word]:
-        """The words that one part of a command becomes."""
+        """Return the words that a part of a command expands to."""
         if node.type in ("comment", "file_redirect", "heredoc_redirect", "variable_assignment"):
             return []
-        if _is_all(node):
+        if _is_all_elements(node):
             inner = node.named_children[0] if node.type == "string" else node
-            name = _text(inner).strip("${}").partition("[")[0]
-            unset = [Word(_text(inner), f"${name} is not set in the file")]
-            found = [] if name in ("@", "*") else self._values.get(name, unset)
+            name = _node_text(inner).strip("${}").partition("[")[0]
+            unset = [Word(_node_text(inner), f"${name} is not set in the file")]
+            elements = [] if name in ("@", "*") else self._values.get(name, unset)
             if node.type == "string":
-                return found
-            return [Word(part, w.unknown) for w in found for part in (w.text.split() if not w.unknown else [w.text])]
+                return elements
+            return [Word(part, w.unknown) for w in elements for part in (w.text.split() if not w.unknown else [w.text])]
         if node.type in ("expansion", "simple_expansion"):
-            word = self._joined(node)
+            word = self._join(node)
             return [word] if word.unknown else [Word(part) for part in word.text.split()]
-        return [self._joined(node)]
+        return [self._join(node)]
 
-    def _joined(self, node: Node) -> Word:
+    def _join(self, node: Node) -> Word:
         try:
             return Word(self._value(node))
-        except _Unknown as reason:
-            return Word(_text(node), str(reason))
+        except _UnknownValueError as reason:
+            return Word(_node_text(node), str(reason))
 
     def _value(self, node: Node) -> str:
-        kind, text = node.type, _text(node)
+        kind, text = node.type, _node_text(node)
         if kind == "raw_string":
             return text[1:-1]
         if kind in ("word", "string_content"):
@@ -130,33 +132,35 @@ class _Reader:
         if kind in ("number", "variable_name"):
             return text
         if kind in ("command_substitution", "process_substitution"):
-            raise _Unknown(f"only running {text[:40]} tells")
+            raise _UnknownValueError(f"known only by running {text[:40]}")
         return text
 
     def _string(self, node: Node) -> str:
-        """What stands between the quotes, white space around expansions included."""
-        parts, end = [], node.start_byte + 1
-        whole, start = node.text or b"", node.start_byte
+        """Return the text between the quotes, with the white space around expansions."""
+        parts: list[str] = []
+        start = node.start_byte
+        end = start + 1
+        source = node.text or b""
         for child in node.named_children:
-            parts += [whole[end - start : child.start_byte - start].decode(), self._value(child)]
+            parts += [source[end - start : child.start_byte - start].decode(), self._value(child)]
             end = child.end_byte
-        return "".join([*parts, whole[end - start : -1].decode()])
+        return "".join([*parts, source[end - start : -1].decode()])
 
     def _expansion(self, node: Node) -> str:
         operator = next((c.type for c in node.children if c.type in (":-", "-", ":=", "=")), None)
         inside = [c for c in node.named_children if c.type != "comment"]
         plain = operator is None and all(c.type in ("$", "${", "}") or c.is_named for c in node.children)
         if not inside or not (plain or operator):
-            raise _Unknown(f"{_text(node)} is an expansion that is not read")
-        name = _text(inside[0])
+            raise _UnknownValueError(f"{_node_text(node)} is an unsupported expansion")
+        name = _node_text(inside[0])
         known = self._values.get(name)
         if known is not None and not (operator in (":-", ":=") and known == [Word("")]):
             if known and known[0].unknown:
-                raise _Unknown(known[0].unknown)
+                raise _UnknownValueError(known[0].unknown)
             return known[0].text if known else ""
         if operator:
             return "".join(self._value(child) for child in inside[1:])
-        raise _Unknown(f"${name} is not set in the file")
+        raise _UnknownValueError(f"${name} is not set in the file")
 
     def _number(self, node: Node) -> int:
         if node.type == "binary_expression":
@@ -166,46 +170,52 @@ class _Reader:
                 return _OPERATORS[sign](left, right)
         elif node.type == "parenthesized_expression":
             return self._number(node.named_children[0])
-        elif node.type == "variable_name" and not (self._values.get(_text(node)) or [Word("", "")])[0].unknown:
-            if _text(node) in self._values:
-                return self._integer(self._values[_text(node)][0].text)
+        elif node.type == "variable_name" and not (self._values.get(_node_text(node)) or [Word("", "")])[0].unknown:
+            if _node_text(node) in self._values:
+                return self._integer(self._values[_node_text(node)][0].text)
         elif node.type in ("number", "word", "expansion", "simple_expansion"):
             return self._integer(self._value(node))
-        raise _Unknown(f"$(({_text(node)})) is not read")
+        raise _UnknownValueError(f"$(({_node_text(node)})) is not supported")
 
     def _integer(self, text: str) -> int:
         if not text.strip().lstrip("-").isdigit():
-            raise _Unknown(f"{text!r} is no integer")
+            raise _UnknownValueError(f"{text!r} is not an integer")
         return int(text)
 
 
-def _is_all(node: Node) -> bool:
-    """Whether it stands for all elements of an array, or for all arguments of the script."""
+def _is_all_elements(node: Node) -> bool:
+    """Return True for all elements of an array, or all arguments of the script."""
     inner = node.named_children[0] if node.type == "string" and len(node.named_children) == 1 else node
-    text = _text(inner)
+    text = _node_text(inner)
     return inner.type in ("expansion", "simple_expansion") and (text.endswith(("[@]}", "[*]}")) or text in ("$@", "$*"))
 
 
-def _text(node: Node | None) -> str:
+def _node_text(node: Node | None) -> str:
     return (node.text or b"").decode() if node is not None else ""
 
 
-def launch_of(
+def find_launch(
     file: Path, script: str, environment: dict[str, str], starts: Callable[[Sequence[str]], int | None]
 ) -> tuple[str, list[Word]]:
-    """The program, and its arguments, of the one command that ``starts`` finds the first argument of.
+    """Return program and arguments of the training command.
+
+    Args:
+        file: Path of the script, for errors.
+        script: Text of the script.
+        environment: Known environment variables.
+        starts: Function that returns the index of a training command's first argument, or None.
 
     Raises:
-        ConfigError: there is none, or there are several, which might be different runs.
+        ConfigError: No training command, or several, which may be different runs.
     """
-    found = []
+    launches = []
     for words in commands(script, environment):
         first = starts([word.text for word in words])
         if first is not None:
-            found.append((words[first - 1].text, words[first:]))
-    if len(found) != 1:
+            launches.append((words[first - 1].text, words[first:]))
+    if len(launches) != 1:
         raise ConfigError(
             f"{file}: expected one command that starts verl (python -m verl.trainer.main_ppo) or slime (python "
-            f"train.py), found {len(found)}; put the one that is meant into a file of its own, with its variables"
+            f"train.py), got {len(launches)}. Fix: put one command with its variables into a separate file"
         )
-    return found[0]
+    return launches[0]

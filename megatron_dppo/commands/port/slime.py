@@ -1,4 +1,4 @@
-"""slime's arguments (read at 624b824a8, 2026-08-21) as ours. Keys are flags without their dashes."""
+"""Rules for slime's arguments (commit 624b824a8, 2026-08-21). Keys are flags without dashes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from megatron_dppo.commands.port.draft import (
     Draft,
     Rule,
     flag,
-    gone,
+    integer,
     items,
     literal,
+    map_to,
     number,
     one_or_list,
     text,
-    to,
-    whole,
+    unsupported,
 )
 from megatron_dppo.commands.port.verl import KL_ESTIMATORS
 
@@ -26,66 +26,70 @@ _OPTIMIZER = ("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-pre
 _PARALLEL = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
 
 TABLE: dict[str, Rule] = {
-    "hf-checkpoint": to("model.path", text),
-    "ref-load": gone("a checkpoint of Megatron's: model.reference_path is a Hugging Face folder, else model.path"),
-    "load": gone("a run that is started again goes on from its own folder"),
-    "save": to("run.output_dir", text),
-    "save-interval": to("checkpoint.save_every", whole),
-    "prompt-data": to("data.train", one_or_list),
-    "input-key": to("data.prompt_key", text),
-    "label-key": to("data.label_key", text),
-    "apply-chat-template": to("data.apply_chat_template", flag),
-    "rollout-max-prompt-len": to("data.max_prompt_tokens", whole),
-    "rollout-shuffle": gone("prompts are always shuffled, by run.seed"),
-    "num-rollout": to("run.num_steps", whole),
-    "rollout-batch-size": to("rollout.prompts_per_step", whole),
-    "n-samples-per-prompt": to("rollout.samples_per_prompt", whole),
-    "rollout-max-response-len": to("rollout.max_new_tokens", whole),
-    "rollout-temperature": to("rollout.temperature", number),
-    "rollout-top-p": to("rollout.top_p", number),
-    "rollout-top-k": to("rollout.top_k", lambda value: max(0, whole(value))),
-    "balance-data": to("train.balance_ranks", flag),
-    "eval-interval": to("eval.every", whole),
-    "n-samples-per-eval-prompt": to("eval.samples_per_prompt", whole),
-    "eval-max-response-len": to("eval.max_new_tokens", whole),
-    "eval-temperature": to("eval.temperature", number),
-    "eval-top-p": to("eval.top_p", number),
-    "eval-top-k": to("eval.top_k", lambda value: max(0, whole(value))),
-    "entropy-coef": to("loss.entropy_coef", number),
-    "lr": to("optimizer.lr", number),
-    "min-lr": to("optimizer.min_lr", number),
-    "lr-decay-style": to("optimizer.lr_decay_style", text),
-    "lr-warmup-iters": to("optimizer.lr_warmup_steps", whole),
-    "weight-decay": to("optimizer.weight_decay", number),
-    "adam-beta1": to("optimizer.adam_beta1", number),
-    "adam-beta2": to("optimizer.adam_beta2", number),
-    "adam-eps": to("optimizer.adam_eps", number),
-    "clip-grad": to("optimizer.clip_grad", number),
-    "accumulate-allreduce-grads-in-fp32": to("optimizer.grad_reduce_in_fp32", flag),
-    "seed": to("run.seed", whole),
-    "partial-rollout": gone("rollout.partial_rollouts, with rollout.oversample and rollout.abort_slowest"),
-    "use-dynamic-batch-size": gone("rows are always packed up to train.micro_batch_tokens"),
-    "micro-batch-size": gone("rows are packed up to train.micro_batch_tokens"),
+    "hf-checkpoint": map_to("model.path", text),
+    "ref-load": unsupported(
+        "a checkpoint of Megatron's: model.reference_path is a Hugging Face folder, else model.path"
+    ),
+    "load": unsupported("a run that is started again goes on from its own folder"),
+    "save": map_to("run.output_dir", text),
+    "save-interval": map_to("checkpoint.save_every", integer),
+    "prompt-data": map_to("data.train", one_or_list),
+    "input-key": map_to("data.prompt_key", text),
+    "label-key": map_to("data.label_key", text),
+    "apply-chat-template": map_to("data.apply_chat_template", flag),
+    "rollout-max-prompt-len": map_to("data.max_prompt_tokens", integer),
+    "rollout-shuffle": unsupported("prompts are always shuffled, by run.seed"),
+    "num-rollout": map_to("run.num_steps", integer),
+    "rollout-batch-size": map_to("rollout.prompts_per_step", integer),
+    "n-samples-per-prompt": map_to("rollout.samples_per_prompt", integer),
+    "rollout-max-response-len": map_to("rollout.max_new_tokens", integer),
+    "rollout-temperature": map_to("rollout.temperature", number),
+    "rollout-top-p": map_to("rollout.top_p", number),
+    "rollout-top-k": map_to("rollout.top_k", lambda value: max(0, integer(value))),
+    "balance-data": map_to("train.balance_ranks", flag),
+    "eval-interval": map_to("eval.every", integer),
+    "n-samples-per-eval-prompt": map_to("eval.samples_per_prompt", integer),
+    "eval-max-response-len": map_to("eval.max_new_tokens", integer),
+    "eval-temperature": map_to("eval.temperature", number),
+    "eval-top-p": map_to("eval.top_p", number),
+    "eval-top-k": map_to("eval.top_k", lambda value: max(0, integer(value))),
+    "entropy-coef": map_to("loss.entropy_coef", number),
+    "lr": map_to("optimizer.lr", number),
+    "min-lr": map_to("optimizer.min_lr", number),
+    "lr-decay-style": map_to("optimizer.lr_decay_style", text),
+    "lr-warmup-iters": map_to("optimizer.lr_warmup_steps", integer),
+    "weight-decay": map_to("optimizer.weight_decay", number),
+    "adam-beta1": map_to("optimizer.adam_beta1", number),
+    "adam-beta2": map_to("optimizer.adam_beta2", number),
+    "adam-eps": map_to("optimizer.adam_eps", number),
+    "clip-grad": map_to("optimizer.clip_grad", number),
+    "accumulate-allreduce-grads-in-fp32": map_to("optimizer.grad_reduce_in_fp32", flag),
+    "seed": map_to("run.seed", integer),
+    "partial-rollout": unsupported("rollout.partial_rollouts, with rollout.oversample and rollout.abort_slowest"),
+    "use-dynamic-batch-size": unsupported("rows are always packed up to train.micro_batch_tokens"),
+    "micro-batch-size": unsupported("rows are packed up to train.micro_batch_tokens"),
     "use-rollout-routing-replay": lambda draft, key: draft.put("train.router_replay", "rollout", key),
     "use-routing-replay": lambda draft, key: draft.put("train.router_replay", "recorded", key),
-    "use-slime-router": gone("requests are balanced here"),
-    "optimizer": gone("Adam is the only one here"),
+    "use-slime-router": unsupported("requests are balanced here"),
+    "optimizer": unsupported("Adam is the only one here"),
     "calculate-per-token-loss": lambda draft, key: draft.put("loss.aggregation", "token_mean", key),
-    "attention-dropout": gone("always 0"),
-    "hidden-dropout": gone("always 0"),
-    "attention-backend": gone("chosen at the start"),
-    "wandb-key": gone("a key belongs into the environment (WANDB_API_KEY), not into a file"),
-    "custom-generate-function-path": gone("rollout.generate; its signature is another one (docs/engines.md)"),
-    "rollout-function-path": gone("the stream of rollouts is this package's own"),
-} | {f"{name}-parallel-size": to(f"parallel.{name.replace('-', '_')}_parallel_size", whole) for name in _PARALLEL}
-TABLE |= {name: to("optimizer." + name.replace("-", "_"), flag) for name in _OPTIMIZER}
+    "attention-dropout": unsupported("always 0"),
+    "hidden-dropout": unsupported("always 0"),
+    "attention-backend": unsupported("chosen at the start"),
+    "wandb-key": unsupported("a key belongs into the environment (WANDB_API_KEY), not into a file"),
+    "custom-generate-function-path": unsupported("rollout.generate; its signature is another one (docs/engines.md)"),
+    "rollout-function-path": unsupported("the stream of rollouts is this package's own"),
+} | {f"{name}-parallel-size": map_to(f"parallel.{name.replace('-', '_')}_parallel_size", integer) for name in _PARALLEL}
+TABLE |= {name: map_to("optimizer." + name.replace("-", "_"), flag) for name in _OPTIMIZER}
 PATTERNS: dict[str, Rule] = {
-    "recompute-": lambda draft, key: to("model.transformer." + key.replace("-", "_"), literal)(draft, key),
-    "moe-token-dispatcher-type": lambda draft, key: to("model.transformer.moe_token_dispatcher_type", text)(draft, key),
+    "recompute-": lambda draft, key: map_to("model.transformer." + key.replace("-", "_"), literal)(draft, key),
+    "moe-token-dispatcher-type": lambda draft, key: map_to("model.transformer.moe_token_dispatcher_type", text)(
+        draft, key
+    ),
     "sglang-": lambda draft, key: _server_flag(draft, key),
-    "actor-num-": gone(_RAY),
-    "rollout-num-gpus": gone("rollout.servers.count and the GPUs of each (megatron-dppo serve)"),
-    "wandb-": gone("log.wandb_project, and W&B's own environment variables"),
+    "actor-num-": unsupported(_RAY),
+    "rollout-num-gpus": unsupported("rollout.servers.count and the GPUs of each (megatron-dppo serve)"),
+    "wandb-": unsupported("log.wandb_project, and W&B's own environment variables"),
 }
 _SHAPE = """num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups group-query-attention
 kv-channels vocab-size normalization norm-epsilon swiglu disable-bias-linear qk-layernorm rotary-base rotary-percent
@@ -93,7 +97,7 @@ use-rotary-position-embeddings position-embedding-type untie-embeddings-and-outp
 add-qkv-bias multi-latent-attention kv-lora-rank q-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
 max-position-embeddings
 rotary-scaling-factor mscale attention-softmax-in-fp32 spec make-vocab-size-divisible-by"""
-PATTERNS |= {name: gone(_MODEL) for name in _SHAPE.split()}
+PATTERNS |= {name: unsupported(_MODEL) for name in _SHAPE.split()}
 
 DEFAULTS: dict[str, object] = {
     "eval.temperature": 1.0,
@@ -106,48 +110,48 @@ DEFAULTS: dict[str, object] = {
 def _server_flag(draft: Draft, key: str) -> None:
     value = draft.source[key]
     if isinstance(value, list) and len(value) > 1:
-        draft.say(key, "no home", "a list; put it into [rollout.sglang] by SGLang's own name")
+        draft.record(key, "unsupported", "a list; put it into [rollout.sglang] by SGLang's own name")
     else:
         draft.put("rollout.sglang." + key.removeprefix("sglang-"), True if value == [] else literal(value), key)
 
 
 def combine(draft: Draft) -> None:
-    """What several of their arguments say together."""
+    """Translate arguments that depend on each other."""
     _sizes(draft)
     _loss(draft)
     _penalties(draft)
     _engine(draft)
     _evaluation_and_reward(draft)
-    if draft.read("tensor-model-parallel-size", whole, 1) == 1:
-        draft.say("sequence-parallel", "no home", "nothing to split with tensor_model_parallel_size = 1")
+    if draft.read("tensor-model-parallel-size", integer, 1) == 1:
+        draft.record("sequence-parallel", "unsupported", "nothing to split with tensor_model_parallel_size = 1")
     elif "sequence-parallel" in draft.source:
         draft.put("parallel.sequence_parallel", True, "sequence-parallel")
     if "use-wandb" in draft.source and draft.read("wandb-project", text):
         draft.put("log.wandb_project", draft.read("wandb-project", text), "use-wandb", "wandb-project")
     if "eval-temperature" not in draft.source and (temperature := draft.read("rollout-temperature", number)):
         draft.put("eval.temperature", temperature, note="slime evaluates at the rollout's")
-    nodes, gpus = draft.read("actor-num-nodes", whole, 1), draft.read("actor-num-gpus-per-node", whole)
+    nodes, gpus = draft.read("actor-num-nodes", integer, 1), draft.read("actor-num-gpus-per-node", integer)
     draft.num_processes = nodes * gpus if gpus else None
 
 
 def _sizes(draft: Draft) -> None:
-    prompts, samples = draft.read("rollout-batch-size", whole), draft.read("n-samples-per-prompt", whole)
-    batch, steps = draft.read("global-batch-size", whole), draft.read("num-steps-per-rollout", whole)
+    prompts, samples = draft.read("rollout-batch-size", integer), draft.read("n-samples-per-prompt", integer)
+    batch, steps = draft.read("global-batch-size", integer), draft.read("num-steps-per-rollout", integer)
     if steps:
         draft.put("train.mini_batches", steps, "num-steps-per-rollout")
     elif prompts and samples and batch and prompts * samples % batch == 0:
         note = f"{prompts} * {samples} / {batch} samples"
         draft.put("train.mini_batches", prompts * samples // batch, "global-batch-size", note=note)
-    more = draft.read("over-sampling-batch-size", whole)
+    more = draft.read("over-sampling-batch-size", integer)
     if more and prompts and more > prompts:
         draft.put("rollout.oversample", more / prompts, "over-sampling-batch-size", note=f"{more} / {prompts} prompts")
     if "nonzero_std" in str(draft.source.get("dynamic-sampling-filter-path", "")):
         draft.put("rollout.dynamic_sampling", True, "dynamic-sampling-filter-path")
-    tokens, context = draft.read("max-tokens-per-gpu", whole), draft.read("context-parallel-size", whole, 1)
+    tokens, context = draft.read("max-tokens-per-gpu", integer), draft.read("context-parallel-size", integer, 1)
     if tokens:
         note = f"{tokens} a GPU * {context}" if context > 1 else ""
         draft.put("train.micro_batch_tokens", tokens * context, "max-tokens-per-gpu", note=note)
-    if not draft.read("num-rollout", whole) and (epochs := draft.read("num-epoch", number)):
+    if not draft.read("num-rollout", integer) and (epochs := draft.read("num-epoch", number)):
         draft.put("run.num_epochs", epochs, "num-epoch")
 
 
@@ -156,7 +160,9 @@ def _loss(draft: Draft) -> None:
     low = draft.read("eps-clip", number, 0.2)
     high = draft.read("eps-clip-high", number, low)
     if estimator not in _ADVANTAGES:
-        draft.say("advantage-estimator", "no home", "there is no critic; train.advantage is left at the group's mean")
+        draft.record(
+            "advantage-estimator", "unsupported", "there is no critic; train.advantage is left at the group's mean"
+        )
     else:
         plain = "disable-grpo-std-normalization" in draft.source
         kind = "mean" if plain and _ADVANTAGES[estimator] == "std" else _ADVANTAGES[estimator]
@@ -187,10 +193,10 @@ def _penalties(draft: Draft) -> None:
         if estimator := draft.read("kl-loss-type", lambda v: KL_ESTIMATORS[text(v)]):
             draft.put("loss.kl_estimator", estimator, "kl-loss-type")
     for key in ("use-kl-loss", "kl-loss-coef", "kl-loss-type"):
-        draft.say(key, "taken", "loss.kl_coef says it")
+        draft.record(key, "ported", "see loss.kl_coef")
     if (reward := draft.read("kl-coef", number, 0.0)) > 0:
         draft.put("reward.kl_coef", reward, "kl-coef")
-    draft.say("kl-coef", "taken", "reward.kl_coef is 0")
+    draft.record("kl-coef", "ported", "reward.kl_coef is 0")
 
 
 def _engine(draft: Draft) -> None:
@@ -198,7 +204,7 @@ def _engine(draft: Draft) -> None:
     if "colocate" in draft.source:
         draft.put("rollout.servers.colocated", True, "colocate")
         draft.put("rollout.weight_sync.method", "ipc", note="servers on the trainer's GPUs")
-    if size := draft.read("rollout-num-gpus-per-engine", whole):
+    if size := draft.read("rollout-num-gpus-per-engine", integer):
         draft.put("rollout.sglang.tp-size", size, "rollout-num-gpus-per-engine")
 
 
@@ -212,8 +218,8 @@ def _evaluation_and_reward(draft: Draft) -> None:
     if path:
         module, _, function = path.rpartition(".")
         draft.put("reward.function", f"{module}:{function}", "custom-rm-path")
-        draft.say("rm-type", "no home", "custom-rm-path names the reward")
+        draft.record("rm-type", "unsupported", "custom-rm-path names the reward")
     elif kind in _BOXED:
         note = "" if kind == "math" else "the last boxed answer, without the rules of " + kind
         draft.put("reward.function", "math", "rm-type", note=note)
-    draft.say("rm-type", "no home", "name a function in reward.function (docs/rewards.md)")
+    draft.record("rm-type", "unsupported", "name a function in reward.function (docs/rewards.md)")

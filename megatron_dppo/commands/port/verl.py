@@ -1,4 +1,4 @@
-"""verl's settings (``main_ppo``, FSDP and Megatron workers; read in verl 0.9.1) as ours."""
+"""Rules for verl's settings (``main_ppo``, FSDP and Megatron workers; verl 0.9.1)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megatron_dppo.commands.port.draft import (
     Draft,
     Rule,
     flag,
-    gone,
+    integer,
     items,
     literal,
+    map_to,
     number,
     one_or_list,
     text,
-    to,
-    whole,
+    unsupported,
 )
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -41,82 +41,86 @@ _SPARED = "the weights and the optimizer move to the host while colocated server
 _SCORING = "the batch of training is that of scoring too"
 
 TABLE: dict[str, Rule] = {
-    "data.train_files": to("data.train", one_or_list),
-    "data.max_prompt_length": to("data.max_prompt_tokens", whole),
-    "data.max_response_length": to("rollout.max_new_tokens", whole),
-    "data.prompt_key": to("data.prompt_key", text),
-    "data.shuffle": gone("prompts are always shuffled, by run.seed"),
-    "data.return_raw_chat": gone("the chat template is applied here in any case"),
-    "actor_rollout_ref.model.path": to("model.path", text),
-    "actor_rollout_ref.model.lora_rank": to("lora.rank", whole),
-    "actor_rollout_ref.model.enable_gradient_checkpointing": gone(
+    "data.train_files": map_to("data.train", one_or_list),
+    "data.max_prompt_length": map_to("data.max_prompt_tokens", integer),
+    "data.max_response_length": map_to("rollout.max_new_tokens", integer),
+    "data.prompt_key": map_to("data.prompt_key", text),
+    "data.shuffle": unsupported("prompts are always shuffled, by run.seed"),
+    "data.return_raw_chat": unsupported("the chat template is applied here in any case"),
+    "actor_rollout_ref.model.path": map_to("model.path", text),
+    "actor_rollout_ref.model.lora_rank": map_to("lora.rank", integer),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": unsupported(
         "activations: model.transformer.recompute_granularity = 'full' with recompute_method and recompute_num_layers"
     ),
-    "actor_rollout_ref.model.use_remove_padding": gone("rows are always packed"),
-    "actor_rollout_ref.model.use_fused_kernels": gone("the fused head is on (model.fused_head)"),
-    _A + "ppo_epochs": to("train.epochs", whole),
-    _A + "optim.lr": to("optimizer.lr", number),
-    _A + "optim.weight_decay": to("optimizer.weight_decay", number),
-    _A + "use_torch_compile": gone("no torch.compile"),
-    _A + "optim.override_optimizer_config.optimizer_cpu_offload": to("optimizer.optimizer_cpu_offload", flag),
-    _A + "optim.override_optimizer_config.optimizer_offload_fraction": to(
+    "actor_rollout_ref.model.use_remove_padding": unsupported("rows are always packed"),
+    "actor_rollout_ref.model.use_fused_kernels": unsupported("the fused head is on (model.fused_head)"),
+    _A + "ppo_epochs": map_to("train.epochs", integer),
+    _A + "optim.lr": map_to("optimizer.lr", number),
+    _A + "optim.weight_decay": map_to("optimizer.weight_decay", number),
+    _A + "use_torch_compile": unsupported("no torch.compile"),
+    _A + "optim.override_optimizer_config.optimizer_cpu_offload": map_to("optimizer.optimizer_cpu_offload", flag),
+    _A + "optim.override_optimizer_config.optimizer_offload_fraction": map_to(
         "optimizer.optimizer_offload_fraction", number
     ),
-    _A + "optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d": to(
+    _A + "optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d": map_to(
         "optimizer.overlap_cpu_optimizer_d2h_h2d", flag
     ),
-    _A + "optim.override_optimizer_config.use_precision_aware_optimizer": to(
+    _A + "optim.override_optimizer_config.use_precision_aware_optimizer": map_to(
         "optimizer.use_precision_aware_optimizer", flag
     ),
-    _A + "optim.lr_warmup_steps": to("optimizer.lr_warmup_steps", lambda value: max(0, whole(value))),
-    _A + "optim.lr_decay_style": to("optimizer.lr_decay_style", text),
-    _A + "optim.min_lr": to("optimizer.min_lr", number),
-    _A + "optim.clip_grad": to("optimizer.clip_grad", number),
-    _A + "grad_clip": to("optimizer.clip_grad", number),
-    _A + "entropy_coeff": to("loss.entropy_coef", number),
-    _A + "ulysses_sequence_parallel_size": to(
-        "parallel.context_parallel_size", whole, "Megatron's context parallelism instead of Ulysses"
+    _A + "optim.lr_warmup_steps": map_to("optimizer.lr_warmup_steps", lambda value: max(0, integer(value))),
+    _A + "optim.lr_decay_style": map_to("optimizer.lr_decay_style", text),
+    _A + "optim.min_lr": map_to("optimizer.min_lr", number),
+    _A + "optim.clip_grad": map_to("optimizer.clip_grad", number),
+    _A + "grad_clip": map_to("optimizer.clip_grad", number),
+    _A + "entropy_coeff": map_to("loss.entropy_coef", number),
+    _A + "ulysses_sequence_parallel_size": map_to(
+        "parallel.context_parallel_size", integer, "Megatron's context parallelism instead of Ulysses"
     ),
-    _A + "megatron.tensor_model_parallel_size": to("parallel.tensor_model_parallel_size", whole),
-    _A + "megatron.pipeline_model_parallel_size": to("parallel.pipeline_model_parallel_size", whole),
-    _A + "megatron.virtual_pipeline_model_parallel_size": to("parallel.virtual_pipeline_model_parallel_size", whole),
-    _A + "megatron.context_parallel_size": to("parallel.context_parallel_size", whole),
-    _A + "megatron.expert_model_parallel_size": to("parallel.expert_model_parallel_size", whole),
-    _A + "megatron.expert_tensor_parallel_size": to("parallel.expert_tensor_parallel_size", whole),
-    _A + "ppo_max_token_len_per_gpu": to("train.micro_batch_tokens", whole),
-    _A + "ppo_micro_batch_size_per_gpu": gone("rows are packed up to train.micro_batch_tokens"),
-    _A + "use_dynamic_bsz": gone("rows are always packed up to train.micro_batch_tokens"),
-    _R + "n": to("rollout.samples_per_prompt", whole),
-    _R + "temperature": to("rollout.temperature", number),
-    _R + "top_p": to("rollout.top_p", number),
-    _R + "top_k": to("rollout.top_k", lambda value: max(0, whole(value))),
-    _R + "calculate_log_probs": gone("the rollout's log-probabilities are always recorded"),
-    _R + "val_kwargs.n": to("eval.samples_per_prompt", whole),
-    _R + "val_kwargs.temperature": to("eval.temperature", number),
-    _R + "val_kwargs.top_p": to("eval.top_p", number),
-    _R + "val_kwargs.top_k": to("eval.top_k", lambda value: max(0, whole(value))),
-    _R + "val_kwargs.do_sample": gone("eval.temperature says it; 0 = greedy"),
-    "trainer.logger": gone("metrics.jsonl and TensorBoard always; W&B by log.wandb_project, others by log.trackers"),
-    "trainer.critic_warmup": gone("there is no critic"),
-    "trainer.val_before_train": gone("the weights before training are always evaluated"),
-    "trainer.resume_mode": gone("a run that is started again goes on (checkpoint.resume)"),
-    "trainer.device": gone("found out at the start"),
+    _A + "megatron.tensor_model_parallel_size": map_to("parallel.tensor_model_parallel_size", integer),
+    _A + "megatron.pipeline_model_parallel_size": map_to("parallel.pipeline_model_parallel_size", integer),
+    _A + "megatron.virtual_pipeline_model_parallel_size": map_to(
+        "parallel.virtual_pipeline_model_parallel_size", integer
+    ),
+    _A + "megatron.context_parallel_size": map_to("parallel.context_parallel_size", integer),
+    _A + "megatron.expert_model_parallel_size": map_to("parallel.expert_model_parallel_size", integer),
+    _A + "megatron.expert_tensor_parallel_size": map_to("parallel.expert_tensor_parallel_size", integer),
+    _A + "ppo_max_token_len_per_gpu": map_to("train.micro_batch_tokens", integer),
+    _A + "ppo_micro_batch_size_per_gpu": unsupported("rows are packed up to train.micro_batch_tokens"),
+    _A + "use_dynamic_bsz": unsupported("rows are always packed up to train.micro_batch_tokens"),
+    _R + "n": map_to("rollout.samples_per_prompt", integer),
+    _R + "temperature": map_to("rollout.temperature", number),
+    _R + "top_p": map_to("rollout.top_p", number),
+    _R + "top_k": map_to("rollout.top_k", lambda value: max(0, integer(value))),
+    _R + "calculate_log_probs": unsupported("the rollout's log-probabilities are always recorded"),
+    _R + "val_kwargs.n": map_to("eval.samples_per_prompt", integer),
+    _R + "val_kwargs.temperature": map_to("eval.temperature", number),
+    _R + "val_kwargs.top_p": map_to("eval.top_p", number),
+    _R + "val_kwargs.top_k": map_to("eval.top_k", lambda value: max(0, integer(value))),
+    _R + "val_kwargs.do_sample": unsupported("eval.temperature says it; 0 = greedy"),
+    "trainer.logger": unsupported(
+        "metrics.jsonl and TensorBoard always; W&B by log.wandb_project, others by log.trackers"
+    ),
+    "trainer.critic_warmup": unsupported("there is no critic"),
+    "trainer.val_before_train": unsupported("the weights before training are always evaluated"),
+    "trainer.resume_mode": unsupported("a run that is started again goes on (checkpoint.resume)"),
+    "trainer.device": unsupported("found out at the start"),
 }
 PATTERNS: dict[str, Rule] = {
-    _A + "megatron.override_transformer_config.": lambda draft, key: to(
+    _A + "megatron.override_transformer_config.": lambda draft, key: map_to(
         "model.transformer." + key.rpartition(".")[2], literal
     )(draft, key),
-    _A + "fsdp_config.": gone(_SPARED),
-    _A + "megatron.": gone("Megatron's own default, or set by model.transformer"),
-    _A + "strategy": gone("Megatron is the only one here"),
-    _A + "checkpoint.": gone("checkpoint.* here; docs/checkpoints.md"),
-    "actor_rollout_ref.ref.": gone("the reference has the policy's layout, and is scored with it"),
-    _R + "log_prob": gone(_SCORING),
-    _R: gone("a flag of the servers: put it into [rollout.sglang] or [rollout.vllm] by its own name"),
-    "critic.": gone("there is no critic: a group's rewards are the baseline"),
-    "reward_model.": gone("a reward model is a server here (docs/rewards.md)"),
-    "hydra.": gone("the launcher's"),
-    "ray_": gone("no Ray"),
+    _A + "fsdp_config.": unsupported(_SPARED),
+    _A + "megatron.": unsupported("Megatron's own default, or set by model.transformer"),
+    _A + "strategy": unsupported("Megatron is the only one here"),
+    _A + "checkpoint.": unsupported("checkpoint.* here; docs/checkpoints.md"),
+    "actor_rollout_ref.ref.": unsupported("the reference has the policy's layout, and is scored with it"),
+    _R + "log_prob": unsupported(_SCORING),
+    _R: unsupported("a flag of the servers: put it into [rollout.sglang] or [rollout.vllm] by its own name"),
+    "critic.": unsupported("there is no critic: a group's rewards are the baseline"),
+    "reward_model.": unsupported("a reward model is a server here (docs/rewards.md)"),
+    "hydra.": unsupported("the launcher's"),
+    "ray_": unsupported("no Ray"),
 }
 
 DEFAULTS: dict[str, object] = {
@@ -130,7 +134,7 @@ DEFAULTS: dict[str, object] = {
 
 
 def combine(draft: Draft) -> None:
-    """What several of their settings say together."""
+    """Translate settings that depend on each other."""
     _sizes(draft)
     _loss(draft)
     _penalties(draft)
@@ -140,29 +144,33 @@ def combine(draft: Draft) -> None:
 
 
 def _sizes(draft: Draft) -> None:
-    batch, mini = draft.read("data.train_batch_size", whole), draft.read(_A + "ppo_mini_batch_size", whole)
+    batch, mini = draft.read("data.train_batch_size", integer), draft.read(_A + "ppo_mini_batch_size", integer)
     if "data.train_batch_size" in draft.unread:
         draft.withheld.add("rollout.prompts_per_step")
     if batch is not None:
         draft.put("rollout.prompts_per_step", batch, "data.train_batch_size")
     if batch and mini and batch % mini == 0:
         draft.put("train.mini_batches", batch // mini, _A + "ppo_mini_batch_size", note=f"{batch} / {mini} prompts")
-    more = draft.read("data.gen_batch_size", whole)
+    more = draft.read("data.gen_batch_size", integer)
     if batch and more and more > batch:
         draft.put("rollout.oversample", more / batch, "data.gen_batch_size", note=f"{more} / {batch} prompts")
     if draft.read("algorithm.filter_groups.enable", flag):
         draft.put("rollout.dynamic_sampling", True, "algorithm.filter_groups.enable")
     if draft.read("data.filter_overlong_prompts", flag):
         draft.put("data.overlong_prompts", "drop", "data.filter_overlong_prompts")
-        draft.say("data.truncation", "no home", "longer prompts are dropped before")
+        draft.record("data.truncation", "unsupported", "longer prompts are dropped before")
     elif (truncation := draft.read("data.truncation", text)) in ("left", "error"):
         draft.put("data.overlong_prompts", {"left": "truncate_left"}.get(truncation, "error"), "data.truncation")
 
 
 def _loss(draft: Draft) -> None:
-    mode_key, low_key, high_key = _A + "policy_loss.loss_mode", _A + "clip_ratio_low", _A + "clip_ratio_high"
-    mode, both = draft.read(mode_key, text, "vanilla"), draft.read(_A + "clip_ratio", number, 0.2)
-    low, high = draft.read(low_key, number, both), draft.read(high_key, number, both)
+    mode_key = _A + "policy_loss.loss_mode"
+    low_key = _A + "clip_ratio_low"
+    high_key = _A + "clip_ratio_high"
+    mode = draft.read(mode_key, text, "vanilla")
+    both = draft.read(_A + "clip_ratio", number, 0.2)
+    low = draft.read(low_key, number, both)
+    high = draft.read(high_key, number, both)
     cap = draft.read(_A + "clip_ratio_c", number, 3.0)
     keys: dict[str, tuple[object, str]] = {"name": (f"verl/{mode}", mode_key)}
     if mode in ("dppo_tv", "dppo_kl"):
@@ -175,7 +183,7 @@ def _loss(draft: Draft) -> None:
     elif mode == "cispo":
         keys |= {"ratio_floor": (1 - low, low_key), "ratio_cap": (1 + high, high_key)}
     else:
-        draft.say(mode_key, "no home", f"there is no loss {mode!r} here; loss.name is left at DPPO-Binary-TV")
+        draft.record(mode_key, "unsupported", f"there is no loss {mode!r} here; loss.name is left at DPPO-Binary-TV")
         keys = {}
     for key, (value, theirs) in keys.items():
         if theirs in draft.source or key == "name":
@@ -184,14 +192,14 @@ def _loss(draft: Draft) -> None:
             draft.put(f"loss.{key}", value, *([source] if source else []), note=note)
         elif _A + "clip_ratio" in draft.source and theirs in (low_key, high_key):
             draft.put(f"loss.{key}", value, _A + "clip_ratio")
-    mode_of = draft.read(_A + "loss_agg_mode", text)
-    if mode_of in _AGGREGATIONS and mode != "gspo":
-        draft.put("loss.aggregation", _AGGREGATIONS[mode_of], _A + "loss_agg_mode")
-        if mode_of.endswith("-norm"):
-            horizon = draft.read(_A + "loss_scale_factor", whole) or draft.read("data.max_response_length", whole)
+    aggregation = draft.read(_A + "loss_agg_mode", text)
+    if aggregation in _AGGREGATIONS and mode != "gspo":
+        draft.put("loss.aggregation", _AGGREGATIONS[aggregation], _A + "loss_agg_mode")
+        if aggregation.endswith("-norm"):
+            horizon = draft.read(_A + "loss_scale_factor", integer) or draft.read("data.max_response_length", integer)
             if horizon:
                 draft.put("loss.horizon", horizon, note="the longest response, which sums are divided by")
-            draft.say(_A + "loss_scale_factor", "taken", "loss.horizon")
+            draft.record(_A + "loss_scale_factor", "ported", "loss.horizon")
     estimator = draft.read("algorithm.adv_estimator", text, "gae")
     if estimator in _ADVANTAGES:
         scaled = draft.read("algorithm.norm_adv_by_std_in_grpo", flag, True)
@@ -200,7 +208,9 @@ def _loss(draft: Draft) -> None:
         if estimator == "reinforce_plus_plus":
             draft.put("train.advantage_normalization", "batch", note="REINFORCE++")
     else:
-        draft.say("algorithm.adv_estimator", "no home", "train.advantage is left at the reward minus the group's mean")
+        draft.record(
+            "algorithm.adv_estimator", "unsupported", "train.advantage is left at the reward minus the group's mean"
+        )
 
 
 def _penalties(draft: Draft) -> None:
@@ -212,19 +222,19 @@ def _penalties(draft: Draft) -> None:
         if estimator:
             draft.put("loss.kl_estimator", estimator, kind)
     for key in (_A + "use_kl_loss", coefficient, kind):
-        draft.say(key, "taken", "loss.kl_coef says it")
+        draft.record(key, "ported", "see loss.kl_coef")
     reward = draft.read("algorithm.kl_ctrl.kl_coef", number, 0.001)
     if draft.read("algorithm.use_kl_in_reward", flag, False) and reward > 0:
         draft.put("reward.kl_coef", reward, "algorithm.kl_ctrl.kl_coef")
     for key in ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"):
-        draft.say(key, "taken", "reward.kl_coef says it")
+        draft.record(key, "ported", "see reward.kl_coef")
     alpha = "actor_rollout_ref.model.lora_alpha"
-    if draft.read("actor_rollout_ref.model.lora_rank", whole, 0):
+    if draft.read("actor_rollout_ref.model.lora_rank", integer, 0):
         value = draft.read(alpha, number)
         if value is not None:
             draft.put("lora.alpha", value, alpha)
     for name in ("actor_rollout_ref.model.lora_rank", alpha):
-        draft.say(name, "taken", "no adapters") if not draft.read(name, whole, 1) else None
+        draft.record(name, "ported", "no adapters") if not draft.read(name, integer, 1) else None
 
 
 def _engine(draft: Draft) -> None:
@@ -241,7 +251,7 @@ def _engine(draft: Draft) -> None:
 
 
 def _evaluation(draft: Draft) -> None:
-    every = draft.read("trainer.test_freq", whole, -1)
+    every = draft.read("trainer.test_freq", integer, -1)
     if every > 0:
         draft.put("eval.every", every, "trainer.test_freq")
         files = draft.read("data.val_files", items, [])
@@ -250,22 +260,24 @@ def _evaluation(draft: Draft) -> None:
             draft.put("data.eval", sets, "data.val_files")
     else:
         for key in ("trainer.test_freq", "data.val_files"):
-            draft.say(key, "no home", "trainer.test_freq is not above 0: no evaluation")
+            draft.record(key, "unsupported", "trainer.test_freq is not above 0: no evaluation")
 
 
 def _run(draft: Draft) -> None:
-    steps, epochs = draft.read("trainer.total_training_steps", whole), draft.read("trainer.total_epochs", number)
+    steps, epochs = draft.read("trainer.total_training_steps", integer), draft.read("trainer.total_epochs", number)
     if steps:
         draft.put("run.num_steps", steps, "trainer.total_training_steps")
-        draft.say("trainer.total_epochs", "no home", "trainer.total_training_steps says how long it is")
+        draft.record("trainer.total_epochs", "unsupported", "trainer.total_training_steps sets the length")
     elif epochs:
         draft.put("run.num_epochs", epochs, "trainer.total_epochs")
     elif "trainer.total_epochs" not in draft.source:
         draft.put("run.num_epochs", 30.0, note="verl's default")
-    every = draft.read("trainer.save_freq", whole, -1)
+    every = draft.read("trainer.save_freq", integer, -1)
     if every > 0:
         draft.put("checkpoint.save_every", every, "trainer.save_freq")
-    draft.say("trainer.save_freq", "no home", "no checkpoint before the last one: checkpoint.save_every is left out")
+    draft.record(
+        "trainer.save_freq", "unsupported", "no checkpoint before the last one: checkpoint.save_every is left out"
+    )
     project, name = draft.read("trainer.project_name", text), draft.read("trainer.experiment_name", text)
     if project and "wandb" in str(draft.source.get("trainer.logger", "")):
         draft.put("log.wandb_project", project, "trainer.project_name")
@@ -276,18 +288,18 @@ def _run(draft: Draft) -> None:
         draft.put("log.trackers", trackers, "trainer.logger")
         if project:
             draft.put("log.project", project, "trainer.project_name")
-    draft.say("trainer.project_name", "no home", "no tracker that has projects is on")
+    draft.record("trainer.project_name", "unsupported", "no tracker that has projects is on")
     folder = draft.read("trainer.default_local_dir", text)
     if folder:
         draft.put("run.output_dir", folder, "trainer.default_local_dir")
-        draft.say("trainer.experiment_name", "no home", "trainer.default_local_dir names the folder")
+        draft.record("trainer.experiment_name", "unsupported", "trainer.default_local_dir names the folder")
     elif name:
         draft.put("run.output_dir", f"runs/{name}", "trainer.experiment_name", note="the folder of the run")
     path, function = draft.read("custom_reward_function.path", text), draft.read("custom_reward_function.name", text)
     if path:
         both = f"{path}:{function or 'compute_score'}"
         draft.put("reward.function", both, "custom_reward_function.path", "custom_reward_function.name")
-    nodes, gpus = draft.read("trainer.nnodes", whole, 1), draft.read("trainer.n_gpus_per_node", whole)
+    nodes, gpus = draft.read("trainer.nnodes", integer, 1), draft.read("trainer.n_gpus_per_node", integer)
     draft.num_processes = nodes * gpus if gpus else None
     for key in ("trainer.nnodes", "trainer.n_gpus_per_node"):
-        draft.say(key, "taken", "torchrun's --nnodes and --nproc-per-node")
+        draft.record(key, "ported", "torchrun's --nnodes and --nproc-per-node")

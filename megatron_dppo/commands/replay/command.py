@@ -1,4 +1,4 @@
-"""``megatron-dppo replay``: a recorded step computed again."""
+"""``megatron-dppo replay``: recompute a recorded step and compare it with the run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from megatron_dppo.files import require_new, write_new
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``replay``; all others are overrides of the run's configuration."""
+    """Add the arguments of ``replay``; unknown arguments are overrides of the run's configuration."""
     parser.add_argument("run", type=Path, help="folder of a run (run.output_dir) with rollouts of the step")
-    parser.add_argument("--step", type=int, required=True, help="the step, as in metrics.jsonl")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what came out as JSON")
+    parser.add_argument("--step", type=int, required=True, help="number of the step in metrics.jsonl")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the comparison as JSON")
 
 
 def run_replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print what came out next to what the run recorded.
+    """Replay a step and print the comparison.
 
     Raises:
-        UserError: see ``replay_step``, or the JSON file exists or cannot be made.
+        UserError: See ``replay_step``, or the JSON file exists or cannot be written.
     """
     require_new(options.json, "--json")
     if options.step < 1:
-        raise ConfigError(f"--step {options.step} must be 1 or more: steps are counted as in metrics.jsonl")
+        raise ConfigError(f"--step {options.step}: expected 1 or more, a step of metrics.jsonl")
     from megatron_dppo.commands.replay.replay import replay_step
 
     outcome = replay_step(options.run, options.step, overrides)

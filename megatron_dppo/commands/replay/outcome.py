@@ -1,4 +1,4 @@
-"""What came out when a step was computed again, next to what the run recorded."""
+"""Comparison of a recomputed step with the run's record."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOutcome:
-    """A step, twice.
+    """Differences between a run's step and its replay.
 
     Example:
-        >>> found = Outcome(step=3, tokens=9, largest=0.0, decisions=0, metrics={"loss": (0.5, 0.5)}, same_layout=True)
-        >>> found.is_exact, found.largest_relative
+        >>> metrics = {"loss": (0.5, 0.5)}
+        >>> outcome = ReplayOutcome(step=3, tokens=9, largest=0.0, decisions=0, metrics=metrics, same_layout=True)
+        >>> outcome.is_exact, outcome.largest_relative
         (True, 0.0)
     """
 
     step: int
     tokens: int
-    """of the loss masks"""
+    """Number of tokens with a loss."""
     largest: float
-    """difference of a token's log pi, in nats"""
+    """Largest difference of a token's log pi, in nats."""
     decisions: int
-    """tokens that one of the two masks and the other does not"""
+    """Number of tokens that are masked in one of the two computations only."""
     metrics: Mapping[str, tuple[float, float]]
-    """by name, of the run and now"""
+    """Values of each metric in the run and in the replay."""
     same_layout: bool
-    """computed on as many processes, split in the same way"""
+    """True if the replay has the run's layout."""
     changed: tuple[str, ...] = ()
-    """overrides of the run's configuration"""
+    """Overrides of the run's configuration."""
 
     @property
     def is_exact(self) -> bool:
-        """Bit for bit the same."""
+        """True if the replay is bit-identical to the run."""
         return not self.largest and not self.decisions and all(was == now for was, now in self.metrics.values())
 
     @property
     def largest_relative(self) -> float:
-        """Difference of a metric, in parts of it."""
+        """Largest relative difference of a metric."""
         return max((abs(was - now) / max(abs(was), 1e-12) for was, now in self.metrics.values()), default=0.0)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the outcome as a JSON object."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -55,20 +56,21 @@ class ReplayOutcome:
         }
 
     def text(self) -> str:
-        """For a terminal."""
+        """Return the outcome as text for the terminal."""
         width = max((len(name) for name in self.metrics), default=0)
         lines = [
             f"  {name:<{width}}  {was:>14.8g}  {now:>14.8g}  {'=' if was == now else f'{now - was:+.1e}'}"
             for name, (was, now) in sorted(self.metrics.items())
         ]
-        verdict = "bit for bit what the run computed"
+        verdict = "identical to the run, bit for bit"
         if not self.is_exact:
             verdict = (
-                f"log pi differs by {self.largest:.2g} at most, {self.decisions} of {self.tokens} tokens are masked "
-                f"otherwise, a metric differs by {self.largest_relative:.2g} of its size at most"
+                f"largest differences: log pi {self.largest:.2g} nats, metrics {self.largest_relative:.2g} of their "
+                f"value; {self.decisions} of {self.tokens} tokens have another mask"
             )
-            why = "the same layout: another machine, library or thread count" if self.same_layout else "another layout"
-            why = f"with {' '.join(self.changed)}" if self.changed else why
-            verdict += f" ({why})"
-        head = f"  {'':<{width}}  {'run':>14}  {'replay':>14}"
-        return "\n".join([f"step {self.step}, {self.tokens} tokens", head, *lines, "", verdict])
+            cause = "same layout: another machine, library or thread count" if self.same_layout else "another layout"
+            if self.changed:
+                cause = f"with {' '.join(self.changed)}"
+            verdict += f" ({cause})"
+        header = f"  {'':<{width}}  {'run':>14}  {'replay':>14}"
+        return "\n".join([f"step {self.step}, {self.tokens} tokens", header, *lines, "", verdict])

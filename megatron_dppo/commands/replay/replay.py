@@ -1,7 +1,7 @@
-"""``megatron-dppo replay RUN --step N``: the step's updates from the checkpoint before it and its recorded rollouts.
+"""``megatron-dppo replay RUN --step N``: a step's updates from the preceding checkpoint and its recorded rollouts.
 
-Nothing is written to the run's folder, and no engine, reward or prompt is needed. With the run's own processes the
-result is the run's, bit for bit; one process computes what several did up to rounding, with their mini-batches.
+The replay writes nothing to the run's folder and needs no engine, reward or prompt. On the run's layout its result is
+bit-identical. A single process reproduces several processes up to rounding, with the same mini-batches.
 """
 
 from __future__ import annotations
@@ -46,86 +46,89 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Run:
-    """The policy as it was before the step."""
+class ReplayedRun:
+    """Policy as it was before the step."""
 
     config: Config
     trainer: PolicyTrainer
     groups: ParallelGroups
     step: int
-    """Rollout steps done."""
+    """Number of finished rollout steps."""
     teacher: MegatronTeacher | TeacherServers | None = None
 
 
 def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> ReplayOutcome | None:
-    """Compute a recorded step again; a collective of the processes that were started.
+    """Recompute a recorded step. A collective call of all processes.
 
     Args:
         folder: ``run.output_dir`` of the run.
-        step: as in ``metrics.jsonl``.
-        overrides: of its configuration, as for ``train``.
+        step: Number of the step in ``metrics.jsonl``.
+        overrides: Overrides of its configuration, as for ``train``.
 
     Returns:
-        What came out, on rank 0; None on the others.
+        The comparison on rank 0, None on other ranks.
 
     Raises:
-        UserError: the step was not recorded, the checkpoint before it is not there, or was written on a layout that
-            cannot be brought to that of the processes here.
+        UserError: The step was not recorded, its checkpoint is missing, or the checkpoint cannot be resharded to the
+            layout of these processes.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    file = _recorded(folder, step)
+    file = _recorded_file(folder, step)
     meta = read_meta(file)
     if meta.step != step:
-        raise ConfigError(f"{file} has the rollouts of step {meta.step}, not those that its name says; it was moved")
-    recorded = _record_of(folder, step)
-    config = _config(folder, meta, world, overrides)
-    checkpoint = _checkpoint(folder, step, config.checkpoint.fork_from)
-    with _opened(config, checkpoint, step) as run:
-        rows, parts = _mine(run, meta, file)
+        raise ConfigError(f"{file} holds step {meta.step}, unlike its name. Fix: restore the original name")
+    recorded = _read_record(folder, step)
+    config = _replay_config(folder, meta, world, overrides)
+    checkpoint = _find_checkpoint(folder, step, config.checkpoint.fork_from)
+    with _open_run(config, checkpoint, step) as run:
+        rows, mini_batches = _select_rows(run, meta, file)
         groups, ages = groups_from_rows(rows)
         collected = CollectedRollouts(groups, ages, {}, dict(Counter(ages)))
         record = StepRecord(run.trainer.policy_version)
         samples = make_samples(groups, config.train)
-        results = update_policy(run.trainer, config, run.teacher, run.step, collected, samples, Clock(), record, parts)
+        results = update_policy(
+            run.trainer, config, run.teacher, run.step, collected, samples, Clock(), record, mini_batches
+        )
+        # The same averages over updates as in the run's metrics.
         last = results[-1]
         metrics = reduce_updates([result.metrics for result in results]) | {
             "grad_norm": sum(result.grad_norm for result in results) / len(results),
             "learning_rate": last.learning_rate,
             "policy_version": float(last.policy_version),
         }
-        every = at_leader(record.pop_seen(run.trainer), run.groups.world)
-        if not every:
+        recomputed_by_rank = at_leader(record.pop_seen(run.trainer), run.groups.world)
+        if not recomputed_by_rank:
             return None
-        together = {number: sample for each in every for number, sample in each.items()}
-        same = run.trainer.layout.world_size == meta.world_size and str(run.trainer.layout) == meta.layout
-        found = _outcome(recorded, meta, read_rows(file), together, metrics, same_layout=same)
-        return replace(found, changed=tuple(overrides))
+        recomputed = {number: sample for rank_samples in recomputed_by_rank for number, sample in rank_samples.items()}
+        same_layout = run.trainer.layout.world_size == meta.world_size and str(run.trainer.layout) == meta.layout
+        outcome = _compare(recorded, meta, read_rows(file), recomputed, metrics, same_layout=same_layout)
+        return replace(outcome, changed=tuple(overrides))
 
 
-def _record_of(folder: Path, step: int) -> dict[str, Any]:
-    """What the run said of the step, which the result is compared with."""
+def _read_record(folder: Path, step: int) -> dict[str, Any]:
+    """Return the run's metrics of the step."""
     metrics = folder / "metrics.jsonl"
-    found = next((record for record in read_metrics(metrics) if record["step"] == step), None)
-    if found is None:
+    record = next((record for record in read_metrics(metrics) if record["step"] == step), None)
+    if record is None:
         raise DataError(f"{metrics} has no record of step {step}, so there is nothing to compare with")
-    return found
+    return record
 
 
-def _recorded(folder: Path, step: int) -> Path:
+def _recorded_file(folder: Path, step: int) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{str(folder)!r} is no folder; expected the folder of a run (run.output_dir)")
-    found = recorded_steps(folder)
-    if step not in found:
-        have = ", ".join(map(str, list(found)[:20])) + (" ..." if len(found) > 20 else "")
+    files = recorded_steps(folder)
+    if step not in files:
+        available = ", ".join(map(str, list(files)[:20])) + (" ..." if len(files) > 20 else "")
         raise ConfigError(
             f"--step {step}: {str(folder)!r} has no rollouts of that step; "
-            + (f"it has those of {have}" if found else "log.rollouts_every = 1 makes a run write them")
+            + (f"it has those of {available}" if files else "log.rollouts_every = 1 makes a run write them")
         )
-    return found[step]
+    return files[step]
 
 
-def _config(folder: Path, meta: StepMeta, world: int, overrides: Sequence[str]) -> Config:
-    """That of the step; one process takes the place of any number, each as many as there were its own."""
+def _replay_config(folder: Path, meta: StepMeta, world: int, overrides: Sequence[str]) -> Config:
+    """Return the configuration of the step, for the run's layout or a single process."""
     config = load_config_of_step(folder, meta.step, overrides)
     if world == meta.world_size or any("parallel" in override for override in overrides):
         return config
@@ -142,35 +145,34 @@ def _config(folder: Path, meta: StepMeta, world: int, overrides: Sequence[str]) 
     return config.model_copy(update={"parallel": single})
 
 
-def _checkpoint(folder: Path, step: int, fork_from: str | None) -> Path | None:
-    """That of the step before, in the run or where it was forked from; None for the first step, whose weights are the
-    initial ones.
+def _find_checkpoint(folder: Path, step: int, fork_from: str | None) -> Path | None:
+    """Return the checkpoint of the preceding step, in the run or its fork source. None for the first step.
 
     Raises:
-        CheckpointError: it is not there, or is damaged.
+        CheckpointError: It is missing or damaged.
     """
     from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, read_state
 
     if step == 1:
         return None
     saved_in = checkpoints_folder(folder)
-    found = {read_state(checkpoint)["step"]: checkpoint for checkpoint in checkpoints(saved_in)}
-    if fork_from is not None and step - 1 not in found and read_state(Path(fork_from))["step"] == step - 1:
+    by_step = {read_state(checkpoint)["step"]: checkpoint for checkpoint in checkpoints(saved_in)}
+    if fork_from is not None and step - 1 not in by_step and read_state(Path(fork_from))["step"] == step - 1:
         return Path(fork_from)
-    if step - 1 not in found:
-        have = ", ".join(str(number) for number in sorted(found)) or "none"
-        can = [number + 1 for number in sorted(found) if number + 1 in recorded_steps(folder)]
+    if step - 1 not in by_step:
+        available = ", ".join(str(number) for number in sorted(by_step)) or "none"
+        replayable = [number + 1 for number in sorted(by_step) if number + 1 in recorded_steps(folder)]
         raise CheckpointError(
             f"--step {step} needs the checkpoint of step {step - 1}, and {saved_in} has those of steps "
-            f"{have}; {f'replay one of steps {can}, or ' if can else ''}set checkpoint.save_every and checkpoint.keep "
-            "so that it is written and kept"
+            f"{available}; {f'replay one of steps {replayable}, or ' if replayable else ''}set checkpoint.save_every "
+            "and checkpoint.keep so that it is written and kept"
         )
-    return found[step - 1]
+    return by_step[step - 1]
 
 
 @contextmanager
-def _opened(config: Config, checkpoint: Path | None, step: int) -> Iterator[_Run]:
-    """The policy as it was before the step."""
+def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[ReplayedRun]:
+    """Build the policy as it was before the step."""
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     from megatron_dppo.mcore.compat.shims import apply_shims
@@ -200,7 +202,7 @@ def _opened(config: Config, checkpoint: Path | None, step: int) -> Iterator[_Run
             here = layout_identity(config, inputs)
             same = all(here[key] == state["layout"][key] for key in ("layout", "world_size"))
             trainer.load(checkpoint, same_layout=same)
-        yield _Run(config, trainer, groups, step - 1, teacher)
+        yield ReplayedRun(config, trainer, groups, step - 1, teacher)
     finally:
         setup.shutdown_megatron()
 
@@ -214,11 +216,15 @@ def _check_layout(checkpoint: Path, there: dict[str, Any], here: dict[str, Any])
             )
 
 
-def _mine(
-    run: _Run, meta: StepMeta, file: Path
+def _select_rows(
+    run: ReplayedRun, meta: StepMeta, file: Path
 ) -> tuple[list[dict[str, Any]], Callable[[int], list[list[int]]] | None]:
-    """This rank's samples, and the mini-batches where those of the run's ranks have to be put together."""
-    rows, dp = read_rows(file), run.trainer.layout.dp
+    """Return this rank's rows, and the mini-batches if this process stands for several data-parallel ranks.
+
+    The function of mini-batches takes the epoch. It is None if the trainer's own split applies.
+    """
+    rows = read_rows(file)
+    dp = run.trainer.layout.dp
     if dp == meta.dp:
         return [row for row in rows if row["dp_rank"] == run.trainer.dp_rank], None
     if dp != 1:
@@ -229,35 +235,41 @@ def _mine(
     counts = Counter(row["dp_rank"] for row in rows)
     starts = {rank: sum(counts[r] for r in range(rank)) for rank in range(meta.dp)}
 
-    def parts(epoch: int) -> list[list[int]]:
-        together: list[list[int]] = [[] for _ in range(run.config.train.mini_batches)]
+    def mini_batches(epoch: int) -> list[list[int]]:
+        merged: list[list[int]] = [[] for _ in range(run.config.train.mini_batches)]
         for rank, start in starts.items():
             seed = sampling_seed(run.config.run.seed, "order", run.step, rank)
-            own = split_into_mini_batches(counts[rank], run.config.train.mini_batches, seed, epoch)
-            for place, part in enumerate(own):
-                together[place] += [start + i for i in part]
-        return together
+            rank_batches = split_into_mini_batches(counts[rank], run.config.train.mini_batches, seed, epoch)
+            for index, part in enumerate(rank_batches):
+                merged[index] += [start + i for i in part]
+        return merged
 
-    return rows, parts
+    return rows, mini_batches
 
 
-def _outcome(
+def _compare(
     recorded: Mapping[str, Any],
     meta: StepMeta,
     rows: Sequence[dict[str, Any]],
-    seen: dict[int, SampleRecord],
+    recomputed: dict[int, SampleRecord],
     metrics: dict[str, float],
     *,
     same_layout: bool,
 ) -> ReplayOutcome:
-    largest, decisions, tokens = 0.0, 0, 0
+    largest = 0.0
+    decisions = 0
+    tokens = 0
     for row in rows:
-        count, mask = len(row["response_ids"]), torch.tensor(row["loss_mask"], dtype=torch.bool)
-        own, place = seen[row["sample"]], mask.nonzero().squeeze(1)
-        was, now = torch.tensor(row["logprobs"])[place], own.logprobs[-count:][place - count]
-        kept = torch.tensor(row["keep"], dtype=torch.bool)[place] != own.keep[-count:][place - count]
-        tokens, decisions = tokens + len(place), decisions + int(kept.sum())
-        largest = max(largest, float((was - now).abs().max()) if len(place) else 0.0)
+        count = len(row["response_ids"])
+        sample = recomputed[row["sample"]]
+        # Positions of the trained tokens within the response; a sample's columns end with its response.
+        index = torch.tensor(row["loss_mask"], dtype=torch.bool).nonzero().squeeze(1)
+        was = torch.tensor(row["logprobs"])[index]
+        now = sample.logprobs[-count:][index - count]
+        mask_differs = torch.tensor(row["keep"], dtype=torch.bool)[index] != sample.keep[-count:][index - count]
+        tokens += len(index)
+        decisions += int(mask_differs.sum())
+        largest = max(largest, float((was - now).abs().max()) if len(index) else 0.0)
     both = {
         name: (float(recorded[f"train/{name}"]), value)
         for name, value in metrics.items()

@@ -15,7 +15,7 @@ from megatron_dppo.commands.doctor.command import _Redactor
 from megatron_dppo.commands.examples import run_examples
 from megatron_dppo.commands.port.command import run_port
 from megatron_dppo.commands.replay.command import run_replay
-from megatron_dppo.commands.replay.replay import _record_of
+from megatron_dppo.commands.replay.replay import _read_record
 from megatron_dppo.commands.report import run_report
 from megatron_dppo.config.io import load_config
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError, DiskError
@@ -84,9 +84,9 @@ def test_answers_may_hold_texts_and_a_folder_is_no_file(tmp_path: Path) -> None:
 
 def test_a_step_without_a_record_is_not_replayed(tmp_path: Path) -> None:
     written(tmp_path, *TEXTS)
-    assert _record_of(tmp_path, 2) == GOOD[2]
+    assert _read_record(tmp_path, 2) == GOOD[2]
     with pytest.raises(DataError, match="has no record of step 9, so there is nothing to compare with"):
-        _record_of(tmp_path, 9)
+        _read_record(tmp_path, 9)
 
 
 def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=problem):
             run_replay(replayed, [])
         with pytest.raises(ConfigError, match=problem):
-            run_port(argparse.Namespace(file=tmp_path / "none.sh", output=target), [])
+            run_port(argparse.Namespace(file=tmp_path / "none.sh", output=target, verbose=False), [])
         with pytest.raises(ConfigError, match=problem):
             check_target(target)
     assert (tmp_path / "mine").read_text() == "mine"
@@ -128,10 +128,10 @@ def test_a_launch_that_is_nested_without_end_or_counts_to_infinity_is_no_traceba
     deep = tmp_path / "deep.yaml"
     deep.write_text("a: " + "[" * 3000 + "]" * 3000)
     with pytest.raises(ConfigError, match="nested too deeply"):
-        run_port(argparse.Namespace(file=deep, output=None), [])
+        run_port(argparse.Namespace(file=deep, output=None, verbose=False), [])
     endless = tmp_path / "run.sh"
     endless.write_text("python3 -m verl.trainer.main_ppo trainer.nnodes=1e400 trainer.n_gpus_per_node=8\n")
-    assert run_port(argparse.Namespace(file=endless, output=None), []) in (0, 1)
+    assert run_port(argparse.Namespace(file=endless, output=None, verbose=False), []) in (0, 1)
 
 
 def test_an_interrupt_and_a_reader_that_leaves_end_a_command_in_one_line(

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.commands.port import prime_rl, slime, verl
-from megatron_dppo.commands.port.draft import Draft, apply
-from megatron_dppo.commands.port.port import Ported, port
+from megatron_dppo.commands.port.draft import Draft, apply_rules
+from megatron_dppo.commands.port.port import PortedConfig, port
 from megatron_dppo.commands.port.shell import commands
 from megatron_dppo.config.describe import keys
 from megatron_dppo.config.io import load_config
@@ -96,11 +96,11 @@ max_model_len = 8192
 """
 
 
-def ported(tmp_path: Path, name: str, text: str) -> tuple[Ported, dict[str, Any], dict[str, tuple[str, str]]]:
+def ported(tmp_path: Path, name: str, text: str) -> tuple[PortedConfig, dict[str, Any], dict[str, tuple[str, str]]]:
     file = tmp_path / name
     file.write_text(text)
     found = port(file)
-    return found, tomllib.loads(found.toml), {row.theirs: (row.status, row.ours) for row in found.rows}
+    return found, tomllib.loads(found.toml), {row.source_key: (row.status, row.target) for row in found.rows}
 
 
 def test_a_launch_of_verl_becomes_a_configuration_without_being_run(tmp_path: Path) -> None:
@@ -120,9 +120,9 @@ def test_a_launch_of_verl_becomes_a_configuration_without_being_run(tmp_path: Pa
     assert values["run"] == {"output_dir": "/ckpt/x", "num_epochs": 2.0} and values["log"] == {"wandb_project": "maths"}
     assert values["reward"] == {"function": "/r.py:compute_score"} and found.num_processes == 16
     assert rows["data.max_response_length"] == ("unread", "$LEN is set under a condition (line 7)")
-    assert rows["trainer.experiment_name"][0] == "no home"
-    assert rows["actor_rollout_ref.actor.kl_loss_coef"][0] == "taken" and "kl_coef" not in values["loss"]
-    assert rows["trainer.new_thing"] == ("no home", "not known here")
+    assert rows["trainer.experiment_name"][0] == "unsupported"
+    assert rows["actor_rollout_ref.actor.kl_loss_coef"][0] == "ported" and "kl_coef" not in values["loss"]
+    assert rows["trainer.new_thing"] == ("unsupported", "unknown setting")
     assert set(rows) - {""} == set(rows_of(VERL)), "every setting has a row, and nothing else has"
 
 
@@ -147,7 +147,7 @@ def test_a_launch_of_slime_becomes_a_configuration(tmp_path: Path) -> None:
     assert values["loss"] == {"name": "ppo_decoupled", "kl_coef": 0.01, "kl_estimator": "k3"} | clip
     assert values["rollout"]["servers"] == {"colocated": True}
     assert rows["${MODEL_ARGS[@]}"] == ("unread", "$MODEL_ARGS is not set in the file")
-    assert rows["num-layers"][0] == "no home" and rows["colocate"][0] == "taken"
+    assert rows["num-layers"][0] == "unsupported" and rows["colocate"][0] == "ported"
 
 
 def test_prime_rl_s_configuration_lacks_what_an_environment_was(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_prime_rl_s_configuration_lacks_what_an_environment_was(tmp_path: Path) 
     assert values["train"] == {"max_staleness": 2, "micro_batch_tokens": 4096}
     assert values["rollout"]["vllm"] == {"max-model-len": 8192} and values["run"]["num_steps"] == 50
     assert found.problems == ["data is missing; it has no default"]
-    assert rows["orchestrator.train.source[0].name"][0] == "no home"
+    assert rows["orchestrator.train.source[0].name"][0] == "unsupported"
     file = tmp_path / "again.toml"
     file.write_text(found.toml)
     assert load_config(file, ["--data.train", "task:chain_sum"]).optimizer.lr == 3e-6
@@ -181,7 +181,7 @@ def leaves(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
             yield (*path, name)
 
 
-def test_every_rule_names_a_key_that_there_is() -> None:
+def test_every_rule_targets_an_existing_key() -> None:
     known = set(keys())
     samples = ("1", "0.5", "x", "true", "constant")
     for stack in (verl, slime, prime_rl):
@@ -189,7 +189,7 @@ def test_every_rule_names_a_key_that_there_is() -> None:
             draft: Draft
             for sample in samples:
                 draft = Draft({key: sample})
-                apply(draft, stack.TABLE, stack.PATTERNS)
+                apply_rules(draft, stack.TABLE, stack.PATTERNS)
                 if draft.rows[0].status != "unread":
                     break
             assert draft.rows[0].status != "unread", key
@@ -208,7 +208,7 @@ COMMAND = r"""run ${C[@]} "${C[@]}" x$A-${UNSET_HERE:-d} '$A "k"' "$B" $B "- $A 
 """
 
 
-def test_shell_is_read_as_bash_reads_it() -> None:
+def test_words_are_expanded_like_bash() -> None:
     show = "run() { printf '%s\\n' \"$@\"; }\n"
     told = subprocess.run(["bash", "-c", show + ASSIGNMENTS + COMMAND], capture_output=True, text=True, check=True)
     (words,) = commands(ASSIGNMENTS + COMMAND, {})
@@ -220,14 +220,14 @@ def test_shell_is_read_as_bash_reads_it() -> None:
     ("text", "why"),
     [
         ('run "$E"', "$E is not set"),
-        ("run $(date)", "only running $(date) tells"),
+        ("run $(date)", "known only by running $(date)"),
         ("if true; then E=1; fi\nrun $E", "$E is set under a condition (line 1)"),
         ("for E in 1 2; do F=$E; done\nrun $F", "$F is set under a condition"),
-        ("E=abc\nrun ${E%c}", "is an expansion that is not read"),
-        ("E=abc\nrun $((E + 1))", "'abc' is no integer"),
+        ("E=abc\nrun ${E%c}", "is an unsupported expansion"),
+        ("E=abc\nrun $((E + 1))", "'abc' is not an integer"),
     ],
 )
-def test_what_only_a_shell_knows_is_not_guessed(text: str, why: str) -> None:
+def test_values_that_need_a_shell_are_unknown(text: str, why: str) -> None:
     *_, words = commands(text, {})
     assert why in str(words[1].unknown)
 
@@ -235,24 +235,24 @@ def test_what_only_a_shell_knows_is_not_guessed(text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("run.sh", "echo hello\n", "found 0"),
-        ("run.sh", "python -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_ppo a.b=2\n", "found 2"),
+        ("run.sh", "echo hello\n", "got 0"),
+        ("run.sh", "python -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_ppo a.b=2\n", "got 2"),
         ("x.toml", "[a]\nb = 1\n", "expected prime-rl's tables"),
         ("x.yaml", "a: 1\n", "expected verl's tables"),
         ("x.json", "{}", "by its ending"),
     ],
 )
-def test_what_cannot_be_ported_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_unportable_files_are_errors(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         port(tmp_path / name)
 
 
-def test_the_command_writes_a_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.sh").write_text(SLIME)
     out = tmp_path / "my.toml"
     assert main(["port", str(tmp_path / "run.sh"), "--output", str(out)]) == 0
     table = capsys.readouterr().err
-    assert "no home (" in table and "--dry-run --world-size 16" in table
+    assert "unsupported (" in table and "ported (" in table and "--dry-run --world-size 16" in table
     assert load_config(out).run.output_dir == "/ckpt/run"
     assert main(["port", str(tmp_path / "run.sh"), "--output", str(out)]) == 2
