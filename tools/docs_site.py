@@ -1,6 +1,6 @@
-"""What mkdocs does to our pages: links to files outside of ``docs/`` lead to copies of them under ``source/``.
+"""Hooks of mkdocs: links to files outside ``docs/`` lead to copies of them under ``source/``.
 
-The pages are written to be read in the repository; so they link to code, tests and examples by relative paths.
+The pages are also read in the repository, so they link to code, tests and examples by relative paths.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
 def outside(page: Path, target: str) -> Path | None:
-    """The file of the repository that a link of a page leads to, if it is outside of ``docs/``.
+    """Return the file of the repository that a link leads to, or None if it is inside ``docs/``.
 
     Args:
-        page: the file of the page.
-        target: of the link, relative to it.
+        page: The file of the page.
+        target: The target of the link, relative to the page.
     """
     there = Path(os.path.normpath(page.parent / target))
     if there.is_relative_to(DOCS) or not there.is_relative_to(ROOT):
@@ -39,7 +39,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds a copy of each file that a page links to; a folder stands for its README."""
+    """Add a copy of each file that a page links to. A folder stands for its README."""
     wanted = set()
     for page in DOCS.rglob("*.md"):
         for _, target, _ in _LINK.findall(page.read_text(encoding="utf-8")):
@@ -53,7 +53,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """The same links, to those copies."""
+    """Point the links of a page to those copies."""
     file = DOCS / page.file.src_uri
 
     def moved(match: re.Match[str]) -> str:
@@ -71,12 +71,12 @@ def _readable(there: Path) -> Path:
 
 
 def _place(there: Path) -> str:
-    """Where the copy is: as text, so that a browser shows it."""
+    """Return the path of the copy, which is a text file so that a browser shows it."""
     return f"source/{there.relative_to(ROOT).as_posix()}.txt"
 
 
 def github_slugs() -> Any:
-    """The anchors that the pages' links use, which are those of the repository's own view."""
+    """Return the function that makes anchors as the repository's own view does."""
 
     def slug(heading: str, separator: str) -> str:
         return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", separator)
