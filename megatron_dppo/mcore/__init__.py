@@ -1,1 +1,1 @@
-"""The Megatron seam: the only folder that imports ``megatron``. Apply ``compat.apply_shims`` first."""
+"""Megatron Core integration: the only package that imports ``megatron``. Call ``compat.shims.apply_shims`` first."""

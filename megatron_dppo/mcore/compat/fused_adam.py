@@ -1,9 +1,10 @@
-"""Apex FusedAdam's contract on torch's own fused kernels, for CPU and CUDA.
+"""FusedAdam with Apex's interface on torch's fused kernels, for CPU and CUDA.
 
-Megatron takes Adam from Transformer Engine or Apex and falls back to ``torch.optim.AdamW``. That fallback cannot be
-checkpointed: it keeps ``step`` per parameter, which Megatron's distributed-optimizer checkpoints either miss
-(KeyError 'step') or share between parameters (the next step after a load differs). This class keeps ``step`` in the
-parameter group, as Apex does.
+Reason: without Transformer Engine and Apex, Megatron uses ``torch.optim.AdamW``, which it cannot checkpoint. AdamW
+    keeps ``step`` per parameter. Megatron's distributed-optimizer checkpoints miss it (KeyError 'step') or share it
+    between parameters, so that the next update differs. This class keeps ``step`` in the parameter group, as Apex does.
+Affected: Megatron Core 0.16.1 to 0.19.2.
+Delete when: Megatron's checkpoint of a torch AdamW loads and continues bitwise.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from torch import Tensor
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with decoupled weight decay; state = ``exp_avg, exp_avg_sq``, ``step`` in the group.
+    """Adam with Apex's state: ``exp_avg`` and ``exp_avg_sq`` per parameter, ``step`` per group.
 
     Args:
-        params: parameters or parameter groups.
-        lr: learning rate.
-        bias_correction: divide the moments by ``1 - beta ** step``; only True.
-        betas: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        adam_w_mode: True = decoupled weight decay (AdamW), False = L2 added to the gradient.
-        weight_decay: coefficient of either.
-        kernel_options: what later versions of Megatron pass to the CUDA kernels (``capturable``, ...); no effect here.
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        bias_correction: Divide the moments by ``1 - beta ** step``. Must be True.
+        betas: Decay rates of the first and second moment.
+        eps: Added to the root of the second moment.
+        adam_w_mode: True for decoupled weight decay (AdamW), False for L2 regularization.
+        weight_decay: Coefficient of either.
+        kernel_options: Options of the CUDA kernels that later versions pass (``capturable``, ...). Ignored.
 
     Raises:
-        ValueError: no bias correction, which torch's kernels always do.
+        ValueError: ``bias_correction`` is False, which torch's kernels do not support.
     """
 
     def __init__(
@@ -45,14 +46,16 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         del kernel_options
         if not bias_correction:
-            raise ValueError("FusedAdam: bias_correction = False, expected True; torch's fused kernels always correct")
+            raise ValueError(
+                "Expected bias_correction = True for FusedAdam, got False: torch's fused kernels always correct."
+            )
         self.adam_w_mode = adam_w_mode
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         del closure
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -65,7 +68,7 @@ class FusedAdam(torch.optim.Optimizer):
             if "exp_avg" not in self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        # Of all parameters one tensor: it is read only.
+        # All parameters share one tensor, which the kernel only reads.
         steps = [torch.full((), float(group["step"]), device=params[0].device)] * len(params)
         update(
             params,

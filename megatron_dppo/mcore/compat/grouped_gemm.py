@@ -1,4 +1,4 @@
-"""A linear layer of several experts on rows that are sorted by expert: one GEMM an expert, or all in one kernel."""
+"""Linear layers of several experts on tokens sorted by expert: one GEMM per expert, or torch's grouped GEMM."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BYTES = 16
-"""Rows of what the kernel reads begin at a multiple of this (TMA)."""
+_ALIGNMENT = 16
+"""Alignment in bytes of the rows that the kernel reads (TMA)."""
 _CAPABILITY = (9, 0)
-"""The oldest GPUs that torch's kernel is for (Hopper)"""
+"""Lowest compute capability of torch's kernel (Hopper)."""
 
 
 def grouped_linear(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
-    """``x [sum(splits), in]``, the rows of one expert after those of the other, times ``weights``, each ``[out, in]``.
+    """Multiply each expert's tokens by its weight.
 
-    On Hopper and later in bf16 by torch's grouped GEMM, for which the weights are copied into one tensor in each of
-    forward and backward; else one GEMM an expert.
+    On Hopper and newer GPUs in bf16 this is torch's grouped GEMM, which needs a copy of all weights in one tensor, in
+    forward and in backward. Elsewhere it is one GEMM per expert.
+
+    Args:
+        x: Tokens sorted by expert ``[sum(splits), in_features]``.
+        splits: Number of tokens of each expert.
+        weights: Weight of each expert ``[out_features, in_features]``.
 
     Returns:
-        ``[sum(splits), out]``
+        Result ``[sum(splits), out_features]``.
     """
     if has_grouped_gemm(x, weights[0]):
         return grouped_gemm(x, splits, weights)
@@ -29,25 +34,25 @@ def grouped_linear(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) 
 
 
 def has_grouped_gemm(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch has the kernel for such numbers on such a device."""
+    """Return True if torch has the grouped GEMM for this dtype, device and shape."""
     return (
         x.is_cuda
         and len(x) > 0
         and x.dtype == weight.dtype == torch.bfloat16
         and hasattr(torch, "_grouped_mm")
         and torch.cuda.get_device_capability(x.device) >= _CAPABILITY
-        and all(size * x.element_size() % _BYTES == 0 for size in weight.shape)
+        and all(size * x.element_size() % _ALIGNMENT == 0 for size in weight.shape)
     )
 
 
 def grouped_gemm(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
-    """``grouped_linear`` by ``torch._grouped_mm``, which also has an implementation for the CPU; at least one row."""
+    """Compute ``grouped_linear`` with ``torch._grouped_mm``, on CPU too; needs at least one token."""
     result: Tensor = _GroupedGemm.apply(_plain_strides(x), tuple(splits), *weights)
     return result
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """Keeps the experts' own weights for the backward, not the copy of all of them."""
+    """Grouped GEMM that saves the experts' weights for backward instead of their copy in one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: tuple[int, ...], *weights: Tensor) -> Tensor:
@@ -60,16 +65,17 @@ class _GroupedGemm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, ends, *weights = ctx.saved_tensors
         grad = _plain_strides(grad)
-        of_x = torch._grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
-        of_weights: Sequence[Tensor | None] = [None] * len(weights)
+        grad_x = torch._grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        grad_weights: Sequence[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
-            of_weights = torch._grouped_mm(grad.t(), x, offs=ends).unbind(0)
-            for rows, of_weight in zip(ctx.splits, of_weights, strict=True):
+            grad_weights = torch._grouped_mm(grad.t(), x, offs=ends).unbind(0)
+            for rows, grad_weight in zip(ctx.splits, grad_weights, strict=True):
+                # The kernel may leave the result of an expert without tokens unwritten.
                 if not rows:
-                    of_weight.zero_()  # a product over no rows: the kernel may leave it unwritten
-        return of_x, None, *of_weights
+                    grad_weight.zero_()
+        return grad_x, None, *grad_weights
 
 
 def _plain_strides(x: Tensor) -> Tensor:
-    """Contiguous also by the strides of dimensions of one element, which the kernel checks."""
+    """Return ``x`` contiguous, with canonical strides in dimensions of size 1 too, which the kernel checks."""
     return x.contiguous().view(-1).view(x.shape)

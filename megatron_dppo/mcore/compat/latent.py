@@ -1,4 +1,10 @@
-"""Latent attention (MLA) without Transformer Engine: Megatron's own, with latents that are whole on every rank."""
+"""Multi-latent attention (MLA) without Transformer Engine: Megatron's, with replicated down projections.
+
+Reason: MLA supports replicated latents only with Transformer Engine's layer. With Megatron's split layers a rank's part
+    of the gradient of the rotated keys is lost under tensor parallelism.
+Affected: Megatron Core 0.16.1 to 0.19.2.
+Delete when: MLA accepts any layer, and MLASelfAttention sums that gradient.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +17,14 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_dppo.mcore.compat.layers import device_of
+from megatron_dppo.mcore.compat.layers import weight_device
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer that every rank of tensor parallelism has whole, as Transformer Engine's ``duplicated`` one.
+    """Linear layer replicated on all tensor-parallel ranks, as Transformer Engine's mode ``duplicated``.
 
-    Each rank computes its own tokens under sequence parallelism; the mark ``sequence_parallel`` sums the gradient.
+    With sequence parallelism each rank computes its tokens. The attribute ``sequence_parallel`` of the weight makes
+    ``finalize_model_grads`` sum its gradient.
     """
 
     def __init__(
@@ -25,9 +32,9 @@ class ReplicatedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         if bias:
-            raise ValueError("ReplicatedLinear has no bias")
+            raise ValueError("Expected bias = False for ReplicatedLinear, got True.")
         self.weight = Parameter(
-            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device_of(config))
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=weight_device(config))
         )
         if config.perform_initialization:
             with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
@@ -35,25 +42,27 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """``x [..., in]`` to ``[..., out]``."""
+        """Multiply ``x [..., in]`` by the weight; return ``[..., out]`` and no bias."""
         return torch.nn.functional.linear(x, self.weight), None
 
 
-_LAYERS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+_QK_NORM_LAYERS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, with exactly the layers that its spec names.
+    """Megatron's MLASelfAttention with exactly the layers that its spec names.
 
-    0.19 chooses some of them itself: Transformer Engine's, with a norm in it for queries that are made of no latent
-    (Moonlight), which is another model.
+    Reason: 0.19 chooses some layers itself. It takes Transformer Engine's layer with a norm for queries without a
+        latent (Moonlight), which is another model.
+    Affected: Megatron Core 0.19.
+    Delete when: MLASelfAttention uses the layers of its spec.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """What 0.19 asks for."""
-        return {name: getattr(submodules, name) for name in _LAYERS}
+        """Return the layers of the spec; called by Megatron Core 0.19."""
+        return {name: getattr(submodules, name) for name in _QK_NORM_LAYERS}
 
 
 def replicate_latents() -> None:
-    """A shim: Megatron takes ``ReplicatedLinear`` where it takes Transformer Engine's layer."""
+    """Make MLA accept ``ReplicatedLinear`` in place of Transformer Engine's layer (see the module's docstring)."""
     multi_latent_attention.TELinear = ReplicatedLinear

@@ -1,8 +1,12 @@
-"""Pure-torch layers with Transformer Engine's module tree and parameter names.
+"""Pure-torch layers with the module tree and parameter names of Transformer Engine's.
 
-Checkpoints, the Hugging Face mapping and parameter filters are then the same with and without Transformer Engine:
+Reason: Megatron's local layers lack RMSNorm under sequence parallelism, norms fused into linear layers, and grouped
+linear layers for experts. Checkpoints, the Hugging Face mapping and parameter filters are the same as with Transformer
+Engine:
 ``linear_qkv.{layer_norm_weight,weight}``, ``linear_proj.weight``, ``{q,k}_layernorm.weight``,
 ``pre_mlp_layernorm.weight``, ``mlp.router.weight``, ``mlp.experts.linear_fc{1,2}.weight{i}``.
+Affected: Megatron Core 0.16.1 to 0.19.2 without Transformer Engine.
+Delete when: Megatron has these layers without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -21,35 +25,36 @@ from torch.nn import Parameter
 from megatron_dppo.mcore.compat.grouped_gemm import grouped_linear
 
 
-def device_of(config: TransformerConfig) -> torch.device:
-    """Where its layers' weights are made."""
+def weight_device(config: TransformerConfig) -> torch.device:
+    """Return the device on which layers create their weights."""
     if config.use_cpu_initialization:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / rms(x) * weight`` over the last dimension, statistics in fp32, result in the dtype of ``x``."""
+    """Return ``x / rms(x) * weight`` over the last dimension: statistics in fp32, result in the dtype of ``x``."""
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).type_as(x) * weight
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm that works under sequence parallelism.
+    """RMSNorm that supports sequence parallelism, which Megatron's ``WrappedTorchNorm`` rejects.
 
-    Megatron's ``WrappedTorchNorm`` refuses sequence parallelism. The mark ``sequence_parallel`` on the weight tells
-    ``finalize_model_grads`` to sum its gradient over the tensor-parallel group.
+    The attribute ``sequence_parallel`` of the weight makes ``finalize_model_grads`` sum its gradient over the
+    tensor-parallel group.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        del eps  # the config's value is the model's
+        # Megatron passes its default here; the model's value is in the config.
+        del eps
         self.eps = config.layernorm_epsilon
-        self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device_of(config)))
+        self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=weight_device(config)))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` ``[..., hidden_size]``."""
+        """Normalize ``x [..., hidden_size]``."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -59,23 +64,25 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
-        self.layer_norm_weight = Parameter(torch.ones(input_size, dtype=config.params_dtype, device=device_of(config)))
+        self.layer_norm_weight = Parameter(
+            torch.ones(input_size, dtype=config.params_dtype, device=weight_device(config))
+        )
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Normalise, then multiply; the shapes are those of ``ColumnParallelLinear``."""
+        """Normalize, then multiply; shapes as in ``ColumnParallelLinear``."""
         return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Weight and bias are sharded over dimension 0, the norm is replicated."""
+        """Return the sharded state: weight and bias are sharded over dimension 0, the norm is replicated."""
         state = {k: v for k, v in self.state_dict(prefix="", keep_vars=True).items() if v is not None}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets)
 
 
 class _GroupedLinear(torch.nn.Module):
-    """One ``[out, in]`` weight per local expert, named ``weight{i}``; expert-tensor-parallel over ``shard_dim``."""
+    """Linear layers of the local experts, with weights ``weight{i}`` ``[out, in]`` split over ``shard_dim``."""
 
     shard_dim: int
 
@@ -98,34 +105,35 @@ class _GroupedLinear(torch.nn.Module):
         del skip_bias_add, tp_comm_buffer_name
         if bias or not is_expert:
             raise ValueError(
-                f"grouped linear layers here are bias-free experts, got bias={bias}, is_expert={is_expert}"
+                f"Expected bias = False and is_expert = True for grouped linear layers, got {bias} and {is_expert}."
             )
-        self.num_gemms, self.pg_collection = num_gemms, pg_collection
+        self.num_gemms = num_gemms
+        self.pg_collection = pg_collection
         parts = pg_collection.expt_tp.size()
         shape = (output_size // parts, input_size) if self.shard_dim == 0 else (output_size, input_size // parts)
         for i in range(num_gemms):
-            weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device_of(config)))
+            weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=weight_device(config)))
             if config.perform_initialization:
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight)
             set_tensor_model_parallel_attributes(weight, True, self.shard_dim, 1)
-            # Megatron's own rule: with expert parallelism, data parallelism reduces over the expert group.
+            # As in Megatron: False makes DDP reduce the gradient over the expert-data-parallel group.
             weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
             setattr(self, f"weight{i}", weight)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """Rows of ``x`` ``[sum(m_splits), in]``, sorted by expert, each times its expert's weight."""
+        """Multiply tokens ``[sum(m_splits), in]``, sorted by expert, by their expert's weight."""
         return grouped_linear(x, m_splits, [getattr(self, f"weight{i}") for i in range(self.num_gemms)]), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here (Transformer Engine can)."""
+        """Do nothing: weight gradients are never delayed, as Transformer Engine can do."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Local expert i is global expert ``ep_rank * num_gemms + i``."""
+        """Return the sharded state. Local expert i is global expert ``ep_rank * num_gemms + i``."""
         if metadata is None:
-            raise ValueError("sharded_state_dict needs metadata with 'dp_cp_group'")
+            raise ValueError("Expected metadata with 'dp_cp_group' in sharded_state_dict, got None.")
         groups = self.pg_collection
         first, total = groups.ep.rank() * self.num_gemms, groups.ep.size() * self.num_gemms
         result = {}
@@ -139,6 +147,7 @@ class _GroupedLinear(torch.nn.Module):
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(sharded, f"{i}.", prefix)
+            # Replicas of an expert are in the expert-data-parallel group, not in ``dp_cp_group``.
             tensor = sharded[f"{i}.weight"]
             tensor.replica_id = (*tensor.replica_id[:2], groups.expt_dp.rank())
             result[f"{prefix}weight{i}"] = tensor
@@ -146,12 +155,12 @@ class _GroupedLinear(torch.nn.Module):
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear):
-    """Experts' first layer: outputs are split over expert tensor parallelism."""
+    """First layer of the experts: outputs are split over expert tensor parallelism."""
 
     shard_dim = 0
 
 
 class RowParallelGroupedLinear(_GroupedLinear):
-    """Experts' second layer: inputs are split over expert tensor parallelism."""
+    """Second layer of the experts: inputs are split over expert tensor parallelism."""
 
     shard_dim = 1

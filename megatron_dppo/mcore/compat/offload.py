@@ -1,4 +1,4 @@
-"""Megatron's optimizer offload without CUDA, and with a copy of the rank's shard alone."""
+"""Shims for Megatron's optimizer offloading (``HybridDeviceOptimizer``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from megatron_dppo.mcore.compat.torch_proxy import host_copies
 
 
 def copy_without_cuda() -> None:
-    """A shim: let ``HybridDeviceOptimizer`` make its copies where there is no CUDA."""
+    """Let ``HybridDeviceOptimizer`` copy parameters without CUDA.
+
+    Reason: it checks ``is_cuda`` of each tensor, and pins its copy.
+    Affected: Megatron Core 0.16.1 to 0.19.2 on CPU.
+    Delete when: Megatron takes the device from its process groups instead of torch.cuda.
+    """
     groups = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
     def get_sub_optimizer_param_groups(self: Any, offload_fraction: float) -> Any:
@@ -22,11 +27,17 @@ def copy_without_cuda() -> None:
 
 
 def copy_shards_only() -> None:
-    """A shim: leave the copies out that the distributed optimizer is about to replace."""
+    """Skip the copies that the distributed optimizer replaces right after.
+
+    Reason: the optimizer is built twice, first on all weights of the rank and then on its shards. The first build
+        copies all weights to the host.
+    Affected: Megatron Core 0.16.1 to 0.19.2.
+    Delete when: the distributed optimizer builds the only HybridDeviceOptimizer.
+    """
     copy = HybridDeviceOptimizer._init_sub_optimizers
 
     def init_sub_optimizers(self: Any) -> None:
-        # Whole weights come first; the shards that are trained afterwards are plain tensors.
+        # The first build has nn.Parameters; the shards of the second one are plain tensors.
         if not any(isinstance(p, torch.nn.Parameter) for group in self.param_groups for p in group["params"]):
             copy(self)
 

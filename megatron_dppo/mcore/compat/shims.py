@@ -1,8 +1,8 @@
-"""Megatron's own training code on a machine without CUDA, and the check of its version.
+"""Shims that make Megatron Core run on CPU and correctly on CUDA, and the check of its version.
 
-``apply_shims`` is called once at start-up, before anything imports ``megatron.core``. On CUDA it applies only what
-Megatron lacks there, most of it only without Transformer Engine. Each shim states its reason, the versions that
-need it, and when to delete it. ``SHIMS`` is that list.
+``apply_shims`` is called once at start-up, before anything imports ``megatron.core``. On CUDA it applies only a few of
+them, most of these only without Transformer Engine. ``SHIMS`` lists every shim with its reason, the affected versions,
+and when to delete it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ _applied = False
 
 @dataclass(frozen=True)
 class Shim:
-    """One change of Megatron's behaviour on CPU."""
+    """One change of Megatron's behavior, applied on CPU."""
 
     apply: Callable[[], None]
     reason: str
     versions: str
+    """Affected versions of megatron-core."""
     delete_when: str
     on_cuda: bool = False
-    """Also needed on CUDA without Transformer Engine"""
+    """True if it is also needed on CUDA without Transformer Engine."""
     with_te: bool = False
-    """Also needed on CUDA with it"""
+    """True if it is also needed on CUDA with Transformer Engine."""
 
 
 def megatron_version() -> tuple[int, ...]:
-    """The installed version of megatron-core, for example ``(0, 16, 1)``.
+    """Return the installed version of megatron-core, for example ``(0, 16, 1)``.
 
     Raises:
-        UserError: it is not installed, or outside the supported range.
+        UserError: It is not installed, or outside the supported range.
     """
     expected = "megatron-core >= 0.16.1, < 0.20"
     try:
@@ -61,18 +62,18 @@ def megatron_version() -> tuple[int, ...]:
 
 
 def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)) -> bool:
-    """Make Megatron's own code run on CPU, and right on CUDA; a no-op on a second call.
+    """Apply the shims that this platform needs; a second call does nothing.
 
     Args:
-        platform: where this process trains.
-        packages: dotted prefixes of the packages whose modules get the CPU view of torch.
+        platform: Device of this process.
+        packages: Dotted prefixes of the packages whose modules get the CPU proxy of torch.
 
     Returns:
-        Whether the shims were applied by this call.
+        True if this call applied the shims.
 
     Raises:
-        UserError: megatron-core is missing or of an unsupported version; Transformer Engine is there and broken.
-        RuntimeError: on CPU, when ``megatron.core`` was imported before: its functions are compiled by torch already.
+        UserError: megatron-core is missing or unsupported, or Transformer Engine is installed and broken.
+        RuntimeError: ``megatron.core`` was imported before, on CPU. Its functions are then bound to the real torch.
     """
     global _applied
     megatron_version()
@@ -92,41 +93,41 @@ def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)
     return True
 
 
-def _tensor_cuda() -> None:
+def _ignore_tensor_cuda() -> None:
     torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
 
 
-def _rng_tracker() -> None:
+def _use_cpu_rng_tracker() -> None:
     from megatron.core.tensor_parallel import random
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
-        """The tracker of Megatron on the CPU generator."""
+        """Megatron's tracker of random states on the CPU generator."""
 
         @contextlib.contextmanager
         def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
             if name not in self.states_:
-                raise KeyError(f"random number state {name!r} was never added; known: {sorted(self.states_)}")
-            outside = torch.get_rng_state()
+                raise KeyError(f"Expected one of the random states {sorted(self.states_)}, got {name!r}.")
+            outer_state = torch.get_rng_state()
             torch.set_rng_state(self.states_[name])
             try:
                 yield
             finally:
                 self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outside)
+                torch.set_rng_state(outer_state)
 
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
 
 
-def _te_general_gemm() -> None:
+def _define_te_general_gemm() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
 
-def _splits_to_host() -> None:
+def _convert_splits_on_cpu() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -145,7 +146,7 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _optimizer_type_names() -> None:
+def _use_cuda_type_names_in_optimizer() -> None:
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
     for cls in (distrib_optimizer.DistributedOptimizer, optimizer.Float16OptimizerWithFloat16Params):
@@ -154,7 +155,7 @@ def _optimizer_type_names() -> None:
     clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
 
 
-def _adam() -> None:
+def _use_fused_adam() -> None:
     import megatron.core.optimizer as package
     from megatron.core.optimizer import distrib_optimizer
 
@@ -164,26 +165,26 @@ def _adam() -> None:
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
-def _load_optimizer() -> None:
+def _load_optimizer_without_grad() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     load = distrib_optimizer.DistributedOptimizer.load_state_dict
     distrib_optimizer.DistributedOptimizer.load_state_dict = torch.no_grad()(load)
 
 
-def _offloading() -> None:
+def _offload_without_cuda() -> None:
     from megatron_dppo.mcore.compat.offload import copy_without_cuda
 
     copy_without_cuda()
 
 
-def _offload_once() -> None:
+def _copy_offloaded_shards_only() -> None:
     from megatron_dppo.mcore.compat.offload import copy_shards_only
 
     copy_shards_only()
 
 
-def _recompute_flag() -> None:
+def _accept_fp8_false() -> None:
     from megatron.core.tensor_parallel import random
 
     original = random.CheckpointWithoutOutput.__init__
@@ -195,7 +196,7 @@ def _recompute_flag() -> None:
     random.CheckpointWithoutOutput.__init__ = init
 
 
-def _replicated_latents() -> None:
+def _use_replicated_latents() -> None:
     from megatron_dppo.mcore.compat.latent import replicate_latents
 
     replicate_latents()
@@ -205,34 +206,46 @@ _ALL = "0.16.1 to 0.19.2"
 _DEVICE_AGNOSTIC = "Megatron Core takes the device from its process group instead of torch.cuda"
 
 SHIMS = (
-    Shim(_tensor_cuda, "tensors are moved by .cuda() in embedding and router code", _ALL, _DEVICE_AGNOSTIC),
-    Shim(_rng_tracker, "the tracker of random states reads the CUDA generator", _ALL, _DEVICE_AGNOSTIC),
+    Shim(_ignore_tensor_cuda, "tensors are moved by .cuda() in embedding and router code", _ALL, _DEVICE_AGNOSTIC),
+    Shim(_use_cpu_rng_tracker, "the tracker of random states reads the CUDA generator", _ALL, _DEVICE_AGNOSTIC),
     Shim(
-        _te_general_gemm,
-        "NameError in the router without Transformer Engine: the name is never bound",
+        _define_te_general_gemm,
+        "NameError in the router without Transformer Engine: ``te_general_gemm`` is never bound",
         "0.16.1",
         "0.16.1 is no longer supported",
         on_cuda=True,
     ),
-    Shim(_splits_to_host, "all-to-all split sizes become lists only when they are on CUDA", _ALL, _DEVICE_AGNOSTIC),
-    Shim(support_uneven_splits, "gloo has no all-gather and reduce-scatter of uneven parts", _ALL, "gloo gets them"),
+    Shim(
+        _convert_splits_on_cpu, "all-to-all split sizes become lists only when they are on CUDA", _ALL, _DEVICE_AGNOSTIC
+    ),
+    Shim(
+        support_uneven_splits,
+        "gloo has no all-gather and reduce-scatter with uneven splits",
+        _ALL,
+        "gloo supports uneven splits",
+    ),
     Shim(
         skip_single_rank_collectives,
         "gloo copies a whole buffer in a group of one rank, which takes three times as long as Adam",
         _ALL,
-        "the distributed optimizer leaves such collectives out",
+        "the distributed optimizer skips such collectives",
     ),
-    Shim(_optimizer_type_names, "parameters are told apart by 'torch.cuda.FloatTensor'", _ALL, _DEVICE_AGNOSTIC),
     Shim(
-        _adam,
+        _use_cuda_type_names_in_optimizer,
+        "optimizers compare ``Tensor.type()`` with 'torch.cuda.FloatTensor'",
+        _ALL,
+        _DEVICE_AGNOSTIC,
+    ),
+    Shim(
+        _use_fused_adam,
         "torch.optim.AdamW cannot step after Megatron's init_state_fn, nor be checkpointed (see fused_adam.py)",
         _ALL,
         "Megatron's checkpoint of a torch AdamW loads and continues bit for bit",
         on_cuda=True,
     ),
     Shim(
-        _load_optimizer,
-        "the distributed optimizer copies a checkpoint into fp32 parameters, which require gradients",
+        _load_optimizer_without_grad,
+        "the distributed optimizer copies a checkpoint into fp32 parameters that require gradients",
         _ALL,
         "Megatron loads it without recording gradients",
         on_cuda=True,
@@ -245,37 +258,39 @@ SHIMS = (
         "0.16.1 is no longer supported",
         on_cuda=True,
     ),
-    Shim(_offloading, "offloading asks each tensor whether it is on CUDA, and pins its copy", _ALL, _DEVICE_AGNOSTIC),
     Shim(
-        _offload_once,
-        "offloading copies all weights of a rank to the host, before the distributed optimizer has it copy its shard",
+        _offload_without_cuda, "offloading checks ``is_cuda`` of each tensor, and pins its copy", _ALL, _DEVICE_AGNOSTIC
+    ),
+    Shim(
+        _copy_offloaded_shards_only,
+        "offloading copies all weights of a rank to the host before the distributed optimizer builds it on the shards",
         _ALL,
         "the distributed optimizer builds the only HybridDeviceOptimizer",
         on_cuda=True,
         with_te=True,
     ),
     Shim(
-        _recompute_flag,
-        "selective recompute takes 'fp8 is not None' for fp8 and needs Transformer Engine then",
+        _accept_fp8_false,
+        "selective recomputation treats ``fp8 = False`` as fp8 (``is not None``), which needs Transformer Engine",
         _ALL,
         "CheckpointWithoutOutput(fp8=False) means without fp8",
         on_cuda=True,
     ),
     Shim(
         replace_load_inline,
-        "selective recompute compiles an extension behind torch's lock file, at which a run waits without end after "
-        "another was killed (see extensions.py)",
+        "selective recomputation compiles an extension behind torch's lock file, for which a run waits forever after "
+        "another one was killed (see extensions.py)",
         "0.17.0 to 0.19.2",
-        "Megatron restores outputs without an extension of its own",
+        "Megatron restores outputs without a C++ extension",
         on_cuda=True,
         with_te=True,
     ),
     Shim(
-        _replicated_latents,
-        "latent attention takes only Transformer Engine's layers for latents that are whole on every rank; with "
-        "Megatron's split ones a rank's part of the gradient of the rotated keys is lost under tensor parallelism",
+        _use_replicated_latents,
+        "MLA supports replicated latents only with Transformer Engine's layer; with Megatron's split layers a rank's "
+        "part of the gradient of the rotated keys is lost under tensor parallelism",
         _ALL,
-        "latent attention takes any layer, and MLASelfAttention sums that gradient",
+        "MLA accepts any layer, and MLASelfAttention sums that gradient",
         on_cuda=True,
     ),
 )

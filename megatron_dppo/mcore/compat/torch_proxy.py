@@ -1,8 +1,10 @@
-"""What Megatron sees as ``torch`` on a machine without CUDA.
+"""Proxy of ``torch`` for Megatron's modules on a machine without CUDA.
 
-Nothing in torch itself changes. Each module of ``megatron.core`` holds a global name ``torch``; on CPU that name is
-bound to a thin proxy that answers ``torch.cuda.*`` with CPU meanings and turns ``device="cuda"`` literals in tensor
-factories into CPU. Everything else passes through.
+Reason: Megatron calls ``torch.cuda.*`` and creates tensors with ``device="cuda"`` unconditionally. On CPU the global
+    name ``torch`` of each ``megatron.core`` module is bound to a proxy that gives ``torch.cuda.*`` a meaning on CPU and
+    creates such tensors on CPU. Everything else passes through; torch itself does not change.
+Affected: Megatron Core 0.16.1 to 0.19.2.
+Delete when: Megatron takes the device from its process groups instead of torch.cuda.
 """
 
 from __future__ import annotations
@@ -22,59 +24,59 @@ _CPU = torch.device("cpu")
 
 
 class NullStream:
-    """A CUDA stream where everything is already synchronous."""
+    """CUDA stream for synchronous execution: all work is finished already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
 
     def wait_stream(self, stream: Any) -> None:
-        """CPU work is ordered already."""
+        """Do nothing: CPU work is ordered already."""
 
     def wait_event(self, event: Any) -> None:
-        """CPU work is ordered already."""
+        """Do nothing: CPU work is ordered already."""
 
     def record_event(self, event: Any = None) -> Any:
-        """The event, complete at once."""
+        """Return the event, which is complete."""
         return event or NullEvent()
 
     def synchronize(self) -> None:
-        """CPU work is finished already."""
+        """Do nothing: CPU work is finished already."""
 
     def query(self) -> bool:
-        """Whether the work is finished: always."""
+        """Return True: the work is finished."""
         return True
 
 
 class NullEvent:
-    """A CUDA event that has always happened."""
+    """CUDA event that is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
 
     def record(self, stream: Any = None) -> None:
-        """CPU work is finished already."""
+        """Do nothing: CPU work is finished already."""
 
     def wait(self, stream: Any = None) -> None:
-        """CPU work is finished already."""
+        """Do nothing: CPU work is finished already."""
 
     def synchronize(self) -> None:
-        """CPU work is finished already."""
+        """Do nothing: CPU work is finished already."""
 
     def query(self) -> bool:
-        """Whether the event happened: always."""
+        """Return True: the event is complete."""
         return True
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds between two events: unknown on CPU, reported as zero."""
+        """Return 0: the milliseconds between two events are not measured."""
         return 0.0
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     del args, kwargs
 
 
 class _CudaProxy(types.ModuleType):
-    """``torch.cuda`` with CPU meanings for what Megatron calls in training."""
+    """``torch.cuda`` with CPU implementations of the functions that Megatron calls in training."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
@@ -87,9 +89,9 @@ class _CudaProxy(types.ModuleType):
             current_stream=lambda *a: stream,
             default_stream=lambda *a: stream,
             stream=lambda s: contextlib.nullcontext(),
-            synchronize=_nothing,
-            empty_cache=_nothing,
-            set_device=_nothing,
+            synchronize=_do_nothing,
+            empty_cache=_do_nothing,
+            set_device=_do_nothing,
             get_rng_state=lambda *a, **k: torch.get_rng_state(),
             set_rng_state=lambda state, *a, **k: torch.set_rng_state(state),
             manual_seed=torch.manual_seed,
@@ -133,7 +135,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TorchProxy(types.ModuleType):
-    """``torch`` for Megatron's modules on CPU."""
+    """Replacement of ``torch`` in Megatron's modules on CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -145,14 +147,14 @@ class TorchProxy(types.ModuleType):
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Binds the proxy in each module of the named packages right after the module was executed."""
+    """Import hook that patches each module of the named packages right after its execution."""
 
     def __init__(self, packages: Sequence[str], patch: Callable[[types.ModuleType], None]) -> None:
         self._packages = tuple(packages)
         self._patch = patch
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The ordinary spec, with a loader that patches after execution."""
+        """Return the ordinary spec, with a loader that patches after execution."""
         if not name.startswith(self._packages):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -184,7 +186,7 @@ def bind_proxy(packages: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Within the block, ``Tensor.type()`` names CPU tensors as their CUDA twins (optimizers compare these strings)."""
+    """Make ``Tensor.type()`` return CUDA type names inside the block; Megatron's optimizers compare these strings."""
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -200,14 +202,15 @@ def cuda_type_names() -> Iterator[None]:
         torch.Tensor.type = original  # type: ignore[method-assign]
 
 
-def is_on_device(asking: types.FrameType) -> bool:
-    """What ``Tensor.is_cuda`` says to Megatron's offloading: all is on a device, but for the copy that it just made."""
-    return not asking.f_locals.get("cpu_copy", False)
+def is_on_device(caller: types.FrameType) -> bool:
+    """Return the ``Tensor.is_cuda`` for Megatron's offloading: True, except for the host copy that the caller made."""
+    # ``cpu_copy`` is a local variable of HybridDeviceOptimizer._get_sub_optimizer_param_groups.
+    return not caller.f_locals.get("cpu_copy", False)
 
 
 @contextlib.contextmanager
 def host_copies() -> Iterator[None]:
-    """Within the block tensors say ``is_on_device``, and copies on the host are as they are, without CUDA's pinning."""
+    """Replace ``Tensor.is_cuda`` by ``is_on_device``, and disable pinning, inside the block."""
     pin_memory = torch.Tensor.pin_memory
     torch.Tensor.is_cuda = property(lambda self: is_on_device(sys._getframe(1)))  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda self, *a: self  # type: ignore[method-assign]

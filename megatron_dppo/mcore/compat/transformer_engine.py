@@ -1,4 +1,4 @@
-"""Whether Transformer Engine is there, and what it cannot do."""
+"""Detection of Transformer Engine, and checks of its limits."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from megatron_dppo.errors import ConfigError, UserError
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine works here; asked on CUDA only.
+    """Return True if Transformer Engine works; called on CUDA only.
 
-    By importing it: a package without its part for torch, or one that was built for another torch, is installed all the
-    same, and Megatron would take it for a working one until it builds the first layer.
+    It is imported, because an installation can lack its torch part or be built for another torch. Megatron would notice
+    only when it builds the first layer.
 
     Raises:
-        UserError: it is installed and cannot be imported.
+        UserError: It is installed and cannot be imported.
     """
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # its own checks and the loader raise anything
+    # Its checks and the dynamic loader can raise any exception.
+    except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
             return False
         raise UserError(
             f"Transformer Engine is installed but cannot be used ({type(error).__name__}: {error}). Found: "
-            f"{_versions()}. It has to be built for this torch and CUDA: pip install --no-build-isolation "
+            f"{_versions()}. It must be built for this torch and CUDA. Fix: pip install --no-build-isolation "
             "'transformer-engine[pytorch]', or remove it with pip uninstall transformer-engine transformer-engine-cu12 "
             "transformer-engine-cu13 transformer-engine-torch to train on plain torch layers"
         ) from error
@@ -34,16 +35,17 @@ def has_transformer_engine() -> bool:
 
 
 def check_attention_support(dtype: str, context_parallel_size: int, *, transformer_engine: bool) -> None:
-    """Stop before a model that would be built and then find no attention kernel.
+    """Check that Transformer Engine has an attention kernel for this model.
 
     Args:
         dtype: ``model.dtype``.
-        context_parallel_size: of the layout.
-        transformer_engine: whether its layers are used.
+        context_parallel_size: Context-parallel size of the layout.
+        transformer_engine: True if the model is built of Transformer Engine's layers.
 
     Raises:
-        ConfigError: fp32 with context parallelism: Transformer Engine's fused kernels take no fp32, and its unfused one
-            knows no context parallelism (transformer_engine/pytorch/attention/dot_product_attention/utils.py).
+        ConfigError: fp32 with context parallelism. Transformer Engine's fused kernels do not support fp32, and its
+            unfused one does not support context parallelism
+            (transformer_engine/pytorch/attention/dot_product_attention/utils.py).
     """
     if transformer_engine and dtype == "fp32" and context_parallel_size > 1:
         raise ConfigError(
@@ -54,13 +56,13 @@ def check_attention_support(dtype: str, context_parallel_size: int, *, transform
 
 
 def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:
-    """Stop before an optimizer that only Transformer Engine has, where it is not used.
+    """Check, without Transformer Engine, that no optimizer needs its Adam.
 
     Args:
-        optimizers: by the name of their section.
+        optimizers: Optimizer configurations by the name of their section.
 
     Raises:
-        ConfigError: a precision-aware optimizer on the GPU.
+        ConfigError: A precision-aware optimizer is on the GPU.
     """
     for name, optimizer in optimizers.items():
         if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload:
@@ -71,7 +73,12 @@ def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:
 
 
 def accept_missing_te_version() -> None:
-    """A shim: without Transformer Engine Megatron's optimizer asks its absent version whether it is new enough."""
+    """Make version checks of an absent Transformer Engine return False.
+
+    Reason: the settings of a precision-aware optimizer compare its version, which is None, and raise a TypeError.
+    Affected: Megatron Core 0.16.1.
+    Delete when: 0.16.1 is no longer supported.
+    """
     from megatron.core import utils
     from megatron.core.optimizer import optimizer_config
 
@@ -83,11 +90,11 @@ def _versions() -> str:
     import torch
 
     names = ("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch")
-    found = []
+    versions = []
     for name in names:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    found = found or ["transformer_engine of unknown version"]
-    return ", ".join([*found, f"torch {torch.__version__}", f"CUDA {torch.version.cuda or 'none'}"])
+    versions = versions or ["transformer_engine of unknown version"]
+    return ", ".join([*versions, f"torch {torch.__version__}", f"CUDA {torch.version.cuda or 'none'}"])

@@ -1,4 +1,4 @@
-"""Attention over packed rows against a softmax written out in float64, and how sequences are grouped."""
+"""Attention over packed rows against a softmax written out in float64, and how sequences are group_by_length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_dppo.mcore.compat.attention import (
     PackedRow,
     SDPACoreAttention,
-    grouped,
+    group_by_length,
 )
 
 HEADS, GROUPS, WIDTH = 6, 2, 8
@@ -78,10 +78,10 @@ def test_groups_hold_each_sequence_once_and_little_padding() -> None:
     draw = random.Random(0)
     for _ in range(200):
         lengths = [int(draw.lognormvariate(5, 1.5)) + 1 for _ in range(draw.randrange(1, 60))]
-        groups = grouped(lengths)
+        groups = group_by_length(lengths)
         assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
         for group in groups:
             tokens = sum(lengths[i] for i in group)
             assert len(group) * max(lengths[i] for i in group) <= max(1.25 * tokens, tokens + 1024)
-    assert grouped([4000, 900, 4000, 900]) == [[0, 2], [1, 3]]
-    assert len(grouped(list(range(1, 30)))) == 1, "short ones together: a call costs more than their padding"
+    assert group_by_length([4000, 900, 4000, 900]) == [[0, 2], [1, 3]]
+    assert len(group_by_length(list(range(1, 30)))) == 1, "short ones together: a call costs more than their padding"
