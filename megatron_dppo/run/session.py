@@ -1,4 +1,4 @@
-"""Everything a run needs, built in the order in which things can fail: inputs first, processes after."""
+"""Session of a run: everything the loop needs, built in the order in which things can fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ from megatron_dppo.run.watchdog import Watchdog
 from megatron_dppo.weights.sharing import find_sharing
 
 if TYPE_CHECKING:
+    from megatron_dppo.mcore.bridge import WeightSource
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
@@ -64,32 +65,37 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """The parts of a run on one rank. The loop takes them apart; nothing else is handed the whole."""
+    """Parts of a run on one rank. Only the loop gets all of them; other functions get the parts that they need."""
 
     config: Config
     inputs: Inputs
+    """Model, tokenizer and data sets."""
     trainer: PolicyTrainer
+    """Policy and optimizer."""
     groups: ParallelGroups
     engine: RolloutEngine | None
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
     teacher: MegatronTeacher | TeacherServers | None
-    """Teacher of a distillation, in the trainer or behind servers."""
+    """Teacher of a distillation, in the trainer or behind servers. None without distillation."""
     stream: RolloutScheduler
     """Source of the rollouts."""
     gpus: Gpus
-    """Turns of the engine and the trainer on the GPUs."""
+    """Turns of the engine and the trainer on the GPUs, and the publishing of weights."""
     evaluator: Evaluator
     records: Records
+    """Metrics and console lines."""
     recorder: StepRecorder
+    """Recording of whole steps (``log.rollouts_every``)."""
     checkpoints: Checkpoints
     resume_point: ResumePoint | None
-    """Checkpoint from which ``begin`` continues the run. None at the beginning."""
+    """Checkpoint that ``begin`` resumes from. None starts at step 0."""
     state: RunState = field(default_factory=RunState)
+    """Counters of the run."""
 
     def begin(self) -> None:
-        """Continue from the checkpoint that was found, if any, and open the run's records; a collective of all ranks.
+        """Resume from ``resume_point``, if any, and open the run's records; a collective of all ranks.
 
-        Everything that can refuse a start comes before: until here, the records of the run are as they were.
+        Everything that can refuse a start happens before. Until here the run's files are unchanged.
         """
         point = self.resume_point
         folder = Path(self.config.run.output_dir)
@@ -98,8 +104,8 @@ class Session:
             self.state, self.evaluator.responses_before = self.checkpoints.restore(point)
         elif before := read_metrics(folder / "metrics.jsonl"):
             say(
-                f"note     an earlier start here reached step {before[-1]['step']} and left no checkpoint: this one "
-                "begins at step 0"
+                f"note     an earlier start in this folder reached step {before[-1]['step']} and left no checkpoint: "
+                "this one begins at step 0"
             )
 
         def write() -> str:
@@ -122,8 +128,14 @@ class Session:
 
 @contextmanager
 def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
-    """Join the other ranks, warm up if asked, build the policy; close everything at the end."""
+    """Run the preflight checks, join the other ranks, warm up if configured, and build the parts of the run.
+
+    The order is that in which things can fail: configuration and inputs first, processes and GPU memory last. The parts
+    are closed in the reverse order.
+    """
     started = time.time()
+
+    # Preflight. With several ranks the problems are reported after the process group exists, by one rank for all.
     start = Start(config, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")))
     errors = find_problems(start)
     if start.world_size == 1:
@@ -131,7 +143,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
-    # Megatron is imported from here on: the shims must come first.
+    # Megatron is imported from here on. Its shims must be applied before the first import.
     from megatron_dppo.mcore.compat.shims import apply_shims
 
     apply_shims(platform)
@@ -140,28 +152,34 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     setup.start_process_group(platform, config.run.wait_minutes)
     console = Console(enabled=start.rank == 0 and config.log.progress, eval_score_name=config.reward.eval_score_name)
     watchdog = Watchdog(config.run)
-    # Closed in the reverse order: what writes to the folder before the lock of the folder.
+    # Closed in the reverse order, so that every writer to the run's folder is closed before its lock is released.
     parts = ExitStack()
     try:
         world = setup.new_host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
         config = resolve_num_steps(config, inputs)
+
+        # The folder is locked before anything is read from it or written to it.
         sharing = _find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
         function = parts.enter_context(open_generate_function(config))
         for note in parts.enter_context(open_folder(config)):
             console.print(note)
-        servers, scorer = connect_servers(config), open_scorer(config)
+        servers = connect_servers(config)
+        scorer = open_scorer(config)
         parts.callback(scorer.close)
         watchdog.start()
         point = find_resume_point(config, inputs)
         console.print("\n".join([format_layout(inputs.layout, config.batch), inputs.data_summary, *start.notes]))
+
+        # Model-parallel groups, the policy, and the engine that samples with its weights.
         groups = build_groups(config, inputs, platform, world)
         trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
-        stream = _stream(config, inputs, groups, trainer, engine, scorer)
+        stream = _build_stream(config, inputs, groups, trainer, engine, scorer)
         if not is_leader(groups.replica):
-            engine = None  # one that all ranks of a replica have is known to the stream; the rest is the leader's
+            # The batch-invariant engine exists on every rank, for the stream. All else is done by the leader's alone.
+            engine = None
         background = setup.new_host_world(config.run.wait_minutes) if config.checkpoint.async_save else None
         session = Session(
             config=config,
@@ -190,7 +208,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         )
         parts.callback(session.records.close)
         parts.callback(publisher.close)
-        parts.callback(stream.close)  # before the scorer, which it may still use
+        parts.callback(stream.close)  # closed before the scorer, which the stream may still use
         if engine is not None:
             parts.callback(engine.close)
         parts.callback(session.checkpoints.close)
@@ -203,6 +221,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
 
 
 def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, *, tied: bool) -> MemorySharing | None:
+    """Return the GPU memory that trainer and servers share. None for other methods than ``ipc``."""
     rollout = config.rollout
     if rollout.engine == "local" or rollout.weight_sync.method != "ipc":
         return None
@@ -223,7 +242,7 @@ def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, 
 
 
 def build_groups(config: Config, inputs: ModelInputs, platform: Platform, world: dist.ProcessGroup) -> ParallelGroups:
-    """Megatron's groups of the layout, with the seed and the limits of the run; a collective."""
+    """Initialize Megatron with the layout, seed and timeouts of the run; a collective of all ranks."""
     from megatron_dppo.mcore.setup import initialize_megatron
 
     return initialize_megatron(
@@ -237,21 +256,32 @@ def build_groups(config: Config, inputs: ModelInputs, platform: Platform, world:
 
 
 def build_trainer(
-    config: Config, inputs: ModelInputs, groups: ParallelGroups, platform: Platform, phase: str
+    config: Config, inputs: ModelInputs, groups: ParallelGroups, platform: Platform, phase: Literal["warmup", "rl"]
 ) -> PolicyTrainer:
-    """A trainer for one phase: ``warmup`` from random weights or the folder's, ``rl`` from the warmed-up ones."""
+    """Return a trainer for one phase.
+
+    Args:
+        config: Configuration of the run.
+        inputs: Model and layout.
+        groups: Parallel groups of this rank.
+        platform: Device of this rank.
+        phase: ``warmup`` starts from ``model.path`` or random weights; ``rl`` from the warmed-up weights, if any.
+    """
     from megatron_dppo.policy.trainer import PolicyTrainer
 
-    warm = phase == "rl" and config.warmup.num_steps > 0
+    is_warmed_up = phase == "rl" and config.warmup.num_steps > 0
     optimizer: OptimizerConfig = config.warmup.optimizer if phase == "warmup" else config.optimizer
-    if warm or not config.model.random_init:
-        weights: Any = FolderWeights(_base_folder(config) if warm else config.model.path)
+    weights: WeightSource
+    if is_warmed_up or not config.model.random_init:
+        weights = FolderWeights(_base_folder(config) if is_warmed_up else config.model.path)
     else:
         weights = DictWeights(stream_model(build_hf_model(inputs.hf_config, torch.float32, seed=config.run.seed)))
-    reference: Any = None
+    reference: WeightSource | None = None
     if phase == "rl" and config.needs_reference:
-        own = None if config.lora.rank else weights  # with adapters the base model is there
-        reference = FolderWeights(config.model.reference_path) if config.model.reference_path else own
+        if config.model.reference_path:
+            reference = FolderWeights(config.model.reference_path)
+        elif not config.lora.rank:  # with LoRA the reference is the base model without its adapters
+            reference = weights
     return PolicyTrainer(
         model=config.model,
         lora=config.lora,
@@ -271,7 +301,7 @@ def build_trainer(
     )
 
 
-def _stream(
+def _build_stream(
     config: Config,
     inputs: Inputs,
     groups: ParallelGroups,
@@ -297,11 +327,12 @@ def _stream(
 
 
 def _base_folder(config: Config) -> Path:
+    """Return the folder of the warmed-up model."""
     return Path(config.run.output_dir) / "base"
 
 
 def warmup_from_config(config: Config) -> Warmup:
-    """Return the warm-up of a run."""
+    """Return the warm-up that the configuration describes."""
     return Warmup(
         model=config.model,
         settings=config.warmup,
@@ -313,8 +344,10 @@ def warmup_from_config(config: Config) -> Warmup:
 def _build_policy(
     config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, console: Console, stop: StopSignal
 ) -> tuple[PolicyTrainer, MegatronTeacher | TeacherServers | None]:
+    """Warm up unless that is done, then build the policy and the teacher; a collective of all ranks."""
     from megatron_dppo.mcore.setup import seed_random_states
 
+    # Colocated servers give up their GPU memory before a model is built.
     for note in free_gpus(config, groups.world):
         console.print(f"servers  {note}")
     base = _base_folder(config)
@@ -342,13 +375,15 @@ def _build_policy(
             stop=stop,
         )
         console.finish()
+        # The marker is written after the weights: an interrupted export is repeated.
         export_hf(trainer, inputs, config, base, torch.float32)
         agreed(lambda: _mark_warm(base, warmup, checkpoints) if dist.get_rank() == 0 else None, groups.world)
         if stop.requested():
-            raise Stopped(f"by {stop.name} after the warm-up; the same command goes on with the warmed-up model")
+            raise Stopped(f"by {stop.name} after the warm-up. Rerun the same command to train the warmed-up model")
         stop.deferring = False
-    teacher = build_teacher(config, inputs, groups, platform)  # before there is a policy beside it on the device
-    # A start that finds warmed-up weights drew no random numbers for them: both go on from the same states.
+    # The teacher is loaded first, while there is no policy beside it on the device.
+    teacher = build_teacher(config, inputs, groups, platform)
+    # A warm-up uses random numbers, a start that finds its result does not. Both continue from the same states.
     seed_random_states(config.run.seed)
     return build_trainer(config, inputs, groups, platform, "rl"), teacher
 
