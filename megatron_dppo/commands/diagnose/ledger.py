@@ -1,9 +1,9 @@
-"""The mismatch ledger: log-probabilities of the same tokens, scored with one cause removed after the other.
+"""Mismatch ledger: log-probabilities of the same tokens, scored with one cause of mismatch removed at a time.
 
-A chain of scorings leads from what the trainer computes to what the engine reported. Neighbours differ in one cause, so
-that the difference of a token is the sum of its links: ``log pi - log mu = sum of links``. What the mean of
-``|log pi - log mu|`` owes to a cause is the mean of its links in the direction of the token's difference,
-``sign(log pi - log mu) * link``: these parts add up to the mean, whatever cancels along the chain.
+A chain of scorings leads from the trainer's log-probabilities to those that the engine reported. Neighbors differ in
+one cause, so ``log pi - log mu`` of a token is the sum of its links. The part of a cause in the mean of
+``|log pi - log mu|`` is the mean of ``sign(log pi - log mu) * link``. These parts add up to the mean, even if links
+cancel along the chain.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ENGINE = "engine numerics"
 TRAINER = "trainer numerics"
 UNEXPLAINED = "unexplained"
 OTHER_TRAINER = "its trainer"
-"""another stack's numbers against an exact score: its numerics, and weights that have moved since"""
+"""Difference between another stack's trainer and an exact score: its numerics, and weights that changed since."""
 NOT_SEPARATED = "engine, not separated"
-"""all that an engine which cannot be asked again differs in"""
+"""All differences of an engine that cannot score the tokens again."""
 CAUSES = (
     OTHER_TRAINER,
     STALENESS,
@@ -39,76 +39,76 @@ CAUSES = (
     NOT_SEPARATED,
     UNEXPLAINED,
 )
-"""in the order of the table"""
+"""All causes in the order of the table."""
 CLOSES_WITHIN = 0.05
-"""of the mean absolute difference: what may be left unexplained"""
+"""Fraction of the mean absolute difference that may stay unexplained."""
 ROUNDING = 2e-5
-"""nats; a mean difference below it is that of fp32 sums in another order, and needs no explanation"""
+"""Mean difference in nats that needs no explanation: fp32 sums in another order."""
 
 
 @dataclass(frozen=True)
 class CauseScoring:
-    """Log-probabilities of the same N tokens, nearer to the engine by one cause than the scoring before."""
+    """Log-probabilities of the same tokens, one cause closer to the engine than the preceding scoring."""
 
     cause: str
-    """that separates it from the one before; several links may have the same cause"""
+    """Cause that separates it from the preceding scoring. Several links may have the same cause."""
     logprobs: Tensor
-    """[N]"""
+    """Log-probabilities ``[num_tokens]``."""
 
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One cause; nats a token."""
+    """Contribution of one cause, in nats per token."""
 
     cause: str
     part: float
-    """of the mean |log pi - log mu|: parts add up to it. Negative = it hides what others do"""
+    """Part of the mean |log pi - log mu|; all parts add up to it. Negative if it cancels other causes."""
     share: float
-    """``part`` over the whole mean"""
+    """``part`` divided by the mean."""
     signed: float
-    """mean of its links"""
+    """Mean of its links."""
     size: float
-    """mean of their absolute values"""
+    """Mean absolute value of its links."""
     largest: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Where the difference between engine and trainer comes from."""
+    """Causes of the mismatch between engine and trainer."""
 
     tokens: int
     total: float
-    """mean |log pi - log mu|"""
+    """Mean |log pi - log mu|."""
     signed: float
-    """mean of log pi - log mu"""
+    """Mean of log pi - log mu."""
     largest: float
     rows: tuple[LedgerRow, ...]
-    """every cause that was removed, in the order of ``CAUSES``, and what could not be told apart"""
+    """Separated causes in the order of ``CAUSES``, and the rest that was not separated."""
     absent: Mapping[str, str] = field(default_factory=dict)
-    """causes without a row, and why"""
+    """Causes without a row, and the reason."""
     notes: tuple[str, ...] = ()
 
     @property
-    def left(self) -> float | None:
-        """Mean absolute value of what no cause explains; None = it is not known (see ``absent``)."""
+    def unexplained(self) -> float | None:
+        """Mean absolute unexplained difference. None if it is unknown (see ``absent``)."""
         return next((row.size for row in self.rows if row.cause == UNEXPLAINED), None)
 
     @property
     def closes(self) -> bool | None:
-        """Whether the causes explain the total but for 5 %, or it is rounding; None = ``left`` is not known."""
+        """True if at most 5 % is unexplained, or the total is rounding. None if ``unexplained`` is unknown."""
         if self.total <= ROUNDING:
             return True
-        return None if self.left is None else self.left <= CLOSES_WITHIN * self.total
+        return None if self.unexplained is None else self.unexplained <= CLOSES_WITHIN * self.total
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the ledger as a JSON object."""
         return {
             "tokens": self.tokens,
             "mean_abs": self.total,
             "mean": self.signed,
             "max_abs": self.largest,
             "closes": self.closes,
-            "unexplained_mean_abs": self.left,
+            "unexplained_mean_abs": self.unexplained,
             "causes": {row.cause: {k: v for k, v in vars(row).items() if k != "cause"} for row in self.rows},
             "not_separated": dict(self.absent),
             "notes": list(self.notes),
@@ -118,15 +118,16 @@ class Ledger:
 def make_ledger(
     trained: Tensor, chain: Sequence[CauseScoring], absent: Mapping[str, str] | None = None, notes: Sequence[str] = ()
 ) -> Ledger:
-    """The ledger of a chain.
+    """Compute the ledger of a chain of scorings.
 
     Args:
-        trained: [N] what the trainer computes, log pi.
-        chain: from there on; the last one is what the engine reported, log mu.
-        absent, notes: see ``Ledger``.
+        trained: Log pi of the trainer, ``[num_tokens]``.
+        chain: Scorings from there to the engine's; the last one is log mu.
+        absent: See ``Ledger``.
+        notes: See ``Ledger``.
 
     Raises:
-        ValueError: no tokens, scorings of another number of tokens, or one that is not finite.
+        ValueError: No tokens, scorings of another length, or values that are not finite.
     """
     before = trained.double()
     if not len(before) or not chain:
@@ -153,20 +154,20 @@ def make_ledger(
         return LedgerRow(cause, part, share, link.mean().item(), link.abs().mean().item(), link.abs().max().item())
 
     known = [cause for cause in CAUSES if cause in links]
-    others = [cause for cause in links if cause not in CAUSES]
+    unlisted = [cause for cause in links if cause not in CAUSES]
     return Ledger(
         tokens=len(difference),
         total=total,
         signed=difference.mean().item(),
         largest=difference.abs().max().item(),
-        rows=tuple(row(cause) for cause in (*known, *others)),
+        rows=tuple(row(cause) for cause in (*known, *unlisted)),
         absent=dict(absent or {}),
         notes=tuple(notes),
     )
 
 
-def as_text(ledger: Ledger) -> str:
-    """The ledger as a table with its verdict."""
+def format_ledger(ledger: Ledger) -> str:
+    """Return the ledger as a table with a verdict."""
     width = max(len("cause"), *(len(row.cause) for row in ledger.rows))
     head = f"{'cause':<{width}}  {'part':>10}  {'share':>7}  {'mean':>10}  {'mean |.|':>10}  {'max |.|':>10}"
     lines = [f"mismatch of {ledger.tokens} tokens, in nats: log pi (trainer) - log mu (engine)", "", head]
@@ -187,13 +188,13 @@ def as_text(ledger: Ledger) -> str:
 
 def _verdict(ledger: Ledger) -> str:
     if ledger.total <= ROUNDING:
-        return f"closes: yes, the whole difference is rounding ({ledger.total:.1e} <= {ROUNDING:g} nats)"
-    if ledger.left is None:
-        return "closes: not known, since what is left cannot be told from the causes that are not separated"
-    share = ledger.left / ledger.total
+        return f"closes: yes, the difference is rounding ({ledger.total:.1e} <= {ROUNDING:g} nats)"
+    if ledger.unexplained is None:
+        return "closes: unknown, since not all causes are separated"
+    share = ledger.unexplained / ledger.total
     if ledger.closes:
         return f"closes: yes, {share:.2%} of the mean difference is unexplained ({CLOSES_WITHIN:.0%} is allowed)"
     return (
         f"closes: NO, {share:.1%} of the mean difference is unexplained ({CLOSES_WITHIN:.0%} is allowed): engine and "
-        "trainer do not have the same weights, tokens or positions, or differ in something that is not listed here"
+        "trainer differ in weights, tokens or positions, or in a cause that is not listed here"
     )

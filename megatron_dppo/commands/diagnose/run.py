@@ -1,7 +1,7 @@
-"""``megatron-dppo diagnose RUN``: the ledger of a fresh batch of a run, drawn and trained up to as the run would.
+"""``megatron-dppo diagnose RUN``: ledger of a new batch of a run, sampled and scored as in the run.
 
-Nothing is written to the run's folder. A run with ``train.max_staleness`` is played on in memory for so many steps, so
-that its last batch is as old as those that it trains on.
+Nothing is written to the run's folder. A run with ``train.max_staleness`` is continued in memory for as many steps, so
+that the diagnosed batch is as stale as those of the run.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ from megatron_dppo.run.warmup import is_warm
 
 
 def diagnose_run(folder: Path, overrides: Sequence[str] = ()) -> Ledger:
-    """The ledger of the run in a folder, at its newest checkpoint; the same on every rank.
+    """Return the ledger of a run at its newest checkpoint. It is the same on every rank.
 
     Args:
-        folder: ``run.output_dir`` of the run, which must not be running.
-        overrides: of its configuration, as for ``train``.
+        folder: ``run.output_dir`` of a stopped run.
+        overrides: Overrides of its configuration, as for ``train``.
 
     Raises:
-        UserError: the folder has no run, it is in use, has no weights yet, or was written by another layout than that
-            of the processes here.
+        UserError: No run, a run in use or without weights, or another number of processes.
     """
-    before = run_config(folder, overrides)
+    before = load_diagnosed_config(folder, overrides)
     config = diagnosis_config(before)
     with StopSignal() as stop, open_session(config, stop) as session:
         _restore(session)
@@ -66,18 +65,19 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = ()) -> Ledger:
             session.state.step += 1
             session.records.show_servers(session.gpus.after_update(samples_next=True))
         collected = _collect(session, snapshots)
-        return _ledger(session, before, snapshots, collected)
+        return _make_ledger(session, before, snapshots, collected)
 
 
-def run_config(folder: Path, overrides: Sequence[str]) -> Config:
-    """The configuration of the run in a folder.
+def load_diagnosed_config(folder: Path, overrides: Sequence[str]) -> Config:
+    """Load the configuration of the run in a folder.
 
     Raises:
-        ConfigError: there is none, or it cannot be used.
+        ConfigError: Missing or unusable.
     """
     safe = ("--run.overwrite", "false", "--checkpoint.resume", "auto", "--checkpoint.accept_changes", "true")
     config = load_run_config(folder, [*overrides, *safe])
-    here, there = int(os.environ.get("WORLD_SIZE", "1")), read_starts(folder)[-1]["world_size"]
+    here = int(os.environ.get("WORLD_SIZE", "1"))
+    there = read_starts(folder)[-1]["world_size"]
     if here != there and not overrides:
         raise ConfigError(
             f"the run in {str(folder)!r} has {there} processes, here there are {here}: torchrun --nproc-per-node "
@@ -90,25 +90,25 @@ def run_config(folder: Path, overrides: Sequence[str]) -> Config:
         and not is_warm(base, warmup_from_config(config))
     ):
         raise ConfigError(
-            f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model: no weights to ask"
+            f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model: no weights to diagnose"
         )
-    hides, filters = config.rollout.perturbation.unrecorded_top_p < 1, config.rollout.has_filters
-    if hides and filters:
+    has_hidden_filter = config.rollout.perturbation.unrecorded_top_p < 1
+    if has_hidden_filter and config.rollout.has_filters:
         raise ConfigError(
-            "rollout.perturbation.unrecorded_top_p below 1 together with top_p, top_k or min_p: what each of the two "
-            "filters does cannot be told apart. Override one of them, as with --rollout.top_p 1"
+            "rollout.perturbation.unrecorded_top_p below 1 together with top_p, top_k or min_p: the effects "
+            "of the two filters cannot be separated. Fix: override one of them, as with --rollout.top_p 1"
         )
     return config
 
 
 def diagnosis_config(config: Config) -> Config:
-    """The configuration with an engine that also reports its routes, and steps to play a stale run on."""
-    # A stream samples nothing for steps past the last one.
+    """Return the configuration with additional steps for a stale run, and an engine that reports its routes."""
+    # The scheduler samples nothing for steps after the last one.
     more = config.train.max_staleness + 1 if config.train.max_staleness else 0
     run = config.run.model_copy(update={"num_steps": config.run.num_steps + more})
     log = config.log.model_copy(update={"tensorboard": False, "wandb_project": None, "trackers": []})
     train = config.train
-    if _has_copy(config) and routing_shape(read_hf_config(config.model.path)) is not None:
+    if _is_local_copy(config) and routing_shape(read_hf_config(config.model.path)) is not None:
         replay = "rollout" if train.router_replay == "rollout" else "compare"
         try:
             check_router_weights(replay, "local", config.model.transformer)
@@ -119,19 +119,18 @@ def diagnosis_config(config: Config) -> Config:
     return config.model_copy(update={"run": run, "log": log, "train": train})
 
 
-def _has_copy(config: Config) -> bool:
-    """Whether the engine is a copy of the policy in this process, which can be asked for more than it reports."""
+def _is_local_copy(config: Config) -> bool:
+    """Return True if the engine is a copy of the policy in this process, which can score tokens again."""
     return config.rollout.engine == "local" and not config.rollout.batch_invariant
 
 
 def _restore(session: Session) -> None:
-    """Weights, optimizer and position of the newest checkpoint; what it had sampled ahead is sampled anew, since the
-    weights that sampled it are gone."""
+    """Load the newest checkpoint, but not its rollouts: the weights that sampled them are not saved."""
     if isinstance(session.engine, LocalEngine):
         session.engine.reveal_filters()
     point = session.resume_point
     if point is None:
-        session.records.console.print("diagnose the run has no checkpoint yet: its weights before the first step")
+        session.records.console.print("diagnose the run has no checkpoint: diagnosing its initial weights")
         return
     state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
     session.state.step = state["step"]
@@ -141,7 +140,7 @@ def _restore(session: Session) -> None:
 
 
 def _collect(session: Session, snapshots: Snapshots) -> CollectedRollouts:
-    """The next batch, drawn with the present weights published."""
+    """Sample the next batch with the current weights."""
     notes = session.gpus.for_sampling()
     snapshots.take()
     collected = session.stream.collect(session.state.step, session.trainer.policy_version, Clock())
@@ -160,15 +159,15 @@ def _scorer(session: Session, before: Config, snapshots: Snapshots) -> RunScorer
         temperature=config.rollout.temperature,
         replays="none" if replay != "rollout" else "weights" if before.train.router_replay_weights else "ids",
         has_weights=config.train.router_replay_weights,
-        hides_filter=config.rollout.perturbation.unrecorded_top_p < 1,
+        has_hidden_filter=config.rollout.perturbation.unrecorded_top_p < 1,
         engine=engine,
         exact=None,
-        is_local=_has_copy(config),
-        fp32=config.model.dtype == "fp32",
+        is_local=_is_local_copy(config),
+        is_fp32=config.model.dtype == "fp32",
     )
 
 
-def _ledger(session: Session, before: Config, snapshots: Snapshots, collected: CollectedRollouts) -> Ledger:
+def _make_ledger(session: Session, before: Config, snapshots: Snapshots, collected: CollectedRollouts) -> Ledger:
     import torch
 
     scorer, inputs = _scorer(session, before, snapshots), session.inputs
@@ -180,35 +179,33 @@ def _ledger(session: Session, before: Config, snapshots: Snapshots, collected: C
         samples = make_samples(collected.groups, session.config.train)
         trained, chain = scorer.chain(collected.groups, samples)
         scorings = scorer.scorings(chain, samples)
-        absent = _absent(before, scorer, {cause for cause, _ in chain})
-        return make_ledger(scorer.gathered(trained, samples), scorings, absent, _notes(before, session.state.step))
+        absent = _missing_causes(before, scorer, {cause for cause, _ in chain})
+        return make_ledger(
+            scorer.gather_trained(trained, samples), scorings, absent, _ledger_notes(before, session.state.step)
+        )
     finally:
         if scorer.exact is not None:
             scorer.exact.close()
 
 
-def _absent(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, str]:
-    """Why a cause has no row."""
+def _missing_causes(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, str]:
+    """Return the causes without a row, with the reason."""
     if before.rollout.batch_invariant:
         causes = (SAMPLER, ROUTER_IDS, ROUTER_WEIGHTS, HEAD, ENGINE)
         return dict.fromkeys(causes, "none: the trainer's own model samples")
     shape, replay = scorer.trainer.routing_shape, before.train.router_replay
     absent = {}
     if SAMPLER not in present:
-        absent[SAMPLER] = (
-            "nothing hidden: training's distributions are those that were drawn from, by the configuration"
-        )
+        absent[SAMPLER] = "none: by the configuration, training uses the distributions that were sampled"
         if not scorer.is_local:
-            absent[SAMPLER] = (
-                "not separable: what a server does to its distributions beside what it reports is not known"
-            )
+            absent[SAMPLER] = "not separable: the server may filter distributions without reporting it"
     for cause, replayed in ((ROUTER_IDS, replay == "rollout"), (ROUTER_WEIGHTS, scorer.replays == "weights")):
         if cause in present:
             continue
         if shape is None:
             absent[cause] = "a dense model has none"
         elif replayed:
-            absent[cause] = "replayed in training already"
+            absent[cause] = "replayed in training"
         else:
             absent[cause] = "not separable: the engine does not report them"
     if not scorer.is_local:
@@ -216,12 +213,12 @@ def _absent(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, s
             (HEAD, ENGINE), "not separable: the server cannot score with another output layer or dtype"
         )
     if UNEXPLAINED not in present:
-        absent[UNEXPLAINED] = "not separable: part of what the trainer's or the server's numerics make"
+        absent[UNEXPLAINED] = "not separable: part of the numerics of trainer or server"
     return absent
 
 
-def _notes(before: Config, step: int) -> list[str]:
-    notes = [f"at step {step}, policy of one fresh batch; train.max_staleness = {before.train.max_staleness}"]
+def _ledger_notes(before: Config, step: int) -> list[str]:
+    notes = [f"at step {step}, one new batch; train.max_staleness = {before.train.max_staleness}"]
     if before.train.router_replay == "recorded":
-        notes.append("train.router_replay = 'recorded': the first update has the live routes, as here")
+        notes.append("train.router_replay = 'recorded': the first update uses live routes, as here")
     return notes

@@ -1,4 +1,4 @@
-"""One batch of a run, scored by trainer and engine with one cause of their difference removed after the other."""
+"""Scorings of one batch by trainer and engine, with one cause of mismatch removed at a time."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 _Scores = list[Tensor]
-"""[T] of each sample"""
+"""Log-probabilities ``[num_tokens]`` of each sample."""
 
 
 class Snapshots:
-    """This rank's shard of the weights of each version that an engine was given, on the host.
+    """Copies of this rank's weights on the host, for each policy version that the engine received.
 
     Args:
-        trainer: the policy.
+        trainer: Trainer of the policy.
     """
 
     def __init__(self, trainer: PolicyTrainer) -> None:
         self._trainer = trainer
-        self._of: dict[int, ReferenceWeights] = {}
+        self._weights: dict[int, ReferenceWeights] = {}
 
     def take(self) -> None:
         """Copy the weights of the current version."""
@@ -52,93 +52,100 @@ class Snapshots:
         from megatron_dppo.mcore.host_memory import ReferenceWeights
 
         self._trainer.optimizer.finish_overlapped_gather()
-        self._of[self._trainer.policy_version] = ReferenceWeights(self._trainer.models)
+        self._weights[self._trainer.policy_version] = ReferenceWeights(self._trainer.models)
 
     def each(self, versions: Sequence[int]) -> Iterator[int]:
-        """Each of the versions while the model has its weights; all ranks ask for the same ones."""
+        """Yield each version while the model has its weights. All ranks must pass the same versions."""
         for version in versions:
             if version == self._trainer.policy_version:
                 yield version
                 continue
-            with self._of[version].swapped_in():
+            with self._weights[version].swapped_in():
                 yield version
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunScorer:
-    """Scores the tokens of a run's rollouts. All ranks call its methods alike.
+    """Scorer of a run's rollouts. Its methods are collective.
 
-    ``trainer`` replays routes with weights (``train.router_replay_weights``) where the engine gives them.
+    The trainer replays routes with combine weights (``train.router_replay_weights``) if the engine returns them.
     """
 
     trainer: PolicyTrainer
     snapshots: Snapshots
     budget: int
-    """tokens of a micro-batch"""
+    """Tokens of a micro-batch."""
     temperature: float
     replays: Literal["none", "ids", "weights"]
-    """what the run itself replays"""
+    """Routes that the run replays in training."""
     has_weights: bool
-    """whether the routes have combine weights"""
-    hides_filter: bool
-    """whether the sampling masks are those of a filter that training is not told of"""
+    """True if routes have combine weights."""
+    has_hidden_filter: bool
+    """True if the sampling masks belong to a filter that is hidden from training."""
     engine: LocalEngine | None
-    """None on ranks without one"""
+    """Engine of this rank. None without one."""
     exact: LocalEngine | None
-    """an fp32 copy without perturbation, on the same ranks"""
+    """Unperturbed fp32 engine on the same ranks."""
     is_local: bool
-    """whether the engine can score again; the same on all ranks"""
-    fp32: bool
-    """whether the trainer computes in fp32"""
+    """True if the engine can score tokens again. The same on all ranks."""
+    is_fp32: bool
+    """True if the trainer computes in fp32."""
 
     def chain(self, groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> tuple[_Scores, Chain]:
-        """What training computes first, and the scorings from there to what the engine reported; of this rank's
-        samples, meaningful on leaders of replicas."""
+        """Score this rank's samples along the chain from trainer to engine.
+
+        Returns:
+            Log-probabilities of training, and the scorings from there to the engine's. Valid on replica leaders only.
+        """
         completions = [rollout.completion for group in groups for rollout in group.rollouts]
         versions = [token_versions(c, s) for c, s in zip(completions, samples, strict=True)]
-        # Top-K ids stay: the head adds up a row's mass in an order that depends on them.
+        # Keep the Top-K ids: the head's order of summation depends on them.
         plain = list(samples)
-        told = [replace(sample, sampling_mask=None) for sample in plain] if self.hides_filter else plain
-        as_run = {"none": self._live, "ids": self._ids, "weights": self._both}[self.replays]
-        trained = as_run(told)
-        chain: Chain = [(STALENESS, self._at(versions, lambda: as_run(told)))]
-        if self.hides_filter:
-            chain.append((SAMPLER, self._at(versions, lambda: as_run(plain))))
+        as_trained = [replace(sample, sampling_mask=None) for sample in plain] if self.has_hidden_filter else plain
+        as_run = {"none": self._score_live, "ids": self._score_ids, "weights": self._score_ids_and_weights}[
+            self.replays
+        ]
+        trained = as_run(as_trained)
+        chain: Chain = [(STALENESS, self._score_at_versions(versions, lambda: as_run(as_trained)))]
+        if self.has_hidden_filter:
+            chain.append((SAMPLER, self._score_at_versions(versions, lambda: as_run(plain))))
         if self.trainer.routing_shape is not None and plain[0].routed_experts is not None:
             if self.replays == "none":
-                chain.append((ROUTER_IDS, self._at(versions, lambda: self._ids(plain))))
+                chain.append((ROUTER_IDS, self._score_at_versions(versions, lambda: self._score_ids(plain))))
             if self.has_weights and self.replays != "weights":
-                chain.append((ROUTER_WEIGHTS, self._at(versions, lambda: self._both(plain))))
+                chain.append(
+                    (ROUTER_WEIGHTS, self._score_at_versions(versions, lambda: self._score_ids_and_weights(plain)))
+                )
         if self.is_local:
-            chain += self._by_engine(plain, versions)
+            chain += self._score_by_engine(plain, versions)
         reported = [sample.rollout_logprobs for sample in samples]
         assert all(row is not None for row in reported)
         last = ENGINE if self.is_local else NOT_SEPARATED
         chain.append((last, [row for row in reported if row is not None]))
         return trained, chain
 
-    def _by_engine(self, plain: Sequence[TrainingSample], versions: Sequence[Tensor]) -> Chain:
-        """The engine's own scorings of the whole sequences, exact first."""
+    def _score_by_engine(self, plain: Sequence[TrainingSample], versions: Sequence[Tensor]) -> Chain:
+        """Score the sequences with the engines: exact, with an fp32 head, as the engine does."""
         names = ("exact", "fp32 head", "engine")
 
         def score() -> list[_Scores]:
-            found: list[_Scores] = []
+            scores: list[_Scores] = []
             for name in names:
                 engine = self.exact if name == "exact" else self.engine
                 if engine is None:
-                    found.append([])
+                    scores.append([])
                 else:
-                    found.append(engine.rescore(plain, self.temperature, fp32_head=name == "fp32 head"))
-            return found
+                    scores.append(engine.rescore(plain, self.temperature, fp32_head=name == "fp32 head"))
+            return scores
 
-        exact, head, own = self._with_engines(versions, score)
-        return [(UNEXPLAINED if self.fp32 else TRAINER, exact), (ENGINE, head), (HEAD, own)]
+        exact, head, reported = self._score_with_engines(versions, score)
+        return [(UNEXPLAINED if self.is_fp32 else TRAINER, exact), (ENGINE, head), (HEAD, reported)]
 
-    def _with_engines(self, versions: Sequence[Tensor], score: Callable[[], list[_Scores]]) -> list[_Scores]:
-        """``score`` with both engines at the weights of each version, and of each token what its version says."""
-        found: list[list[_Scores]] = []
-        wanted = self._versions(versions)
-        for version in self.snapshots.each(wanted):
+    def _score_with_engines(self, versions: Sequence[Tensor], score: Callable[[], list[_Scores]]) -> list[_Scores]:
+        """Load each version into both engines, score, and select for each token the score of its version."""
+        scores: list[list[_Scores]] = []
+        needed = self._all_versions(versions)
+        for version in self.snapshots.each(needed):
             for engine in (self.engine, self.exact):
                 weights = self.trainer.export_weights()
                 if engine is None:
@@ -146,30 +153,31 @@ class RunScorer:
                         pass
                 else:
                     engine.update_weights(weights, version)
-            found.append(score())
-        return [_chosen([of[i] for of in found], wanted, versions) for i in range(len(found[0]))]
+            scores.append(score())
+        num_scorings = len(scores[0])
+        return [_select_by_version([each[i] for each in scores], needed, versions) for i in range(num_scorings)]
 
-    def _at(self, versions: Sequence[Tensor], score: Callable[[], _Scores]) -> _Scores:
-        """``score`` of each token at the weights that sampled it."""
-        wanted = self._versions(versions)
-        return _chosen([score() for _ in self.snapshots.each(wanted)], wanted, versions)
+    def _score_at_versions(self, versions: Sequence[Tensor], score: Callable[[], _Scores]) -> _Scores:
+        """Score each token with the weights that sampled it."""
+        needed = self._all_versions(versions)
+        return _select_by_version([score() for _ in self.snapshots.each(needed)], needed, versions)
 
-    def _versions(self, versions: Sequence[Tensor]) -> list[int]:
-        """Of all ranks' tokens."""
-        own = sorted({int(v) for row in versions for v in row.unique().tolist()} - {_NONE})
-        return sorted(set().union(*from_each(own, self.trainer.groups.world)))
+    def _all_versions(self, versions: Sequence[Tensor]) -> list[int]:
+        """Return the policy versions of all ranks' tokens."""
+        local = sorted({int(v) for row in versions for v in row.unique().tolist()} - {_NO_VERSION})
+        return sorted(set().union(*from_each(local, self.trainer.groups.world)))
 
-    def _live(self, samples: Sequence[TrainingSample]) -> _Scores:
+    def _score_live(self, samples: Sequence[TrainingSample]) -> _Scores:
         return self._scores(samples, None)
 
-    def _ids(self, samples: Sequence[TrainingSample]) -> _Scores:
+    def _score_ids(self, samples: Sequence[TrainingSample]) -> _Scores:
         return self._scores([self.without_weights(sample) for sample in samples], "replay")
 
-    def _both(self, samples: Sequence[TrainingSample]) -> _Scores:
+    def _score_ids_and_weights(self, samples: Sequence[TrainingSample]) -> _Scores:
         return self._scores(samples, "replay")
 
     def without_weights(self, sample: TrainingSample) -> TrainingSample:
-        """The sample with routes whose combine weights are missing, where they have any."""
+        """Return the sample with routes that have no combine weights."""
         shape, routes = self.trainer.routing_shape, sample.routed_experts
         if shape is None or routes is None or not shape.weights:
             return sample
@@ -177,56 +185,60 @@ class RunScorer:
         return replace(sample, routed_experts=with_weights(experts_of(routes, shape), missing))
 
     def _scores(self, samples: Sequence[TrainingSample], mode: Literal["replay"] | None) -> _Scores:
-        """The trainer's log-probabilities; on the leader of a replica also when another rank computes them."""
-        trainer, samples = self.trainer, list(samples)
+        """Return the trainer's log-probabilities, also on a replica leader that does not compute them itself."""
+        trainer = self.trainer
+        samples = list(samples)
         if mode is None:
             samples = [replace(sample, routed_experts=None) for sample in samples]
         elif trainer.routing_shape is not None:
             layers = trainer.replayed_layers
             shape = trainer.routing_shape
-            own = shape if layers is None else replace(shape, num_layers=len(layers))
-            samples = with_all_routes(samples, shape, own)
+            local = shape if layers is None else replace(shape, num_layers=len(layers))
+            samples = with_all_routes(samples, shape, local)
         packed = trainer.pack(samples, self.budget)
         rows, _ = trainer.token_logprobs(packed.batches, mode)
-        mine: list[Any] = [None] * len(samples)
+        logprobs: list[Any] = [None] * len(samples)
         for part, row in zip(packed.bins, rows, strict=False):
             lengths = [trainer.row_shape.padded(samples[i].num_tokens) for i in part]
             for i, start in zip(part, accumulate([0, *lengths]), strict=False):
-                mine[i] = row.logprobs[start : start + samples[i].num_tokens].float().cpu().clone()
-        computed = [found for found in from_each(mine, trainer.groups.replica) if found and found[0] is not None]
+                logprobs[i] = row.logprobs[start : start + samples[i].num_tokens].float().cpu().clone()
+        # Only the last pipeline stage has log-probabilities.
+        gathered = from_each(logprobs, trainer.groups.replica)
+        computed = [scores for scores in gathered if scores and scores[0] is not None]
         return list(computed[0])
 
-    def gathered(self, values: Sequence[Tensor], samples: Sequence[TrainingSample]) -> Tensor:
-        """[N] of the tokens with a loss of all samples of all data-parallel ranks, on every rank."""
-        own = None
+    def gather_trained(self, values: Sequence[Tensor], samples: Sequence[TrainingSample]) -> Tensor:
+        """Gather the values of tokens with a loss from all data-parallel ranks, ``[num_tokens]``, on every rank."""
+        local = None
         if is_leader(self.trainer.groups.replica):
-            own = torch.cat([row[s.loss_mask] for row, s in zip(values, samples, strict=True)])
-        return torch.cat([part for part in from_each(own, self.trainer.groups.world) if part is not None])
+            local = torch.cat([row[s.loss_mask] for row, s in zip(values, samples, strict=True)])
+        return torch.cat([part for part in from_each(local, self.trainer.groups.world) if part is not None])
 
     def scorings(self, chain: Chain, samples: Sequence[TrainingSample]) -> list[CauseScoring]:
-        """The chain over the tokens of all ranks."""
-        return [CauseScoring(cause, self.gathered(values, samples)) for cause, values in chain]
+        """Return the chain with the tokens of all ranks."""
+        return [CauseScoring(cause, self.gather_trained(values, samples)) for cause, values in chain]
 
 
 Chain = list[tuple[str, _Scores]]
-_NONE = -1
-"""the version of tokens without a loss"""
+_NO_VERSION = -1
+"""Version of tokens without a loss."""
 
 
 def token_versions(completion: Completion, sample: TrainingSample) -> Tensor:
-    """``[T]`` the version of the weights that sampled each label, ``-1`` where the sample has no loss."""
-    found = torch.full((sample.num_tokens,), _NONE)
+    """Return the policy version that sampled each label, ``[num_tokens]``, ``-1`` for tokens without a loss."""
+    result = torch.full((sample.num_tokens,), _NO_VERSION)
     first = sample.num_tokens - len(completion.token_ids)
-    found[first:] = completion.policy_version
+    result[first:] = completion.policy_version
     for span in completion.policy_versions:
-        found[first + span.start : first + span.end] = span.policy_version
-    return torch.where(sample.loss_mask, found, _NONE)
+        result[first + span.start : first + span.end] = span.policy_version
+    return torch.where(sample.loss_mask, result, _NO_VERSION)
 
 
-def _chosen(scores: Sequence[_Scores], wanted: Sequence[int], versions: Sequence[Tensor]) -> _Scores:
-    """Of each token the score by the weights of its version; empty on ranks that have none."""
+def _select_by_version(scores: Sequence[_Scores], needed: Sequence[int], versions: Sequence[Tensor]) -> _Scores:
+    """Select for each token the score by the weights of its version. Empty on ranks without scores."""
     result = [row.clone() for row in scores[0]]
-    for of_version, version in zip(scores[1:], wanted[1:], strict=True):
-        for own, row, places in zip(result, of_version, versions, strict=bool(result)):
-            own[places == version] = row[places == version]
+    for version_scores, version in zip(scores[1:], needed[1:], strict=True):
+        for selected, row, token_version in zip(result, version_scores, versions, strict=bool(result)):
+            is_version = token_version == version
+            selected[is_version] = row[is_version]
     return result

@@ -224,7 +224,7 @@ def test_arguments_out_of_range_are_refused_before_any_file_is_read(
         ("dump.jsonl/x.json", "a folder that does not exist"),
         (".", "exists already"),
         ("", "exists already"),
-        ("x" * 300, "cannot be made: File name too long"),
+        ("x" * 300, "cannot be created: File name too long"),
         ("dump.jsonl", "exists already"),
     ],
 )
@@ -250,7 +250,7 @@ def test_a_write_that_fails_after_all_is_no_exit_code_of_the_ledger(
         target.parent.rmdir()
         return ledger
 
-    monkeypatch.setattr(diagnose, "_of_rollouts", made)
+    monkeypatch.setattr(diagnose, "_diagnose_rollouts", made)
     assert main(["diagnose", "--rollouts", "x", "--model", "y", "--json", str(target)]) == DiskError.exit_code == 2
     printed = capsys.readouterr()
     assert "mismatch of 2 tokens" in printed.out and "the folder is gone" in printed.err

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 
 from megatron_dppo.commands.diagnose.dumps import read_dump
-from megatron_dppo.commands.diagnose.foreign import Declared, diagnose_rollouts
+from megatron_dppo.commands.diagnose.foreign import DeclaredSampling, diagnose_rollouts
 from megatron_dppo.commands.diagnose.ledger import NOT_SEPARATED, OTHER_TRAINER, ROUTER_IDS, SAMPLER, Ledger
 from megatron_dppo.commands.main import main
 from megatron_dppo.data.chat import load_tokenizer
@@ -111,23 +111,23 @@ def test_every_format_gives_the_same_samples_and_an_honest_engine_differs_by_rou
         for dumped, prompt, completion in zip(read, PROMPTS, completions, strict=True):
             assert dumped.sample.tokens.tolist() == [*prompt.token_ids, *completion.token_ids.tolist()][:-1]
             assert dumped.sample.loss_mask.sum() == len(completion.token_ids)
-        ledger = diagnose_rollouts(file, str(folder), Declared(), None)
+        ledger = diagnose_rollouts(file, str(folder), DeclaredSampling(), None)
         assert ledger.total < 1e-5 and ledger.tokens == sum(len(c.token_ids) for c in completions)
         assert SAMPLER in ledger.absent and "bf16 copy" in ledger.notes[-1]
-    assert ROUTER_IDS not in diagnose_rollouts(files[0], str(folder), Declared(), None).absent
+    assert ROUTER_IDS not in diagnose_rollouts(files[0], str(folder), DeclaredSampling(), None).absent
 
 
 def test_raw_numbers_of_a_tempered_engine_are_the_samplers(folder: Path, tmp_path: Path) -> None:
     raw = sampled()  # sampled and reported at temperature 1, while training is said to divide by .6
     file = write_slime(tmp_path / "raw.pt", raw)
-    ledger = diagnose_rollouts(file, str(folder), Declared(temperature=0.6), None)
+    ledger = diagnose_rollouts(file, str(folder), DeclaredSampling(temperature=0.6), None)
     assert parts(ledger)[SAMPLER] == pytest.approx(1, abs=1e-3) and ledger.total > 0.01
     assert any("temperature 1 (raw)" in note for note in ledger.notes)
 
 
 def test_numbers_over_what_a_filter_left_are_the_samplers(folder: Path, tmp_path: Path) -> None:
     file = write_slime(tmp_path / "cut.pt", sampled(top_p=0.7, return_sampling_mask=True))
-    ledger = diagnose_rollouts(file, str(folder), Declared(top_p=0.7), None)
+    ledger = diagnose_rollouts(file, str(folder), DeclaredSampling(top_p=0.7), None)
     assert parts(ledger)[SAMPLER] == pytest.approx(1, abs=1e-2) and ledger.signed < -0.01
 
 
@@ -140,7 +140,7 @@ def test_sets_in_the_dump_are_those_of_training(folder: Path, tmp_path: Path) ->
         sets = {"rollout_top_p_token_ids": completion.sampling_mask.ids, "rollout_top_p_token_offsets": offsets}
         samples.append(slime(completion, prompt) | sets)
     torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "sets.pt")
-    ledger = diagnose_rollouts(tmp_path / "sets.pt", str(folder), Declared(), None)
+    ledger = diagnose_rollouts(tmp_path / "sets.pt", str(folder), DeclaredSampling(), None)
     assert ledger.total < 1e-5 and SAMPLER in ledger.absent
 
 
@@ -148,7 +148,7 @@ def test_experts_of_a_noisy_router_are_counted_under_the_ids_and_their_weights_a
     folder: Path, tmp_path: Path
 ) -> None:
     file = write_slime(tmp_path / "noise.pt", sampled(Perturbation(router_noise=1.0)))
-    ledger = diagnose_rollouts(file, str(folder), Declared(), None)
+    ledger = diagnose_rollouts(file, str(folder), DeclaredSampling(), None)
     found = parts(ledger)
     assert found[ROUTER_IDS] > 0.2 and set(found) == {ROUTER_IDS, NOT_SEPARATED}
     assert "not separable" in ledger.absent["router weights"] and ledger.closes is None
@@ -161,7 +161,7 @@ def test_numbers_of_their_trainer_are_compared_where_the_dump_has_them(folder: P
         for row in rows(completions, ("prompts", "responses", "rollout_log_probs"))
     ]
     (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in moved))
-    ledger = diagnose_rollouts(tmp_path / "verl.jsonl", str(folder), Declared(), None)
+    ledger = diagnose_rollouts(tmp_path / "verl.jsonl", str(folder), DeclaredSampling(), None)
     assert parts(ledger)[OTHER_TRAINER] == pytest.approx(1, abs=1e-3) and ledger.signed == pytest.approx(-0.5, abs=1e-4)
 
 
@@ -239,7 +239,7 @@ def test_weights_that_compute_no_numbers_are_told(folder: Path, tmp_path: Path) 
     save_file(weights, broken / "model.safetensors")
     (tmp_path / "ok.jsonl").write_text('{"prompts": [1, 2], "responses": [3, 4], "rollout_log_probs": [-1, -2]}\n')
     with pytest.raises(DataError, match=r"2 of the 2 tokens are not finite at temperature 1: the weights of --model"):
-        diagnose_rollouts(tmp_path / "ok.jsonl", str(broken), Declared(), None)
+        diagnose_rollouts(tmp_path / "ok.jsonl", str(broken), DeclaredSampling(), None)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_weights_that_compute_no_numbers_are_told(folder: Path, tmp_path: Path) 
         ([], "either the folder"),
         (["RUN", "--rollouts", "x"], "either the folder"),
         (["--rollouts", "x"], "--model"),
-        (["RUN", "--top-p", "0.9"], "goes with --rollouts"),
+        (["RUN", "--top-p", "0.9"], "needs --rollouts"),
         (["--rollouts", "x", "--model", "y", "--temperature", "0"], "above 0"),
         (["--rollouts", "x", "--model", "y", "--train.mini_batches=2"], "unexpected argument"),
         (["nowhere"], "not the folder of a run"),

@@ -14,7 +14,7 @@ from megatron_dppo.commands.diagnose.ledger import (
     STALENESS,
     UNEXPLAINED,
     CauseScoring,
-    as_text,
+    format_ledger,
     make_ledger,
 )
 
@@ -50,19 +50,19 @@ def test_it_closes_when_what_is_unexplained_is_small_against_the_total_also_wher
     chain = [CHAIN[0], CauseScoring(UNEXPLAINED, CHAIN[0].logprobs + off), CauseScoring(ENGINE, CHAIN[0].logprobs)]
     ledger = make_ledger(TRAINED, chain)
     assert sum(row.signed for row in ledger.rows if row.cause == UNEXPLAINED) == pytest.approx(0, abs=1e-7)
-    assert ledger.closes is False and "closes: NO" in as_text(ledger)
+    assert ledger.closes is False and "closes: NO" in format_ledger(ledger)
 
 
 def test_rounding_alone_closes_and_without_a_residual_nobody_knows() -> None:
     tiny = make_ledger(TRAINED, [CauseScoring(UNEXPLAINED, TRAINED + 1e-6)])
-    assert tiny.closes and "rounding" in as_text(tiny)
+    assert tiny.closes and "rounding" in format_ledger(tiny)
     unknown = make_ledger(TRAINED, [CauseScoring(NOT_SEPARATED, TRAINED - 1)], {HEAD: "not separable"})
     assert (
         unknown.closes is None
-        and "not known" in as_text(unknown)
-        and "head precision: not separable" in as_text(unknown)
+        and "closes: unknown" in format_ledger(unknown)
+        and "head precision: not separable" in format_ledger(unknown)
     )
-    plain = json.loads(json.dumps(unknown.plain()))
+    plain = json.loads(json.dumps(unknown.to_json()))
     assert plain["causes"][NOT_SEPARATED]["part"] == pytest.approx(1) and plain["not_separated"] == {
         HEAD: "not separable"
     }
